@@ -1,7 +1,7 @@
-"""Drumline: pipeline parallelism as one system.
+"""Drumline: pipeline parallelism for PyTorch.
 
-A schedule is generated, proven, simulated, searched, run and measured, always as the same `Program` in the same
-text form. Names are imported when they are first used, so that `import drumline` costs next to nothing.
+Drumline generates, proves, simulates, searches, runs and measures schedules, all as the same `Program` in the same text
+form. It imports each name at its first use, so `import drumline` costs almost nothing.
 
 >>> import drumline as dl
 >>> program = dl.generate("zb-h1", num_ranks=4, num_microbatches=8)
@@ -135,7 +135,7 @@ __all__ = [
 
 
 def _show_in_notebooks() -> None:
-    """Give programs and timelines their pictures; the core itself knows of none."""
+    """Let notebooks draw programs and timelines; the core itself does not depend on drawing."""
     from drumline.core.program import Program
     from drumline.core.timeline.timeline import Timeline
 

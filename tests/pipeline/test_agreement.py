@@ -113,7 +113,9 @@ def test_kinds_of_input_that_come_late_are_told_once_and_compared() -> None:
     assert [len(one) for one in told] == [1] * 3
     agree_on_followed(told[:2], 1)
     agree_on_followed([told[0], {}, told[1]], 1)
-    with pytest.raises(MismatchError, match="step 1: ranks 1 and 2 followed the model to another graph for new inputs"):
+    with pytest.raises(
+        MismatchError, match="step 1: ranks 1 and 2 traced the model to different graphs for new inputs"
+    ):
         agree_on_followed([{}, told[0], told[2]], 1)
 
 
@@ -139,9 +141,9 @@ def test_what_a_value_was_when_it_was_used_is_seen_in_what_was_written() -> None
 def test_batches_differ_by_shape_or_by_numbers_and_none_is_no_batch() -> None:
     x, y = data()
     agree_on_batch([Given.of((x,), None), Given.of(None, y), Given.of((x.clone(),), y), None], 0)
-    with pytest.raises(MismatchError, match="ranks 0 and 2 got different batches: of the same shapes, with other"):
+    with pytest.raises(MismatchError, match="ranks 0 and 2 got different batches: same shapes, different values"):
         agree_on_batch([Given.of((x,), None), None, Given.of((x + 1,), None)], 0)
-    with pytest.raises(MismatchError, match="ranks 0 and 1 got different batches: of the same shapes, with other"):
+    with pytest.raises(MismatchError, match="ranks 0 and 1 got different batches: same shapes, different values"):
         agree_on_batch([Given.of((x,), None), Given.of((torch.cat([x[:-1], x[-1:] + 1]),), None)], 0)
     with pytest.raises(MismatchError, match=r"different targets: float32\(8, 6\) and float32\(7, 6\)"):
         agree_on_batch([Given.of(None, y), Given.of(None, y[:7])], 0)
@@ -164,9 +166,9 @@ def test_numbers_count_however_memory_is_laid_out(layout: str) -> None:
     x, _ = data()
     one, other = LAYOUTS[layout](x), LAYOUTS[layout](x + 1)
     agree_on_batch([Given.of((one,), None), Given.of((one.contiguous().clone(),), None)], 0)
-    with pytest.raises(MismatchError, match="ranks 0 and 1 got different batches: of the same shapes, with other"):
+    with pytest.raises(MismatchError, match="ranks 0 and 1 got different batches: same shapes, different values"):
         agree_on_batch([Given.of((one,), None), Given.of((other,), None)], 0)
-    with pytest.raises(MismatchError, match="ranks 0 and 1 got different targets: of the same shapes, with other"):
+    with pytest.raises(MismatchError, match="ranks 0 and 1 got different targets: same shapes, different values"):
         agree_on_batch([Given.of(None, one.contiguous()), Given.of(None, other)], 0)
 
 
@@ -196,7 +198,7 @@ def test_numbers_on_a_device_are_those_on_the_host(layout: str) -> None:
     one = LAYOUTS[layout](x)
     there = LAYOUTS[layout](x.cuda())
     agree_on_batch([Given.of((one,), None), Given.of((there,), None)], 0)
-    with pytest.raises(MismatchError, match="of the same shapes, with other"):
+    with pytest.raises(MismatchError, match="same shapes, different values"):
         agree_on_batch([Given.of((one,), None), Given.of((LAYOUTS[layout](x.cuda() + 1),), None)], 0)
 
 
@@ -293,16 +295,16 @@ def test_ranks_that_differ_learn_of_it_and_of_the_right_rank() -> None:
     assert zero["loaded"][0] == one["loaded"][0] == ""
     assert zero["strides"][0] == one["strides"][0] == ""
     texts = {
-        "transport": "ranks 0 and 1 have another transport: shared-memory and gloo",
-        "graph": "ranks 0 and 1 followed the model to another graph: layers",
-        "code": "ranks 0 and 1 have other code of the model: ",
-        "setting": "ranks 0 and 1 have another merge_weight_gradients: False and True",
+        "transport": "ranks 0 and 1 disagree on transport: shared-memory and gloo",
+        "graph": "ranks 0 and 1 traced the model to different graphs: layers",
+        "code": "ranks 0 and 1 have different code of the model: ",
+        "setting": "ranks 0 and 1 disagree on merge_weight_gradients: False and True",
         "weights": "ranks 0 and 1 were given models with different values of layers.0.weight",
-        "batch": "step 0: ranks 0 and 1 got different batches: of the same shapes, with other numbers",
-        "checked batch": "step 0: ranks 0 and 1 got different batches: of the same shapes, with other numbers",
-        "checked target": "step 0: ranks 0 and 1 got different targets: of the same shapes, with other numbers",
-        "turned": "step 0: ranks 0 and 1 got different batches: of the same shapes, with other numbers",
-        "late": "step 1: ranks 0 and 1 followed the model to another graph for new inputs",
+        "batch": "step 0: ranks 0 and 1 got different batches: same shapes, different values",
+        "checked batch": "step 0: ranks 0 and 1 got different batches: same shapes, different values",
+        "checked target": "step 0: ranks 0 and 1 got different targets: same shapes, different values",
+        "turned": "step 0: ranks 0 and 1 got different batches: same shapes, different values",
+        "late": "step 1: ranks 0 and 1 traced the model to different graphs for new inputs",
         "rows": "step 0: ranks 0 and 1 got different batches: float32(8, 6) and float32(7, 6)",
     }
     for what, text in texts.items():
@@ -312,7 +314,7 @@ def test_ranks_that_differ_learn_of_it_and_of_the_right_rank() -> None:
     assert any(each["beside"][0] == "MismatchError" and "eval_step" in each["beside"][1] for each in (zero, one))
     kind, said, _ = zero["left"]
     assert kind == "RankFailed"
-    assert said.startswith("rank 1 closed its channel while rank 0 still waits for it: rank 0 at 0B")
+    assert said.startswith("rank 1 closed its channel while rank 0 was still waiting for it: rank 0 at 0B")
     assert said.endswith("; call step and eval_step the same number of times on every rank, and close() after them")
     assert max(seconds for each in (zero, one) for *_, seconds in each.values()) < 50  # none waited for its timeout
 
@@ -337,6 +339,7 @@ def test_a_missing_rank_is_waited_for_no_longer_than_the_timeout(rank: int, monk
         port = free.getsockname()[1]
     for name, value in {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, str(value))
-    text = "rank 0 waits for rank 1 to tell its arrival" if rank == 0 else "rank 1 waits for the store of rank 0 at 127"
+    missing = "rank 1 to report its arrival" if rank == 0 else "the store of rank 0 at 127"
+    text = f"rank {rank} waits for {missing}"
     with pytest.raises(WaitTimeout, match=text):
         transports.num_ranks("gloo", None, timeout=0.5)

@@ -19,24 +19,24 @@ def made(**more: Any) -> Pipeline:
 
 
 WRONG = [
-    ("num_ranks", "2", "whole number of 1 or more"),
-    ("num_ranks", 2.0, "whole number of 1 or more"),
-    ("num_ranks", 0, "whole number of 1 or more"),
-    ("num_microbatches", True, "whole number of 1 or more"),
-    ("num_microbatches", 0, "whole number of 1 or more"),
-    ("stages_per_rank", -1, "whole number of 1 or more"),
-    ("ahead", 1.5, "whole number of 1 or more"),
-    ("seed", "a", "whole number"),
-    ("seed", None, "whole number"),
+    ("num_ranks", "2", "integer of at least 1"),
+    ("num_ranks", 2.0, "integer of at least 1"),
+    ("num_ranks", 0, "integer of at least 1"),
+    ("num_microbatches", True, "integer of at least 1"),
+    ("num_microbatches", 0, "integer of at least 1"),
+    ("stages_per_rank", -1, "integer of at least 1"),
+    ("ahead", 1.5, "integer of at least 1"),
+    ("seed", "a", "integer"),
+    ("seed", None, "integer"),
     ("timeout", -1, "seconds above 0"),
     ("timeout", "1", "seconds above 0"),
     ("timeout", float("nan"), "seconds above 0"),
     ("master_weights", "yes", "True or False"),
     ("capture", 1, "True or False"),
-    ("schedule", 1, "a name, a Program, or a CSV file"),
+    ("schedule", 1, "a schedule name, a Program, or a CSV file"),
     ("transport", None, ""),
-    ("device", "gpu", "a device of PyTorch's"),
-    ("device", 1.5, "a device of PyTorch's"),
+    ("device", "gpu", "a PyTorch device"),
+    ("device", 1.5, "a PyTorch device"),
 ]
 
 
@@ -50,13 +50,13 @@ def test_an_argument_of_the_wrong_kind_is_refused_by_its_name(name: str, value: 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")
 def test_a_device_that_is_not_there_is_refused() -> None:
-    with pytest.raises(DrumlineError, match="device is 'cuda', and PyTorch finds none here; expected cpu"):
+    with pytest.raises(DrumlineError, match="device is 'cuda', but PyTorch finds no such device; expected cpu"):
         made(device="cuda")
 
 
 def test_a_compiled_model_is_refused_with_the_mend() -> None:
     model = torch.compile(nn.Linear(2, 2), backend="eager")
-    with pytest.raises(DrumlineError, match=r"compiled by torch.compile.*pass what was compiled, and compile=True"):
+    with pytest.raises(DrumlineError, match=r"compiled by torch.compile.*pass the original model and compile=True"):
         Pipeline(model, loss_fn=functional.mse_loss, num_microbatches=2)  # type: ignore[arg-type]
 
 

@@ -406,6 +406,6 @@ def test_without_cloudpickle_functions_must_be_importable_and_the_error_says_so(
     value, error = done.stdout.splitlines()
     assert value == "2"
     assert error == (
-        "the ranks cannot import own of __main__, and cloudpickle is not installed; "
-        "move it to a module of its own, or install cloudpickle, which sends it as it is"
+        "the ranks cannot import own from __main__, and cloudpickle is not installed; "
+        "move it to a module that the ranks can import, or install cloudpickle, which sends its code"
     )

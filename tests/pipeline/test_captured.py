@@ -320,7 +320,7 @@ def test_a_message_of_another_shape_than_the_captured_one_is_refused() -> None:
     row = pipe._engine.captured.rows[0]
     action, (receive, (tensor,), form) = next(iter(row._sent.items()))
     row._sent[action] = receive, (torch.cat([tensor, tensor]),), form
-    with pytest.raises(ModelError, match=r"1RECV_F0 brings \(4, 6\) of torch.float32.* where \(2, 6\)"):
+    with pytest.raises(ModelError, match=r"1RECV_F0 brings \(4, 6\) of torch.float32.* but brought \(2, 6\)"):
         pipe.step(batch, target=target)
     pipe.zero_grad()
     fresh = Pair(model, num_microbatches=4, num_ranks=2)
@@ -335,7 +335,7 @@ def test_what_a_graph_could_not_repeat_is_refused() -> None:
 
     batch, target = data(8)
     for model, says in (
-        (mlp(dropout=0.5), "the block 0 draws random numbers.*use capture=False"),
+        (mlp(dropout=0.5), "block 0 draws random numbers.*use capture=False"),
         (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), "changes its buffers.*use capture=False"),
         (nn.Sequential(nn.Linear(WIDTH, WIDTH), Reads()), r"\[1F0 1I0\] cannot be captured.*use capture=False"),
     ):
@@ -374,7 +374,7 @@ def test_hooks_that_change_gradients_are_captured_and_those_that_exchange_them_a
         for one in pipe.parameters():
             one.register_post_accumulate_grad_hook(exchanges)  # type: ignore[no-untyped-call]
     pair.step(data(12))
-    with pytest.raises(ModelError, match="puts another gradient in the place of one"):
+    with pytest.raises(ModelError, match="replaces a gradient by another tensor"):
         pair.captured.step(*data(12)[:1], target=data(12)[1])
 
 
@@ -491,5 +491,5 @@ def going_wrong() -> list[str]:
 
 def test_what_goes_wrong_on_one_rank_is_known_on_all() -> None:
     for mismatch, too_small in launch(going_wrong, num_ranks=2):
-        assert "ranks 0 and 1 have another capture: True and False" in mismatch
+        assert "ranks 0 and 1 disagree on capture: True and False" in mismatch
         assert "3 rows for 4 microbatches" in too_small

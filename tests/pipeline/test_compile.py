@@ -388,10 +388,10 @@ def test_an_error_of_a_block_is_its_own() -> None:
 @pytest.mark.parametrize(
     ("choice", "words"),
     [
-        ("aot_eagre", "backend 'aot_eagre', which is not there; did you mean aot_eager"),
+        ("aot_eagre", "torch.compile has no backend 'aot_eagre'; did you mean aot_eager"),
         ({"backnd": EAGER}, "compile has 'backnd'.*did you mean backend"),
         (3, "compile is a int"),
-        ({"mode": "reduce-overhead"}, "asks for CUDA graphs.*max-autotune-no-cudagraphs"),
+        ({"mode": "reduce-overhead"}, "asks for its own CUDA graphs.*max-autotune-no-cudagraphs"),
         ({"mode": "fastest"}, "Unrecognized mode"),
         ({"options": {"fallback_random": False}}, "own random numbers"),
     ],
@@ -413,7 +413,7 @@ def test_ranks_that_compile_otherwise_differ() -> None:
     from drumline.pipeline.transports import agree as compare
 
     told = [pipeline(model_of("mlp", 2), compile=one)._engine.assembly.described() for one in (False, EAGER)]
-    with pytest.raises(MismatchError, match="another compile"):
+    with pytest.raises(MismatchError, match="disagree on compile"):
         compare(told)
 
 

@@ -85,15 +85,15 @@ def test_a_model_cut_by_names_trains_like_one_process() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"cuts": ["3", "55"]}, r"cuts names the block '55', which is not there; did you mean 5\?"),
-        ({"cuts": ["5", "3"]}, "cuts names the block '3' after '5'; expected the first blocks of stages"),
-        ({"cuts": ["3", "3"]}, "cuts names the block '3' twice"),
-        ({"cuts": ["0", "3"]}, "cuts names the block '0', with which the first stage begins"),
+        ({"cuts": ["3", "55"]}, r"cuts names block '55', which the model does not have; did you mean 5\?"),
+        ({"cuts": ["5", "3"]}, "cuts names block '3' after '5'; expected the first block of each of stages"),
+        ({"cuts": ["3", "3"]}, "cuts names block '3' twice"),
+        ({"cuts": ["0", "3"]}, "cuts names block '0', which already begins the first stage"),
         ({"cuts": ["3"]}, r"cuts is \['3'\]; expected 2 names, one for each of 3 stages but the first"),
         ({"cuts": "35"}, r"cuts is \['35'\]; expected 2 names"),
-        ({"cuts": ["3", "5"], "balance": [3, 2, 3]}, r"balance is \[3, 2, 3\] and cuts is .*expected one of the two"),
-        ({"balance": "auto"}, r"balance is 'auto' and there is no example; .*pass example="),
-        ({"balance": "evn"}, 'balance is \'evn\'; expected "auto", "even", or how many blocks'),
+        ({"cuts": ["3", "5"], "balance": [3, 2, 3]}, r"balance is \[3, 2, 3\] and cuts is .*expected only one of them"),
+        ({"balance": "auto"}, r"balance is 'auto' but there is no example batch; .*pass example="),
+        ({"balance": "evn"}, 'balance is \'evn\'; expected "auto", "even", or a list with the number of blocks'),
     ],
 )
 def test_cuts_that_make_no_sense_are_refused(settings: dict[str, Any], words: str) -> None:
@@ -136,7 +136,7 @@ def test_a_memory_limit_moves_the_cut_or_names_what_would_do() -> None:
 def test_a_batch_that_cannot_be_cut_is_refused() -> None:
     with pytest.raises(BatchError, match="the batch has 2 rows for 4 microbatches"):
         balance(mlp(4), torch.ones(2, WIDTH), num_microbatches=4, num_ranks=2)
-    with pytest.raises(BatchError, match="the batch holds no tensor"):
+    with pytest.raises(BatchError, match="the batch contains no tensor"):
         balance(mlp(4), None, num_microbatches=4, num_ranks=2)
 
 

@@ -44,7 +44,7 @@ def test_every_rank_must_have_been_given_the_same(rank: int) -> None:
     told = [{"seed": 0, "model": "a"} for _ in range(4)]
     agree(told)
     told[rank]["model"] = "b"
-    with pytest.raises(MismatchError, match=f"ranks 0 and {rank} have another model: a and b"):
+    with pytest.raises(MismatchError, match=f"ranks 0 and {rank} disagree on model: a and b"):
         agree(told)
 
 
@@ -102,7 +102,7 @@ def test_a_frozen_parameter_of_any_stage_that_is_freed_is_refused() -> None:
     held = Frozen(Program.parse("0F0,0B0\n1F0,1B0"), cuts)
     held.check_still([])
     frozen.bias.requires_grad_(True)
-    with pytest.raises(ModelError, match=r"0\.bias was frozen when the pipeline was made"):
+    with pytest.raises(ModelError, match=r"0\.bias was frozen when the pipeline was created"):
         held.check_still([])  # also where its stage is another process's
 
 

@@ -183,7 +183,7 @@ def test_freeing_what_has_no_backward_is_refused_at_the_next_step(name: str) -> 
         pipe.step(batch, target=target)
         pipe.settle()
         model[freed].requires_grad_(True)
-        with pytest.raises(ModelError, match=rf"{freed}\.0\.weight was frozen when the pipeline was made"):
+        with pytest.raises(ModelError, match=rf"{freed}\.0\.weight was frozen when the pipeline was created"):
             pipe.step(batch, target=target)
         model[freed].requires_grad_(False)
         pipe.step(batch, target=target)
@@ -197,7 +197,7 @@ def test_a_new_trainable_parameter_in_place_of_a_frozen_one_is_refused_too() -> 
     layer = model.get_submodule("0.0")
     assert isinstance(layer, nn.Linear)
     layer.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
-    with pytest.raises(ModelError, match=r"0\.0\.weight was frozen when the pipeline was made"):
+    with pytest.raises(ModelError, match=r"0\.0\.weight was frozen when the pipeline was created"):
         pipe.step(batch, target=target)
 
 
@@ -222,14 +222,14 @@ def test_where_nothing_trains_a_step_is_refused_and_evaluation_works() -> None:
     model.requires_grad_(False)
     for name in ("1f1b", "zb-v", "chimera"):
         pipe = pipeline(model, name)
-        with pytest.raises(ModelError, match="nothing trains: every parameter of the model is frozen"):
+        with pytest.raises(ModelError, match="nothing to train: every parameter of the model is frozen"):
             pipe.step(batch, target=target)
         result = pipe.eval_step(batch, target=target)
         torch.testing.assert_close(result.output, model(batch))
     later = mlp()
     pipe = pipeline(later, "1f1b")
     later.requires_grad_(False)
-    with pytest.raises(ModelError, match="nothing trains"):
+    with pytest.raises(ModelError, match="nothing to train"):
         pipe.step(batch, target=target)
     assert pipe.eval_step(batch).output is not None
 
@@ -311,7 +311,7 @@ def _freed_on_every_rank() -> str:
 
 def test_freeing_is_refused_on_all_ranks_of_their_own() -> None:
     found = dl.launch(_freed_on_every_rank, num_ranks=2)
-    assert found == ["['none', 'whole']: 0.0.weight was frozen when the pipeline was made, and is trainable now"] * 2
+    assert found == ["['none', 'whole']: 0.0.weight was frozen when the pipeline was created, and is trainable now"] * 2
 
 
 def test_a_cut_that_is_guessed_counts_what_frozen_blocks_do() -> None:

@@ -253,8 +253,8 @@ def test_cuts_by_the_names_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"cuts": ["model.layer.3"]}, "cuts names the block 'model.layer.3', which is not there; did you mean"),
-        ({"cuts": ["model.layers.3", "model.layers.1"], "num_ranks": 3}, "cuts names the block 'model.layers.1' after"),
+        ({"cuts": ["model.layer.3"]}, "cuts names block 'model.layer.3', which the model does not have; did you mean"),
+        ({"cuts": ["model.layers.3", "model.layers.1"], "num_ranks": 3}, "cuts names block 'model.layers.1' after"),
         ({"num_ranks": 12}, "the model has 9 blocks for 12 stages"),
         ({"balance": [3, 3]}, "sum to the model's 9 blocks"),
     ],
@@ -272,7 +272,7 @@ def test_a_step_without_labels_or_loss_says_so() -> None:
 
 def test_a_step_without_anything_says_so() -> None:
     pipe = Pipeline(tiny("LlamaForCausalLM"), num_ranks=2, num_microbatches=2, balance="even")
-    with pytest.raises(BatchError, match="holds the first stage and got no batch"):
+    with pytest.raises(BatchError, match="holds the first stage but got no batch"):
         pipe.step()
 
 

@@ -158,8 +158,8 @@ def test_all_ranks_say_the_same_about_weights_that_do_not_fit(tmp_path: Path) ->
     whole, double, lack = folders
     first, second = dl.launch(given, [[whole, double], [whole, lack], [lack, lack]], num_ranks=2)
     assert first == second
-    assert first[0].startswith("ranks 0 and 1 have another weights: ('0.0.bias', (6,), 'torch.float32')")
-    assert first[1].startswith("ranks 0 and 1 have another weights: 32 and 31 entries")
+    assert first[0].startswith("ranks 0 and 1 disagree on weights: ('0.0.bias', (6,), 'torch.float32')")
+    assert first[1].startswith("ranks 0 and 1 disagree on weights: 32 and 31 entries")
     assert "2 has no tensor for the parameter 6.1.bias" in first[2]
 
 

@@ -81,7 +81,7 @@ def test_the_states_of_several_ranks_are_joined_by_their_names() -> None:
 def test_a_state_by_position_is_refused() -> None:
     pipe = pipeline()
     plain = torch.optim.SGD(pipe.parameters(), lr=0.1)
-    with pytest.raises(ModelError, match="goes by position"):
+    with pytest.raises(ModelError, match="is indexed by position"):
         pipe.optimizer(torch.optim.SGD, lr=0.1).load_state_dict(plain.state_dict())
     with pytest.raises(ModelError, match="without state and param_groups"):
         pipe.optimizer(torch.optim.SGD, lr=0.1).load_state_dict({})

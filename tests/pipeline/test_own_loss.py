@@ -265,8 +265,8 @@ def test_evaluation_weighs_alike() -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (Contrastive, r"compares rows of the batch with each other, in .*num_microbatches=1; or .* loss_weight="),
-        (Focal, r"comes out of mul, and how much of it each microbatch is cannot be told; .*pass loss_weight="),
+        (Contrastive, r"compares rows of the batch with each other, in .*num_microbatches=1; or, .* loss_weight="),
+        (Focal, r"comes from mul, so Drumline cannot tell how much each microbatch contributes; .*pass loss_weight="),
     ],
 )
 def test_a_loss_that_cannot_be_weighed_is_refused_before_a_step(kind: type[Body], words: str) -> None:
@@ -364,7 +364,7 @@ def test_a_loss_fn_that_cannot_be_looked_into_warns_of_ignored_targets() -> None
 
     batch = text()
     pipe = Pipeline(Logits(), loss_fn=odd, num_ranks=2, num_microbatches=4, balance="even", example=batch["input_ids"])
-    with pytest.warns(UserWarning, match=r"loss_fn goes through pow.* Pass loss_weight="):
+    with pytest.warns(UserWarning, match=r"loss_fn uses pow.* Pass loss_weight="):
         pipe.step(batch["input_ids"], target=batch["labels"])
 
 
@@ -375,7 +375,7 @@ def test_a_loss_fn_over_the_whole_batch_is_refused() -> None:
 
     ids = text()["input_ids"]
     pipe = Pipeline(Logits(), loss_fn=contrastive, num_ranks=2, num_microbatches=4, balance="even", example=ids)
-    with pytest.raises(ModelError, match=r"and loss_fn of the whole batch is .*compares rows with each other"):
+    with pytest.raises(ModelError, match=r"but loss_fn of the full batch is .*compares rows with each other"):
         pipe.step(ids, target=ids)
 
 
@@ -385,7 +385,7 @@ def test_a_loss_fn_that_adds_up_different_counts_is_refused() -> None:
 
     batch = text()
     pipe = Pipeline(Logits(), loss_fn=both, num_ranks=2, num_microbatches=4, balance="even", example=batch["input_ids"])
-    with pytest.raises(ModelError, match=r"loss_fn adds up means over different things.*pass loss_weight="):
+    with pytest.raises(ModelError, match=r"loss_fn adds means over different counts.*pass loss_weight="):
         pipe.step(batch["input_ids"], target=batch["labels"])
 
 

@@ -278,9 +278,9 @@ def test_frozen_parameters_get_no_gradient() -> None:
     ("settings", "batch", "error", "says"),
     [
         ({}, (3, 3), BatchError, "3 rows for 4 microbatches"),
-        ({}, (8, 7), BatchError, "the batch has 8 rows and the target 7"),
+        ({}, (8, 7), BatchError, "the batch has 8 rows and the target has 7"),
         ({}, (0, 0), BatchError, "0 rows"),
-        ({"loss_fn": lambda output, target: output}, (8, 8), ModelError, "loss_fn returned a tensor of the shape"),
+        ({"loss_fn": lambda output, target: output}, (8, 8), ModelError, "loss_fn returned a tensor of shape"),
         ({"loss_fn": lambda output, target: 1.0}, (8, 8), ModelError, "loss_fn returned float"),
         ({"loss_weight": lambda target: 0}, (8, 8), BatchError, "not all of them 0"),
         ({"loss_weight": lambda target: "1"}, (8, 8), BatchError, "loss_weight returned '1'; expected a number"),
@@ -288,7 +288,7 @@ def test_frozen_parameters_get_no_gradient() -> None:
             {"loss_weight": lambda target: torch.ones(2)},
             (8, 8),
             BatchError,
-            "loss_weight returned a tensor of the shape",
+            "loss_weight returned a tensor of shape",
         ),
     ],
 )
@@ -312,9 +312,9 @@ WITH_STATE = dl.Program.parse("0UNSHARD,0F0,0B0,0RESHARD\n1F0,1B0", name="for to
     ("settings", "error", "says"),
     [
         ({"schedule": "1f1v"}, dl.DrumlineError, "did you mean 1f1b"),
-        ({"schedule": "pipedream"}, ProgramError, "updates the weights while it runs"),
-        ({"schedule": "pipedream-2bw"}, ProgramError, "updates the weights while it runs"),
-        ({"schedule": "forward-only"}, ProgramError, "no backwards"),
+        ({"schedule": "pipedream"}, ProgramError, "updates weights while it runs"),
+        ({"schedule": "pipedream-2bw"}, ProgramError, "updates weights while it runs"),
+        ({"schedule": "forward-only"}, ProgramError, "no backward passes"),
         ({"schedule": WITH_WAITS, "num_microbatches": 1}, ProgramError, r"a program without WAITs.*compute_only\(\)"),
         ({"schedule": WITH_STATE, "num_microbatches": 1}, ProgramError, r"does not shard yet.*compute_only\(\)"),
         ({"num_microbatches": None}, ProgramError, "num_microbatches is missing"),
@@ -322,18 +322,18 @@ WITH_STATE = dl.Program.parse("0UNSHARD,0F0,0B0,0RESHARD\n1F0,1B0", name="for to
         ({"balance": [1, 2]}, ModelError, r"balance is \[1, 2\]"),
         ({"balance": [8, 0]}, ModelError, r"balance is \[8, 0\]"),
         ({"checkpoint": "some"}, ModelError, "checkpoint is 'some'"),
-        ({"checkpoint": ["77"]}, ModelError, "'77', which is not there"),
+        ({"checkpoint": ["77"]}, ModelError, "'77', which does not exist"),
         ({"checkpoint": {5: "full"}}, ModelError, "checkpoint names stage 5"),
         ({"checkpoint": {"0": "full"}}, ModelError, "checkpoint names stage '0'"),
         ({"checkpoint": True}, ModelError, 'checkpoint is True; expected "none", "full"'),
         ({"checkpoint": {0: None}}, ModelError, 'checkpoint is None; expected "none", "full"'),
         ({"balance": 2}, ModelError, "balance is 2; expected"),
-        ({"cuts": 2}, ModelError, "cuts is 2; expected a list of names"),
+        ({"cuts": 2}, ModelError, "cuts is 2; expected a list of block names"),
         ({"loss_fn": "mse"}, ModelError, "loss_fn is 'mse'; expected a function"),
         (
             {"loss_fn": nn.MSELoss},
             ModelError,
-            r"loss_fn is the class MSELoss; expected a function; make one: MSELoss\(\)",
+            r"loss_fn is the class MSELoss; expected a function; create an instance: MSELoss\(\)",
         ),
         ({"loss_weight": 2}, ModelError, "loss_weight is 2; expected a function"),
         ({"transport": "carrier pigeon"}, UsageError, "carrier pigeon"),
@@ -375,7 +375,7 @@ def test_a_state_that_has_no_numbers_is_refused_and_changes_nothing(state: Any, 
 
 
 def test_an_optimizer_that_is_no_class_is_refused() -> None:
-    with pytest.raises(dl.DrumlineError, match=r"pipe\.optimizer got 'adam'; expected an optimizer's class"):
+    with pytest.raises(dl.DrumlineError, match=r"pipe\.optimizer got 'adam'; expected an optimizer class"):
         pipeline().optimizer("adam")  # type: ignore[arg-type]
 
 

@@ -136,9 +136,9 @@ def test_a_plan_decides_alone(steady: ModelProfile) -> None:
         {"cuts": ["2"]},
     ):
         name = next(iter(beside))
-        with pytest.raises(UsageError, match=f"{name} is .* beside a plan"):
+        with pytest.raises(UsageError, match=f"{name} is .* but a plan is given too"):
             Pipeline(mlp(4), loss_fn=functional.mse_loss, plan=decided, **beside)
-    with pytest.raises(UsageError, match="num_ranks is 3; expected 2 ranks, as planned"):
+    with pytest.raises(UsageError, match="num_ranks is 3; expected 2 ranks, as in the plan"):
         Pipeline(mlp(4), loss_fn=functional.mse_loss, plan=decided, num_ranks=3)
     with pytest.raises(UsageError, match="plan is 3"):
         Pipeline(mlp(4), loss_fn=functional.mse_loss, plan=3)  # type: ignore[arg-type]
@@ -173,7 +173,7 @@ def test_profile_and_plan_from_the_command_line(tmp_path: Path, capsys: pytest.C
 
 
 def test_what_cannot_be_profiled_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(BatchError, match="the batch has 8 rows for microbatches of 16; expected 16 rows or more"):
+    with pytest.raises(BatchError, match="the batch has 8 rows for microbatches of 16; expected at least 16 rows"):
         _check_rows(data(8)[0], 16)
     with pytest.raises(UsageError, match="0 ranks"):
         profile_model(material, num_ranks=0)
@@ -193,7 +193,7 @@ def test_a_config_alone_makes_a_model_and_text(tmp_path: Path) -> None:
     assert made.batch["input_ids"].shape == (3, 5)
     with pytest.raises(UsageError, match="rows of 17 tokens; expected 1 to 16"):
         material_from_config(str(path), rows=1, length=17)
-    for text, reason in (("{", "not JSON"), ("{}", "names no model_type"), ('{"model_type": "nope"}', "nope")):
+    for text, reason in (("{", "not JSON"), ("{}", "has no model_type"), ('{"model_type": "nope"}', "nope")):
         path.write_text(text)
         with pytest.raises(ModelError, match=reason):
             material_from_config(str(path), rows=1)

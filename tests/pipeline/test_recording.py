@@ -121,7 +121,7 @@ def test_a_folder_with_a_run_is_refused_and_left_alone(tmp_path: Path) -> None:
     with pipeline(record=tmp_path) as pipe:
         train(pipe, 1)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(UsageError, match=r"holds a run already: .* is there; .*name another folder"):
+    with pytest.raises(UsageError, match=r"already holds a run: it contains .*; .*choose another folder"):
         pipeline(record=tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
@@ -134,7 +134,7 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"cannot be written to: Not a directory; .*name another one"):
+    with pytest.raises(UsageError, match=r"cannot write to .*: Not a directory; .*choose another one"):
         pipeline(record=tmp_path / "file" / "run")
 
 
@@ -150,7 +150,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_training(
         train(pipe, 1)
         pipe._recording.failed()
         train(pipe, 2)
-    assert "is recorded no further" in capsys.readouterr().err
+    assert "stopped recording to" in capsys.readouterr().err
     run = dl.read_run(tmp_path)
     assert run.steps == (0,)
     assert not (tmp_path / "ended.json").exists()
@@ -173,7 +173,7 @@ def test_a_forked_process_writes_nothing(tmp_path: Path) -> None:
 def test_nothing_is_recorded_if_nothing_is_asked_for() -> None:
     pipe = pipeline(record=False)
     assert train(pipe) == train(pipeline())
-    with pytest.raises(RunError, match="nothing was recorded: record=False; make the pipeline with record=True"):
+    with pytest.raises(RunError, match="nothing was recorded: record=False; create the pipeline with record=True"):
         pipe.timeline()
 
 
@@ -284,7 +284,7 @@ def test_an_optimizer_that_steps_the_pipeline_itself_is_no_trouble() -> None:
 
 def test_records_of_no_kind_are_refused() -> None:
     for record in (3, None, ""):
-        with pytest.raises(UsageError, match="expected True, False, or the folder of a run"):
+        with pytest.raises(UsageError, match="expected True, False, or a folder for the run"):
             pipeline(record=record)
 
 
@@ -362,8 +362,8 @@ def test_every_rank_writes_its_own_file(tmp_path: Path) -> None:
     assert [one["loss_metrics/global_avg_loss"] for one in run.metrics()] == told[0][0] == told[1][0]
     assert len(run.timeline().transfers) == 8
     assert told[0][1] == told[1][1]
-    assert "holds a run already" in told[0][1]
-    assert "ranks 0 and 1 have another record" in told[0][2]
+    assert "already holds a run" in told[0][1]
+    assert "ranks 0 and 1 disagree on record" in told[0][2]
     assert not (tmp_path / "rank0").exists()
 
 
@@ -400,7 +400,7 @@ def record_late(folder: str) -> tuple[int, int]:
     use(LaggingClock)
     with pipeline(record=folder) as pipe:
         train(pipe, 1)
-        with pytest.raises(RunError, match="a device has not passed the step yet"):
+        with pytest.raises(RunError, match="a device has not finished the step yet"):
             pipe.timeline()
         train(pipe, 3)
         return pipe.timeline().records[0].step, pipe.timeline().records[1].step

@@ -218,7 +218,7 @@ def test_ranks_check_a_model_of_which_each_has_only_a_part() -> None:
             assert checked.wrong
     texts = {
         "Often": "only in part checked against the model by itself: rank 0: not the gradient of layers.0.weight, which",
-        "Changed": "could not run it together: rank 0: call 1 of layers.1 with gradients changes what it is given",
+        "Changed": "could not run it together: rank 0: call 1 of layers.1 with gradients changes its arguments",
     }
     for name, text in texts.items():
         assert zero[name][0] == one[name][0] == ""
@@ -263,7 +263,7 @@ def test_what_the_blocks_make_may_be_too_much(monkeypatch: pytest.MonkeyPatch) -
     crew: Any = Alone()
     device = torch.device("cpu")
     with (
-        pytest.raises(GaveUp, match="rank 0: its blocks make over 0 MiB of a microbatch"),
+        pytest.raises(GaveUp, match="rank 0: its blocks produce over 0 MiB per microbatch"),
         Relay(crew, model, places, places, device, Randomness(0, device)).running(),
     ):
         model(data()[0])

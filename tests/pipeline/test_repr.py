@@ -21,7 +21,9 @@ def pipeline(**options: Any) -> dl.Pipeline:
 
 def test_a_pipeline_shows_what_runs_where() -> None:
     with pipeline(num_ranks=2, schedule="1f1b") as pipe:
-        shown = "Pipeline(1f1b: 2 ranks (all here, in turn), 2 stages, 3 microbatches, in-process on cpu)"
+        shown = (
+            "Pipeline(1f1b: 2 ranks (all in this process, taking turns), 2 stages, 3 microbatches, in-process on cpu)"
+        )
         assert repr(pipe) == shown
     with pipeline() as pipe:
         assert repr(pipe) == "Pipeline(1f1b: 1 rank (in this process), 1 stage, 3 microbatches, in-process on cpu)"
@@ -35,4 +37,6 @@ def test_turns_are_told_once_and_only_to_those_who_did_not_ask_for_them(caplog: 
         assert not caplog.records
         for _ in range(2):
             pipeline(num_ranks=2).close()
-    assert [one.getMessage().partition(",")[0] for one in caplog.records] == ["2 ranks take turns in this process"]
+    assert [one.getMessage().partition(" because")[0] for one in caplog.records] == [
+        "2 ranks take turns in this process"
+    ]

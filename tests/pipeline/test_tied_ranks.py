@@ -156,7 +156,7 @@ def test_states_and_troubles_reach_every_owner(transport: str) -> None:
         assert one["frozen on one"][0] in ("MismatchError", "RankFailed")
         assert "0.weight is " in one["frozen on one"][1]
         assert one["tied on one"][0] == "MismatchError"
-        assert "another set of tied tensors" in one["tied on one"][1]
+        assert "disagree on the set of tied tensors" in one["tied on one"][1]
 
 
 class Sparse(nn.Module):

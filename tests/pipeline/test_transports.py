@@ -184,9 +184,9 @@ def troubles(transport: str) -> dict[str, tuple[str, str]]:
 def test_every_rank_learns_of_every_trouble(transport: str) -> None:
     both = launch(troubles, transport, num_ranks=2)
     expected = {
-        "mismatched schedules": ("MismatchError", "another schedule"),
-        "mismatched models": ("MismatchError", "another model"),
-        "mismatched seeds": ("MismatchError", "another seed"),
+        "mismatched schedules": ("MismatchError", "disagree on schedule"),
+        "mismatched models": ("MismatchError", "disagree on model"),
+        "mismatched seeds": ("MismatchError", "disagree on seed"),
         "one bad name": (ScheduleError.__name__, "did you mean 1f1b"),
         "one bad model": (ModelError.__name__, "the model is a str"),
         "too small a batch": (BatchError.__name__, "3 rows for 4 microbatches"),

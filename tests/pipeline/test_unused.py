@@ -98,7 +98,9 @@ def test_a_parameter_that_the_forward_never_uses_is_named_once() -> None:
     pipe = spare()
     x = torch.randn(4, 4)
     pipe.step(x, target=x)
-    with pytest.warns(UserWarning, match=r"no loss reaches spare\.bias, spare\.weight, and the forward never uses it"):
+    with pytest.warns(
+        UserWarning, match=r"no loss reaches spare\.bias, spare\.weight, and the forward never uses them"
+    ):
         pipe.settle()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -231,14 +231,14 @@ def test_a_pipeline_that_fails_is_a_failed_run(monkeypatch: pytest.MonkeyPatch) 
         ("own_model.py", ModelError, "expected FILE.py:NAME"),
         ("absent.py:make", ModelError, "absent.py: no such file"),
         (".:make", ModelError, "not a file"),
-        ("own_model.py:mak", ModelError, "mak is not there; .* did you mean make?"),
+        ("own_model.py:mak", ModelError, "mak does not exist; .* did you mean make?"),
         ("own_model.py:number", ModelError, "number is not a function"),
         ("own_model.py:pair", ModelError, r"own_model.py:pair returned 2 values; expected \(model, loss_fn"),
-        ("own_model.py:loss", ModelError, "loss failed with TypeError.* needs no arguments"),
+        ("own_model.py:loss", ModelError, "loss failed with TypeError.* runs without arguments"),
         ("own_model.py:not_a_model", ModelError, "the model is a str"),
         ("own_model.py:no_loss", ModelError, "a str as loss_fn"),
         ("own_model.py:raises", ModelError, "raises failed with KeyError: 'weights'"),
-        ("own_model.py:does_not_fit", ModelError, "fails in one process already, with RuntimeError: mat1"),
+        ("own_model.py:does_not_fit", ModelError, "fails in a single process too, with RuntimeError: mat1"),
         ("own_model.py:few_rows", BatchError, "3 rows for 4 microbatches"),
         ("broken.py:make", ModelError, "broken.py failed with SyntaxError"),
         ("notes.txt:make", ModelError, "not a Python file"),
@@ -261,7 +261,7 @@ def test_a_model_that_comes_out_differently_each_time_is_refused() -> None:
         batch, target = data(8)
         return Material(mlp(4), functional.mse_loss, batch * next(scales), target)
 
-    with pytest.raises(ModelError, match="differently when made again"):
+    with pytest.raises(ModelError, match="differed when built a second time"):
         in_process(model=drifting)
 
 
@@ -272,8 +272,8 @@ def test_a_model_that_comes_out_differently_each_time_is_refused() -> None:
         ({"num_microbatches": 0}, ScheduleError, "microbatches is 0"),
         ({"num_steps": 0}, UsageError, "number of steps is 0"),
         ({"dropout": 1.0}, UsageError, "dropout is 1"),
-        ({"dropout": 0.5, "model": made}, UsageError, "dropout was given along with a model"),
-        ({"schedule": "pipedream"}, ProgramError, "updates the weights"),
+        ({"dropout": 0.5, "model": made}, UsageError, "dropout was given together with a model"),
+        ({"schedule": "pipedream"}, ProgramError, "updates weights"),
         ({"num_ranks": 8, "model": made}, ModelError, "4 blocks for 8 stages"),
         ({"checkpoint": "some"}, ModelError, "checkpoint is 'some'"),
     ],
@@ -396,5 +396,5 @@ def test_a_model_that_does_something_else_each_time_is_refused() -> None:
     def make() -> Any:
         return Forgets(), functional.mse_loss, torch.randn(8, 6), torch.randn(8, 6)
 
-    with pytest.raises(ModelError, match="changes calls, which is read between blocks"):
+    with pytest.raises(ModelError, match="changes calls, which the forward reads between blocks"):
         verify("1f1b", model=make, num_ranks=2, num_microbatches=4, transport="in-process")

@@ -191,7 +191,7 @@ def test_a_profile_is_json() -> None:
 
 def test_what_cannot_be_measured_is_refused() -> None:
     batch, target = data(ROWS)
-    with pytest.raises(BatchError, match="a loss_fn without a target; pass target="):
+    with pytest.raises(BatchError, match="there is a loss_fn but no target; pass target="):
         profile(mlp(2), batch, loss_fn=functional.mse_loss)
     with pytest.raises(ModelError, match="num_runs is 0"):
         profile(mlp(2), batch, target=target, num_runs=0)

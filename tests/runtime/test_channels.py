@@ -85,14 +85,14 @@ def told(launch: Launch, case: str) -> list[str]:
 
 
 def test_what_was_never_taken_is_noticed_at_the_next_step(launch: Launch) -> None:
-    notice = "rank 1 never took up 1RECV_F3 of step 0 of rank 0"
+    notice = "rank 1 never received 1RECV_F3 of step 0 from rank 0"
     assert told(launch, "what_was_never_taken_is_noticed") == ["", notice, ""]
 
 
 def test_a_wait_that_is_too_long_says_for_what_and_where_every_thread_stands(launch: Launch) -> None:
     first, second = told(launch, "a_wait_that_is_too_long_names_itself")[1].split("|")
     assert first.startswith("rank 1 at 1F0 waits for 0F3 of rank 0, for ")
-    assert second.startswith("rank 1 waits for rank 0 to tell 'nothing', for ")
+    assert second.startswith("rank 1 waits for rank 0 to send 'nothing', for ")
     assert "in a_wait_that_is_too_long_names_itself" in launch.stderrs[1]
     assert "most recent call first" in launch.stderrs[1]
 
@@ -107,11 +107,12 @@ def test_an_orderly_end_fails_only_those_who_wait_for_more(launch: Launch) -> No
     assert last == ""
     for rank, end in some(enumerate(ends)):
         waits = f"rank {rank} at 1F0 waits for 0F9 of rank 2"
-        assert end.startswith(f"2|rank 2 closed its channel while rank {rank} still waits for it: {waits}; call step")
+        closed = f"2|rank 2 closed its channel while rank {rank} was still waiting for it: {waits}; call step"
+        assert end.startswith(closed)
 
 
 def test_a_killed_rank_is_named_and_leaves_nothing_behind(launch: Launch) -> None:
-    death = "1|rank 1 died without a word: it was killed, or it crashed"
+    death = "1|rank 1 died without reporting an error: it crashed or was killed"
     # Right before its death the rank had shared memory, but none with a name that would outlast it.
     assert told(launch, "a_killed_rank_is_named") == [death, "maps []", death]
     assert launch.codes == [0, -signal.SIGKILL, 0]

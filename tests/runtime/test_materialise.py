@@ -154,7 +154,7 @@ def test_a_head_beside_a_prefixed_model_keeps_its_name(tmp_path: Path) -> None:
     [
         (
             lambda state: {name: one for name, one in state.items() if name != "first.bias"},
-            r"has no tensor for the parameter first.bias; expected all of the model's; "
+            r"has no tensor for the parameter first.bias; expected a tensor for every .*; "
             r"to initialise it: weights=dl.Weights\(..., fresh=\['first.bias'\]\)",
         ),
         (
@@ -167,11 +167,11 @@ def test_a_head_beside_a_prefixed_model_keeps_its_name(tmp_path: Path) -> None:
         ),
         (
             lambda state: {**state, "first.weight": torch.zeros(4, 3)},
-            r"'first.weight' of .*pytorch_model.bin has the shape \(4, 3\); expected \(3, 3\), as first.weight has it",
+            r"'first.weight' of .*pytorch_model.bin has shape \(4, 3\); expected \(3, 3\), the shape of first.weight",
         ),
         (
             lambda state: {**state, "first.weight": torch.zeros(3, 3, dtype=torch.int64)},
-            r"'first.weight' of .*pytorch_model.bin is of torch.int64; expected torch.float32",
+            r"'first.weight' of .*pytorch_model.bin has dtype torch.int64; expected torch.float32",
         ),
     ],
 )
@@ -213,7 +213,7 @@ def test_a_tied_parameter_is_read_under_either_name(tmp_path: Path) -> None:
 
 def test_a_tied_parameter_with_two_values_is_refused(tmp_path: Path) -> None:
     saved_state(tmp_path, lambda state: state)
-    with pytest.raises(ModelError, match=r"one tensor for first.weight and second.weight, and .* has two that differ"):
+    with pytest.raises(ModelError, match=r"one tensor for first.weight and second.weight, but .* has two that differ"):
         dl.materialise(on_meta(tied), tmp_path)
     saved_state(tmp_path, lambda state: {**state, "second.weight": state["first.weight"].clone()})
     dl.materialise(on_meta(tied), tmp_path)
@@ -259,8 +259,8 @@ class Hidden(nn.Module):
             Scale,
             "the parameter more.factor is on the meta device, and Scale has no initialiser for it; .*add one",
         ),
-        (Mask, r"the buffer more.mask of Mask is on the meta device, and no file of weights holds it; .*device='cpu'"),
-        (Hidden, "more.scale of Hidden is on the meta device, and neither a parameter nor a buffer; register it"),
+        (Mask, r"the buffer more.mask of Mask is on the meta device, and no weights file contains it; .*device='cpu'"),
+        (Hidden, "more.scale of Hidden is on the meta device, but is neither a parameter nor a buffer; register it"),
     ],
 )
 def test_what_nothing_gives_a_value_is_refused_by_name(kind: type[nn.Module], words: str) -> None:
@@ -281,7 +281,7 @@ def test_a_buffer_that_is_not_saved_is_computed_by_its_module(tmp_path: Path) ->
 def test_an_initialiser_above_that_writes_over_values_is_refused() -> None:
     model = on_meta(lambda: nn.Transformer(8, 2, 1, 1, 16, batch_first=True))
     model.encoder = nn.Transformer(8, 2, 1, 1, 16, batch_first=True).encoder
-    with pytest.raises(ModelError, match=r"the initialiser of the model \(Transformer\) writes over tensors"):
+    with pytest.raises(ModelError, match=r"the initialiser of the model \(Transformer\) overwrites tensors"):
         dl.materialise(model)
 
 

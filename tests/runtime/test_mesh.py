@@ -263,13 +263,13 @@ def test_a_rank_that_waits_for_nobody_says_so(meshes: Meshes) -> None:
             second.pump()
 
     with others_do(looks):
-        assert "(rank 1 waits for nobody)" in too_late(first, (), 1)
+        assert "(rank 1 is not waiting for any rank)" in too_late(first, (), 1)
 
 
 def test_a_rank_that_does_not_answer_ends_the_chain(meshes: Meshes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh_module, "GRACE", 0.01)
     first, _, _ = meshes()
-    assert "(rank 1 does not answer: it computes or hangs)" in too_late(first, (), 1)
+    assert "(rank 1 does not answer: it is computing or hangs)" in too_late(first, (), 1)
 
 
 @pytest.mark.usefixtures("patient")
@@ -310,7 +310,7 @@ def test_an_end_with_goodbye_is_no_failure(meshes: Meshes) -> None:
     assert first.hear("topic", deadline()) == [0, 1, 2]
     with pytest.raises(WaitTimeout):
         first.wait(lambda: False, "rank 0 waits", deadline(0.01), needs=lambda: (1,))
-    with pytest.raises(RankFailed, match="rank 2 closed its channel while rank 0 still waits for it"):
+    with pytest.raises(RankFailed, match="rank 2 closed its channel while rank 0 was still waiting for it"):
         first.wait(lambda: False, "rank 0 waits", deadline(), needs=lambda: (1, 2))
 
 
@@ -321,18 +321,18 @@ def test_a_second_mesh_over_the_same_store_is_another_one(meshes: Meshes) -> Non
     peer.tell("topic", "for the new one")
     new.tell("topic", "")
     assert new.hear("topic", deadline()) == ["", "for the new one"]
-    with pytest.raises(WaitTimeout, match="rank 0 waits for rank 0 to tell 'topic'"):
+    with pytest.raises(WaitTimeout, match="rank 0 waits for rank 0 to send 'topic'"):
         old.hear("topic", deadline(0.01))
 
 
 def test_connecting_is_bounded_and_names_who_is_missing() -> None:
-    with pytest.raises(WaitTimeout, match="rank 0 waits for rank 1 to tell its drumline/host"):
+    with pytest.raises(WaitTimeout, match="rank 0 waits for rank 1 to report its drumline/host"):
         ControlMesh(0, 2, store=HashStore(), timeout=0.05)
 
 
 def told(store: Store, topic: str, value: Any) -> None:
     """Put what rank 1 would tell into the store, as if it had come by already."""
-    with pytest.raises(WaitTimeout, match="rank 1 waits for rank 0 to tell"):
+    with pytest.raises(WaitTimeout, match="rank 1 waits for rank 0 to report"):
         exchange(store, 1, 2, topic, value, timeout=0.001)
 
 

@@ -247,8 +247,12 @@ def test_no_cut_separates_a_block_from_what_it_reads_behind_the_models_back() ->
     blocks = pieces_of(model, Inputs((x(),), {}))
     assert names(blocks) == ["layers.0", "layers.1", "out"]
     assert torch.equal(through(blocks, x()), model(x()))
-    words = r"'layers.3' reads a tensor that 'layers.1' made and did not return \(it is kept as layers.1.last\)"
-    with pytest.raises(ModelError, match=f"no cut may stand before 'layers.3': {words}; the nearest cut that works"):
+    words = (
+        r"'layers.3' reads a tensor that 'layers.1' created but did not return \(the model keeps it as layers.1.last\)"
+    )
+    with pytest.raises(
+        ModelError, match=f"the model cannot be cut before 'layers.3': {words}; the nearest cut that works"
+    ):
         cut(blocks, 2, cuts=["layers.3"])
     words = (
         f"the model has 3 blocks for 4 stages: no cut can stand before layers.2 .and 1 module more., because {words}"
@@ -340,16 +344,16 @@ class Between(nn.Module):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (Between("drops layers"), r"decides by a random number between its blocks.*`if self.what == .drops layers"),
-        (Between("exchanges a buffer"), r"another tensor in the place of the buffer 'mean'.*self.mean.copy_"),
-        (Between("has a hook"), r"puts a hook on a tensor between its blocks, in `x.register_hook"),
+        (Between("drops layers"), r"branches on a random number between its blocks.*`if self.what == .drops layers"),
+        (Between("exchanges a buffer"), r"replaces the buffer 'mean' by another tensor.*self.mean.copy_"),
+        (Between("has a hook"), r"registers a hook on a tensor between its blocks, in `x.register_hook"),
         (
             Decides(),
-            r"decides by the numbers in a tensor between its blocks.*`if x.sum\(\) > 0:`.*move it into a block",
+            r"branches on the values of a tensor between its blocks.*`if x.sum\(\) > 0:`.*move it into a block",
         ),
         (Cache(), "'layers.0' gets or returns a Kept; expected tensors, plain values"),
         (Alone(), "the model calls none of its modules"),
-        (Breaks(), "forward failed between its blocks while it was followed: RuntimeError"),
+        (Breaks(), "forward failed between its blocks while Drumline traced it: RuntimeError"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_with_the_reason(model: nn.Module, words: str) -> None:
@@ -370,7 +374,7 @@ def test_states_hold_what_the_models_own_does() -> None:
 
 
 def test_a_block_that_fails_is_named_with_the_models_own_line() -> None:
-    with pytest.raises(ModelError, match=r"failed in 'layers.0' while it was followed: .*`x = layer\(x\)"):
+    with pytest.raises(ModelError, match=r"failed in 'layers.0' while Drumline traced it: .*`x = layer\(x\)"):
         pieces_of(Between(""), Inputs((torch.ones(2, WIDTH + 1),), {}))
 
 

@@ -177,20 +177,20 @@ def spoiled(folder: Path, what: str) -> Path:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("nothing there", "there are no weights at .*modle.safetensors.*did you mean model.safetensors"),
-        ("an empty folder", "holds no weights; expected one of model.safetensors.index.json"),
+        ("nothing there", "no weights found at .*modle.safetensors.*did you mean model.safetensors"),
+        ("an empty folder", "contains no weights; expected one of model.safetensors.index.json"),
         ("cut short", "'b.weight' of .*does not fit into the file"),
-        ("a few bytes", "is not a safetensors file"),
-        ("no header", "the header of .* is not that of a safetensors file"),
-        ("header without places", "the header of .* is not that of a safetensors file"),
-        ("an unknown type", "has the type F4; expected .*F32"),
-        ("another kind of file", "model.onnx is not a file of weights by its name"),
-        ("a missing shard", "names model-00002-of-00002.safetensors, which is not there"),
-        ("an index that lies", "says that 'a.bais' is in model-00001-of-00002.safetensors, and it is not"),
-        ("an index that is none", "is not an index of weights"),
-        ("a tensor twice", "'count' of .*again.safetensors stands in .*once.safetensors too"),
-        ("an old torch file", "torch cannot read .*write it anew"),
-        ("a nested torch file", "holds a dict with model, step; expected a dict of tensors"),
+        ("a few bytes", "is not a complete safetensors file"),
+        ("no header", "does not have the header of a safetensors file"),
+        ("header without places", "does not have the header of a safetensors file"),
+        ("an unknown type", "has the dtype F4; expected .*F32"),
+        ("another kind of file", "model.onnx does not have the name of a weights file"),
+        ("a missing shard", "names model-00002-of-00002.safetensors, which does not exist"),
+        ("an index that lies", "says that 'a.bais' is in model-00001-of-00002.safetensors, but it is not"),
+        ("an index that is none", "is not a weights index"),
+        ("a tensor twice", "'count' of .*again.safetensors is in .*once.safetensors too"),
+        ("an old torch file", "torch cannot read .*save it again"),
+        ("a nested torch file", "holds a dict with model, step; expected a dict from names to tensors"),
     ],
 )
 def test_wrong_files_are_refused_by_name(tmp_path: Path, what: str, words: str) -> None:
@@ -243,5 +243,5 @@ def test_headers_that_would_fail_later_are_refused(tmp_path: Path, header: str, 
 )
 def test_indices_that_would_fail_later_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(ModelError, match="is not an index of weights: "):
+    with pytest.raises(ModelError, match="is not a weights index: "):
         Weights(tmp_path)

@@ -78,19 +78,19 @@ def _two(first: nn.Module, second: nn.Module) -> nn.Module:
     return model
 
 
-@refused("a branch on the numbers in a tensor", "decides by the numbers in a tensor.*move it into a block")
+@refused("a branch on the numbers in a tensor", "branches on the values of a tensor.*move it into a block")
 class Decides(Stack):
     def between(self, x: Tensor, at: int) -> Any:
         return -x if x.sum() > 0 else x
 
 
-@refused("a branch on a number read with item()", "decides by the numbers in a tensor.*move it into a block")
+@refused("a branch on a number read with item()", "branches on the values of a tensor.*move it into a block")
 class Items(Stack):
     def between(self, x: Tensor, at: int) -> Any:
         return x * max(x.abs().max().item(), 1.0)
 
 
-@refused("a branch on Python's random numbers", "random.*inside of a block")
+@refused("a branch on Python's random numbers", "random.*inside a block")
 class Drops(Stack):
     def forward(self, x: Tensor) -> Any:
         for block in self.blocks:
@@ -130,7 +130,7 @@ class HookedDecision(Stack):
 ZOO["hooks on blocks that decide by numbers"] = Entry(HookedDecision)
 
 
-@refused("hooks inside of blocks that decide by numbers", "made and did not return")
+@refused("hooks inside of blocks that decide by numbers", "created but did not return")
 class InnerFeatures(Stack):
     def __init__(self) -> None:
         super().__init__(DecidesInside)

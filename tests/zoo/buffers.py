@@ -57,11 +57,11 @@ def _shares_buffer(kind: Any) -> Any:
 BUFFER = "buffer.*mean.*changes|changes.*mean"
 ZOO["a buffer changed in one stage and read in another"] = Entry(lambda: _shares_buffer(SharesMean), BUFFER)
 ZOO["a buffer read as an attribute in another stage"] = Entry(
-    lambda: _shares_buffer(ReadsMean), "has the buffer 'blocks.0.mean' of another stage.*register"
+    lambda: _shares_buffer(ReadsMean), "holds the buffer 'blocks.0.mean' of another stage.*register"
 )
 ZOO["a buffer of a Sequential read as an attribute in another stage"] = Entry(
     lambda: nn.Sequential(*_shares_buffer(ReadsMean).blocks),
-    "'7' has the buffer '0.mean' of another stage as its attribute 'mean'.*register",
+    "'7' holds the buffer '0.mean' of another stage in its attribute 'mean'.*register",
 )
 ZOO["a buffer of a Sequential changed in one stage and read in another"] = Entry(
     lambda: nn.Sequential(*_shares_buffer(SharesMean).blocks),
@@ -96,7 +96,7 @@ class ChangesBetween(Stack):
         return x - self.mean
 
 
-@refused("a buffer exchanged between blocks", "in the place of the buffer 'mean'.*copy_")
+@refused("a buffer exchanged between blocks", "replaces the buffer 'mean'.*copy_")
 class ExchangesBetween(ChangesBetween):
     def between(self, x: Tensor, at: int) -> Any:
         self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)

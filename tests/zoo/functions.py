@@ -91,7 +91,7 @@ class Calls(torch.autograd.Function):
         return x.grad, None
 
 
-@refused("a function that calls a block it is given", "Calls.*'blocks.0'.*call it outside")
+@refused("a function that calls a block it is given", "Calls.*'blocks.0'.*call the block outside")
 class CallsBlock(Stack):
     def forward(self, x: Tensor) -> Any:
         for block in self.blocks:
@@ -99,7 +99,7 @@ class CallsBlock(Stack):
         return x
 
 
-@refused("a function that calls a block in a closure", "Calls.*'blocks.0'.*call it outside")
+@refused("a function that calls a block in a closure", "Calls.*'blocks.0'.*call the block outside")
 class CallsClosure(Stack):
     def forward(self, x: Tensor) -> Any:
         for block in self.blocks:
@@ -134,7 +134,7 @@ class Maps(Stack):
         return torch.vmap(lambda row: row * 2 + 1)(x)
 
 
-@refused("vmap around a block", "'blocks.0'.*torch.func.*call it as it is")
+@refused("vmap around a block", "'blocks.0'.*torch.func.*call it directly")
 class MapsBlock(Stack):
     def forward(self, x: Tensor) -> Any:
         for block in self.blocks:
@@ -154,7 +154,7 @@ class MapsInside(nn.Module):
 ZOO["vmap inside of blocks"] = Entry(lambda: Stack(MapsInside))
 
 
-@refused("other parameters for a block", "'blocks.0'.*other parameters.*functional_call")
+@refused("other parameters for a block", "'blocks.0'.*parameters or buffers that are not its own.*functional_call")
 class Functional(Stack):
     def forward(self, x: Tensor) -> Any:
         for block in self.blocks:

@@ -37,7 +37,7 @@ DOUBLES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 }  # fmt: skip
 for kind, (register, hook, settings) in DOUBLES.items():
     ZOO[f"a {kind} hook on a block"] = Entry(hooked(register, hook, **settings))
-    barred = "hook.*the model itself.*put it on a block" if kind.startswith("backward") else ""
+    barred = "hook.*the model itself.*register it on the last block" if kind.startswith("backward") else ""
     ZOO[f"a {kind} hook on the model"] = Entry(hooked(register, hook, where="", **settings), barred)
 
 
@@ -60,7 +60,7 @@ for kind, (register, hook, settings) in DOUBLES.items():
         getattr(model.body, register)(hook, **settings)
         return model
 
-    barred = "hook.*'body'.*put it on a block" if kind.startswith("backward") else ""
+    barred = "hook.*'body'.*register it on the last block" if kind.startswith("backward") else ""
     ZOO[f"a {kind} hook on a container"] = Entry(on_container, barred)
 
     def on_sequential(register: str = register, hook: Any = hook, settings: Any = settings) -> nn.Module:
@@ -68,10 +68,10 @@ for kind, (register, hook, settings) in DOUBLES.items():
         getattr(model, register)(hook, **settings)
         return model
 
-    barred = "hook.*the model itself.*put it on a block" if kind.startswith("backward") else ""
+    barred = "hook.*the model itself.*register it on the last block" if kind.startswith("backward") else ""
     ZOO[f"a {kind} hook on a top-level Sequential"] = Entry(on_sequential, barred)
     ZOO[f"a {kind} hook on a top-level Sequential without an example"] = Entry(
-        on_sequential, "nn.Sequential with hooks|hook.*the model itself", example=False
+        on_sequential, "nn.Sequential with its own hooks|hook.*the model itself", example=False
     )
 
 

@@ -142,13 +142,13 @@ def _exchanges_inside(model: Any, step: int) -> None:
         model.blocks[2].layer = linear()
 
 
-ZOO["an exchanged block"] = Entry(Stack, "'blocks.2'.*make a new pipeline", change=_exchanges_block)
+ZOO["an exchanged block"] = Entry(Stack, "'blocks.2'.*create a new pipeline", change=_exchanges_block)
 ZOO["an exchanged module inside of a block"] = Entry(
-    lambda: Stack(Scaled), "'blocks.2.layer'.*make a new pipeline", change=_exchanges_inside
+    lambda: Stack(Scaled), "'blocks.2.layer'.*create a new pipeline", change=_exchanges_inside
 )
 ZOO["an exchanged block of a Sequential"] = Entry(
     lambda: nn.Sequential(*[Scaled() for _ in range(6)]),
-    "'2.layer'.*make a new pipeline",
+    "'2.layer'.*create a new pipeline",
     change=lambda model, step: setattr(model[2], "layer", linear() if step == 1 else model[2].layer),
 )
 ZOO["a frozen parameter by which the forward decides"] = Entry(
@@ -161,7 +161,7 @@ class AsksFrozen(Stack):
         return x * 2 if self.blocks[5].weight.requires_grad else x
 
 
-@refused("a counter between blocks", "'count'.*in a block, or outside of the forward")
+@refused("a counter between blocks", "'count'.*inside a block, or outside the forward")
 class Counts(Stack):
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Counts(Stack):
         return super().forward(x) * self.count
 
 
-@refused("a counter in a dict between blocks", "'state'.*in a block, or outside of the forward")
+@refused("a counter in a dict between blocks", "'state'.*inside a block, or outside the forward")
 class CountsInDict(Stack):
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class CountsInDict(Stack):
         return super().forward(x) * self.state["count"]
 
 
-@refused("a first batch that is remembered", "'first'.*in a block, or outside of the forward")
+@refused("a first batch that is remembered", "'first'.*inside a block, or outside the forward")
 class First(Stack):
     def __init__(self) -> None:
         super().__init__()

@@ -138,7 +138,7 @@ class Cached(Stack):
             return super().forward(x)
 
 
-@refused("a tensor that trains and is no parameter", "wants a gradient and is no parameter.*nn.Parameter")
+@refused("a tensor that trains and is no parameter", "requires grad but is not a parameter.*nn.Parameter")
 class Loose(Stack):
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,8 @@ class Bypasses(Stack):
 
 
 @refused(
-    "a mark on a tensor for the next block", "gives 'blocks.1' a tensor with the attribute 'scale'.*pass it beside"
+    "a mark on a tensor for the next block",
+    "gives 'blocks.1' a tensor with the attribute 'scale'.*pass the value next to",
 )
 class Marks(Stack):
     def __init__(self) -> None:
@@ -205,7 +206,7 @@ class ReadsMark(nn.Module):
 SEEN: list[Tensor] = []
 
 
-@refused("hooks collect features in a global list", "changes SEEN.*variable of the forward's own")
+@refused("hooks collect features in a global list", "changes SEEN.*local variable of the forward")
 class GlobalFeatures(Stack):
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +243,9 @@ class LooksUp(nn.Module):
 ZOO["tables that are made once for all blocks"] = Entry(lambda: Stack(LooksUp))
 
 
-@refused("a hook that the forward puts on a block for a while", "puts a hook on 'blocks.2'.*outside of the forward")
+@refused(
+    "a hook that the forward puts on a block for a while", "adds or removes a hook on 'blocks.2'.*outside the forward"
+)
 class HooksForAWhile(Stack):
     def forward(self, x: Tensor) -> Any:
         handle = self.blocks[2].register_forward_hook(lambda module, given, made: 2 * made)
@@ -251,7 +254,7 @@ class HooksForAWhile(Stack):
         return made
 
 
-@refused("an attribute of a tensor set by hand", "sets `.data`.*move it into a block")
+@refused("an attribute of a tensor set by hand", "assigns to `.data`.*move it into a block")
 class SetsData(Stack):
     def between(self, x: Tensor, at: int) -> Any:
         y = x * 1

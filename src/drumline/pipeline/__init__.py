@@ -1,1 +1,1 @@
-"""What a user holds: the pipeline, how it is set up, cut and connected, and the step."""
+"""The public pipeline: how to set up, cut and connect it, and how to run steps."""

@@ -1,4 +1,4 @@
-"""Putting a pipeline together: stages onto ranks, the same on all of them, two copies with the same weights."""
+"""Build a pipeline's stages on each rank; two copies of a stage get the same weights."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Checkpointing = str | Collection[str] | Mapping[int, str | Collection[str]]
 
 
 def device_of(model: Any) -> torch.device:
-    """Return the device that the model is on: that of its first parameter or buffer, else the host.
+    """Return the device of the model's first parameter or buffer, else the host.
 
-    What is on the meta device is nowhere yet, and goes where this rank computes.
+    Meta tensors have no device yet: they go where this rank computes.
     """
     listed = model.values() if isinstance(model, Mapping) else model if isinstance(model, Iterable) else [model]
     modules = (one for one in listed if isinstance(one, nn.Module))
@@ -39,7 +39,7 @@ def device_of(model: Any) -> torch.device:
 
 
 def checkpointed(choice: Checkpointing, cuts: Sequence[Sequence[Block]]) -> frozenset[str]:
-    """Return the names of the blocks that are recomputed.
+    """Return the names of the blocks to recompute.
 
     >>> cuts = [[Block("0", nn.ReLU()), Block("1", nn.ReLU())], [Block("2", nn.ReLU())]]
     >>> sorted(checkpointed({0: "full", 1: "none"}, cuts)), sorted(checkpointed(["2"], cuts))
@@ -50,7 +50,7 @@ def checkpointed(choice: Checkpointing, cuts: Sequence[Sequence[Block]]) -> froz
             if stage not in range(len(cuts)):
                 raise ModelError(f"checkpoint names stage {stage!r}", expected=f"stages 0 to {len(cuts) - 1}")
         return frozenset().union(*(checkpointed(one, [cuts[stage]]) for stage, one in choice.items()))
-    # The loss itself is cheap, and runs once.
+    # The loss itself is cheap, so it runs only once.
     names = [block.name for stage in cuts for block in stage if not isinstance(block.module, LossHolder)]
     if isinstance(choice, str):
         if choice not in ("none", "full"):
@@ -62,13 +62,13 @@ def checkpointed(choice: Checkpointing, cuts: Sequence[Sequence[Block]]) -> froz
     choice = [str(name) for name in choice]
     for name in choice:
         if name not in names:
-            raise ModelError(f"checkpoint names the block {name!r}, which is not there", fix=nearest(name, names))
+            raise ModelError(f"checkpoint names block {name!r}, which does not exist", fix=nearest(name, names))
     return frozenset(choice)
 
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """What the stages of all ranks are made from."""
+    """The parts from which the stages of all ranks are built."""
 
     program: Program
     cuts: Sequence[Sequence[Block]]
@@ -79,10 +79,10 @@ class Assembly:
     ties: Ties
     precision: Precision
     compiler: Compiler | None = None
-    order: Sequence[str] = ()  # the names of all parameters of the unsplit model
+    order: Sequence[str] = ()  # names of all parameters of the unsplit model
 
     def of_ranks(self, ranks: Iterable[int]) -> Assembly:
-        """Return the same without the blocks of other ranks, so that these can be freed; all names stay."""
+        """Return the same assembly without the blocks of other ranks, so that these can be freed; all names stay."""
         held = {stage for rank in ranks for stage in self.program.placement.stages_of(rank)}
         cuts = [blocks if stage in held else () for stage, blocks in enumerate(self.cuts)]
         blocks = (block for stage in self.cuts for block in stage)
@@ -90,7 +90,7 @@ class Assembly:
         return replace(self, cuts=cuts, order=list(dict.fromkeys(names)))
 
     def stages_of(self, rank: int, copies: Copies | None = None) -> dict[int, Stage]:
-        """Return a rank's stages, with copies of what is at home on another rank of this process."""
+        """Return a rank's stages, with copies of blocks that belong to another rank of this process."""
         placement = self.program.placement
         found: dict[int, Stage] = {}
         for index in placement.stages_of(rank):
@@ -117,7 +117,7 @@ class Assembly:
         return found
 
     def split_of(self, stage: int) -> set[int]:
-        """Return the microbatches whose backward the stage runs in halves."""
+        """Return the microbatches whose backward the stage splits into I and W."""
         return {
             part.microbatch
             for part in self.program.work()
@@ -125,7 +125,7 @@ class Assembly:
         }
 
     def described(self, **more: Any) -> dict[str, Any]:
-        """Return what must be the same on all ranks."""
+        """Return the settings that must be the same on all ranks."""
         return {
             "model": [
                 (name, tuple(one.shape), str(one.dtype), one.requires_grad)
@@ -133,9 +133,9 @@ class Assembly:
                 for block in stage
                 for name, one in block.named_parameters()
             ],
-            "set of tied tensors": self.ties.described,
+            "the set of tied tensors": self.ties.described,
             "balance": [len(stage) for stage in self.cuts],
-            "schedule": self.program.format(),  # behind what it is pruned by
+            "schedule": self.program.format(),  # after pruning
             "checkpoint": sorted(self.checkpointed),
             "seed": self.randomness.seed,
             "precision": self.precision.name,
@@ -145,31 +145,31 @@ class Assembly:
 
 
 def _refuse_statistics(blocks: Sequence[Block]) -> None:
-    """Refuse running statistics in a stage with two copies: each would see half of the microbatches."""
+    """Refuse running statistics in a stage with two copies: each copy would see only half of the microbatches."""
     for block in blocks:
         for module in block.module.modules():
             if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
                 raise ModelError(
                     f"block {block.name!r} keeps running statistics ({type(module).__name__})",
-                    expected="none in schedules with two copies of every stage: each copy sees half of the batch",
-                    fix="choose a schedule in one direction, such as zb-v",
+                    expected="none under this schedule: each of its two copies of a stage sees half of the batch",
+                    fix="choose a schedule with one copy of each stage, such as zb-v",
                 )
 
 
 class LossHolder(nn.Module):
-    """Stands behind the last block and hands on what that returns; it holds the loss, which runs behind it."""
+    """Holds the parameters of the loss. It follows the last block and returns its output unchanged."""
 
     def __init__(self, loss_fn: nn.Module) -> None:
         super().__init__()
         self.loss_fn = loss_fn
 
     def forward(self, value: Any) -> Any:
-        """Return the value as it is."""
+        """Return the value unchanged."""
         return value
 
 
 def loss_block(loss_fn: Any) -> tuple[Block, ...]:
-    """Return the block that holds a loss's parameters and buffers, if it has any.
+    """Return a block that holds the parameters and buffers of a loss, if it has any.
 
     >>> [name for name, _ in loss_block(nn.Linear(1, 1))[0].named_parameters()], loss_block(nn.MSELoss())
     (['loss_fn.weight', 'loss_fn.bias'], ())
@@ -180,6 +180,6 @@ def loss_block(loss_fn: Any) -> tuple[Block, ...]:
 
 
 def held_loss(loss: Any, block: Block) -> Any:
-    """Return a stage's loss: by the module that its last block holds, which in a second copy of a stage is a copy."""
+    """Return the loss of a stage, using the module in its last block; a second copy of the stage uses its own copy."""
     module = block.module
     return partial(loss, fn=module.loss_fn) if loss is not None and isinstance(module, LossHolder) else loss

@@ -1,11 +1,11 @@
-"""`schedule="auto"`: a few steps are measured, a program is searched for what they took, and training goes on with it.
+"""`schedule="auto"`: measure a few steps, search for a program that fits them, and continue with that program.
 
-    steps 0-1      warm up, by a schedule whose backwards are split, so that F, I and W are measured apart
+    steps 0-1      warm up with a schedule that splits backwards, so that F, I and W are timed separately
     steps 2-6      measured
-    before step 7  rank 0 searches, within the memory of that schedule; all ranks take up what it found
-    steps 9-13     measured again: what was gained is said on stderr
+    before step 7  rank 0 searches within that schedule's memory; all ranks switch to its result
+    steps 9-13     measured again; rank 0 prints the gain on stderr
 
-Gradients are exact before and after: a program only orders the work.
+Gradients are exact before and after, because a program only orders the work.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from drumline.schedules import schedules
 
 AUTO = "auto"
 _WARM_UPS, _MEASURED = 2, 5
-_SECONDS = 5.0  # of searching
-_LEAST_GAIN = 0.01  # of the simulated step: for less, nothing is changed
+_SECONDS = 5.0  # time limit of the search
+_LEAST_GAIN = 0.01  # share of the simulated step; a smaller gain changes nothing
 
 
 def first_schedule(stages_per_rank: int | None) -> str:
-    """Return the schedule that is measured first: the plainest that splits its backwards.
+    """Return the schedule to measure first: the simplest one that splits backwards.
 
     >>> first_schedule(None), first_schedule(2), first_schedule(3)
     ('zb-h1', 'zb-v', 'interleaved-zb')
@@ -47,7 +47,7 @@ def first_schedule(stages_per_rank: int | None) -> str:
 
 @dataclass
 class Searched:
-    """What was measured, found and gained, in seconds of a step; `gained` is None until it is known."""
+    """The result of the search, in seconds per step; `gained` is None until it is measured."""
 
     program: Program
     before: float
@@ -58,27 +58,27 @@ class Searched:
 
     @property
     def predicted_gain(self) -> float:
-        """The part of the simulated step that the program found saves."""
+        """The share of the simulated step that the new program saves."""
         return 1 - self.predicted / self.predicted_before
 
     @property
     def gained(self) -> float | None:
-        """The part of the measured step that it saved."""
+        """The share of the measured step that it saved."""
         return None if self.after is None else 1 - self.after / self.before
 
 
 class AutoSchedule(Observer):
-    """Counts steps, and has the engine take up another program before one of them."""
+    """Counts steps and switches the engine to a better program when it is time."""
 
     def __init__(self, crew: Crew, ledger: Ledger, frozen: Frozen, engine: Engine, recording: Recording) -> None:
         self.searched: Searched | None = None
         self._crew, self._ledger, self._frozen, self._engine, self._recording = crew, ledger, frozen, engine, recording
         self._seen: list[Measured] = []
-        self._changed: int | None = None  # the first step of the program that was found
+        self._changed: int | None = None  # the first step of the new program
         self._is_over = False
 
     def called(self, step: Step) -> None:
-        """Look back at the step before this one, and change the program if it is time."""
+        """Record the previous step, and switch the program if it is time."""
         if self._is_over:
             return
         with self._crew.together("the search for a program"):
@@ -94,7 +94,7 @@ class AutoSchedule(Observer):
                 self._engine.take_up(self._frozen.pruned(program))
 
     def _better(self, number: int) -> Program | None:
-        """Let rank 0 search, and return on all ranks what it found; None where nothing better was."""
+        """Search on rank 0 and return the result on all ranks; None if nothing is better."""
         mine, crew, program = None, self._crew, self._frozen.program
         if crew.rank == 0:
             costs = costs_of(self._seen, quickest=True)
@@ -118,15 +118,15 @@ class AutoSchedule(Observer):
         return told
 
     def _conclude(self) -> None:
-        """Say what was gained."""
+        """Print the measured gain."""
         self._is_over = True
         if self._crew.rank == 0:
             assert self.searched is not None, "the program was changed to one that was found"
             self.searched.after = median(one.makespan for one in self._seen)
             gained = self.searched.gained or 0.0
             print(
-                f"schedule: measured, a step takes {self.searched.after * 1e3:.1f} ms instead of"
-                f" {self.searched.before * 1e3:.1f} ({-gained:+.1%})",
+                f"schedule: a measured step takes {self.searched.after * 1e3:.1f} ms instead of"
+                f" {self.searched.before * 1e3:.1f} ms ({-gained:+.1%})",
                 file=sys.stderr,
             )
 
@@ -134,15 +134,15 @@ class AutoSchedule(Observer):
 def _said(searched: Searched, program: Program) -> str:
     before, after = searched.predicted_before * 1e3, searched.predicted * 1e3
     return (
-        f"schedule: a program was found for the measured stages; simulated, a step takes {after:.1f} ms"
-        f" instead of {before:.1f} by {program.name} ({-searched.predicted_gain:+.1%}), in the same"
-        f" memory; no program takes less than {searched.bound * 1e3:.1f}"
+        f"schedule: found a program for the measured stages; in simulation, a step takes {after:.1f} ms"
+        f" instead of {before:.1f} ms with {program.name} ({-searched.predicted_gain:+.1%}), in the same"
+        f" memory; no program can take less than {searched.bound * 1e3:.1f} ms"
     )
 
 
 def _kept(searched: Searched, program: Program) -> str:
     return (
-        f"schedule: {program.name} is kept: the best program found for the measured stages takes"
-        f" {searched.predicted * 1e3:.1f} ms instead of {searched.predicted_before * 1e3:.1f}, and none takes less than"
-        f" {searched.bound * 1e3:.1f}"
+        f"schedule: kept {program.name}: the best program found for the measured stages takes"
+        f" {searched.predicted * 1e3:.1f} ms instead of {searched.predicted_before * 1e3:.1f} ms; none can take under"
+        f" {searched.bound * 1e3:.1f} ms"
     )

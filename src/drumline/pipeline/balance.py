@@ -1,4 +1,4 @@
-"""Where to cut: every block is measured on this device, with an example of a batch, and the best cut is chosen."""
+"""Choose where to cut a model: time every block on this device with an example batch, then pick the best cut."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ from drumline.runtime.precision import Precision
 from drumline.runtime.stage import Loss
 from drumline.runtime.values import moved
 
-_SECONDS_TO_MEASURE = 10.0  # beyond the first run of everything
+_SECONDS_TO_MEASURE = 10.0  # after the first run of each block
 
 
 @dataclass(frozen=True)
 class Balance:
-    """A cut and what it was chosen by.
+    """A cut and the measurements behind it.
 
-    `counts` is for `Pipeline(balance=...)`. `rank_bytes` are each rank's predicted peak: weights, gradients, optimizer
-    state, activations and what is received. `is_exact` is False where several stages share each rank and the search
-    gave up: then a better cut may exist.
+    Pass `counts` to `Pipeline(balance=...)`. `rank_bytes` is each rank's predicted peak: weights, gradients, optimizer
+    state, activations and received messages. `is_exact` is False if ranks hold several stages and the search stopped
+    early; then a better cut may exist.
     """
 
     program: Program
@@ -61,23 +61,23 @@ class Balance:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many blocks each stage gets."""
+        """The number of blocks in each stage."""
         return self.partition.counts
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """The names of the blocks with which stages 1, 2, ... begin."""
+        """The names of the first blocks of stages 1, 2, ..."""
         starts = [sum(self.counts[:stage]) for stage in range(1, len(self.counts))]
         return tuple(self.profile.layers[start].name for start in starts)
 
     @property
     def is_exact(self) -> bool:
-        """Whether the cut that timing began with is proven: none within the limit has a shorter largest rank."""
+        """Whether the starting cut is proven optimal: no cut within the limit has a shorter slowest rank."""
         return self.partition.is_exact
 
     @cached_property
     def costs(self) -> Costs:
-        """What the stages of the cut take, ready for `simulate`."""
+        """The costs of the cut's stages, ready for `simulate`."""
         return self.profile.costs(
             self.counts,
             optimizer_states=self.optimizer_states,
@@ -87,7 +87,7 @@ class Balance:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Predicted seconds of one microbatch in every stage, forward and backward."""
+        """Predicted seconds per microbatch in every stage, forward plus backward."""
         seconds = [0.0] * len(self.counts)
         work = Counter((part.stage, part.op) for part in self.program.work() if part.op in COMPUTE_OPS)
         for (stage, op), count in work.items():
@@ -97,17 +97,17 @@ class Balance:
 
     @property
     def rank_bytes(self) -> tuple[float, ...]:
-        """Predicted peak of every rank."""
+        """Predicted peak memory of every rank, in bytes."""
         assert self.partition.rank_bytes is not None
         return self.partition.rank_bytes
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The step as the simulator predicts it, messages taking no time."""
+        """The simulated step, with messages that take no time."""
         return simulate(self.program, self.costs)
 
     def table(self, *, width: int = 120) -> str:
-        """Return a table: what every stage takes."""
+        """Return a table with the predictions for each stage."""
         header = ["stage", "rank", "blocks", "from", "milliseconds", "share of largest", "rank's peak MiB"]
         starts = [self.profile.layers[0].name, *self.cuts]
         homes = self.program.placement.homes
@@ -155,14 +155,14 @@ def balance(
     optimizer_states: int = 2,
     num_runs: int = 10,
 ) -> Balance:
-    """Measure the model's blocks with the first microbatch of `batch`, and return the best cut for the schedule.
+    """Time the model's blocks on the first microbatch of `batch`, and return the best cut for the schedule.
 
-    The largest rank is as short as it can be, and its boundaries are moved from there as long as the simulated step
-    gets shorter, with every rank's peak within `max_bytes`; where nothing fits, PlanError names the smallest limit that
-    would do. The optimizer is taken to keep `optimizer_states` tensors of the weights' size (2 for Adam).
+    The search minimises the slowest rank, then moves its boundaries as long as the simulated step gets shorter. Every
+    rank's peak stays within `max_bytes`; if nothing fits, PlanError names the smallest limit that works. The optimizer
+    is assumed to keep `optimizer_states` tensors per parameter (2 for Adam).
 
-    Under torchrun or `dl.launch` call it on all ranks: all measure at once, as all will compute at once, and rank 0's
-    figures decide for all. The model is measured where it is, and left as it was.
+    Under torchrun or `dl.launch`, call it on all ranks. All ranks measure at the same time, as in training, and use
+    the figures of rank 0. Blocks run on the model's device, and the model is unchanged afterwards.
     """
     program = program_for(
         schedule,
@@ -194,9 +194,9 @@ def _balanced(
     optimizer_states: int = 2,
     **how_long: Any,
 ) -> Balance:
-    """Measure blocks with the first microbatch of what is given by its name, and return the best cut for a program.
+    """Time blocks on the first microbatch of the given arguments, and return the best cut for a program.
 
-    `max_bytes` is what a rank may hold, with an optimizer of so many states; `how_long` to measure is for `profile`.
+    `max_bytes` limits each rank, whose optimizer keeps `optimizer_states` states; `how_long` is passed to `profile`.
     """
 
     def first(value: Any, what: str) -> Any:
@@ -218,7 +218,7 @@ def _gathered(value: object) -> list[Any]:
 
 
 def _of_rank_0(measured: Callable[[], Balance], gathered: Callable[[object], list[Any]]) -> Balance:
-    """Measure on all ranks at once and return what rank 0 found, or raise what any of them raised."""
+    """Measure on all ranks at once; return the result of rank 0, or raise the error of any rank."""
     mine: Balance | DrumlineError
     gathered(None)
     try:
@@ -239,16 +239,16 @@ def _splits(program: Program) -> bool:
 
 
 def is_asked(balance: Sequence[int] | str | None, cuts: Sequence[str] | None, example: Any) -> bool:
-    """Whether the cut is to be found by measurement.
+    """Whether to find the cut by measurement.
 
     >>> is_asked(None, None, None), is_asked(None, None, [1.0]), is_asked([2, 2], None, [1.0])
     (False, True, False)
     """
     if balance == "auto" and example is None:
         raise ModelError(
-            "balance is 'auto' and there is no example",
-            expected="a batch to measure the blocks with",
-            fix="pass example=, a batch as step will get it, and example_target= if there is a loss_fn",
+            "balance is 'auto' but there is no example batch",
+            expected="an example batch for timing the blocks",
+            fix="pass example=, a batch like those you pass to step, and example_target= if you use loss_fn",
         )
     return balance == "auto" or (balance is None and cuts is None and example is not None)
 
@@ -256,7 +256,7 @@ def is_asked(balance: Sequence[int] | str | None, cuts: Sequence[str] | None, ex
 def chosen_stages(
     given: Options, crew: Crew, program: Program, intake: Intake, precision: Precision
 ) -> tuple[list[tuple[Block, ...]], Balance | None]:
-    """Return every stage's blocks, and what they were measured to take where measuring was asked for."""
+    """Return the blocks of every stage, and their measurements if they were timed."""
     blocks = blocks_for(
         given.model,
         given.example,
@@ -276,7 +276,7 @@ def chosen_stages(
 
 
 def _measured(given: Options, crew: Crew, program: Program, intake: Intake, blocks: Sequence[Block]) -> Balance | None:
-    """Measure the blocks on all ranks at once and return rank 0's best cut, which it also prints; None on meta."""
+    """Time the blocks on all ranks at once, print and return rank 0's best cut; None for a model on meta."""
     if any(one.is_meta for block in blocks for one in block.module.parameters()):
         return None
     for block in blocks:
@@ -296,5 +296,5 @@ def _measured(given: Options, crew: Crew, program: Program, intake: Intake, bloc
     if crew.rank == 0:
         print(f"{found.table()}\nbalance={list(found.counts)}, measured on {found.profile.device}", file=sys.stderr)
         if found.profile.disturbed:
-            print(f"{found.profile.disturbed} Measure again on a quiet one, or give balance=.", file=sys.stderr)
+            print(f"{found.profile.disturbed} Measure again on an idle machine, or pass balance=.", file=sys.stderr)
     return found

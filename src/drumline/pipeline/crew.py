@@ -1,7 +1,7 @@
-"""The ranks that live in this process, and their way to all others.
+"""The ranks of this process and their connections to all other ranks.
 
-One under torchrun or `dl.launch`; several that take turns otherwise. Whatever goes wrong on one rank, every rank learns
-of it: `together` tells the others before the error leaves.
+A process has one rank under torchrun or `dl.launch`, else several that take turns. If one rank fails, every rank learns
+of it: `together` tells the others before the error propagates.
 """
 
 from __future__ import annotations
@@ -32,39 +32,39 @@ _open: weakref.WeakSet[Crew] = weakref.WeakSet()
 
 @atexit.register
 def leave_all() -> None:
-    """Take leave on behalf of all pipelines that nobody closed: others may wait for this process."""
+    """Disconnect all pipelines that nobody closed: other processes may be waiting for this one."""
     for crew in list(_open):
         crew.close()
 
 
 @cache
 def _tell_of_turns(num_ranks: int) -> None:
-    """Say once that ranks do not run at the same time, to users who may expect that they do."""
+    """Warn once that ranks take turns, because users may expect them to run in parallel."""
     logging.getLogger("drumline").warning(
-        "%d ranks take turns in this process, because no launcher started others: gradients are the same, steps are not"
-        " faster. Start ranks with dl.launch or torchrun; transport='in-process' asks for turns without this line.",
+        "%d ranks take turns in this process because no launcher started others: same gradients, but no faster steps. "
+        "Start ranks with dl.launch or torchrun, or pass transport='in-process' to silence this warning.",
         num_ranks,
     )
 
 
 class CrewObserver:
-    """Does nothing when this process waits or fails; whoever watches does something."""
+    """Does nothing when this process waits or fails; subclasses override these methods."""
 
     def waiting(self) -> None:
-        """Hear that this rank has nothing to do until a message comes."""
+        """React to this rank waiting for a message with nothing else to do."""
 
     def failed(self) -> None:
-        """Hear that this process cannot go on."""
+        """React to this process failing."""
 
 
 class Crew:
-    """This process's channels, and what all ranks do together."""
+    """The channels of this process, and everything that all ranks do together."""
 
     def __init__(self, channels: Sequence[Channel], hub: Hub | None, *, timeout: float) -> None:
         self.channels = list(channels)
         self.hub = hub
         self.timeout = timeout
-        self.over = ""  # why nothing more can be done together
+        self.over = ""  # why the pipeline can no longer be used; empty while it can
         self._observers: list[CrewObserver] = []
         self._topics = itertools.count()
         if hub is None:
@@ -81,7 +81,7 @@ class Crew:
         timeout: float,
         now: Callable[[], int] = time.perf_counter_ns,
     ) -> Crew:
-        """Return the crew of this process, connected to all others."""
+        """Return the crew of this process, connected to all other ranks."""
         if transports.alone(transport):
             if transport == "auto" and (num_ranks or 1) > 1:
                 _tell_of_turns(num_ranks or 1)
@@ -100,27 +100,27 @@ class Crew:
         with crew.together("the set-up"):
             if num_ranks not in (None, channel.num_ranks):
                 raise MismatchError(
-                    f"num_ranks is {num_ranks}", expected=f"{channel.num_ranks}, as many processes as were started"
+                    f"num_ranks is {num_ranks}", expected=f"{channel.num_ranks}, the number of processes started"
                 )
         return crew
 
     @property
     def alone(self) -> bool:
-        """Whether all ranks live in this process."""
+        """Whether all ranks are in this process."""
         return self.hub is not None
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks there are, here and elsewhere."""
+        """The number of ranks, in this process and in others."""
         return self.channels[0].num_ranks
 
     @property
     def rank(self) -> int:
-        """This process's rank, the first of them if several take turns here."""
+        """The rank of this process; if several ranks take turns here, the first of them."""
         return self.channels[0].rank
 
     def connect(self, edges: Sequence[tuple[int, int]]) -> None:
-        """Make more edges between ranks ready for use, alike on all of them."""
+        """Open more edges between ranks; all ranks call it with the same edges."""
         for channel in self.channels:
             channel.connect(edges)
 
@@ -130,7 +130,7 @@ class Crew:
 
     @property
     def drive(self) -> Drive:
-        """What runs this process's ranks through their rows, waiting where they have to."""
+        """The function that runs this process's ranks through their rows and waits where needed."""
         return self._drive if self.hub is None else partial(take_turns, self.hub)
 
     def _drive(self, runs: Sequence[Generator[Wait, None, None]]) -> None:
@@ -141,38 +141,38 @@ class Crew:
         self.channels[0].flush(self._deadline())
 
     def collect(self, what: str, value: Any) -> list[Any]:
-        """Tell one value for all ranks of this process, and return what every rank told."""
+        """Send one value for all ranks of this process, and return the values of all ranks."""
         return self.all_told(what, [value] * len(self.channels))
 
     def all_told(self, what: str, values: Sequence[Any]) -> list[Any]:
-        """Tell the values of this process's ranks to all, and return what every rank told."""
+        """Send the values of this process's ranks to all ranks, and return the values of all ranks."""
         topic = f"{what}/{next(self._topics)}"
         self.tell(topic, values)
         return self.heard(topic)
 
     def tell(self, topic: str, values: Sequence[Any]) -> None:
-        """Tell the values of this process's ranks to all."""
+        """Send the values of this process's ranks to all ranks."""
         for channel, value in zip(self.channels, values, strict=True):
             channel.tell(topic, value)
 
     def heard(self, topic: str) -> list[Any]:
-        """Return what every rank told, waiting for those that have not yet."""
+        """Return the values of all ranks, waiting for those that are missing."""
         told = [channel.hear(topic, self._deadline()) for channel in self.channels]
         return told[0]
 
     def compare_clocks(self) -> None:
-        """Learn how far apart the ranks' clocks are; all ranks call it."""
+        """Measure the offsets between the ranks' clocks; all ranks call it."""
         for channel in self.channels:
             channel.compare_clocks(self._deadline())
 
     @contextmanager
     def together(self, during: str, action: Callable[[], str] = str) -> Iterator[None]:
-        """Let every rank know if this one fails; with several processes nothing more can be done after that.
+        """Tell every rank if this one fails; with several processes the pipeline then ends.
 
-        `action` returns what this process is at, if it is in the middle of a step.
+        `action` returns the current action of this process, if it is in the middle of a step.
         """
         if self.over:
-            raise RunError(f"this pipeline cannot be used any more: {self.over}", fix="make a new one on all ranks")
+            raise RunError(f"this pipeline can no longer be used: {self.over}", fix="create a new one on all ranks")
         try:
             yield
         except BaseException as error:
@@ -187,7 +187,7 @@ class Crew:
             raise
 
     def close(self) -> None:
-        """Take leave of the other ranks."""
+        """Disconnect from the other ranks."""
         if not self.over:
             self.over = "it was closed"
             for channel in self.channels:

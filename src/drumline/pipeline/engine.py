@@ -1,4 +1,4 @@
-"""What runs a step: this process's ranks with their stages, one executor each for training and for forwards alone."""
+"""Run a step: the stages of this process's ranks, with one executor per rank for training and one for inference."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
 from drumline.runtime.weights.tied import Copies
 
-Weighs = Literal["never", "first", "always"]  # the steps in which executors weigh what they hold
+Weighs = Literal["never", "first", "always"]  # in which steps executors count the bytes they hold
 
 
 class Engine(Observer):
-    """The executors of this process's ranks, made from an assembly of all ranks' stages."""
+    """The executors of this process's ranks, built from an assembly of all ranks' stages."""
 
     def __init__(
         self, crew: Crew, assembly: Assembly, *, ahead: int, merge: bool, measure: bool, weigh: Weighs
@@ -41,13 +41,13 @@ class Engine(Observer):
         self._ahead = ahead
         self._weigh = weigh
         self.assembly = assembly
-        self.copies = self._copies()  # by rank, where all live in this process
+        self.copies = self._copies()  # by rank, if all ranks are in this process
         self.executors = [self._executor(channel, merge, measure) for channel in crew.channels]
         self.assembly = assembly.of_ranks(channel.rank for channel in crew.channels)
         self.evaluators = self._evaluators()
 
     def _copies(self) -> dict[int, Copies]:
-        """Return, where all ranks live in this process, each one's copies of what is at home on another."""
+        """If all ranks are in this process, return each rank's copies of blocks that belong to another rank."""
         if not self._crew.alone:
             return {}
         ties, cuts = self.assembly.ties, self.assembly.cuts
@@ -71,14 +71,14 @@ class Engine(Observer):
         return [Executor(program, one.rank, one.stages, one.channel, one.clock) for one in self.executors]
 
     def take_up(self, program: Program) -> None:
-        """Go on by another program with the same stages in the same places, alike on all ranks."""
+        """Switch to another program with the same stages on the same ranks; all ranks call it."""
         self.assembly = replace(self.assembly, program=lower(program, ahead=self._ahead))
         for stage in self.stages():
             stage.split_only(self.assembly.split_of(stage.index))
         self.executors[:] = [one.running(self.assembly.program) for one in self.executors]
 
     def run(self, step: Step) -> None:
-        """Run every rank of this process through its row, that of a step without training in eval mode."""
+        """Run every rank of this process through its row, in eval mode if the step does not train."""
         randomness, executors, drafts = self.assembly.randomness, self.executors, step.drafts
         randomness.step = step.number
         if not step.train:
@@ -87,25 +87,25 @@ class Engine(Observer):
         with (
             nullcontext() if step.train else evaluating(modules),
             randomness.kept_aside(),
-            # A backward that runs in this very thread saves handing it to another and back, for every action.
+            # Running the backward in this thread avoids two thread switches per action.
             torch.autograd.set_multithreading_enabled(False),
             self.assembly.precision.step(),
         ):
             self._crew.drive([one.run(step, draft) for one, draft in zip(executors, drafts, strict=True)])
 
     def end(self, step: Step) -> None:
-        """Weigh no more after the first step, if that was all that was asked for."""
+        """Stop counting bytes after the first step, if only that step was requested."""
         if self._weigh == "first":
             for executor in self.executors:
                 executor.scale = None
 
     def stages(self) -> Iterator[Stage]:
-        """Yield the stages of this process, second copies included."""
+        """Yield the stages of this process, including second copies."""
         for executor in self.executors:
             yield from executor.stages.values()
 
     def renew(self) -> bool:
-        """Follow what happened to the parameters since the last step; returns whether anything did."""
+        """Adopt changes of the parameters since the last step; return whether there were any."""
         renewed = [stage.renew() for stage in self.stages()]
         if any(renewed):
             for executor in self.executors:
@@ -120,16 +120,16 @@ class Engine(Observer):
 
     @property
     def action(self) -> str:
-        """The action that this process is at, if it is in the middle of a step."""
+        """The action that this process is running, if it is in the middle of a step."""
         return next((str(one.current) for one in self.executors if one.current is not None), "")
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the trainable parameters of all stages here, second copies included."""
+        """Return the trainable parameters of all stages here, including second copies."""
         return [one for stage in self.stages() for one in stage.parameters]
 
 
 class CapturingEngine(Engine):
-    """The same, with steps captured as graphs and replayed as long as they stay alike on all ranks."""
+    """An engine that captures steps as CUDA graphs and replays them while they stay the same on all ranks."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -140,21 +140,21 @@ class CapturingEngine(Engine):
         return Capture(self.executors, self.assembly.randomness, recorder, agree)
 
     def take_up(self, program: Program) -> None:
-        """Go on by another program, which is captured anew."""
+        """Switch to another program, and capture it again."""
         super().take_up(program)
         self.captured = self._capture()
 
     def called(self, step: Step) -> None:
-        """Refuse what graphs do not leave behind."""
+        """Refuse requests that a graph cannot serve."""
         if step.wants_outputs:
-            raise RunError("outputs of a captured step", expected="a step that runs as ever", fix="use capture=False")
+            raise RunError("a captured step cannot return outputs", expected="outputs=False", fix="use capture=False")
 
     def taken(self, step: Step) -> None:
-        """Note whether the step can be replayed; asks all other ranks."""
+        """Decide with all other ranks whether the step can be replayed."""
         step.repeats = self.captured.fits(step)
 
     def run(self, step: Step) -> None:
-        """Run a step that trains by graphs, or have it captured on its way."""
+        """Replay a training step from graphs, or capture it while it runs."""
         if not step.train:
             super().run(step)
         else:

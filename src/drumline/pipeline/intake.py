@@ -1,4 +1,4 @@
-"""What comes in with a step: the batch where the first stage is, the target and its loss where the last one is."""
+"""The inputs of a step: the batch at the first stage, and the target and its loss at the last."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from drumline.runtime.values import moved, pack
 
 LossFunction = Callable[..., Tensor]
 Weigh = Callable[[Any], float | Tensor]
-_NOTHING: Any = object()  # the target of a microbatch that weighs nothing
+_NOTHING: Any = object()  # the target of a microbatch with weight 0
 
 
 class Intake:
-    """Cuts batches and targets into microbatches, weighs these, and takes their losses."""
+    """Splits batches and targets into microbatches, weights these, and computes their losses."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Intake:
         for name, given in (("loss_fn", loss_fn), ("loss_weight", weigh)):
             if given is not None and (not callable(given) or isinstance(given, type)):
                 what = f"the class {given.__name__}" if isinstance(given, type) else repr(given)
-                fix = f"make one: {given.__name__}()" if isinstance(given, type) else ""
+                fix = f"create an instance: {given.__name__}()" if isinstance(given, type) else ""
                 raise ModelError(f"{name} is {what}", expected="a function", fix=fix)
         self.loss_fn = loss_fn
         self.weigh = weigh
@@ -51,60 +51,60 @@ class Intake:
         self.num_microbatches = num_microbatches
         self._is_chain = is_chain(model)
         self._trains = True
-        self.own = not self._is_chain and loss_fn is None  # whether the model computes its loss itself
+        self.own = not self._is_chain and loss_fn is None  # whether the model computes its own loss
         self._found = found_split(model, split)
         self._own_shares: OwnShares | None = None
         self._fn = None if loss_fn is None or weigh is not None else FnWeight(loss_fn)
-        self._step: Step | None = None  # the one under way
-        self._rows: list[int] = []  # of its microbatches
-        self.is_open = False  # whether it is not known yet what its loss counts
-        self._check: Check | None = None  # of the first step's loss
+        self._step: Step | None = None  # the current step
+        self._rows: list[int] = []  # rows of each microbatch
+        self.is_open = False  # whether it is still unknown what the loss averages over
+        self._check: Check | None = None  # check of the first step's loss
         self._is_compared = False
-        self.precise = False  # whether shares of the loss are needed in double precision
+        self.precise = False  # whether the loss shares need double precision
         self._weights: list[float | Tensor] = []
         self._shares: Sequence[Tensor] = ()
 
     def weigh_by(self, stages: Sequence[Sequence[Block]]) -> None:
-        """Learn how the loss counts: from the pieces that the model was cut into where it computes it itself."""
+        """Learn what the loss averages over; a model with its own loss shows it in its pieces."""
         last = stages[-1][-1].module
         if self.own and self.weigh is None and isinstance(last, Piece):
             self._own_shares = OwnShares(last.script, last, len(stages[-1]))
 
     @property
     def counts_labels(self) -> bool:
-        """Whether shares depend on what is in the targets, so that they are counted in every step."""
+        """Whether the shares depend on the targets' values, so that every step counts them."""
         return self.weigh is not None or self.own or (self._fn is not None and self._fn.counts_targets)
 
     @property
     def has_loss(self) -> bool:
-        """Whether there is a loss to train by."""
+        """Whether there is a loss for training."""
         return self.own or self.loss_fn is not None
 
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what a step was called with as the value that the first block takes."""
+        """Return the arguments of a step as the value that the first block takes."""
         return inputs_for(args, kwargs, is_chain=self._is_chain)
 
     def take(self, step: Step, batch: Any, target: Any, ends: Collection[str], rank: int) -> None:
-        """Take batch and target in where `ends`, "first" and "last", say that their stages are."""
+        """Store batch and target on the processes whose `ends` are "first" or "last"."""
         self._trains = step.train
         if "first" in ends:
             if batch is None:
-                raise BatchError(f"rank {rank} holds the first stage and got no batch", fix="pass it to step")
+                raise BatchError(f"rank {rank} holds the first stage but got no batch", fix="pass the batch to step")
             step.batch = moved(batch, self.device)
-        if "last" in ends and self.own:  # how much each microbatch counts is seen in the batch
+        if "last" in ends and self.own:  # the batch tells the weight of each microbatch
             if batch is None:
                 raise BatchError(
-                    f"rank {rank} holds the last stage and got no batch",
-                    expected="the batch there too: the model computes its loss itself, and the labels are counted",
+                    f"rank {rank} holds the last stage but got no batch",
+                    expected="the batch here too: the model computes its own loss, and its labels must be counted",
                 )
             step.target = moved(batch, self.device) if step.batch is None else step.batch
         elif "last" in ends and (target is not None or step.train):
             if target is None:
-                raise BatchError(f"rank {rank} holds the last stage and got no target", fix="pass target= to step")
+                raise BatchError(f"rank {rank} holds the last stage but got no target", fix="pass target= to step")
             step.target = moved(target, self.device)
 
     def cut(self, step: Step) -> None:
-        """Cut batch and target into microbatches, and weigh these."""
+        """Split batch and target into microbatches and compute their weights."""
         self._step = step
         step.cuts = self.cut_batch
         if step.batch is not None:
@@ -115,23 +115,23 @@ class Intake:
         rows = self.num_rows(step.target) if self.own else num_rows(step.target)
         if step.batch is not None and self.num_rows(step.batch) != rows:
             raise BatchError(
-                f"the batch has {self.num_rows(step.batch)} rows and the target {rows}", expected="as many in both"
+                f"the batch has {self.num_rows(step.batch)} rows and the target has {rows}", expected="equal numbers"
             )
         self._rows = rows_of_each(rows, self.num_microbatches)
         step.targets = targets
         self._take_shares(step, self._weighed(targets))
 
     def cut_batch(self, batch: Any, *, what: str = "the batch") -> list[Any]:
-        """Return the microbatches of a batch as the user or the model says that it is cut."""
+        """Return the microbatches of a batch, split as the user or the model says."""
         split = None if what.endswith("target") else self._found(batch)
         return cut(batch, self.num_microbatches, what=what, split=split)
 
     def num_rows(self, batch: Any) -> int:
-        """Return how many rows a batch has."""
+        """Return the number of rows in a batch."""
         return num_rows(batch, split=self._found(batch))
 
     def _weighed(self, targets: Sequence[Any]) -> Weighing | None:
-        """Return the microbatches' shares; None where the loss has to be seen first."""
+        """Return the microbatches' shares; None if the loss must run first."""
         if self.weigh is not None:
             return Weighing(shares([_plain(self.weigh(one)) for one in targets]))
         if self._own_shares is not None:
@@ -141,11 +141,11 @@ class Intake:
         return Weighing(shares([float(one) for one in self._rows]))
 
     def factors_of(self, microbatch: int) -> Factors:
-        """Return what parts of the model's own loss are multiplied by in a microbatch, if not all by one share."""
+        """Return the factors for parts of the model's own loss in a microbatch, if they do not all share one."""
         return () if self._own_shares is None else self._own_shares.script.sheet.factors.get(microbatch, ())
 
     def multiplying(self, inputs: Any, factors: Factors) -> AbstractContextManager[object]:
-        """Multiply the parts of the model's own loss where it computes that by itself."""
+        """Multiply the parts of the model's own loss where the model computes it."""
         if self._own_shares is None or not factors:
             return nullcontext()
         plan = self._own_shares.script
@@ -155,7 +155,7 @@ class Intake:
         return Multiplying(loss.walk, factors, plan.model)
 
     def _take_shares(self, step: Step, weighing: Weighing | None) -> None:
-        """Take the microbatches' shares for a step; those that count nothing need no loss."""
+        """Set the microbatches' shares for a step; microbatches with weight 0 need no loss."""
         self.is_open = weighing is None
         if weighing is None:
             weighing = Weighing(shares([float(one) for one in self._rows]))
@@ -168,7 +168,7 @@ class Intake:
             self._own_shares.script.sheet.fill(weighing.factors)
 
     def _shares_of(self, weights: list[float | Tensor]) -> Sequence[Tensor]:
-        """Return each microbatch's share of the loss as a tensor, kept as long as they stay the same."""
+        """Return each microbatch's share of the loss as a tensor, reused while the shares stay the same."""
         if any(isinstance(weight, Tensor) for weight in weights):
             return [torch.as_tensor(share).to(self.device) for share in weights]
         if weights != self._weights:
@@ -178,9 +178,9 @@ class Intake:
         return self._shares
 
     def loss(self, output: Any, target: Any, fn: LossFunction | None = None) -> Tensor | None:
-        """Return the loss of one microbatch's output; None only where a model that has its own was only evaluated.
+        """Return the loss of one microbatch's output; None only if a model with its own loss runs in evaluation.
 
-        `fn` stands for the loss function where a stage has a copy of it.
+        `fn` replaces the loss function if the stage has its own copy.
         """
         if target is _NOTHING:
             return self._nothing(output)
@@ -190,15 +190,15 @@ class Intake:
         assert fn is not None
         loss = fn(output, target) if self._fn is None else self._fn.watch(fn, output, target)
         if not isinstance(loss, Tensor) or loss.dim() > 0:
-            what = f"a tensor of the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise ModelError(f"loss_fn returned {what}", expected="a tensor without dimensions: the microbatch's mean")
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ModelError(f"loss_fn returned {what}", expected="a scalar tensor: the mean over the microbatch")
         return loss if self._fn is None else self._seen(self._fn, output, target, loss)
 
     def _seen(self, fn: FnWeight, output: Any, target: Any, loss: Tensor) -> Tensor:
-        """Weigh the step by what the loss was just seen to count, and compare it with the whole batch's if in doubt."""
+        """Weight the step by what the loss was just seen to count; if in doubt, compare it with the whole batch."""
         step = self._step
         if step is None or not any(one is target for one in step.targets):
-            return loss  # not a step: blocks are measured
+            return loss  # not a step: blocks are being measured
         microbatch = next(at for at, one in enumerate(step.targets) if one is target)
         if self.is_open:
             self._take_shares(step, fn(step.targets, self._rows))
@@ -209,14 +209,14 @@ class Intake:
         return self._nothing(output) if step.targets[microbatch] is _NOTHING else loss
 
     def _nothing(self, output: Any) -> Tensor:
-        """Return a loss of zero: a mean over nothing would be NaN, and its gradient too."""
+        """Return a zero loss: the mean over nothing would be NaN, and so would its gradient."""
         made = [one for one in pack(output)[0] if one.requires_grad and not (self.own and one.dim() == 0)]
         return sum(((one.float() * 0.0).nan_to_num().sum() for one in made), torch.zeros(()))
 
 
 def _plain(weight: float | Tensor) -> float | Tensor:
-    """Return a weight as a number, unless reading it would mean waiting for a device."""
+    """Return a weight as a number, unless reading it would wait for a device."""
     if not isinstance(weight, int | float | Tensor) or (isinstance(weight, Tensor) and weight.numel() != 1):
-        what = f"a tensor of the shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
-        raise BatchError(f"loss_weight returned {what}", expected="a number: what the microbatch counts")
+        what = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+        raise BatchError(f"loss_weight returned {what}", expected="a number: the weight of the microbatch")
     return float(weight) if isinstance(weight, Tensor) and weight.device.type == "cpu" else weight

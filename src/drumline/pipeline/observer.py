@@ -1,8 +1,8 @@
-"""What watches a pipeline's steps: adaptation, recording, capture, and what is put aside meanwhile.
+"""Observers of a pipeline's steps: adaptation, recording, capture, and saved state.
 
-    called ── taken ── begin ── waiting, waiting, ... ── end ── tell ── told       failed, whenever anything does
+    called ── taken ── begin ── waiting, waiting, ... ── end ── tell ── told       failed, at any time
 
-Whoever runs a step calls all observers at each moment, and knows nothing else of them.
+The code that runs a step calls all observers at each moment, and knows nothing else about them.
 """
 
 from __future__ import annotations
@@ -15,26 +15,25 @@ from drumline.runtime.executor import Step
 
 
 class Observer(CrewObserver):
-    """Does nothing at any of these moments; whoever watches does something at some of them.
+    """Does nothing at any of these moments; subclasses override some of them.
 
-    Observers hear of `end` in the opposite order, and of all else in their own. Evaluations have `tell` and `told`
-    alone.
+    Observers get `end` in reverse order, and everything else in order. Evaluations call only `tell` and `told`.
     """
 
     def called(self, step: Step) -> None:
-        """Hear that a step that trains was called, and that all ranks have come to it."""
+        """React to the call of a training step; all ranks have reached it."""
 
     def taken(self, step: Step) -> None:
-        """Hear that the batch was taken in, and is not cut yet."""
+        """React to the batch being stored, before it is split."""
 
     def begin(self, step: Step) -> None:
-        """Hear that the batch was cut, and that the step runs from here on."""
+        """React to the batch being split, just before the step runs."""
 
     def end(self, step: Step) -> None:
-        """Hear that all rows of this process have ended and what was sent has left."""
+        """React to the end of all rows in this process; everything is sent."""
 
     def tell(self, step: Step, each: Sequence[Told]) -> None:
-        """Hear what the ranks of this process are about to tell all others of the step, and add to it."""
+        """See what the ranks of this process are about to tell all others about the step, and add to it."""
 
     def told(self, step: Step, tally: Tally, each: Sequence[Told]) -> None:
-        """Hear that they have; the tally is what will be heard of all ranks."""
+        """React after they have told it; the tally will hold what all ranks tell."""

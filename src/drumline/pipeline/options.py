@@ -1,4 +1,4 @@
-"""What a pipeline is made with: every option once, with its kind and default, looked at before anything starts."""
+"""The options of a pipeline, each with its type and default, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ def _is_count(value: Any) -> bool:
     return _is_whole(value) and value >= 1
 
 
-# What options may be, and how that is said to whoever gave something else.
-_COUNT = "a whole number of 1 or more"
+# The accepted values of each option, and how errors describe them.
+_COUNT = "an integer of at least 1"
 _COUNTS = ("num_microbatches", "num_ranks", "stages_per_rank")
 _SWITCHES = ("master_weights", "check_finite", "check_model", "merge_weight_gradients", "capture", "weigh")
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_COUNTS, (lambda one: one is None or _is_count(one), _COUNT)),
     "ahead": (_is_count, _COUNT),
-    "seed": (_is_whole, "a whole number"),
+    "seed": (_is_whole, "an integer"),
     "timeout": (lambda one: (_is_whole(one) or isinstance(one, float)) and 0 < one < math.inf, "seconds above 0"),
     **dict.fromkeys(_SWITCHES, (lambda one: isinstance(one, bool), "True or False")),
-    "schedule": (lambda one: isinstance(one, str | Path | Program), "a name, a Program, or a CSV file"),
-    "record": (lambda one: isinstance(one, bool | str | Path) and one != "", "True, False, or the folder of a run"),
+    "schedule": (lambda one: isinstance(one, str | Path | Program), "a schedule name, a Program, or a CSV file"),
+    "record": (lambda one: isinstance(one, bool | str | Path) and one != "", "True, False, or a folder for the run"),
     "unused": (lambda one: one in ("warn", "raise", "ignore"), '"warn", "raise" or "ignore"'),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a pipeline is made with; `Pipeline` says what each means."""
+    """The options of a pipeline; `Pipeline` documents each."""
 
     model: Model
     _: KW_ONLY
@@ -94,11 +94,11 @@ class Options:
     record: bool | str | Path = True
 
     def decided(self) -> Options:
-        """Return the same with what a plan decides, every option of its kind and in its range.
+        """Return the options with the plan's decisions applied and every value checked.
 
         >>> Options(nn.ReLU(), num_ranks="2").decided()
         Traceback (most recent call last):
-        drumline.core.errors.UsageError: num_ranks is '2'; expected a whole number of 1 or more
+        drumline.core.errors.UsageError: num_ranks is '2'; expected an integer of at least 1
         """
         plan = self.decided_plan()
         decides: dict[str, Any] = {"schedule": DEFAULT if self.schedule is None else self.schedule}
@@ -109,7 +109,7 @@ class Options:
         return options
 
     def _check(self) -> None:
-        """Refuse arguments of the wrong kind by their names."""
+        """Refuse values of the wrong type or range, by name."""
         for name, (is_right, expected) in _KINDS.items():
             if not is_right(value := getattr(self, name)):
                 raise UsageError(f"{name} is {value!r:.80}", expected=expected)
@@ -120,58 +120,58 @@ class Options:
         transports.check(self.transport)
         if isinstance(getattr(self.model, "_orig_mod", None), nn.Module):
             raise ModelError(
-                "the model was compiled by torch.compile",
-                expected="the model itself: each stage is compiled by itself",
-                fix="pass what was compiled, and compile=True",
+                "the model is already compiled by torch.compile",
+                expected="the original model: Drumline compiles each stage separately",
+                fix="pass the original model and compile=True",
             )
 
     def _check_auto(self) -> None:
-        """Refuse to search where nothing is measured, or where a run would have two programs."""
+        """Refuse to search if nothing is measured, or if a recorded run would have two programs."""
         if self.record is False:
-            raise UsageError("record is False and schedule is 'auto'", expected="steps that are measured")
+            raise UsageError("record is False and schedule is 'auto'", expected="record=True, to measure steps")
         if self.record is not True:
             raise UsageError(
                 f"record is {str(self.record)!r} and schedule is 'auto'",
-                expected="one program in all of a run",
-                fix="save the program that is found, pipe.program.save(FILE.csv), and record a run with"
+                expected="one program for the whole recorded run",
+                fix="save the program that the search finds, pipe.program.save(FILE.csv), and record a run with"
                 " schedule=FILE.csv",
             )
 
     def decided_plan(self) -> Plan | None:
-        """Return the plan, refusing what it decides itself.
+        """Return the plan; refuse options that it sets itself.
 
         >>> Options(nn.ReLU(), plan="plan.json", schedule="gpipe").decided_plan()
         Traceback (most recent call last):
-        drumline.core.errors.UsageError: schedule is 'gpipe' beside a plan; expected one of the two: ...
+        drumline.core.errors.UsageError: schedule is 'gpipe' but a plan is given too; expected only one of them: ...
         """
         if self.plan is None:
             return None
         beside = [name for name in _DECIDED if getattr(self, name) is not None]
         for name in [*beside, *(["checkpoint"] if self.checkpoint != "none" else [])]:
             raise UsageError(
-                f"{name} is {getattr(self, name)!r:.60} beside a plan",
-                expected="one of the two: a plan decides schedule, microbatches, cut and checkpointing",
-                fix=f"leave {name} out, or plan again",
+                f"{name} is {getattr(self, name)!r:.60} but a plan is given too",
+                expected="only one of them: a plan sets the schedule, microbatches, cut and checkpointing",
+                fix=f"omit {name}, or make another plan",
             )
         given = Plan.load(self.plan) if isinstance(self.plan, str | Path) else self.plan
         plan = given.best if isinstance(given, Planned) else given
         if not isinstance(plan, Plan):
-            raise UsageError(f"plan is {given!r:.60}", expected="a Plan, or the file of one")
+            raise UsageError(f"plan is {given!r:.60}", expected="a Plan or the path of a plan file")
         if self.num_ranks not in (None, plan.num_ranks):
             raise UsageError(
-                f"num_ranks is {self.num_ranks!r}", expected=f"{counted(plan.num_ranks, 'rank')}, as planned"
+                f"num_ranks is {self.num_ranks!r}", expected=f"{counted(plan.num_ranks, 'rank')}, as in the plan"
             )
         return plan
 
     def settings(self) -> dict[str, Any]:
-        """Return all of it by name; of a plan, what it decides."""
+        """Return all options by name, with the decisions of a plan in place of the plan."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "plan"}
 
 
 def made_with(
     options: Callable[Arguments, Given],
 ) -> Callable[[Callable[[Made, Given], None]], Callable[Concatenate[Made, Arguments], None]]:
-    """Let a class be made with what its options are made with: `Pipeline(model, seed=1)` gets `Options(model, seed=1)`.
+    """Let a class take the arguments of its options: `Pipeline(model, seed=1)` gets `Options(model, seed=1)`.
 
     >>> class Pipeline:
     ...     @made_with(Options)
@@ -187,7 +187,7 @@ def made_with(
 
         @functools.wraps(init)
         def made(self: Made, /, *args: Arguments.args, **named: Arguments.kwargs) -> None:
-            signature.bind(self, *args, **named)  # raises without a name that the user does not know
+            signature.bind(self, *args, **named)  # raises without naming Options, which the user does not know
             init(self, options(*args, **named))
 
         setattr(made, "__signature__", signature)  # noqa: B010 - what help() shows
@@ -197,15 +197,15 @@ def made_with(
 
 
 def device_named(device: Any) -> torch.device | None:
-    """Return the device that a user names, if it is there; None for none.
+    """Return the device that a user names, if this machine has it; None for None.
 
     >>> device_named("gpu")
     Traceback (most recent call last):
-    drumline.core.errors.UsageError: device is 'gpu'; expected a device of PyTorch's, such as cpu or cuda:0
+    drumline.core.errors.UsageError: device is 'gpu'; expected a PyTorch device, such as cpu or cuda:0
     """
     if device is None:
         return None
-    expected = "a device of PyTorch's, such as cpu or cuda:0"
+    expected = "a PyTorch device, such as cpu or cuda:0"
     if not isinstance(device, str | torch.device):
         raise UsageError(f"device is {device!r}", expected=expected)
     try:
@@ -215,5 +215,5 @@ def device_named(device: Any) -> torch.device | None:
     there = torch.accelerator.current_accelerator(check_available=True)
     if found.type not in ("cpu", "meta") and (there is None or there.type != found.type):
         here = "cpu" if there is None else f"cpu or {there.type}"
-        raise UsageError(f"device is {str(device)!r}, and PyTorch finds none here", expected=here)
+        raise UsageError(f"device is {str(device)!r}, but PyTorch finds no such device", expected=here)
     return found

@@ -1,4 +1,4 @@
-"""`Pipeline`: a model, a loss and a schedule, run on this rank and its peers as one."""
+"""`Pipeline` trains a model with a schedule, on this rank and its peers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Pipeline:
-    """A model cut into stages and trained by a program; make it with the same line on every rank.
+    """Train a model cut into stages, with one schedule on all ranks. Create it with the same call on every rank.
 
     >>> _ = torch.manual_seed(0)
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -39,39 +39,41 @@ class Pipeline:
     >>> pipe.timeline().program.name, result.loss.shape
     ('1f1b', torch.Size([]))
 
-    Under torchrun or `dl.launch` every process is one rank; otherwise `num_ranks` ranks take turns in this process.
+    Under torchrun or `dl.launch`, each process is one rank. Otherwise `num_ranks` ranks take turns in this process.
 
-    - `model`: an nn.Sequential, an ordered list of blocks, or any module, which is cut at its own children.
-    - `example`: a batch as `step` will get it (a dict by name, a tuple in order), with `example_target`: blocks are
-      measured with it and cut where that is best. A module that is no chain needs one, but for Hugging Face's.
-    - `balance`: "auto" (measured by the example), "even", or how many blocks each stage gets; or `cuts`, the names of
-      the blocks with which stages 1, 2, ... begin. Without any of these the number of parameters decides.
-    - `weights`: a folder or file to read parameters from, or `dl.Weights`; each rank reads its own. A model on the meta
-      device gets memory for this rank's stages alone, and without weights what its modules' initialisers draw.
-    - `loss_fn(output, target)`: the mean over a microbatch, or a sum. Microbatches count by what torch's losses in it
-      count (labels that are not ignored), else by their rows, or by what `loss_weight(target)` returns for each.
-    - `split`: how `step`'s arguments are cut into microbatches where that is not along the first dimension: by name or
-      place, a dimension, None for whole to each, or a function of all arguments that returns how many of a packed
-      argument's rows belong to each row of the batch.
-    - `unused`: what to do about parameters that no loss reaches, whose gradient stays None: "warn" (once, of those that
-      nothing can reach), "raise" at the first step, or "ignore".
-    - `schedule`: a name ("1f1b" unless given), a `Program`, a CSV file, or "auto": a few steps are measured, and a
-      program is searched for what they took.
-    - `plan`: what `dl.plan` decided, or its file, in place of schedule, microbatches, cut and checkpointing.
-    - `checkpoint`: "none", "full", names of blocks to recompute, or one of these per stage as a dict.
-    - `precision`: "fp32" (as the model is), "bf16" or "fp16" (autocast; fp16 with `pipe.scaler`, a loss scale).
-    - `master_weights`: of parameters in bf16 or fp16, `pipe.optimizer` updates float32 copies.
-    - `check_model`: hold the first step against the model by itself, on one microbatch, and raise ModelError before an
-      optimizer steps if they differ; `pipe.checked` says what was compared and what it cost.
-    - `check_finite`: raise NonFiniteError on all ranks before an optimizer steps on a NaN.
-    - `merge_weight_gradients`: W actions that stand together run as one larger product, which sums in another order.
-    - `timeout`: the longest that this rank waits for another, in seconds.
-    - `ahead`: how many receives of one edge are open at once.
-    - `weigh`: count the bytes of activations held after every action, for `timeline().stash`; slows steps down.
-    - `compile`: run every stage's blocks by torch.compile: True, a backend's name, or a dict of its arguments.
-    - `capture`: launch what a rank computes between two messages as one CUDA graph; for blocks that draw no random
-      numbers.
-    - `record`: True keeps the last step's timeline, False records nothing, a folder gets the whole run.
+    - `model`: an nn.Sequential, a list or dict of blocks in order, or any module, which is cut between its submodules.
+    - `loss_fn(output, target)`: returns the mean or sum over a microbatch. Default: the model's own loss.
+    - `schedule`: a name (default "1f1b"), a `Program`, a CSV file, or "auto", which measures a few steps and then
+      searches for a faster program.
+    - `num_microbatches`, `num_ranks`, `stages_per_rank`: the counts that the schedule needs.
+    - `example`, `example_target`: a batch and its target, like those you pass to `step` (a dict by name, a tuple in
+      order). Drumline times the blocks with them and picks the best cut. Modules that are not a chain of blocks need an
+      example, except Hugging Face models.
+    - `balance`: "auto" (timed with the example), "even", or the number of blocks per stage. `cuts`: instead, the names
+      of the first blocks of stages 1, 2, ... With none of these, Drumline balances the number of parameters.
+    - `plan`: a plan from `dl.plan` or its file. It replaces schedule, microbatches, cut and checkpointing.
+    - `weights`: a folder, a file or `dl.Weights`; each rank reads only its own parameters. A model on the meta device
+      gets memory only for this rank's stages; without `weights`, its modules initialise them.
+    - `checkpoint`: blocks to recompute: "none" (default), "full", block names, or a dict with one of these per stage.
+    - `loss_weight(target)`: returns the weight of a microbatch. Default: what torch's losses average over (labels that
+      are not ignored), else the number of rows.
+    - `split`: how to split arguments that are not split along dimension 0. A dict from name or position to a dimension,
+      None (pass it whole), or a function of all arguments that returns how many rows of a packed argument belong to
+      each row of the batch.
+    - `unused`: what to do about parameters that no loss reaches: "warn" once about those that no loss can reach
+      (default), "raise" at the first step, or "ignore". Their gradient stays None.
+    - `transport`, `device`, `seed`: what carries messages ("auto"), where this rank computes, the random seed (0).
+    - `precision`: "fp32" (the model's dtypes), "bf16" or "fp16" (autocast; fp16 scales the loss, see `pipe.scaler`).
+    - `master_weights`: `pipe.optimizer` updates float32 copies of bf16 or fp16 parameters.
+    - `check_finite`: on a NaN, raise NonFiniteError on all ranks before an optimizer steps (default True).
+    - `check_model`: compare one microbatch of the first step with the unsplit model (default True). If they differ,
+      raise ModelError before an optimizer steps. `pipe.checked` says what was compared and what it cost.
+    - `merge_weight_gradients`: run adjacent W actions as one larger product, which sums in a different order.
+    - `timeout`: longest wait for another rank, in seconds (default 300). `ahead`: open receives per edge (default 2).
+    - `weigh`: count the bytes of activations after every action, for `timeline().stash`. This slows steps down.
+    - `compile`: compile each stage's blocks with torch.compile: True, a backend's name, or a dict of arguments.
+    - `capture`: run the work between two messages as one CUDA graph. Blocks must not draw random numbers.
+    - `record`: True keeps the last step's timeline (default), False records nothing, a folder stores the whole run.
     """
 
     @made_with(Options)
@@ -84,35 +86,35 @@ class Pipeline:
 
     @property
     def program(self) -> Program:
-        """What the ranks run, without backwards for what is frozen; with schedule="auto", another one some day."""
+        """The program that the ranks run, without backwards for frozen parameters; schedule="auto" may replace it."""
         return self._run.frozen.program
 
     @property
     def check_finite(self) -> bool:
-        """Whether a loss or gradient that is not finite keeps all ranks' optimizers from stepping."""
+        """Whether a NaN or infinite loss or gradient stops the optimizers of all ranks from stepping."""
         return self._run.check_finite
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks there are, in this process and others."""
+        """The number of ranks, in this process and in others."""
         return self._crew.num_ranks
 
     @property
     def rank(self) -> int:
-        """This process's rank, the first of them if several take turns here."""
+        """The rank of this process; if several ranks take turns here, the first of them."""
         return self._crew.rank
 
     @property
     def transport(self) -> str:
-        """How the ranks talk: "in-process", "shared-memory", "gloo" or "nccl"."""
+        """What carries messages between ranks: "in-process", "shared-memory", "gloo" or "nccl"."""
         return self._crew.channels[0].name
 
     def step(self, *batch: Any, target: Any = None, outputs: Any = False, **named: Any) -> StepResult:
-        """Run one step of the program: gradients are added to the parameters', the loss is returned.
+        """Run one training step: add gradients to the parameters' `.grad` and return the loss.
 
-        The batch is what the model is called with: the first block's input, or a model's arguments in order and by
-        name. Only ranks with the first stage need it, only those with the last need `target`. With `outputs`,
-        `result.output` is what the last stage made, detached, on ranks that hold it; None on others.
+        Call it as you would call the model: with the first block's input, or with the model's arguments. Only ranks
+        with the first stage need the batch, and only ranks with the last stage need `target`. With `outputs=True`,
+        `result.output` is the detached output of the last stage, or None on ranks without that stage.
         """
         call, step = CalledWith(batch, named, target), Step(self._ledger.number, wants_outputs=_switched(outputs))
         self._run.refuse(step)
@@ -124,13 +126,13 @@ class Pipeline:
 
     @property
     def checked(self) -> Checked | None:
-        """What the check of the first step compared, what it cost and what it left out; None before it."""
+        """What the check of the first step compared, what it cost and what it skipped; None before the check."""
         return self._run.check.checked
 
     def eval_step(self, *batch: Any, target: Any = None, outputs: Any = True, **named: Any) -> StepResult:
-        """Run the forwards alone, in eval mode and without gradients.
+        """Run only the forwards, in eval mode and without gradients.
 
-        `result.output` is there with the last stage, unless `outputs` is off.
+        Ranks with the last stage return `result.output`, unless `outputs=False`.
         """
         wanted, step = _switched(outputs), Step(self._ledger.number, train=False)
         with self._recording.between.during("evaluate"):
@@ -139,19 +141,19 @@ class Pipeline:
             return StepResult(step.number, lambda: tally.loss, output_of(step) if wanted else None)
 
     def settle(self) -> None:
-        """Hear how the steps so far went on all ranks, and raise if one must not be built on.
+        """Wait for the outcome of all steps so far on all ranks, and raise if one of them failed.
 
-        Optimizers do this before they step; call it before changing parameters by hand.
+        Optimizers call this before they step. Call it yourself before you change parameters by hand.
         """
         self._recording.settle()
 
     @property
     def scaler(self) -> LossScaler | None:
-        """The loss scale, the same on all ranks; None unless `precision` is "fp16"."""
+        """The loss scaler, the same on all ranks; None unless `precision` is "fp16"."""
         return self._updates.scaler
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all ranks' gradients so that their global norm is at most `max_norm`; returns the norm before."""
+        """Scale the gradients of all ranks so that their global norm is at most `max_norm`; return the norm before."""
         clip.check(max_norm, norm_type)
         with self._recording.between.during("clip"):
             self.settle()
@@ -165,16 +167,16 @@ class Pipeline:
 
     @property
     def searched(self) -> Searched | None:
-        """With schedule="auto" on rank 0, what was found and gained; None as long as nothing was searched."""
+        """On rank 0 with schedule="auto", the result of the search and its gain; None before the search."""
         return None if self._run.auto is None else self._run.auto.searched
 
     def timeline(self) -> Measured:
-        """Return what the last training step did on all ranks, as it was measured."""
+        """Return the measured timeline of the last training step, on all ranks."""
         self._recording.check()
         return self._ledger.timeline()
 
     def data(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield what `loader` does; how long each batch takes to come is measured as waiting for data.
+        """Yield the batches of `loader`, and measure the time spent waiting for each.
 
         >>> pipe = Pipeline([nn.Linear(1, 1)], loss_fn=nn.functional.mse_loss, num_microbatches=1)
         >>> for x in pipe.data([torch.ones(1, 1)]):
@@ -185,20 +187,20 @@ class Pipeline:
         return self._recording.data(loader)
 
     def optimizer(self, kind: type[torch.optim.Optimizer], **settings: Any) -> torch.optim.Optimizer:
-        """Return a torch optimizer over this process's trainable parameters, or their float32 copies.
+        """Create a torch optimizer over this process's trainable parameters, or their float32 copies.
 
-        Its `state_dict` goes by parameter name: the ranks' states together load into any schedule and cut.
+        Its `state_dict` uses parameter names. Merge the states of all ranks to load them with any schedule and cut.
         """
         trained = [one for one in self.parameters() if one.requires_grad]
         return self._updates.optimizer(kind, trained, settings, self.named_master_weights)
 
     def named_master_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what optimizers update for each parameter: with `master_weights` float32 copies, else itself."""
+        """Yield the tensors that optimizers update: float32 copies with `master_weights`, else the parameters."""
         masters = self._updates.masters
         return self.named_parameters() if masters is None else masters.named(self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this process's parameters under the names of the unsplit model; a tied one once, by its first name."""
+        """Yield this process's parameters by their names in the unsplit model; a tied one once, by its first name."""
         return iter(self._holdings.named_parameters())
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -206,22 +208,23 @@ class Pipeline:
         return iter(self._holdings.parameters())
 
     def zero_grad(self) -> None:
-        """Forget this process's gradients."""
+        """Clear this process's gradients."""
         for one in self.parameters():
             one.grad = None
         self._updates.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this process's parameters and persistent buffers under the names of the unsplit model.
+        """Return this process's parameters and persistent buffers by their names in the unsplit model.
 
-        All processes' together have every tensor of the model once: a tied one under its first name, given by one rank.
+        Together, all processes return every tensor of the model once. One rank returns a tied tensor, by its first
+        name.
         """
         return self._holdings.state_dict()
 
     def load_state_dict(self, mapping: Mapping[str, Any]) -> None:
-        """Take parameters and buffers from a mapping with names of the unsplit model; call it on every rank.
+        """Load parameters and buffers by their names in the unsplit model; call it on every rank.
 
-        Names of other stages are left alone; a tied tensor may stand under any of its names, and reaches all owners.
+        Names of other stages are ignored. A tied tensor may have any of its names, and reaches all ranks that hold it.
         """
         self._holdings.load_state_dict(mapping)
         self._run.check.loaded(mapping)
@@ -270,14 +273,14 @@ class Pipeline:
         return self._state.load(folder, optimizers=optimizers, missing_ok=missing_ok)
 
     def close(self) -> None:
-        """Finish a checkpoint under way, and disconnect from the other ranks."""
+        """Finish writing a checkpoint, and disconnect from the other ranks. Only recorded runs and checkpoints remain."""
         self._state.finish()
         self._recording.close()
         self._crew.close()
 
     def __repr__(self) -> str:
         program = self.program
-        alone = "in this process" if self.num_ranks == 1 else "all here, in turn"
+        alone = "in this process" if self.num_ranks == 1 else "all in this process, taking turns"
         here = alone if self._crew.alone else f"this is rank {self.rank}"
         sizes = f"{counted(program.num_stages, 'stage')}, {counted(program.num_microbatches, 'microbatch')}"
         ranks = f"{counted(self.num_ranks, 'rank')} ({here})"
@@ -291,7 +294,7 @@ class Pipeline:
 
 
 def _switched(outputs: Any) -> bool:
-    # Not declared as a bool, so that type checkers take step(**batch) with a dict of tensors.
+    # `outputs` is not annotated as bool, so that type checkers accept step(**batch) with a dict of tensors.
     if not isinstance(outputs, bool):
-        raise UsageError(f"outputs is {outputs!r:.80}", expected="True or False: whether to return what is made")
+        raise UsageError(f"outputs is {outputs!r:.80}", expected="True or False: whether to return the model's output")
     return outputs

@@ -1,14 +1,14 @@
-"""`drumline profile`: a model measured on this device, by as many ranks at once as will run it.
+"""`drumline profile`: measure a model on this device, on as many ranks at once as will train it.
 
-Every rank is a fresh process. All measure at the same time, because ranks of one machine share its caches and its
-memory. Four things are measured, one after the other:
+Every rank is a fresh process. All ranks measure at the same time, because ranks of one machine share its caches and
+memory. They measure four things, one after the other:
 
-1. Blocks: seconds and bytes of every block, at each size of microbatch.
-2. Links: messages of some sizes there and back between neighbours.
-3. Handling: pipelines whose blocks compute next to nothing, with small and large messages, show what sending, waking up
-   and taking cost a rank, and what the executor adds to an action.
-4. The model itself, for a few steps: what a step ends with, which grows with its gradients, and by how much blocks take
-   longer there than one by one (the paces), with another rank's messages and a step's other work between them.
+1. Blocks: seconds and bytes of every block, for each microbatch size.
+2. Links: round trips of messages of some sizes between neighbours.
+3. Handling: pipelines whose blocks compute almost nothing, with small and large messages. They show what sending,
+   waking up and receiving cost a rank, and what the executor adds to an action.
+4. The whole model, for a few steps: the end of a step, which grows with its gradients, and how much longer blocks take
+   there than alone (the paces), with other ranks' messages and other work of the step in between.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from drumline.runtime.follow.inputs import Inputs
 from drumline.runtime.values import moved, pack, unpack
 from drumline.schedules import DEFAULT
 
-_TURNS = 3  # in which sizes of microbatches are measured
+_TURNS = 3  # rounds in which the microbatch sizes are measured
 _HANDLED_STEPS, _WARM_UPS = 5, 2
-_LEAST_PACE = 0.5  # a disturbance may not make it anything
-_MICROBATCHES = 8  # of the pipelines whose handling is measured
+_LEAST_PACE = 0.5  # limits the effect of a disturbance
+_MICROBATCHES = 8  # of the pipelines that measure handling
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileSettings:
-    """What is to be measured."""
+    """What to measure."""
 
     source: str | Maker
     sizes: tuple[int, ...]
@@ -70,7 +70,7 @@ class ProfileSettings:
     shows: bool
 
     def material(self) -> Material:
-        """Make the model and its data, the same in every process."""
+        """Build the model and its data, the same in every process."""
         torch.manual_seed(self.seed)
         if sources.is_config(self.source):
             return sources.material_from_config(self.source, rows=max(self.sizes), length=self.length)
@@ -79,13 +79,13 @@ class ProfileSettings:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one rank measured."""
+    """The measurements of one rank."""
 
     identity: Identity
     profiles: list[Profile]
     links: list[ProfiledLink]
-    handling: list[tuple[float, Handling]]  # by the bytes of a message
-    ends: list[tuple[float, float]]  # bytes of gradients, and seconds of a step's end
+    handling: list[tuple[float, Handling]]  # by message size in bytes
+    ends: list[tuple[float, float]]  # bytes of gradients, and seconds at the end of a step
     paces: list[float]
     device: str
     transport: str
@@ -104,22 +104,22 @@ def profile_model(
     seed: int = 0,
     shows: bool = False,
 ) -> ModelProfile:
-    """Return what a model takes on this device, measured by `num_ranks` fresh processes at once.
+    """Measure a model on this device, with `num_ranks` fresh processes at once, and return its profile.
 
     `source` is `FILE.py:NAME` or a function that returns (model, loss_fn, batch, target), or the config.json of a
-    Hugging Face model, which is measured on random text of `length` tokens a row. `max_seconds` bounds the measuring of
-    the blocks at each size.
+    Hugging Face model, which is measured on random text with `length` tokens per row. `max_seconds` limits the time
+    spent on blocks, for each microbatch size.
 
     >>> profile_model("model.py:make", microbatch_sizes=[0, 1])
     Traceback (most recent call last):
-    drumline.core.errors.UsageError: microbatch sizes [0, 1]; expected one or more, each of 1 row or more
+    drumline.core.errors.UsageError: microbatch sizes are [0, 1]; expected one or more, of at least 1 row
     """
     sizes = tuple(sorted(set(microbatch_sizes)))
     if not sizes or sizes[0] < 1:
-        raise UsageError(f"microbatch sizes {list(microbatch_sizes)}", expected="one or more, each of 1 row or more")
+        raise UsageError(f"microbatch sizes are {list(microbatch_sizes)}", expected="one or more, of at least 1 row")
     for name, value in (("ranks", num_ranks), ("runs", num_runs), ("threads", num_threads)):
         if value < 1:
-            raise UsageError(f"{value} {name}", expected="a whole number of 1 or more")
+            raise UsageError(f"{value} {name}", expected="an integer of at least 1")
     if isinstance(source, str):
         sources.check(source)
     device_named(device)
@@ -159,10 +159,10 @@ def _measured(settings: ProfileSettings) -> Seen:
     profiles = _blocks(blocks, inputs, material, intake, settings, say)
     say("messages between ranks")
     links = _links(device)
-    say("the executor's own work")
+    say("executor overhead")
     sizes = {one.output_bytes for each in profiles for one in each.layers[:-1]} or {4}
     handling = [_handled(size, device) for size in sorted({min(sizes), max(sizes)})]
-    say("the model itself")
+    say("the whole model")
     ends, paces, transport = _whole(material, inputs, device, dict(zip(settings.sizes, profiles, strict=True)))
     return Seen(
         identity,
@@ -184,11 +184,11 @@ def _blocks(
     settings: ProfileSettings,
     say: Callable[[str], None],
 ) -> list[Profile]:
-    """Return the blocks at every size; sizes take turns, so that what disturbs the machine disturbs all of them."""
+    """Return the blocks for every size; sizes take turns, so that a disturbance of the machine affects all of them."""
     seen: list[list[Profile]] = [[] for _ in settings.sizes]
     for turn in range(_TURNS):
         for rows, each in zip(settings.sizes, seen, strict=True):
-            say(f"{counted(len(blocks), 'block')} at microbatches of {rows} rows, turn {turn + 1} of {_TURNS}")
+            say(f"{counted(len(blocks), 'block')} with microbatches of {rows} rows, round {turn + 1} of {_TURNS}")
             microbatch = moved(_rows(inputs, rows), intake.device)
             target = microbatch if intake.own else moved(_rows(material.target, rows), intake.device)
             dist.barrier()
@@ -206,7 +206,7 @@ def _blocks(
 
 
 def _links(device: torch.device) -> list[ProfiledLink]:
-    """Return this rank's links, measured one pair of ranks after the other."""
+    """Return this rank's links, measuring one pair of ranks after the other."""
     found: list[ProfiledLink] = []
     size = dist.get_world_size()
     if size == 1:
@@ -223,7 +223,7 @@ def _links(device: torch.device) -> list[ProfiledLink]:
 
 
 class _Scaled(nn.Module):
-    """Computes next to nothing, and hands on as much as it is given."""
+    """Computes almost nothing, and returns as much as it gets."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ class _Scaled(nn.Module):
 
 
 def _handled(size: int, device: torch.device) -> tuple[float, Handling]:
-    """Return how many bytes messages of this size have, and their handling in steps with hardly any gradients."""
+    """Return the bytes of messages of this size, and their handling in steps with almost no gradients."""
     width = max(size // 4, 1)
     light = nn.Sequential(*(_Scaled(width) for _ in range(dist.get_world_size()))).to(device)
     batch = torch.ones(_MICROBATCHES, width, device=device)
@@ -246,9 +246,9 @@ def _handled(size: int, device: torch.device) -> tuple[float, Handling]:
 def _whole(
     material: Material, inputs: Any, device: torch.device, profiles: Mapping[int, Profile]
 ) -> tuple[list[tuple[float, float]], list[float], str]:
-    """Run the model itself as a pipeline with even stages, with microbatches of all sizes.
+    """Run the whole model as a pipeline with even stages, with microbatches of all sizes.
 
-    Returns this rank's bytes of gradients with the seconds of a step's end, its paces, and the transport.
+    Return this rank's bytes of gradients with the seconds at the end of a step, its paces, and the transport.
     """
     num_ranks = dist.get_world_size()
     if any(len(one.layers) < num_ranks for one in profiles.values()):
@@ -273,7 +273,7 @@ def _whole(
 
 
 def _pace(profile: Profile, timeline: Measured, rank: int) -> float:
-    """Return what a rank's actions took, over what its blocks would take by themselves."""
+    """Return the time of a rank's actions, divided by the time of its blocks measured alone."""
     num_stages = timeline.program.num_stages
     base, more = divmod(len(profile.layers), num_stages)
     costs = profile.costs([base + (stage < more) for stage in range(num_stages)])
@@ -284,7 +284,7 @@ def _pace(profile: Profile, timeline: Measured, rank: int) -> float:
 
 
 def _timelines(pipe: Pipeline, batch: Any, target: Any) -> list[Measured]:
-    """Return some steps on a batch, after others to warm up."""
+    """Return the timelines of some steps on a batch, after warm-up steps."""
     called = batch if isinstance(batch, Inputs) else Inputs((batch,), {})
     found = []
     for turn in range(_WARM_UPS + _HANDLED_STEPS):
@@ -303,13 +303,13 @@ def _check_rows(inputs: Any, most: int) -> None:
     if found < most:
         raise BatchError(
             f"the batch has {counted(found, 'row')} for microbatches of {most}",
-            expected=f"{most} rows or more",
-            fix="let the function return a larger batch, or give smaller --microbatch-sizes",
+            expected=f"at least {most} rows",
+            fix="return a larger batch from the function, or pass smaller --microbatch-sizes",
         )
 
 
 def _rows(value: Any, count: int) -> Any:
-    """Return so many rows of a value, from the first on and again if there are fewer."""
+    """Return the first `count` rows of a value, repeating them if there are fewer."""
     if value is None:
         return None
     tensors, form = pack(value)

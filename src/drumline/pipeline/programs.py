@@ -1,4 +1,4 @@
-"""From what a user names to the programs that run: one for training, one for forwards alone."""
+"""Find the programs to run: one for training, one for inference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drumline.schedules import generate
 def program_for(
     schedule: str | Path | Program, *, num_ranks: int, num_microbatches: int | None, stages_per_rank: int | None = None
 ) -> Program:
-    """Return the program that `schedule` means on these ranks, and check that it is one the executor can run.
+    """Return the program that `schedule` means on these ranks, and check that the executor can run it.
 
     >>> program_for("1f1b", num_ranks=2, num_microbatches=4).num_microbatches
     4
@@ -25,48 +25,48 @@ def program_for(
         program = Program.load(schedule)
     else:
         if num_microbatches is None:
-            raise ProgramError("num_microbatches is missing", expected="how many microbatches a batch is cut into")
+            raise ProgramError("num_microbatches is missing", expected="the number of microbatches per batch")
         program = generate(
             schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=stages_per_rank
         )
     if program.num_ranks != num_ranks:
         raise ProgramError(
             f"program {program.name!r} is for {counted(program.num_ranks, 'rank')}",
-            expected=f"one for the {num_ranks} that run",
+            expected=f"a program for {num_ranks}",
         )
     if program.num_updates:
         raise ProgramError(
-            f"program {program.name!r} updates the weights while it runs",
+            f"program {program.name!r} updates weights while it runs",
             expected="a flushed schedule: the executor does not run programs with UPDATE yet",
-            fix="1f1b is the flushed form of pipedream",
+            fix="use 1f1b, the flushed form of pipedream",
         )
     if num_microbatches not in (None, program.num_microbatches):
         raise ProgramError(
             f"program {program.name!r} has {counted(program.num_microbatches, 'microbatch')}",
-            expected=f"num_microbatches={num_microbatches}, as given",
+            expected=f"{num_microbatches}, the num_microbatches you passed",
         )
     if any(action.op in (Op.UNSHARD, Op.RESHARD) for row in program.rows for action in row):
         raise ProgramError(
-            f"program {program.name!r} gathers and releases parameters",
+            f"program {program.name!r} gathers and releases sharded parameters",
             expected="a program without UNSHARD and RESHARD: the executor does not shard yet",
-            fix="program.compute_only() leaves them out",
+            fix="use program.compute_only(), which drops them",
         )
     if any(action.op in WAIT_OPS for row in program.rows for action in row):
         raise ProgramError(
-            f"program {program.name!r} spells out where its sends or exchanges are waited for",
-            expected="a program without WAITs: the executor waits for its sends itself, as late as it can",
-            fix="program.compute_only() leaves them out",
+            f"program {program.name!r} says where to wait for sends or exchanges",
+            expected="a program without WAITs: the executor itself waits for sends, as late as possible",
+            fix="use program.compute_only(), which drops them",
         )
     if not program.has_backward:
         raise ProgramError(
-            f"program {program.name!r} has no backwards",
-            expected="a program that trains; `eval_step` of any other runs its forwards alone",
+            f"program {program.name!r} has no backward passes",
+            expected="a training program; for inference, call `eval_step`, which runs only the forwards of any program",
         )
     return program
 
 
 def forwards_of(program: Program) -> Program:
-    r"""Return the program's forwards alone, in their order: legal because forwards wait for forwards only.
+    r"""Return only the program's forwards, in their order: this is legal because forwards wait only for forwards.
 
     >>> print(forwards_of(Program.parse("0F0,0B0\n1F0,1B0")))
     0F0
@@ -77,7 +77,7 @@ def forwards_of(program: Program) -> Program:
 
 
 def edges_of(program: Program) -> list[tuple[int, int]]:
-    r"""Return every directed pair of ranks between which the program moves anything, gradient exchanges included.
+    r"""Return every directed pair of ranks between which the program sends anything, including gradient exchanges.
 
     >>> edges_of(Program.parse("0F0,0B0\n1F0,1B0"))
     [(0, 1), (1, 0)]

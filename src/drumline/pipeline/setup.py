@@ -1,7 +1,7 @@
-"""From what a user gives to an engine that runs: looked at, cut, agreed upon and connected, alike on all ranks.
+"""Turn options into a running engine: checked, cut, agreed on and connected, the same on all ranks.
 
 options ──► program ──► crew ──► stages ──► assembly ──► engine ──► holdings, recording ──► steps
-│ from here on a rank that fails tells all others
+│ from here on, a rank that fails tells all others
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from drumline.runtime.randomness import Randomness
 from drumline.runtime.weights.materialise import materialise
 from drumline.runtime.weights.tied import Ties
 
-# Settings that all ranks must have alike, besides what they agree on anyway.
+# Settings that must be the same on all ranks, besides what ranks agree on anyway.
 _ALIKE = ("check_finite", "check_model", "master_weights", "merge_weight_gradients", "capture", "ahead")
 
 
 def set_up(options: Options) -> StepRun:
-    """Return what runs the steps, connected to those of all other ranks; raises alike on all of them."""
+    """Return the object that runs the steps, connected to all other ranks; raises the same error on all of them."""
     assert options.schedule is not None, "options that were decided"
     device = device_named(options.device) or assembly.device_of(options.model)
     num_ranks = transports.num_ranks(options.transport, options.num_ranks, timeout=options.timeout)
@@ -62,7 +62,7 @@ def set_up(options: Options) -> StepRun:
             stages_per_rank=options.stages_per_rank,
         )
     except DrumlineError as error:
-        program = error  # a rank that was given something wrong connects all the same, so that the others learn of it
+        program = error  # connect even with a wrong schedule, so that the others learn of it
     crew = Crew.gathered(
         options.transport,
         device,
@@ -102,7 +102,7 @@ class _SetUp:
         frozen = Frozen(self.program, stages)
         assembled = self._assembled(frozen.program, stages, intake, numbers)
         copied = {name for one in assembled.ties.tensors if one.is_copied for name in one.names}
-        # What several ranks hold is given its home's values, whatever the others were given.
+        # Tensors that several ranks hold get the values of the rank that owns them.
         check = self._check(stages, intake, {name: one for name, one in values.items() if name not in copied})
         engine = self._engine(assembled)
         holdings = Holdings(assembled.ties, crew, engine.executors, list(engine.copies.values()))
@@ -129,7 +129,7 @@ class _SetUp:
         )  # fmt: skip
 
     def _check(self, stages: Sequence[Sequence[Block]], intake: Intake, values: dict[str, bytes]) -> ModelCheck:
-        """Return the check of the first step, once all ranks agree on the model's code and graph."""
+        """Return the check of the first step, after all ranks agree on the model's code and graph."""
         given, crew = self.options, self.crew
         blocks = [block for stage in stages for block in stage]
         different = None
@@ -143,7 +143,7 @@ class _SetUp:
         return ModelCheck(given.model, blocks, crew, intake, is_on=given.check_model, different=different)
 
     def _stages(self, intake: Intake, numbers: Precision) -> tuple[list[tuple[Block, ...]], Balance | None]:
-        """Return every stage's blocks, those of this process with their parameters."""
+        """Return the blocks of every stage; those of this process have their parameters."""
         given = self.options
         stored = opened(given.weights)
         self._agree({"weights": stored and stored.described()})
@@ -164,7 +164,7 @@ class _SetUp:
     def _assembled(
         self, program: Program, stages: list[tuple[Block, ...]], intake: Intake, numbers: Precision
     ) -> Assembly:
-        """Return what stages are made from, once all ranks agree on it."""
+        """Return the parts of all stages, after all ranks agree on them."""
         given = self.options
         assembled = Assembly(
             lower(program, ahead=given.ahead),
@@ -184,7 +184,7 @@ class _SetUp:
         return assembled
 
     def _engine(self, assembled: Assembly) -> Engine:
-        """Return what runs the program on this process's ranks."""
+        """Return the engine that runs the program on this process's ranks."""
         given = self.options
         has_folder = not isinstance(given.record, bool)
         return (CapturingEngine if given.capture else Engine)(
@@ -197,5 +197,5 @@ class _SetUp:
         )
 
     def _agree(self, described: dict[str, Any]) -> None:
-        """Raise, alike on all ranks, unless all were given the same."""
+        """Raise the same error on all ranks unless all got the same settings."""
         transports.agree(self.crew.collect("set-up", described))

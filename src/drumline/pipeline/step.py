@@ -1,12 +1,12 @@
-"""One step on this process: all that takes part in it, in the order in which each has its turn.
+"""One step on this process: its parts, in the order in which they run.
 
-    take     the batch where the first stage is, the target where the last one is, cut into microbatches
-    begin    observers prepare: earlier gradients are put aside, the loss is scaled
+    take     store the batch at the first stage and the target at the last, and split them into microbatches
+    begin    observers prepare: put earlier gradients aside, scale the loss
     run      this process's ranks run their rows
-    end      observers put back what they put aside
-    tell     all ranks hear what came of it, and none waits for another
+    end      observers restore what they put aside
+    tell     all ranks tell each other the outcome, and none waits for another
 
-Recording, adaptation, capture and what is put aside meanwhile watch the step: see observer.py.
+Recording, adaptation, capture and saved state observe the step: see observer.py.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from drumline.runtime.values import joined
 
 
 class CalledWith(NamedTuple):
-    """What a step was called with."""
+    """The arguments of a step."""
 
     batch: tuple[Any, ...]
     named: dict[str, Any]
@@ -52,9 +52,9 @@ class CalledWith(NamedTuple):
 
 @dataclass
 class StepResult:
-    """The outcome of one step. `loss` is the whole batch's, on every rank; reading it may wait for the last stage.
+    """The outcome of one step. `loss` is that of the whole batch, on every rank; reading may wait for the last stage.
 
-    `output` is the model's output for the whole batch, after `eval_step` on ranks that hold the last stage; else None.
+    `output` is the model's output for the whole batch, if requested and this rank has the last stage; else None.
     """
 
     step: int
@@ -63,13 +63,13 @@ class StepResult:
 
     @cached_property
     def loss(self) -> Tensor | None:
-        """The mean loss over the batch, detached; None where no target was given."""
+        """The mean loss over the batch, detached; None without a target."""
         return self._loss()
 
 
 @dataclass(eq=False)
 class StepRun:
-    """What a pipeline consists of on this process; runs its steps."""
+    """The parts of a pipeline on this process; runs its steps."""
 
     crew: Crew
     ledger: Ledger
@@ -88,17 +88,17 @@ class StepRun:
     check_finite: bool
 
     def refuse(self, step: Step) -> None:
-        """Refuse a step that cannot train, before any other rank is asked."""
+        """Refuse a step that cannot train, before contacting any other rank."""
         if not self.intake.has_loss:
-            raise ModelError("the pipeline has no loss_fn", fix="pass one, or use eval_step for inference")
+            raise ModelError("the pipeline has no loss_fn", fix="pass loss_fn= to Pipeline, or use eval_step")
         if torch.is_inference_mode_enabled():
-            raise RunError("step inside torch.inference_mode()", fix="leave it: nothing can be trained there")
+            raise RunError("step was called inside torch.inference_mode()", fix="call it outside, or use eval_step")
         self.check.refuse()
         self.frozen.check_trains()
 
     def catch_up(self, step: Step) -> None:
-        """Hear of the steps before the last one, and follow what happened to the model and its parameters since."""
-        # Raises alike on all ranks, which may go on afterwards.
+        """Check the steps before the last one, and adopt changes of the model and its parameters since then."""
+        # Raises the same error on all ranks, which may continue afterwards.
         self.ledger.settle(until=step.number - 2, gradients_left=self.holdings.has_gradients)
         with self.crew.together("the start of a step"):
             self.watched.look()
@@ -109,10 +109,10 @@ class StepRun:
             self.ledger.unused.begin()
 
     def check_before(self, step: Step, call: CalledWith) -> None:
-        """Run a microbatch of the first step through the model by itself, for the step to be held against."""
+        """Run a microbatch of the first step through the unsplit model, to compare the step with it."""
         if not self.check.is_pending and step.number:
             return
-        # A chain has no check.
+        # A chain needs no check.
         recorded = self.recording.between.during("check") if self.check.is_pending else nullcontext()
         with recorded, self.crew.together("the check of the model"):
             self.check.agree_on_weights()
@@ -120,7 +120,7 @@ class StepRun:
             self.check.before(step.number, self.intake.called(call.batch, call.named), call.target, scale)
 
     def check_after(self, step: Step) -> None:
-        """Hold the first step against that."""
+        """Compare the first step with that run."""
         if not self.check.is_pending:
             return
         try:
@@ -136,7 +136,7 @@ class StepRun:
                 )
 
     def run(self, step: Step, call: CalledWith) -> Tally:
-        """Run a step on this process's ranks, and return what will be heard of it on all of them."""
+        """Run a step on this process's ranks, and return a tally of what all ranks will tell about it."""
         observers = self.observers if step.train else ()
         for observer in observers:
             observer.called(step)
@@ -145,11 +145,11 @@ class StepRun:
                 self.frozen.check_still(self.engine.stages())
             batch = self.intake.called(call.batch, call.named)
             self.intake.take(step, batch, call.target, self.engine.ends, self.crew.rank)
-            # What other ranks compare their batches with; ranks of one process have one.
+            # Other ranks compare their batches with this; ranks in one process share one batch.
             given = None if self.crew.alone else begun((call.batch, call.named), call.target)
             for observer in observers:
                 observer.taken(step)
-            if not step.repeats or self.intake.counts_labels:  # else it weighs what the last one did
+            if not step.repeats or self.intake.counts_labels:  # else its weights are those of the last step
                 self.intake.cut(step)
             for observer in observers:
                 observer.begin(step)
@@ -159,7 +159,7 @@ class StepRun:
             return self._tell(step, given and given())
 
     def _tell(self, step: Step, given: Given | None) -> Tally:
-        """Tell all ranks how the step went here; returns what will be heard of all of them."""
+        """Tell all ranks the outcome of the step here; return a tally of what all ranks tell."""
         told = self._told(step)
         told.given, told.followed = given, self.followed.fresh()
         each = [told] + [Told(train=step.train) for _ in self.crew.channels[1:]]
@@ -174,7 +174,7 @@ class StepRun:
         return tally
 
     def _told(self, step: Step) -> Told:
-        """Return what came of a step on this process: its parts of the loss, and what may be wrong with it."""
+        """Return the outcome of a step on this process: its parts of the loss, and any problem."""
         alone, scaler = self.crew.alone, self.updates.scaler
         told = Told(sorted(step.losses), train=step.train)
         told.num_rows, told.num_tokens = counted_in(step.batch)
@@ -196,7 +196,7 @@ class StepRun:
 
 
 def output_of(step: Step) -> Any:
-    """Return what the last stage made of the whole batch; None where it was not here, or nobody wanted it."""
+    """Return the last stage's output for the whole batch; None if the stage is elsewhere or nobody wanted it."""
     order = sorted(step.outputs)
     shares = [step.shares[one] for one in order] if len(step.shares) else []
     return joined([step.outputs[one] for one in order], shares) if order else None

@@ -1,4 +1,4 @@
-"""Which channel the ranks of a pipeline use, how it is made, and whether they were given the same."""
+"""Choose and open the channel between the ranks of a pipeline, and check that all ranks got the same settings."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ TRANSPORTS = ("auto", "in-process", "shared-memory", "gloo", "nccl")
 
 
 def started_by_launcher() -> bool:
-    """Whether this process is one of several ranks, by torchrun's variables or an existing process group."""
+    """Whether this process is one of several ranks, from torchrun's variables or an existing process group."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size() > 1
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
 def default_device() -> torch.device:
-    """Return where this rank computes unless told: its accelerator, or the host if there is none or gloo was chosen."""
+    """Return this rank's default device: its accelerator, or the host if there is none or the backend is gloo."""
     hosts_only = dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo"
     accelerator = None if hosts_only else torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
@@ -46,18 +46,18 @@ def check(transport: str) -> None:
 
 
 def alone(transport: str) -> bool:
-    """Whether all ranks live in this process."""
+    """Whether all ranks are in this process."""
     return transport == "in-process" or (transport == "auto" and not started_by_launcher())
 
 
 def num_ranks(transport: str, asked: int | None, *, timeout: float = TIMEOUT) -> int:
-    """Return how many ranks there are; starts the process group if there is to be one, within `timeout`."""
+    """Return the number of ranks; start the process group within `timeout` if the transport needs one."""
     if alone(transport):
         return asked or 1
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             raise UsageError(
-                f"transport {transport!r} in a process that no launcher started",
+                f"transport is {transport!r}, but no launcher started this process",
                 fix="start ranks with torchrun or dl.launch, or use transport='in-process'",
             )
         _join(timeout)
@@ -65,7 +65,7 @@ def num_ranks(transport: str, asked: int | None, *, timeout: float = TIMEOUT) ->
 
 
 def _join(timeout: float) -> None:
-    """Start the process group once all ranks have come; raise WaitTimeout, with the rank that is missing, otherwise."""
+    """Start the process group when all ranks have arrived; otherwise raise WaitTimeout and name the missing rank."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
         store = _store(rank, size, timeout)
@@ -73,12 +73,12 @@ def _join(timeout: float) -> None:
         host = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise too_late(f"rank {rank} waits for the store of rank 0 at {host}", timeout) from error
     exchange(PrefixStore("drumline/join", store), rank, size, "arrival", None, timeout=timeout)
-    store.set_timeout(dist.distributed_c10d.default_pg_timeout)  # what follows is torch's own
+    store.set_timeout(dist.distributed_c10d.default_pg_timeout)  # torch uses the store from here on
     dist.init_process_group(store=store, rank=rank, world_size=size)
 
 
 def _store(rank: int, size: int, timeout: float) -> Store:
-    """Return the ranks' common store: torchrun's, or one that rank 0 hosts, which does not wait for the others."""
+    """Return the ranks' shared store: torchrun's, or one hosted by rank 0, which does not wait for the others."""
     limit = timedelta(seconds=timeout)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         found: Store = next(iter(rendezvous("env://", timeout=limit)))[0]
@@ -116,19 +116,19 @@ def open_channel(
 
 
 def agree(told: Sequence[dict[str, Any]]) -> None:
-    """Raise if the ranks were not given the same; the text is the same on all of them.
+    """Raise if the ranks have different settings, with the same text on all of them.
 
     >>> agree([{"seed": 0}, {"seed": 1}])
     Traceback (most recent call last):
-    drumline.core.errors.MismatchError: ranks 0 and 1 have another seed: 0 and 1; expected the same line on every rank
+    drumline.core.errors.MismatchError: ranks 0 and 1 disagree on seed: 0 and 1; expected the same ...
     """
     first = told[0]
     for rank, other in enumerate(told):
         for what, value in first.items():
             if other[what] != value:
                 raise MismatchError(
-                    f"ranks 0 and {rank} have another {what}: {_difference(value, other[what])}",
-                    expected="the same line on every rank",
+                    f"ranks 0 and {rank} disagree on {what}: {_difference(value, other[what])}",
+                    expected="the same Pipeline(...) call on every rank",
                 )
 
 

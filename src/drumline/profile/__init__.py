@@ -1,1 +1,1 @@
-"""What a model takes on this device: seconds and bytes, block by block."""
+"""Measure a model on this device: seconds and bytes of every block."""

@@ -1,12 +1,12 @@
-"""Every block of a chain, measured as it will run: as a stage, on this device, at this size of microbatch.
+"""Measure every block of a chain as it will run: as a stage, on this device, with this microbatch size.
 
-One run takes a microbatch through all blocks and back, each a stage of its own, timed by the clock that times actions:
+One run takes a microbatch through all blocks and back. Each block is a separate stage, timed by the actions' clock:
 
     F of block 0, 1, ..., n-1      B (or I) of block n-1, ..., 1, 0      W of block 0, ..., n-1
 
-and then through one stage of all blocks. Gradients are the real ones, and a block finds the caches as the others left
-them. What n stages take longer than the one is what being called costs (`Profile.overhead`): the blocks of a stage pay
-for it once. A block that is frozen has no W, and one with nothing trained up to it neither B nor I.
+and then through a single stage with all blocks. Gradients are real, and each block finds the caches as the others left
+them. n stages take longer than one by the cost of calls (`Profile.overhead`): the blocks of a stage pay it once. A
+frozen block has no W, and a block with nothing trainable up to it has neither B nor I.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def profile(
     max_seconds: float | None = None,
     seed: int = 0,
 ) -> Profile:
-    """Measure every block of `model`, where it is, with one microbatch; the last includes the loss.
+    """Measure every block of `model` on its device, with one microbatch; the last block includes the loss.
 
-    Parameters, their gradients, buffers and random numbers are afterwards what they were. The whole model and one
-    microbatch's activations have to fit on the device. After `max_seconds` no further run is begun.
+    Parameters, gradients, buffers and random numbers are restored afterwards. The whole model and the activations of
+    one microbatch must fit on the device. After `max_seconds`, no further run begins.
 
     >>> found = profile(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), torch.randn(2, 4), num_runs=1)
     >>> [(one.name, one.weight_bytes, one.output_bytes) for one in found.layers]
@@ -66,15 +66,15 @@ def profile(
         raise ModelError(f"num_runs is {num_runs}", expected="1 or more")
     blocks = blocks_of(model)
     if loss_fn is not None and target is None:
-        raise BatchError("a loss_fn without a target", fix="pass target=, as to Pipeline.step")
+        raise BatchError("there is a loss_fn but no target", fix="pass target=, as to Pipeline.step")
     modules = [block.module for block in blocks]
     tensors = (one for module in modules for one in (*module.parameters(), *module.buffers()))
     device = next((one.device for one in tensors), torch.device("cpu"))
     if device.type == "meta":
         raise ModelError(
             "the model is on the meta device",
-            expected="one with memory, as each of its blocks is run",
-            fix="measure a model of the same layers that fits, or dl.materialise(model) first",
+            expected="a model with memory, because profiling runs each block",
+            fix="profile a smaller model with the same layers, or call dl.materialise(model) first",
         )
     randomness, buffers, clock = Randomness(seed, device), Buffers(modules), clock_for(device)
     with (
@@ -112,7 +112,7 @@ def profile(
 
 
 def _repeated(run: Callable[[], list[Ops]], num_runs: int, max_seconds: float | None) -> list[list[Ops]]:
-    """Return what runs found after some to warm up, fewer of both once `max_seconds` are over; at least one."""
+    """Return the results of the runs after warm-up, fewer of both once `max_seconds` have passed; at least one."""
     begun = time.perf_counter()
     found = [run()]
     while len(found) < _NUM_WARM_UPS + num_runs:
@@ -135,7 +135,7 @@ def _gradients_put_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 class _Chain:
-    """Stages that make up the model, all of them here."""
+    """Stages that make up the model, all in this process."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class _Chain:
         return table
 
     def passed(self) -> list[Stage]:
-        """Return the stages that a gradient goes back through, the last first."""
+        """Return the stages that a gradient passes through, the last first."""
         return [stage for stage in reversed(self.stages) if stage.kind is not Backward.NONE]
 
     def trained(self) -> list[Stage]:
@@ -201,9 +201,9 @@ class _Chain:
         return [stage for stage in self.stages if stage.kind is Backward.WHOLE]
 
     def weigh(self, value: Any, target: Any) -> list[tuple[int, int, int, int]]:
-        """Return each block's bytes: kept from F, kept from I to W, received if a stage begins here, handed on."""
+        """Return each block's bytes: kept from F, kept from I to W, received if a stage begins here, and sent."""
         scales = [Scale([stage]) for stage in self.stages]
-        values = [value]  # all of them stay alive, so that no storage's place is taken by another
+        values = [value]  # keep all alive, so that no address is reused
         for stage, scale in zip(self.stages, scales, strict=True):
             scale.ignore(values[0], target)
             with scale.watching():
@@ -227,9 +227,9 @@ class _Chain:
     def leaves(
         self, value: Any, target: Any, sizes: Sequence[tuple[int, int, int, int]]
     ) -> tuple[list[int], list[int]]:
-        """Return what each block keeps where it is recomputed, beside what it received; and more than else in B.
+        """Return what each recomputed block keeps besides its input, and how much more it holds in B than otherwise.
 
-        `sizes` are those of `weigh`. Only the last block, with which the loss is, holds more.
+        `sizes` is the result of `weigh`. Only the last block, which includes the loss, holds more.
         """
         found, first, scales = [], value, [Scale([stage]) for stage in self.stages]
         for stage, scale in zip(self.stages, scales, strict=True):
@@ -251,7 +251,7 @@ class _Chain:
 
 
 def _newly(kept: Sequence[dict[int, int]]) -> list[dict[int, int]]:
-    """Return, block by block, the storages that none of the blocks before keeps."""
+    """Return, for each block, the storages that no earlier block keeps."""
     seen: set[int] = set()
     found = []
     for one in kept:
@@ -261,18 +261,18 @@ def _newly(kept: Sequence[dict[int, int]]) -> list[dict[int, int]]:
 
 
 def _storages(value: Any) -> dict[int, int]:
-    """Return the bytes of each storage inside a value, by its place."""
+    """Return the bytes of each storage inside a value, by address."""
     storages = (tensor.untyped_storage() for tensor in pack(value)[0])
     return {one.data_ptr(): one.nbytes() for one in storages}
 
 
 def _seed(output: Any) -> Gradients:
-    """Return a gradient for everything that the last block made."""
+    """Return a gradient for everything that the last block returns."""
     return tuple(torch.ones_like(one) if one.is_floating_point() else None for one in pack(output)[0])
 
 
 def _told_apart(apart: Sequence[Ops], at_once: Sequence[Ops]) -> tuple[list[Times], Times]:
-    """Return each block's own times, and what being called adds to any stage's; medians over runs."""
+    """Return each block's own times, and what a call adds to any stage's; medians over runs."""
     blocks = [[median(each) for each in zip(*op, strict=True)] for op in zip(*apart, strict=True)]
     calls = [max(sum(seconds > 0 for seconds in op) - 1, 1) for op in blocks]  # a frozen block has none for I or W
     added = [
@@ -284,7 +284,7 @@ def _told_apart(apart: Sequence[Ops], at_once: Sequence[Ops]) -> tuple[list[Time
 
 
 def _spreads(apart: Sequence[Ops]) -> list[Times]:
-    """Return half the distance between the quartiles of each block's times."""
+    """Return half the interquartile range of each block's times."""
 
     def spread(values: Sequence[float]) -> float:
         low, _, high = quantiles(values, n=4) if len(values) > 1 else (0.0, 0.0, 0.0)
@@ -301,8 +301,8 @@ def _static(module: nn.Module) -> tuple[int, int]:
 
 
 def _tied(blocks: Sequence[Block]) -> list[tuple[tuple[str, int, int], ...]]:
-    """Return, block by block, what other blocks hold too: name, bytes of weight and of gradient."""
-    uses: dict[int, dict[int, str]] = {}  # of each tensor, by block
+    """Return, for each block, the tensors that other blocks hold too: name, bytes of weight and of gradient."""
+    uses: dict[int, dict[int, str]] = {}  # by tensor, then by block
     for number, block in enumerate(blocks):
         for place in places_in(block):
             uses.setdefault(id(place.tensor), {}).setdefault(number, place.name)

@@ -1,4 +1,4 @@
-"""Which model it is, told by its blocks: names, shapes, kinds of numbers, and what of it is trained."""
+"""Identify a model by its blocks: names, shapes, dtypes, and which parameters train."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from drumline.runtime.blocks.cut import Block
 
 
 def identity_of(blocks: Sequence[Block], name: str) -> Identity:
-    """Return the identity of a model cut into blocks; values do not count, and neither does the device.
+    """Return the identity of a model cut into blocks; values and device do not matter.
 
     >>> from torch import nn
     >>> from drumline.runtime.blocks.cut import blocks_of

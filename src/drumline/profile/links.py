@@ -1,4 +1,4 @@
-"""What a message takes from one rank to another: trips there and back over the channel that a pipeline uses."""
+"""Measure messages between two ranks: round trips over the channel that a pipeline uses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NUM_WARM_UPS = 3
 
 
 class Trips:
-    """Messages between this rank and another, each trip a step of its own."""
+    """Messages between this rank and another; each round trip is a separate step."""
 
     def __init__(self, channel: Channel, other: int) -> None:
         self.channel, self.other = channel, other
@@ -28,7 +28,7 @@ class Trips:
         self._step = 0
 
     def seconds(self, payload: torch.Tensor, num_trips: int) -> float:
-        """Return how long a message takes one way: half of a trip, the median of so many."""
+        """Return the time of a message one way: half of the median round trip."""
         taken = []
         for _ in range(_NUM_WARM_UPS + num_trips):
             begun = time.perf_counter()
@@ -67,7 +67,7 @@ def link(
 
 
 def pairs(num_ranks: int) -> list[tuple[int, int]]:
-    """Return the ranks between which a pipeline's messages go: neighbours, and the last with the first.
+    """Return the pairs of ranks between which a pipeline sends: neighbours, and the last with the first.
 
     >>> pairs(2), pairs(3)
     ([(0, 1)], [(0, 1), (1, 2), (0, 2)])

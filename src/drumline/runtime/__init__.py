@@ -1,1 +1,1 @@
-"""Runs one rank's row: executor, stages, segments, and what a step needs of batches, values and random numbers."""
+"""Run one rank's row: executor, stages, segments, and the batches, values and random numbers of a step."""

@@ -1,11 +1,11 @@
-"""A batch cut into microbatches, and how much each counts in the loss.
+"""Split a batch into microbatches, and compute the weight of each in the loss.
 
-Rows are dealt as evenly as they go, the larger microbatches first: 7 rows in 4 are 2, 2, 2, 1. A mean over the batch is
-then the mean of the microbatches' means, each weighted by its rows; a loss that averages over something else (tokens
-that count) brings its own weights.
+Rows are distributed as evenly as possible, the larger microbatches first: 7 rows in 4 are 2, 2, 2, 1. The mean over the
+batch is then the mean of the microbatches' means, weighted by their rows. A loss that averages over something else
+(tokens that count) brings its own weights.
 
-Not everything is cut along its first dimension. Numbers and tensors without rows go to all microbatches whole, and so
-do those with one row among others with more, such as positions of the shape (1, length). The rest is said by `split`.
+Not everything is split along its first dimension. Numbers and tensors without rows go whole to all microbatches. So do
+tensors with one row among others with more, such as positions of shape (1, length). `split` says the rest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from drumline.core.errors import BatchError, counted
 from drumline.runtime.values import pack, unpack
 
-# Of an argument: the dimension of its rows, None to give it whole to all microbatches, or a function of all arguments
+# For an argument: the dimension of its rows, None to give it whole to all microbatches, or a function of all arguments
 # that returns how many of its rows belong to each row of the batch.
 How = int | None | Callable[[Mapping[Any, Any]], Any]
 Split = Mapping[str | int, How]
@@ -37,7 +37,7 @@ class Microbatches(tuple[Any, ...]):
 
 
 def cut(batch: Any, num_microbatches: int, *, what: str = "the batch", split: Split | None = None) -> list[Any]:
-    """Return the microbatches of `batch`: every tensor in it is cut along its rows, the rest is repeated.
+    """Return the microbatches of `batch`: every tensor is split along its rows, the rest is repeated.
 
     >>> import torch
     >>> [one.tolist() for one in cut(torch.arange(7), 4)]
@@ -50,8 +50,8 @@ def cut(batch: Any, num_microbatches: int, *, what: str = "the batch", split: Sp
     if rows < num_microbatches:
         raise BatchError(
             f"{what} has {counted(rows, 'row')} for {counted(num_microbatches, 'microbatch')}",
-            expected="at least one row in every microbatch",
-            fix=f"use num_microbatches={rows} or fewer" if rows else "do not pass empty batches",
+            expected="at least one row per microbatch",
+            fix=f"use num_microbatches={rows} or fewer" if rows else "skip empty batches",
         )
     if form is None:
         return list(tensors[0].tensor_split(num_microbatches))
@@ -64,7 +64,7 @@ def cut(batch: Any, num_microbatches: int, *, what: str = "the batch", split: Sp
 
 
 def num_rows(batch: Any, *, what: str = "the batch", split: Split | None = None) -> int:
-    """Return how many rows the batch has.
+    """Return the number of rows in the batch.
 
     >>> import torch
     >>> num_rows((torch.ones(3, 2), torch.ones(3)))
@@ -72,7 +72,7 @@ def num_rows(batch: Any, *, what: str = "the batch", split: Split | None = None)
     """
     tensors, _ = pack(batch)
     if not tensors:
-        raise BatchError(f"{what} holds no tensor", expected="tensors whose first dimension is the batch")
+        raise BatchError(f"{what} contains no tensor", expected="tensors whose first dimension is the batch")
     hows = _hows(batch, split) if split else {}
     found: dict[int, None] = {}
     for tensor in tensors:
@@ -82,23 +82,23 @@ def num_rows(batch: Any, *, what: str = "the batch", split: Split | None = None)
         at = 0 if how is _BY_ITSELF else how
         if not -tensor.dim() <= at < tensor.dim():
             raise BatchError(
-                f"{what} has a tensor of the shape {tuple(tensor.shape)}, and split says that its rows are its"
-                f" dimension {at}"
+                f"{what} has a tensor of shape {tuple(tensor.shape)}, and split puts its rows along"
+                f" dimension {at}, which it lacks"
             )
         found[int(tensor.shape[at])] = None
     sizes = [size for size in found if size != 1] or list(found)
     if len(sizes) != 1:
         shapes = ", ".join(str(tuple(one.shape)) for one in tensors)
         raise BatchError(
-            f"{what} holds tensors of the shapes {shapes}",
-            expected="the same first dimension in all of them",
-            fix="say how the others are cut: split={'name': 1} along another dimension, None for not at all",
+            f"{what} contains tensors of shapes {shapes}",
+            expected="the same first dimension in all tensors",
+            fix="say how to split the others: split={'name': 1} for another dimension, None to pass the tensor whole",
         )
     return sizes[0]
 
 
 def rows_of_each(rows: int, num_microbatches: int) -> list[int]:
-    """Return how many rows every microbatch gets.
+    """Return the number of rows in each microbatch.
 
     >>> rows_of_each(7, 4)
     [2, 2, 2, 1]
@@ -107,11 +107,11 @@ def rows_of_each(rows: int, num_microbatches: int) -> list[int]:
     return [base + (at < more) for at in range(num_microbatches)]
 
 
-_BY_ITSELF: Any = object()  # how a tensor is cut that nothing was said of
+_BY_ITSELF: Any = object()  # the default for tensors that split does not name
 
 
 def _hows(batch: Any, split: Split | None) -> dict[int, How]:
-    """Return how the tensors are cut that something was said of, by their ids."""
+    """Return how to split the tensors that `split` names, by their ids."""
     items, said = dict(_items(batch)), split or {}
     for name in said:
         if name not in items and isinstance(name, int):
@@ -120,7 +120,7 @@ def _hows(batch: Any, split: Split | None) -> dict[int, How]:
 
 
 def _items(batch: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield what a batch consists of: arguments by place and by name, entries of a dict, or of a tuple."""
+    """Yield the items of a batch: arguments by position and name, or the entries of a dict or tuple."""
     args, kwargs = getattr(batch, "args", None), getattr(batch, "kwargs", None)
     if isinstance(args, tuple) and isinstance(kwargs, dict):
         yield from enumerate(args)
@@ -143,7 +143,7 @@ def _parts(
     each = torch.as_tensor(how(given)).flatten().tolist()
     if len(each) != rows or sum(each) != tensor.shape[0]:
         raise BatchError(
-            f"{what} has a packed tensor of the shape {tuple(tensor.shape)}, and split counts {sum(each)} in"
+            f"{what} has a packed tensor of shape {tuple(tensor.shape)}, and split counts {sum(each)} in"
             f" {counted(len(each), 'row')}",
             expected=f"{counted(rows, 'count')}, one for each row, that sum to {tensor.shape[0]}",
         )
@@ -152,7 +152,7 @@ def _parts(
 
 
 def counted_in(batch: Any) -> tuple[int, int]:
-    """Return how many rows and how many tokens a batch has; 0 where there is none, or no tokens.
+    """Return the number of rows and of tokens in a batch; 0 if there are none.
 
     >>> import torch
     >>> counted_in(torch.zeros(4, 8, dtype=torch.long)), counted_in(torch.zeros(4, 8)), counted_in(None)
@@ -168,7 +168,7 @@ def counted_in(batch: Any) -> tuple[int, int]:
 
 
 def shares(weights: list[float | Tensor]) -> list[float | Tensor]:
-    """Return what part of the whole each microbatch counts for.
+    """Return the share of each microbatch in the whole.
 
     >>> shares([2, 2, 2, 1])[0] == 2 / 7
     True
@@ -176,6 +176,6 @@ def shares(weights: list[float | Tensor]) -> list[float | Tensor]:
     total = sum(weights[1:], start=weights[0])
     if not isinstance(total, Tensor) and not total > 0:
         raise BatchError(
-            f"the microbatches' loss weights are {weights}", expected="numbers of 0 or more, not all of them 0"
+            f"the microbatches' loss weights are {weights}", expected="numbers of at least 0, not all of them 0"
         )
     return [weight / total for weight in weights]

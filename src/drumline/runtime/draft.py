@@ -1,6 +1,6 @@
-"""A record in the making: what a rank notes while it goes through a step, and when, by a clock of its own.
+"""A record in progress: what a rank does during a step, and when, by its own clock.
 
-`core/measured/align` puts the clocks of all ranks on one.
+`core/measured/align` converts the clocks of all ranks to one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Draft:
         self.since_ns = 0
         self.begin_ns = 0
         self.end_ns = 0
-        self.marks: Any = None  # of a device's clock, for starts and ends that are not settled
+        self.marks: Any = None  # of a device's clock, for unsettled starts and ends
         self.clock = 0
         self.on_device = 0
         self.starts: list[int] = []
@@ -49,22 +49,22 @@ class Draft:
         self.heard: list[int] = []
 
     def waited(self, start: int, end: int) -> None:
-        """Note a wait for the message that is taken next."""
+        """Record a wait for the message that is taken next."""
         self.waits.extend((len(self.messages) // _MESSAGE_WIDTH, start, end))
 
     def took(self, receive: Action, source: int, delivery: Delivery, start: int, end: int) -> None:
-        """Note a message that was copied out; one that came after it was asked for is taken from then on."""
+        """Record that a message was taken; if it arrived after the request, taking begins at its arrival."""
         start = max(start, min(delivery.arrived_ns, end))
         made, sent, arrived = delivery.made_ns, delivery.sent_ns, min(delivery.arrived_ns, start)
         what = (len(self.starts), *coded(receive), source)
         self.messages.extend((*what, made, sent, arrived, start, end, delivery.num_bytes))
 
     def sent(self, receive: Action, target: int, num_bytes: int, start: int, end: int) -> None:
-        """Note a message that was handed over."""
+        """Record that a message was sent."""
         self.sends.extend((*coded(receive), target, start, end, num_bytes))
 
     def spent(self, kind: int, start: int, end: int) -> None:
-        """Note overhead."""
+        """Record overhead."""
         self.overheads.extend((kind, start, end))
 
     def record(self) -> Record:
@@ -74,7 +74,7 @@ class Draft:
 
 @cache
 def _host_clock() -> int:
-    """Return a number that is equal for processes whose clocks show the same: one boot, one time namespace."""
+    """Return a number that is the same for processes that share a clock: one boot, one time namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         space = os.stat("/proc/self/ns/time").st_ino if os.path.exists("/proc/self/ns/time") else 0
@@ -88,32 +88,32 @@ class Clock:
 
     @property
     def number(self) -> int:
-        """Which clock this is: clocks with the same number show the same."""
+        """The number of this clock: clocks with the same number show the same time."""
         return _host_clock()
 
     def now(self) -> int:
-        """Return this moment in nanoseconds."""
+        """Return the current time in nanoseconds."""
         return time.perf_counter_ns()
 
     def begin(self, draft: Draft) -> None:
         """Start a step, whose marks belong to the draft."""
 
     def start(self, directly: bool) -> int:
-        """Mark the start of an action; `directly` says that it follows another without anything between."""
+        """Mark the start of an action; `directly` if it follows another with nothing in between."""
         return self.mark()
 
     def mark(self) -> int:
-        """Mark the moment that the device's work so far is done; on a host that is now."""
+        """Mark the moment when the device's work so far is done; on a host, now."""
         return self.now()
 
     def settle(self, draft: Draft, *, wait: bool) -> bool:
-        """Turn marks into moments once the device has passed them; return whether it has. Waits for it if asked to."""
+        """Turn marks into times if the device has passed them, waiting if `wait`; return whether it has."""
         return True
 
 
 class NoClock(Clock):
-    """Stands still: for pipelines that record nothing."""
+    """Always zero, for pipelines that record nothing."""
 
     def now(self) -> int:
-        """Return no moment."""
+        """Return 0."""
         return 0

@@ -1,11 +1,11 @@
-"""Runs one rank's row: exactly the actions of the proven program, in their order.
+"""Run one rank's row: exactly the actions of the proven program, in order.
 
-The row, with its communication spelled out, is translated once into jobs. What computes is taken, called and put:
+The row, with explicit communication, is translated once into jobs. A job that computes has three parts:
 
-    0F3    take: the batch, what a stage of the same rank made, or a message    call: stage.forward    put: what it made
+    0F3    take: the batch, a local stage's output, or a message    call: stage.forward    put: its output
 
-A step then goes through the jobs. Where a message has not arrived, the run yields what it waits for; whoever drives it
-blocks on the channel, or lets another rank go on.
+A step then runs the jobs. If a message has not arrived, the run yields what it waits for; its driver then blocks on the
+channel, or lets another rank continue.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ Gradients = tuple[Tensor | None, ...]
 
 @dataclass(slots=True)
 class Step:
-    """What one step works on, microbatch by microbatch, and what it leaves behind."""
+    """The data of one step, by microbatch, and its results."""
 
     number: int
-    batch: Any = None  # what inputs and targets are cut from
+    batch: Any = None  # the source of inputs and targets
     target: Any = None
     inputs: Sequence[Any] = ()
     targets: Sequence[Any] = ()
-    shares: Sequence[Tensor] = ()  # what part of the batch's loss each microbatch's is
-    cuts: Callable[[Any], list[Any]] | None = None  # how the batch is cut into inputs
-    wants_outputs: bool = False  # whether a step that trains keeps what the last stage made
+    shares: Sequence[Tensor] = ()  # each microbatch's share of the batch's loss
+    cuts: Callable[[Any], list[Any]] | None = None  # splits the batch into inputs
+    wants_outputs: bool = False  # whether a training step keeps the last stage's output
     train: bool = True
-    repeats: bool = False  # whether it is captured already, and like the last one on all ranks: it need not be cut
-    scale: float = 1.0  # what the loss's gradient is multiplied by
-    drafts: Sequence[Draft] = ()  # of what each rank of this process measures
+    repeats: bool = False  # whether it replays a captured step, the same on all ranks: no need to split it
+    scale: float = 1.0  # factor of the loss's gradient
+    drafts: Sequence[Draft] = ()  # measurements of each rank of this process
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
 
@@ -68,8 +68,8 @@ def _absent(*_: Any) -> None:
 class Job:
     """One cell of the row, ready to run. `needs` are messages that must have arrived, with their sources.
 
-    What computes is `timed`: what `call` makes of what `take` takes, `put` puts where others find it; an action that
-    overlaps two others does so by its parts. All else is done by `run`.
+    A computing job is `timed`: it passes the result of `take` to `call`, and `put` stores that result for others. An
+    action that overlaps two others uses its parts. Other jobs use `run`.
     """
 
     action: Action
@@ -77,13 +77,13 @@ class Job:
     stage: Stage | None = None
     microbatch: int = -1
     needs: tuple[tuple[Action, int], ...] = ()
-    other: int = -1  # the rank that a message goes to or comes from
+    other: int = -1  # the rank to which a message goes, or from which it comes
     timed: bool = False
     take: Callable[[Job, Step], tuple[Any, ...]] = _nothing
-    call: Callable[..., Any] = _nothing  # with the microbatch, and with what was taken
+    call: Callable[..., Any] = _nothing  # takes the microbatch and the result of `take`
     put: Callable[[Job, Step, Any], Any] = _nothing
     parts: tuple[Job, ...] = ()
-    together: tuple[int, ...] = ()  # microbatches whose W runs here as one
+    together: tuple[int, ...] = ()  # microbatches whose W runs here at once
 
 
 class Executor:
@@ -107,25 +107,25 @@ class Executor:
         self.channel = channel
         self.clock = clock
         self.placement = program.placement
-        self.lowest = program.backwards.count(Backward.NONE)  # the stage below which nobody takes gradients
+        self.lowest = program.backwards.count(Backward.NONE)  # stages below this one need no gradients
         self.merge = merge_weight_gradients
         self.scale = scale
         self.exchange = GradientExchange(rank, stages, channel, self.placement, ties)
         self.current: Action | None = None
         self.witness: Witness | None = None  # of the first step
-        self.draft = Draft(rank)  # of the step that runs
+        self.draft = Draft(rank)  # of the current step
         self._made: dict[tuple[int, int], Any] = {}
         self._gradients: dict[tuple[int, int], Gradients] = {}
-        self.arrived: dict[Action, Delivery] = {}  # messages that wait for the job that needs them
+        self.arrived: dict[Action, Delivery] = {}  # messages waiting for their job
         self.jobs = self._translate(program.rows[rank])
 
     def running(self, program: Program) -> Executor:
-        """Return an executor of another program, with the same stages in the same places."""
+        """Return an executor of another program, with the same stages on the same rank."""
         own, ties = (self.rank, self.stages, self.channel, self.clock), self.exchange.ties
         return Executor(program, *own, merge_weight_gradients=self.merge, scale=self.scale, ties=ties)
 
     def _translate(self, row: Sequence[Action]) -> list[Job]:
-        # Of what computes: take, the stage's method, put.
+        # For each computing op: take, the stage's method, put.
         works: dict[Op, tuple[Callable[..., Any], str, Callable[..., Any]]] = {
             Op.FORWARD: (self._inputs, "forward", self._keep_output),
             Op.BACKWARD: (self._gradients_of, "backward", self._keep_gradients),
@@ -152,7 +152,7 @@ class Executor:
             else:
                 raise ProgramError(
                     f"rank {self.rank}'s row has {action}",
-                    expected="a synchronous program, which leaves updates and sharding to the user, and waiting to us",
+                    expected="a synchronous program: you update and shard the weights, and the executor itself waits",
                     fix="choose a schedule without UPDATE, UNSHARD, RESHARD and WAITs",
                 )
             jobs.append(job)
@@ -161,7 +161,7 @@ class Executor:
         return jobs
 
     def _work(self, action: Action, take: Callable[..., Any], call: str, put: Callable[..., Any]) -> Job:
-        """Return the job of an action that computes."""
+        """Return the job of a computing action."""
         stage, microbatch, needs = self.stages.get(action.stage), action.microbatch, tuple(self._needs(action))
         assert microbatch is not None
         job = Job(action, stage=stage, microbatch=microbatch, needs=needs, timed=True, take=take, put=put)
@@ -190,9 +190,9 @@ class Executor:
         return self.placement.rank_of(peer.stage, action.microbatch)
 
     def run(self, step: Step, draft: Draft, jobs: Sequence[Job] | None = None) -> Generator[Wait, None, None]:
-        """Run the row, yielding whenever a message has to be waited for; ends with the gradients exchanged.
+        """Run the row, yielding whenever it must wait for a message; finally exchange the gradients.
 
-        `jobs`, where given, stand for the row's own. What the rank does is noted in the draft, piece by piece.
+        `jobs`, if given, replace those of the row. The draft records what the rank does, piece by piece.
         """
         jobs = self.jobs if jobs is None else jobs
         jobs = jobs if self.witness is None else [self._before(self.witness, job) for job in jobs]
@@ -252,7 +252,7 @@ class Executor:
             for part in job.parts or (job,):
                 part.put(part, step, part.call(part.microbatch, *part.take(part, step)))
                 if job.parts:
-                    scale.weigh()  # between the two the forward's is held, and the backward's still
+                    scale.weigh()  # between the two, the stash holds both the forward's and the backward's
 
     def _reset(self) -> None:
         self._made.clear()
@@ -261,7 +261,7 @@ class Executor:
         self.exchange.begin()
 
     def _before(self, witness: Witness, job: Job) -> Job:
-        """Return a job of a step that a witness watches: what concerns its microbatch is done before its eyes."""
+        """Return a job of a watched step: the witness sees what concerns its microbatch."""
         if job.parts:
             return replace(job, parts=tuple(self._before(witness, part) for part in job.parts))
         stage, op = job.stage, job.action.op
@@ -279,7 +279,7 @@ class Executor:
         stage.backward_weight_merged([one for one in together if one != witness.microbatch])
 
     def _inputs(self, job: Job, step: Step) -> tuple[Any, ...]:
-        """Return what a forward computes with: its value, its target, and whether a backward follows."""
+        """Return the arguments of a forward: its value, its target, and whether a backward follows."""
         index, microbatch = job.action.stage, job.microbatch
         if index == 0:
             value = step.inputs[microbatch]
@@ -305,7 +305,7 @@ class Executor:
                 step.losses[microbatch] = loss
 
     def _gradients_of(self, job: Job, step: Step) -> tuple[Gradients]:
-        """Return the gradients of what a stage made, one for each tensor of it."""
+        """Return the gradients of a stage's output, one for each of its tensors."""
         index, microbatch = job.action.stage, job.microbatch
         if index == self.program.num_stages - 1:
             share = step.shares[microbatch].to(step.losses[microbatch].dtype)
@@ -328,12 +328,12 @@ class Executor:
         self.hand_over(self.clock.now(), job.other, *self.message(job))
 
     def hand_over(self, start: int, target: int, receive: Action, tensors: tuple[Tensor, ...], form: Any) -> None:
-        """Send a message, and note it; `start` is when this began."""
+        """Send a message, and record it; `start` is when this began."""
         self.channel.send(receive, target, tensors, form)
         self.draft.sent(receive, target, sum([one.nbytes for one in tensors]), start, self.clock.now())
 
     def message(self, job: Job) -> tuple[Action, tuple[Tensor, ...], Any]:
-        """Let go of what a job sends: returns the action that receives it, its tensors and their form."""
+        """Release what a job sends: return the action that receives it, its tensors and their form."""
         stage, op, microbatch, _ = job.action
         if op is Op.SEND_F:
             return Action(stage + 1, Op.RECV_F, microbatch), *pack(self._made.pop((stage, job.microbatch)))
@@ -343,14 +343,14 @@ class Executor:
         return receive, *pack(gradients)
 
     def _exchange(self, job: Job, step: Step) -> None:
-        """Offer this copy's gradients to the other; they are summed when the row has ended."""
+        """Offer this copy's gradients to the other copy; they are summed at the end of the row."""
         if job.other >= 0:
             assert job.stage is not None
             self.exchange.offer(job.action, job.stage, job.other, self.clock.now())
 
 
 def _merge(jobs: list[Job]) -> None:
-    """Let the last of several W of one stage that stand together run them all."""
+    """Let the last of several adjacent W actions of one stage run all of them."""
     for (op, _), run in groupby(jobs, key=lambda job: (job.action.op, job.action.stage)):
         if op is Op.BACKWARD_WEIGHT:
             *others, last = run

@@ -1,11 +1,11 @@
-"""Attributes of torch that are replaced while something is watched, and are what they were as soon as nothing is.
+"""Replace attributes of torch while something is watched, and restore them as soon as nothing is.
 
-Pipelines of several threads may watch at once, one inside of another too, and a user may have replaced the same
-attribute before, or do so meanwhile. So it is replaced once for all of them, each call goes to the innermost watcher of
-its own thread and then to what stood there before, and that is put back when the last one is done:
+Pipelines in several threads may watch at once, also nested, and a user may have replaced the same attribute before, or
+may do so meanwhile. So it is replaced once for all of them. Each call goes to the innermost watcher of its own thread,
+then to the original. The original is restored when the last watcher is done:
 
-    thread 0   by(a) ──────────────────────► done          what was found is kept with the replacement
-    thread 1            by(b) ──────────────────────► done  here it is put back, unless somebody else replaced it by now
+    thread 0   by(a) ──────────────────────► done          the original is kept with the replacement
+    thread 1            by(b) ──────────────────────► done  now it is restored, unless other code replaced it meanwhile
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _INHERITED: Any = object()
 
 
 class Replaced:
-    """What stands in a place for a while, and what was found there: raw, as the owner has it, or what it inherits."""
+    """A temporary replacement, and what it replaced: raw, as the owner has it, or what it inherits."""
 
     __slots__ = ("count", "found", "of_thread", "raw", "stand_in")
 
@@ -30,8 +30,8 @@ class Replaced:
         self.raw = raw
         self.found = getattr(owner, name) if raw is _INHERITED else raw
         self.stand_in: Any = None
-        self.count = 0  # of those that watch
-        self.of_thread = threading.local()  # those of each thread, the innermost last
+        self.count = 0  # number of watchers
+        self.of_thread = threading.local()  # watchers of each thread, the innermost last
 
     @property
     def watcher(self) -> Any:
@@ -41,7 +41,7 @@ class Replaced:
 
 
 class Patch:
-    """An attribute, or an entry of a dict, that `make(replaced)` stands in for while anybody watches.
+    """An attribute, or an entry of a dict, that `make(replaced)` replaces while anything watches.
 
     >>> class Engine:
     ...     def run(self): return 1
@@ -61,7 +61,7 @@ class Patch:
         self._space: Any = owner if isinstance(owner, dict) else vars(owner)
         self._put = partial(setitem if isinstance(owner, dict) else setattr, owner, name)
         self._now: Replaced | None = None
-        self._last: Replaced | None = None  # used again as long as the same is found
+        self._last: Replaced | None = None  # reused while the original is the same
 
     @property
     def watcher(self) -> Any:
@@ -69,7 +69,7 @@ class Patch:
         return None if self._now is None else self._now.watcher
 
     def enter(self, watcher: Any) -> None:
-        """Let calls of this thread come by a watcher, until `leave`."""
+        """Send calls of this thread through a watcher, until `leave`."""
         with _lock:
             now = self._now
             if now is None:
@@ -86,7 +86,7 @@ class Patch:
             now.of_thread.watchers = [watcher]
 
     def leave(self) -> None:
-        """Let the innermost watcher of this thread go."""
+        """Remove the innermost watcher of this thread."""
         now = self._now
         assert now is not None, f"nobody watches {self.name}"
         now.of_thread.watchers.pop()
@@ -94,7 +94,7 @@ class Patch:
             now.count -= 1
             if not now.count:
                 self._now = None
-                # What somebody put over ours meanwhile stays; below it ours has no watcher left, and only hands on.
+                # A later replacement by other code stays; below it, ours has no watcher left and only passes calls on.
                 if self._space.get(self.name) is not now.stand_in:
                     self._last = None
                 elif now.raw is _INHERITED:
@@ -104,7 +104,7 @@ class Patch:
 
     @contextmanager
     def by(self, watcher: Any) -> Iterator[None]:
-        """Let calls of this thread come by a watcher inside."""
+        """Send calls of this thread through a watcher inside."""
         self.enter(watcher)
         try:
             yield
@@ -114,7 +114,7 @@ class Patch:
 
 @contextmanager
 def put_in(entries: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Let other values stand in dicts inside, each under its key; afterwards there is what was there, or nothing.
+    """Replace entries of dicts inside; afterwards restore what was there, or nothing.
 
     >>> table = {"a": 1}
     >>> with put_in([(table, "a", 2), (table, "b", 3)]):

@@ -1,12 +1,12 @@
-"""In which numbers a stage computes: as the model is, or under autocast in bfloat16 or float16.
+"""The precision of a stage: that of the model, or autocast to bfloat16 or float16.
 
-One autocast context is entered for every action that runs a forward: F, the loss with it, a recomputation, an
-evaluation. Parameters stay as they are. Autograd casts each weight's gradient back before it is added, so that sums
-over microbatches are made in the parameters' own type.
+Every action that runs a forward enters one autocast context: F with the loss, a recomputation, an evaluation.
+Parameters keep their dtype. Autograd casts each weight's gradient back before adding it, so that sums over microbatches
+use the parameters' own dtype.
 
-Autocast casts a weight where it is first used and forgets the cast when its context is left. Every microbatch in flight
-would then hold a copy of all weights for its backward. So casts are kept from the first action of a step to the last:
-each weight is cast once a step, and all microbatches share the copy.
+Autocast casts a weight at its first use and drops the cast when its context ends. Every microbatch in flight would then
+hold a copy of all weights for its backward. So casts are kept from the first action of a step to the last: each weight
+is cast once per step, and all microbatches share the copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOW = (torch.bfloat16, torch.float16)
 
 
 class Precision:
-    """A choice of numbers, on one kind of device.
+    """A choice of precision, on one type of device.
 
     >>> bf16 = Precision("bf16", torch.device("cpu"))
     >>> with bf16.autocast:
@@ -40,24 +40,24 @@ class Precision:
             )
         self.name = name
         self.dtype = _KINDS[name]
-        self.scales = name == "fp16"  # whether the loss has to be scaled, or small gradients would vanish
+        self.scales = name == "fp16"  # whether to scale the loss, so that small gradients do not vanish
         self.autocast: AbstractContextManager[Any] = nullcontext()
         if self.dtype is not None:
             kind = "cpu" if device is None else device.type
             self.autocast = torch.autocast(kind, dtype=self.dtype, cache_enabled=True)
 
     def step(self) -> AbstractContextManager[None]:
-        """Keep casts of weights for as long as a step takes."""
+        """Keep casts of weights during a step."""
         return nullcontext() if self.dtype is None else casts_kept()
 
     def full(self, loss: Tensor) -> Tensor:
-        """Return a loss in float32 where it was computed under autocast: what it is weighed and scaled by is, too."""
+        """Return a loss computed under autocast as float32, like its weights and scale."""
         return loss.float() if self.dtype is not None and loss.dtype in LOW else loss
 
 
 @contextmanager
 def casts_kept() -> Iterator[None]:
-    """Let autocast keep its casts of weights inside, whatever contexts are left, and forget them afterwards."""
+    """Let autocast keep its casts of weights inside, even if contexts end, and drop them afterwards."""
     torch.clear_autocast_cache()
     torch.autocast_increment_nesting()
     try:
@@ -68,7 +68,7 @@ def casts_kept() -> Iterator[None]:
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the type in which a parameter's gradients are added up.
+    """Return the dtype in which a parameter's gradients accumulate.
 
     >>> gradient_dtype(torch.nn.Parameter(torch.ones(2)))
     torch.float32
@@ -79,7 +79,7 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute with one thread, as every rank does: how a product is dealt to threads may change its last bits.
+    """Compute with one thread, as every rank does: splitting a product over threads may change its last bits.
 
     >>> with one_thread():
     ...     torch.get_num_threads()

@@ -1,9 +1,9 @@
-"""Random numbers that depend on what is computed and not on where.
+"""Random numbers that depend on what is computed, not on where.
 
 Before a block runs, the generators are seeded from (seed, step, microbatch, data-parallel rank, block name). So a block
-draws the same numbers on whichever rank and in whatever order it runs, and again when it is recomputed. Blocks that
-draw nothing are left alone: those made of layers that are known not to, and those that have not been seen to, as long
-as the generators stand after a run where they stood before.
+draws the same numbers on any rank and in any order, and again when it is recomputed. Blocks that draw nothing are not
+seeded: those built from layers known not to draw, and those that have not drawn so far, as long as a run leaves the
+generators unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DRAWING = (
 
 
 def may_draw(block: nn.Module) -> bool:
-    """Whether the block may draw random numbers; what is not a plain layer of torch.nn may.
+    """Whether the block may draw random numbers; anything but a plain layer of torch.nn may.
 
     >>> may_draw(nn.Sequential(nn.Linear(2, 2), nn.GELU())), may_draw(nn.Dropout())
     (False, True)
@@ -43,7 +43,7 @@ def may_draw(block: nn.Module) -> bool:
 
 
 def draws(block: nn.Module) -> bool:
-    """Whether the block has a dropout that draws when it trains; others may draw as well.
+    """Whether the block has a dropout that draws in training; other blocks may draw as well.
 
     >>> draws(nn.Dropout(0.1)), draws(nn.Dropout(0.0))
     (True, False)
@@ -52,9 +52,9 @@ def draws(block: nn.Module) -> bool:
 
 
 class HostChance:
-    """Where the random numbers of Python and numpy stand: blocks draw those as well, and nobody seeds them.
+    """The random state of Python and NumPy: blocks may use these too, and nothing seeds them.
 
-    A block that is recomputed has to draw again what it drew.
+    A recomputed block must draw the same numbers again.
 
     >>> before = HostChance(); drawn = random.random(); moved = before.has_moved()
     >>> with before.again():
@@ -77,14 +77,14 @@ class HostChance:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Draw from here on inside, and go on afterwards where others stood."""
+        """Draw from this state inside, and restore the current state afterwards."""
         with HostChance().kept():
             self._set()
             yield
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Stand here again afterwards, whatever is drawn inside."""
+        """Restore this state afterwards, whatever is drawn inside."""
         try:
             yield
         finally:
@@ -104,7 +104,7 @@ class Randomness:
         self.step = 0
         self._silent = False
         self._standing: list[Tensor] = []
-        self._drawing: list[str] | None = None  # the blocks that were heard to draw, while anybody listens
+        self._drawing: list[str] | None = None  # the blocks that drew, while something listens
         self._seeded: tuple[str, list[Tensor]] | None = None
         self._generators = [torch.default_generator]
         if device.type != "cpu":
@@ -135,28 +135,28 @@ class Randomness:
                 self._seeded = block, self.states()
 
     def watch(self) -> None:
-        """Remember where the generators stand, unless that is known from when they were last looked at."""
+        """Store the generators' states, unless they are known from the last check."""
         if not self._silent and not self._standing:
             self._standing = self.states()
 
     def drew(self) -> bool:
-        """Whether anything was drawn since they were last looked at."""
+        """Whether anything was drawn since the last check."""
         if self._silent:
             return False
         before, self._standing = self._standing, self.states()
         return _differ(before, self._standing)
 
     def states(self) -> list[Tensor]:
-        """Return where the generators stand."""
+        """Return the generators' states."""
         return [generator.get_state() for generator in self._generators]
 
     def go_on(self, states: Sequence[Tensor]) -> None:
-        """Let the generators stand where another rank's do."""
+        """Set the generators to another rank's states."""
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
 
     def _listen(self) -> None:
-        """Note whether the block that was seeded last has drawn."""
+        """Record whether the block that was seeded last has drawn."""
         if self._drawing is not None and self._seeded is not None:
             block, before = self._seeded
             self._seeded = None
@@ -175,12 +175,12 @@ class Randomness:
             self._drawing = self._seeded = None
 
     def silenced(self) -> AbstractContextManager[None]:
-        """Seed nothing, for blocks that are known to draw nothing."""
+        """Do not seed, for blocks that are known to draw nothing."""
         return put_in([(vars(self), "_silent", True)])
 
     @contextmanager
     def kept_aside(self) -> Iterator[None]:
-        """Give the user's own random numbers back afterwards, as if nothing had been drawn."""
+        """Restore the user's own random state afterwards, as if nothing had been drawn."""
         self._standing = []
         states = self.states()
         try:

@@ -1,19 +1,19 @@
-"""Blocks that run twice: what the first run leaves out, and the buffers (running statistics) that it changes.
+"""Blocks that run twice: what the first run skips, and the buffers (running statistics) that it changes.
 
-A checkpointed segment runs twice, and both runs must compute the same bits. Some kernels and modules ask whether
-gradients are on: oneDNN's LSTM takes another kernel on x86, a transformer layer in eval mode takes a fused one on every
+A checkpointed segment runs twice, and both runs must compute the same bits. Some kernels and modules check whether
+gradients are on: oneDNN's LSTM uses another kernel on x86, a transformer layer in eval mode uses a fused one on every
 processor, and Python code may branch. So the first run records a graph like the second, but saves no tensor in it:
 
     torch.no_grad()    other kernels, nothing saved
     discarding()       the kernels of training, nothing saved
     torch.enable_grad  the kernels of training, everything saved
 
-Buffers are changed once per microbatch, not twice. Before a forward that will be recomputed, the buffers that forwards
-are known to change are copied. The recomputation runs on those copies, so it sees what the first run saw, and
-afterwards the current ones are put back untouched.
+Buffers change once per microbatch, not twice. Before a forward that will be recomputed, the buffers that forwards are
+known to change are copied. The recomputation runs on these copies, so it sees what the first run saw. Afterwards the
+current buffers are restored.
 
-Which buffers change is seen by comparing their values over the first forward in each mode (training or not), and their
-versions ever after. Normalisations are always taken to change theirs: they do so behind the versions' back.
+Comparing values over the first forward in each mode (training or not) shows which buffers change; after that, their
+versions do. Normalisations are always assumed to change theirs, because they bypass the versions.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Buffers:
         self._asked = self._marks()
 
     def save(self) -> dict[int, Tensor]:
-        """Return copies of the buffers that may change; in a mode's first forward that is all of them."""
+        """Return copies of the buffers that may change; in a mode's first forward, all of them."""
         if not self.places:
             return {}
         changing = self._changing.get(self._mode(), set(range(len(self.places))))
@@ -55,7 +55,7 @@ class Buffers:
         return saved
 
     def learn(self) -> None:
-        """After the forward that followed `save`: remember which buffers it changed."""
+        """After the forward that followed `save`, remember which buffers it changed."""
         if self._before is None:
             return
         (saved, marks), self._before = self._before, None
@@ -65,7 +65,7 @@ class Buffers:
         self._changing.setdefault(self._mode(), set()).update(by_value, by_version, self._statistics)
 
     def undo(self, saved: dict[int, Tensor]) -> None:
-        """Give the buffers the values that they had at `save`, for a forward that begins again."""
+        """Restore the buffers' values from `save`, for a forward that starts again."""
         if self._before is not None:
             self._refuse_unsaved(saved, self._before[1])
         with torch.no_grad():
@@ -76,20 +76,20 @@ class Buffers:
         changed = [at for at, mark in enumerate(self._marks()) if mark != marks[at] and at not in saved]
         if changed:
             raise ModelError(
-                f"a block changes its buffer {self.places[changed[0]][1]} and takes a gradient inside its forward, "
-                "and did neither before",
-                expected="a block that is recomputed to do the same at every step",
+                f"a block changes its buffer {self.places[changed[0]][1]} and takes a gradient inside its forward; "
+                "in earlier steps it did neither",
+                expected="a recomputed block to do the same in every step",
                 fix='do not recompute this block: checkpoint="none", or name the other blocks',
             )
 
     def changed_lately(self) -> bool:
-        """Whether any buffer has changed since this was last asked, or may at any time; the first time, since ever."""
+        """Whether any buffer has changed since the last call (the first time, ever), or may change unseen."""
         before, self._asked = self._asked, self._marks()
         updating = any(self.places[index][0].training for index in self._statistics)
         return updating or before != self._asked
 
     def as_they_were(self, saved: dict[int, Tensor]) -> AbstractContextManager[None]:
-        """Run on the saved copies, then put the current buffers back."""
+        """Run on the saved copies, then restore the current buffers."""
         places = ((self.places[index], copy) for index, copy in saved.items())
         return put_in((module._buffers, name, copy) for (module, name), copy in places)
 
@@ -99,7 +99,7 @@ class Buffers:
         return [(buffer, buffer.detach().clone()) for buffer in buffers]
 
     def put_back(self, copies: list[tuple[Tensor, Tensor]]) -> None:
-        """Give the buffers the values that they had when `copies` was called."""
+        """Restore the buffers' values from when `copies` was called."""
         with torch.no_grad():
             for (module, name), (buffer, copy) in zip(self.places, copies, strict=True):
                 module._buffers[name] = buffer.copy_(copy)
@@ -118,7 +118,7 @@ class Buffers:
 
 
 class GraphNeeded(BaseException):
-    """Ends a forward that takes a gradient of its own; a model's own `except Exception` must not catch it."""
+    """Ends a forward that takes a gradient itself; a model's own `except Exception` must not catch it."""
 
 
 def _discard(tensor: Tensor) -> None:
@@ -127,7 +127,7 @@ def _discard(tensor: Tensor) -> None:
 
 def _missing(saved: None) -> NoReturn:
     raise GraphNeeded(
-        "a gradient is asked of the first run of a recomputed block, which keeps no graph; "
+        "a gradient was requested from the first run of a recomputed block, which keeps no graph; "
         "return the tensor from the block instead of keeping it in an attribute"
     )
 

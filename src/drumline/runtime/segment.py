@@ -1,8 +1,8 @@
-"""Consecutive blocks of a stage that are run, kept and gone back through together.
+"""Consecutive blocks of a stage that are run, kept and backpropagated together.
 
-    value ──► Pass: its leaves, cut off ──► Segment.run: the blocks ──► Segment.ended: roots ──► value, cut off
+    value ──► Pass: its leaves, detached ──► Segment.run: the blocks ──► Segment.ended: roots ──► value, detached
 
-The roots are kept as places in the graph, not as tensors: an output that has been sent is not held for its backward.
+Roots are kept as places in the graph, not as tensors: an output that was sent is not kept for its backward.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from drumline.runtime.values import mapped, pack, unpack
 
 
 class Pass:
-    """One microbatch's way through one segment: what its backward needs."""
+    """One microbatch's pass through one segment: what its backward needs."""
 
     __slots__ = ("again", "buffers", "chance", "form", "leaves", "plain", "roots", "tape", "wanted")
 
     def __init__(self, value: Any, wants_gradient: bool, plain: Collection[int] = ()) -> None:
-        """Begin with a value, cut off from its graph; the tensors that stand at `plain` want no gradient."""
+        """Begin with a value, detached from its graph; the tensors at positions `plain` need no gradient."""
         tensors, self.form = pack(value)
         self.leaves: Sequence[Tensor] = [
             _leaf(one, wants_gradient and at not in plain) for at, one in enumerate(tensors)
         ]
         self.roots: list[GradientEdge] = []
-        self.wanted: list[int] = []  # which of the outputs a gradient can come back for
-        self.plain: tuple[int, ...] = ()  # which of those that could have one do not
+        self.wanted: list[int] = []  # the outputs for which a gradient can come back
+        self.plain: tuple[int, ...] = ()  # those that could have a gradient but have none
         self.tape: Tape | None = None
-        self.again = False  # whether the segment has to be run again first
+        self.again = False  # whether the segment must first run again
         self.buffers: dict[int, Tensor] = {}
-        self.chance: HostChance | None = None  # where its random numbers of Python's began, if it drew any
+        self.chance: HostChance | None = None  # Python's random state at its start, if it drew any
 
     def value(self) -> Any:
-        """Return what the blocks are run on."""
+        """Return the input of the blocks."""
         return unpack(self.leaves, self.form)
 
     def paired(self, gradients: Sequence[Tensor | None]) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Return the roots that a gradient came back for, each with its gradient."""
+        """Return the roots for which a gradient came back, each with its gradient."""
         roots, given = [], []
         for root, index in zip(self.roots, self.wanted, strict=True):
             gradient = gradients[index]
@@ -61,7 +61,7 @@ class Pass:
 
 
 class Segment:
-    """Consecutive blocks that are run, kept and gone back through together."""
+    """Consecutive blocks that are run, kept and backpropagated together."""
 
     def __init__(
         self,
@@ -78,40 +78,40 @@ class Segment:
             self.whole = [compiled(self.blocks)]
             self.pieces = [(name, compiled([(name, module)])) for name, module in self.blocks]
         self.sheet: Sheet | None = getattr(blocks[-1].module, "sheet", None) if blocks else None
-        self.seal: Callable[[Any], Any] | None = None  # leaves out what need not travel from the stage
+        self.seal: Callable[[Any], Any] | None = None  # drops what need not travel from the stage
         self.checkpointed = checkpointed
-        self.receives = True  # whether its input comes from blocks before, and is not the batch
+        self.receives = True  # whether its input comes from earlier blocks, not from the batch
         self.modules = [module for block in blocks for module in block.module.modules()]
         self.buffers = Buffers([block.module for block in blocks])
         self._signature: list[tuple[int, bool]] | None = None
         self.renew()
         self.suspects = {block.name for block in blocks if may_draw(block.module)}  # they may draw random numbers
-        # Taken to draw nothing until it does; a run that changes buffers could not be run again, so it is never tried.
+        # Assumed to draw nothing until it does. With buffers a run could not be repeated, so this is not tried.
         self.quiet = not self.suspects or not self.buffers.places
         if compiled is not None and any(draws(module) for _, module in self.blocks):
             self.quiet = False  # compiled once, in pieces, rather than twice
         self.on_copies = False  # whether the blocks change their input in place
-        self.keeps_input = False  # whether they were seen not to
-        self.needs_graph = False  # whether a first run that saves no tensors was seen to fail for the lack of them
+        self.keeps_input = False  # whether they were seen not to do so
+        self.needs_graph = False  # whether a first run that saves no tensors failed
         self.takes_gradients: bool | None = None  # whether they take gradients inside their forward; None: not known
 
     def renew(self) -> bool:
-        """Follow parameters that were frozen, freed or exchanged; returns whether any was."""
+        """Follow parameters that were frozen, unfrozen or replaced; return whether any was."""
         owned = [one for module in self.modules for one in module._parameters.values() if one is not None]
         signature = [(id(one), one.requires_grad) for one in owned]
         if signature == self._signature:
             return False
         self._signature = signature
-        self.looked_at = False  # whether all parameters in its graph are its own
+        self.looked_at = False  # whether it was checked that its graph has only its own parameters
         self.parameters = [one for one in dict.fromkeys(owned) if one.requires_grad]
-        # What is compiled splits its backward by itself.
+        # Compiled code splits its backward by itself.
         self.splitter = Splitter([module for _, module in self.blocks] if self.compiled is None else [])
         return True
 
     def run(self, value: Any, microbatch: int, randomness: Randomness, tape: Tape | None = None) -> Any:
         """Run the blocks, seeding those that may draw random numbers unless none has drawn so far.
 
-        If they change their input in place they get a copy of it, since a leaf may not be changed.
+        If they change their input in place, they get a copy of it, because a leaf must not change.
         """
         given = mapped(value, Tensor.clone) if self.on_copies else value
         if self.sheet is not None:
@@ -126,7 +126,7 @@ class Segment:
                     made = run(made)
                 if not self.suspects or not randomness.drew():
                     return made if self.seal is None else self.seal(made)
-                self.quiet = False  # what was drawn was not seeded: all is run again
+                self.quiet = False  # it drew without being seeded: run all of it again
                 self.unchanged(given, versions)
                 if tape is not None:
                     tape.records.clear()
@@ -171,7 +171,7 @@ class Segment:
                 self.buffers.put_back(before)
             elif self.buffers.places:
                 raise ModelError(
-                    "a block with buffers begins to take gradients inside its forward after it has taken none",
+                    "a block with buffers begins to take gradients inside its forward, and took none in earlier steps",
                     fix="choose a schedule without split backwards, such as 1f1b",
                 )
             self.takes_gradients = True
@@ -180,13 +180,13 @@ class Segment:
             made = made if loss is None else loss(made)
         if any(leaf.grad is not None for leaf in this.leaves):
             raise ModelError(
-                "a block calls backward() inside its forward, which reaches what it received from the stage before",
+                "a block calls backward() inside its forward, and this reaches tensors from the previous stage",
                 fix="use torch.autograd.grad, or a schedule without split backwards, such as 1f1b",
             )
         return made
 
     def ended(self, this: Pass, made: Any) -> Any:
-        """Remember where in the graph the outputs of a run stand, and return them cut off from it."""
+        """Store the outputs' places in the graph, and return the outputs detached."""
         outputs, form = pack(made)
         if any(isinstance(one, FakeTensor) for one in outputs):
             self._refuse_stand_in()
@@ -206,28 +206,28 @@ class Segment:
         if versions_of(value) != versions:
             names = ", ".join(name for name, _ in self.blocks)
             raise ModelError(
-                f"one of the blocks {names} changes its input in place and has to run twice",
-                expected="blocks that leave their input as it is, where they are recomputed or draw random numbers",
+                f"one of the blocks {names} changes its input in place but has to run twice",
+                expected="blocks that leave their input unchanged if they are recomputed or draw random numbers",
                 fix="let the block work on a copy: x = x.clone()",
             )
 
     def _refuse_stand_in(self) -> None:
-        """Refuse what has no numbers before it reaches another rank: what was left behind when a model was followed."""
+        """Refuse a tensor without data, left over from tracing, before it reaches another rank."""
         raise ModelError(
-            f"one of the blocks {', '.join(name for name, _ in self.blocks)} returns a tensor without numbers, which "
-            "it kept or found from when the model was followed",
-            expected="blocks that compute with what they are given and what they hold",
-            fix="take what is kept outside of the model (a global list, a closure) into the block, or return it",
+            f"one of the blocks {', '.join(name for name, _ in self.blocks)} returns a tensor without data, which "
+            "it kept or found from when Drumline traced the model",
+            expected="blocks that use only their arguments and attributes",
+            fix="move what is kept outside the model (a global list, a closure) into the block, or return it",
         )
 
 
 def versions_of(value: Any) -> list[int]:
-    """Return how often each tensor inside has been changed in place."""
+    """Return how often each tensor inside was changed in place."""
     return [one._version for one in pack(value)[0]]
 
 
 def _has_gradient(tensor: Tensor) -> bool:
-    """Whether a tensor is of a kind that can have a gradient."""
+    """Whether a tensor's dtype allows a gradient."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 

@@ -1,15 +1,15 @@
 """One stage on one rank: F, B, I and W of any microbatch, and what is kept between them.
 
-The stage's blocks run in segments. A segment that is checkpointed keeps only its input and runs again before its
-backward; every segment begins with inputs cut off from the graph before it, so that a backward goes segment by segment:
+The stage's blocks run in segments. A checkpointed segment keeps only its input and runs again before its backward.
+Every segment begins with inputs detached from the graph before it, so that a backward goes segment by segment:
 
     F   x ──[ segment 0 ]──► h ──[ segment 1 ]──► y          each keeps its leaves (x, h) and its roots (h, y)
     B   gradient of x ◄── gradient of h ◄── gradient of y
 
-The roots are kept as places in the graph, not as tensors: an output that has been sent is not held for its backward.
+Roots are kept as places in the graph, not as tensors: an output that was sent is not kept for its backward.
 
-Gradients reach down only as far as something is trained. A stage that has no backward keeps nothing; one that has I
-alone keeps no tape, and lets go of a microbatch with I; blocks below the lowest trained one record no graph.
+Gradients flow back only as far as something trains. A stage without a backward keeps nothing. A stage with only I keeps
+no tape, and frees a microbatch after I. Blocks below the lowest trained one record no graph.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ Loss = Callable[[Any, Any], Tensor | None]
 
 
 class Partly(NamedTuple):
-    """What a stage hands on where it has no gradient for some of the numbers in it: which of the tensors these are."""
+    """What a stage passes on if some of its floating-point tensors have no gradient: which ones these are."""
 
     plain: tuple[int, ...]
     value: Any
 
 
 class Stage:
-    """The blocks of one stage, with what its microbatches have left behind.
+    """The blocks of one stage, with what its microbatches have left there.
 
-    `loss` is given to the last stage: it takes the output and the target, and its value is what F returns. `kind` is
-    how much of a backward the program has for this stage, `trained_below` whether anybody waits for the gradient of
-    its input.
+    `loss` is given to the last stage: it takes the output and the target, and F returns its value. `kind` is how much
+    of a backward the program has for this stage, `trained_below` whether an earlier stage needs the gradient of its
+    input.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class Stage:
         self.segments[0].receives = index > 0
         self.segments[-1].seal = getattr(blocks[-1].module, "seal", None)
         if loss is not None and self.segments[-1].checkpointed:
-            self.segments.append(Segment([], checkpointed=False))  # the loss itself is cheap, and runs once
+            self.segments.append(Segment([], checkpointed=False))  # the loss itself is cheap, so it runs only once
         self.held: dict[int, list[Pass]] = {}
-        self.kept: dict[int, Any] | None = None  # outputs of a step that trains, where they are wanted
-        self.at_peak: Callable[[], object] | None = None  # called when all that is recomputed is held at once
+        self.kept: dict[int, Any] | None = None  # outputs of a training step, if wanted
+        self.at_peak: Callable[[], object] | None = None  # called when everything recomputed is held at once
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -92,12 +92,12 @@ class Stage:
         return list(dict.fromkeys(one for segment in self.segments for one in segment.parameters))
 
     def renew(self) -> bool:
-        """Follow parameters that were frozen, freed or exchanged since the last step; returns whether any was."""
+        """Follow parameters that were frozen, unfrozen or replaced since the last step; return whether any was."""
         renewed = [segment.renew() for segment in self.segments]
         return any(renewed)
 
     def split_only(self, microbatches: Collection[int]) -> None:
-        """Run the backward of these microbatches in halves, from the next step on, and that of others as a whole."""
+        """From the next step on, split the backward of these microbatches, and run others whole."""
         self.split = frozenset(microbatches if self.kind is Backward.WHOLE else ())
 
     def begin(self) -> None:
@@ -108,9 +108,9 @@ class Stage:
                 segment.splitter.refresh()
 
     def forward(self, microbatch: int, value: Any, target: Any = None, keep: bool = True) -> Any:
-        """Run F and return the output, or on the last stage the loss; both cut off from the graph.
+        """Run F and return the output, or on the last stage the loss; both are detached.
 
-        With `keep` off nothing is kept for a backward; the last stage returns the output and, given a target, the loss.
+        Without `keep`, keep nothing for a backward; the last stage returns the output and, given a target, the loss.
         """
         with self.precision.autocast:
             plain, value = value if isinstance(value, Partly) else ((), value)
@@ -120,7 +120,7 @@ class Stage:
             wants_gradient = self.trained_below
             for segment in self.segments:
                 this = Pass(value, wants_gradient, plain)
-                # Where nothing is trained so far there is no graph to save by running again.
+                # If nothing trains so far, there is no graph to save by running again.
                 this.again = segment.checkpointed and (wants_gradient or bool(segment.parameters))
                 if this.again:
                     value = self._first_run(segment, this, microbatch)
@@ -130,7 +130,7 @@ class Stage:
                     loss = partial(self._loss, microbatch, target) if ends else None
                     if microbatch in self.split:
                         value = self._with_graph(segment, this, microbatch, loss)
-                    else:  # the same without a call: this is where most of a schedule's forwards come by
+                    else:  # the same without a call, for most forwards of a schedule
                         with torch.enable_grad(), looked_after(this.leaves if segment.receives else ()):
                             made = segment.run(this.value(), microbatch, self.randomness)
                             value = segment.ended(this, made if loss is None else loss(made))
@@ -156,7 +156,7 @@ class Stage:
     def _with_graph(
         self, segment: Segment, this: Pass, microbatch: int, loss: Callable[[Any], Tensor] | None = None
     ) -> Any:
-        """Run a segment with its graph; weight gradients of what is split are left to W, by compiled code itself."""
+        """Run a segment with its graph; split weight gradients are left to W, by compiled code itself."""
         this.tape = Tape() if microbatch in self.split else None
         with torch.enable_grad():
             if this.tape is not None and segment.compiled is None:
@@ -166,7 +166,7 @@ class Stage:
                 return segment.ended(this, made if loss is None else loss(made))
 
     def _first_run(self, segment: Segment, this: Pass, microbatch: int) -> Any:
-        """Run a segment that will be run again, as training runs it, and keep nothing of it but the value."""
+        """Run a segment that will run again, as in training, and keep only its value."""
         this.buffers = segment.buffers.save()
         chance = HostChance() if segment.suspects else None
         try:
@@ -183,7 +183,7 @@ class Stage:
         return mapped(value, Tensor.detach)
 
     def _on_input(self, segment: Segment, this: Pass, microbatch: int) -> Any:
-        """Run a segment on its input, or on a copy if it changes that, or is not known not to."""
+        """Run a segment on its input, or on a copy if it changes or may change the input."""
         given = this.leaves if segment.keeps_input else [leaf.clone() for leaf in this.leaves]
         versions = versions_of(given)
         value = segment.run(unpack(given, this.form), microbatch, self.randomness)
@@ -196,11 +196,11 @@ class Stage:
         return value
 
     def _refuse_hidden(self, trains: bool) -> None:
-        """Refuse a stage whose parameters are all frozen and that trains something all the same."""
+        """Refuse a stage that trains something although all its parameters are frozen."""
         if trains:
             raise ModelError(
-                f"nothing up to stage {self.index} has trainable parameters, but its output wants a gradient",
-                expected="what is trained to be a parameter of a block",
+                f"nothing up to stage {self.index} has trainable parameters, but its output requires grad",
+                expected="every trained tensor to be a parameter of a block",
                 fix="register the tensor: self.scale = nn.Parameter(scale)",
             )
 
@@ -234,22 +234,22 @@ class Stage:
         return tuple(gradients)
 
     def backward_weight(self, microbatch: int) -> None:
-        """Run W: add to the parameters' gradients, and let go of the microbatch."""
+        """Run W: add to the parameters' gradients, and free the microbatch."""
         accumulate(self.weight_gradients(microbatch))
 
     def backward_weight_merged(self, microbatches: Sequence[int]) -> None:
-        """Run W of several microbatches as one larger product each; sums in another order than one by one."""
+        """Run W of several microbatches as one larger product each; this sums in a different order than one by one."""
         passes = [self.held.pop(microbatch) for microbatch in microbatches]
         for each in reversed(list(zip(*passes, strict=True))):
             accumulate(merged([this.tape for this in each if this.tape is not None]))
 
     def weight_gradients(self, microbatch: int) -> Gradients:
-        """Return what W of a microbatch adds to each parameter, and let go of what was kept for it."""
+        """Return what W of a microbatch adds to each parameter, and free what was kept for it."""
         passes = self.held.pop(microbatch)
         return [pair for this in reversed(passes) if this.tape for pair in this.tape.weight_gradients()]
 
     def _loss(self, microbatch: int, target: Any, output: Any) -> Tensor:
-        """Make the loss of an output."""
+        """Compute the loss of an output."""
         if self.kept is not None:
             self.kept[microbatch] = mapped(output, Tensor.detach)
         made = None if self.loss is None else self.loss(output, target)

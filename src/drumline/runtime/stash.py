@@ -1,7 +1,7 @@
-"""How many bytes a rank really holds for backwards to come: every storage once, without parameters and inputs.
+"""The bytes that a rank really holds for later backwards: every storage once, without parameters and inputs.
 
-Autograd lets us see each tensor that it keeps and when it lets go of it. Beside those, stages keep what W needs and the
-inputs of segments that are recomputed. What was received from another rank, or came with the batch, is counted apart.
+Autograd shows each tensor that it keeps, and when it frees it. In addition, stages keep what W needs and the inputs of
+recomputed segments. Tensors received from another rank, or from the batch, are counted separately.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from drumline.runtime.values import pack
 
 
 class _Kept:
-    """A tensor in autograd's keeping; when it is let go of, the scale knows."""
+    """A tensor kept by autograd; it tells the scale when it is freed."""
 
     __slots__ = ("scale", "tensor", "version")
 
@@ -29,7 +29,7 @@ class _Kept:
         scale.add(tensor, +1)
 
     def taken(self) -> Tensor:
-        """Return the tensor; refuse it, as autograd itself would, if it was changed in place meanwhile."""
+        """Return the tensor; refuse it, as autograd would, if it was changed in place meanwhile."""
         if self.tensor._version != self.version:
             raise RuntimeError("a tensor that a backward needs has been modified by an inplace operation")
         return self.tensor
@@ -39,7 +39,7 @@ class _Kept:
 
 
 class Scale:
-    """Weighs what the stages of one rank hold."""
+    """Counts the bytes that the stages of one rank hold."""
 
     def __init__(self, stages: Iterable[Stage]) -> None:
         self._stages = list(stages)
@@ -50,27 +50,27 @@ class Scale:
         self._own: set[int] = set()
         self._given: set[int] = set()
         self._inputs: dict[tuple[int, int], set[int]] = {}
-        self.peak = 0  # the most bytes held at once since `begin`, or since the last action
+        self.peak = 0  # most bytes held at once since `begin` or the last action
 
     def begin(self, *values: Any) -> None:
-        """Start a step on a batch, which is left out."""
+        """Start a step on a batch, which is not counted."""
         self.peak = 0
         self.ignore(*values)
 
     def add(self, tensor: Tensor, change: int) -> None:
-        """Note that autograd keeps a tensor, or has let go of it."""
+        """Record that autograd keeps a tensor, or has freed it."""
         storage = tensor.untyped_storage()
         place = storage.data_ptr()
         self._sizes[place] = storage.nbytes()
         self._kept[place] = self._kept.get(place, 0) + change
 
     def ignore(self, *values: Any) -> None:
-        """Leave out what came with the batch."""
+        """Do not count what came with the batch."""
         self._given = self._places(tensor for value in values for tensor in pack(value)[0])
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """See what autograd keeps of the forwards that run inside."""
+        """Watch what autograd keeps of the forwards inside."""
         modules = [block.module for stage in self._stages for block in stage.blocks]
         states = (one for module in modules for one in (*module.parameters(), *module.buffers()))
         self._own = {one.untyped_storage().data_ptr() for one in states}
@@ -83,7 +83,7 @@ class Scale:
         alive: dict[tuple[int, int], set[int]] = {}
         for stage in self._stages:
             for microbatch, passes in stage.held.items():
-                # Once I is done the first segment's leaves are gone, but W may still need what was received.
+                # After I, the first segment's leaves are gone, but W may still need what was received.
                 first = self._places(passes[0].leaves)
                 alive[stage.index, microbatch] = first or self._inputs.get((stage.index, microbatch), set())
                 for this in passes:
@@ -94,7 +94,7 @@ class Scale:
         return size
 
     def weigh_action(self) -> tuple[int, int]:
-        """Return the bytes that are held now, behind an action, and the most since the action before it."""
+        """Return the bytes held now, after an action, and the most since the previous action."""
         size = self.weigh()
         peak, self.peak = self.peak, size
         return size, peak

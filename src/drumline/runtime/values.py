@@ -1,10 +1,10 @@
-"""What travels between stages: any nesting of tensors and plain values, taken apart for the channel and put back.
+"""Values that travel between stages: any nesting of tensors and plain values, taken apart and put together again.
 
     (x, {"mask": m, "scale": 2.0})   ──►   tensors (x, m) and the form ("tuple", 0, ("dict", ("mask", "scale"), 1, ...))
 
-One tensor alone, the common case, has the form None. A tensor that stands in two places is one tensor.
+A single tensor, the common case, has the form None. A tensor in two places stays one tensor.
 
-What a model hands on inside is looked through as well: tensors with the way to each, and objects that may not travel.
+This module also searches the values inside a model: tensors with the path to each, and objects that must not travel.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from drumline.core.errors import ModelError
 
-Path = tuple[tuple[str, Any], ...]  # how to get at a tensor inside of what a call returned: ("item", 0), ("field", "x")
+Path = tuple[tuple[str, Any], ...]  # the path to a tensor inside a result: ("item", 0), ("field", "x")
 
-# How many parts of a form come before the values in it: names, a type, or both.
+# How many parts of a form precede its values: names, a type, or both.
 _HEADERS = {"dict": 1, "named": 1, "fields": 2, "mapping": 2}
 _CONTAINERS: dict[str, Callable[[Sequence[Any]], Any]] = {"tuple": tuple, "list": list}
 
 
 def pack(value: Any) -> tuple[tuple[Tensor, ...], Any]:
-    """Return the tensors inside `value`, and the form that `unpack` needs to put them back.
+    """Return the tensors inside `value`, and the form from which `unpack` rebuilds it.
 
     >>> import torch
     >>> tensors, form = pack({"a": torch.ones(2), "b": [3, None]})
@@ -52,7 +52,7 @@ def unpack(tensors: Sequence[Tensor], form: Any) -> Any:
 
 def _form(value: Any, tensors: dict[int, Tensor]) -> Any:
     if isinstance(value, Tensor):
-        tensors.setdefault(id(value), value)  # one that stands in two places stays one
+        tensors.setdefault(id(value), value)  # a tensor in two places stays one
         return list(tensors).index(id(value))
     if type(value) in (tuple, list):
         return (type(value).__name__, *(_form(one, tensors) for one in value))
@@ -72,12 +72,12 @@ def _form(value: Any, tensors: dict[int, Tensor]) -> Any:
 
 
 def _refuse_hidden(value: Any) -> None:
-    """Refuse an object with tensors inside that could not be taken apart: their gradients would be lost."""
+    """Refuse an object with hidden tensors: their gradients would be lost."""
     sequence = isinstance(value, tuple | list | set | frozenset)
     inside = value if sequence else getattr(value, "__dict__", {}).values()
     if any(isinstance(one, Tensor) and one.requires_grad for one in inside):
         raise ModelError(
-            f"a block hands on a {type(value).__name__} with tensors inside",
+            f"a block returns a {type(value).__name__} with tensors inside",
             expected="tensors in tuples, lists, dicts, named tuples or dataclasses",
         )
 
@@ -101,11 +101,11 @@ def _value(tensors: Sequence[Tensor], form: Any) -> Any:
 
 
 def rebuilt(kind: type, values: dict[str, Any]) -> Any:
-    """Return a dataclass with these values, those included that its constructor does not take."""
+    """Return a dataclass with these values, including those that its constructor does not take."""
     late = [one.name for one in fields(kind) if not one.init]
     made = kind(**{name: value for name, value in values.items() if name not in late})
     for name in late:
-        object.__setattr__(made, name, values[name])  # frozen or not
+        object.__setattr__(made, name, values[name])  # works for frozen dataclasses too
     return made
 
 
@@ -125,7 +125,7 @@ def plain_in(form: Any) -> Iterator[Any]:
 
 
 def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return the value with what a function makes of each of its tensors.
+    """Return the value with a function applied to each of its tensors.
 
     >>> mapped({"a": torch.ones(2), "b": 3}, torch.neg)
     {'a': tensor([-1., -1.]), 'b': 3}
@@ -140,9 +140,9 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def joined(values: Sequence[Any], shares: Sequence[Tensor] = ()) -> Any:
-    """Return several microbatches' values as one, their tensors joined along the first dimension.
+    """Merge the values of several microbatches, joining tensors along the first dimension.
 
-    Of tensors without dimensions (losses) it is the mean, by the microbatches' shares if they are given.
+    Tensors without dimensions (losses) are averaged, by the microbatches' shares if given.
 
     >>> joined([(torch.zeros(1, 2), "a"), (torch.ones(2, 2), "a")])[0].shape
     torch.Size([3, 2])
@@ -170,7 +170,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def found_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """Yield every tensor inside, with the way to it."""
+    """Yield every tensor inside, with the path to it."""
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, dict):
@@ -188,18 +188,18 @@ def found_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
 
 
 def refuse_objects(form: Any, what: str) -> None:
-    """Refuse plain objects that can change: they would be shared by all microbatches and stay on this rank."""
+    """Refuse plain objects that can change: all microbatches would share them, and they would stay on this rank."""
     for one in plain_in(form):
         if not isinstance(one, _PLAIN) and not callable(one):
             raise ModelError(
                 f"{what} gets or returns a {type(one).__name__}",
-                expected="tensors, plain values, and tuples, lists, dicts or dataclasses of these",
-                fix="pass what is inside of it instead",
+                expected="tensors, plain values, or tuples, lists, dicts and dataclasses of these",
+                fix="pass its contents instead",
             )
 
 
 def refuse_fake(value: Any) -> None:
-    """Refuse a constant that is a stand-in, or a function or module that holds one: it would have no numbers."""
+    """Refuse a constant that is a stand-in, or a function or module that holds one: it would have no data."""
     inside = [value]
     if isinstance(value, functools.partial):
         inside += [value.func, *value.args, *value.keywords.values()]
@@ -210,18 +210,18 @@ def refuse_fake(value: Any) -> None:
         held = [*one.parameters(), *one.buffers()] if isinstance(one, nn.Module) else tensors_in(one)
         if any(isinstance(tensor, FakeTensor) for tensor in held):
             raise ModelError(
-                f"the model's forward hands a {type(value).__name__} with tensors of the model inside to a function "
+                f"the model's forward passes a {type(value).__name__} that contains tensors of the model to a function "
                 "between its blocks",
-                expected="tensors and plain values as arguments, between blocks",
+                expected="tensors and plain values as arguments between blocks",
                 fix="move the call into a block",
             )
 
 
-MISSING: Any = object()  # what is not there
+MISSING: Any = object()  # marks a missing value
 
 
 def content_of(cell: Any) -> Any:
-    """Return what a variable of a closure is, MISSING where it has not been set."""
+    """Return the value of a closure's variable, MISSING if it is not set."""
     try:
         return cell.cell_contents
     except ValueError:

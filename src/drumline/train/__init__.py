@@ -1,1 +1,1 @@
-"""Whole training jobs: what is trained, on what, and what came of it."""
+"""Complete training jobs: the model, its data, and the results."""

@@ -1,6 +1,6 @@
-"""The two-stage build, run by several schedules on two local ranks, each checked against one process.
+"""Train the two-stage build with several schedules on two local ranks, and check each against one process.
 
-A trial is trained, recorded as a run, and read back from its folder: what is shown is what anybody can read there.
+Each trial is trained, recorded as a run, and read back from its folder, so everything shown can be read there.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ TRIALS = (
     Trial("1f1b", 8),
     Trial("1f1b", 8, "full"),
 )
-COMPARED = {"gpipe": "GPipe", "1f1b": "1F1B"}  # what the report opens with, by the names that people know
-Progress = Callable[[int, int, str], None]  # steps done, of how many, and what is running
+COMPARED = {"gpipe": "GPipe", "1f1b": "1F1B"}  # the schedules at the top of the report, by their common names
+Progress = Callable[[int, int, str], None]  # steps done, total steps, and what is running
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one trial; figures are medians over the steps behind the first epoch."""
+    """The result of one trial; figures are medians over the steps after the first epoch."""
 
     build: Build
     trial: Trial
     run: Run
     losses: tuple[float, ...]
-    difference: float  # the largest of any weight or epoch's loss from one process
+    difference: float  # largest difference of any weight or epoch's loss from one process
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """The metrics of all steps behind the first epoch, which warms up; if there is but one, of its later half."""
+        """The metrics of all steps after the first epoch, which warms up; of its second half if there is only one."""
         metrics = self.run.metrics()
         return metrics[len(metrics) // max(self.build.num_epochs, 2) :]
 
@@ -60,7 +60,7 @@ class Outcome:
 
     @property
     def utilisation(self) -> float:
-        """The part of ranks x makespan in which something was computed."""
+        """The share of ranks x makespan in which something was computed."""
         return 1 - self.metric("pp/bubble")
 
     @cached_property
@@ -76,12 +76,12 @@ class Outcome:
 
     @cached_property
     def simulated_utilisation(self) -> float:
-        """The same with the ops as long as they were measured: what is lost beyond it are messages and overhead."""
+        """The same in simulation, with the measured op times: anything below it is lost to messages and overhead."""
         return 1 - simulate(self.run.program, self.timeline.measured_costs()).bubble
 
     @cached_property
     def peak_stash(self) -> tuple[int, ...]:
-        """The most bytes of activations that each rank held at once, as the first step of a run is weighed."""
+        """The most bytes of activations that each rank held at once, measured in the first step of a run."""
         peak = self.run.timeline(self.run.steps[0]).peak_stash
         assert peak is not None, "the first step of a run is weighed"
         return peak
@@ -107,7 +107,7 @@ class Outcome:
 def run_demo(
     folder: Path, build: Build | None = None, *, progress: Progress = lambda done, of, what: None
 ) -> list[Outcome]:
-    """Train the build by every trial on two local ranks, each a run in `folder`, and compare with one process."""
+    """Train the build with every trial on two local ranks, each a run in `folder`, and compare with one process."""
     build = build or Build()
     folders = [folder / trial.name for trial in TRIALS]
     for one in folders:
@@ -131,12 +131,12 @@ def run_demo(
 
 
 def _train_all(build: Build, folders: Sequence[str]) -> list[Trained]:
-    """Train every trial, on this rank."""
+    """Train every trial on this rank."""
     return [train(build, trial, record=folder) for trial, folder in zip(TRIALS, folders, strict=True)]
 
 
 def _difference(parts: Sequence[Trained], unsplit: Trained) -> float:
-    """Return the largest difference of all ranks' weights and losses from one process's; infinite if any is missing."""
+    """Return the largest difference of all ranks' weights and losses from one process; infinite if any is missing."""
     weights = {name: one for part in parts for name, one in part.weights.items()}
     if weights.keys() != unsplit.weights.keys():
         return float("inf")
@@ -154,7 +154,7 @@ def _clear(folder: Path) -> None:
 
 @contextmanager
 def _watched(folders: Sequence[Path], tell: Callable[[int, str], None]) -> Iterator[None]:
-    """Tell from another thread how many steps the runs have by now."""
+    """Report from another thread how many steps the runs have so far."""
     over = threading.Event()
 
     def look() -> None:
@@ -163,7 +163,7 @@ def _watched(folders: Sequence[Path], tell: Callable[[int, str], None]) -> Itera
             for folder in folders:
                 try:
                     steps += read_run(folder).num_steps
-                except RecordError:  # not begun yet
+                except RecordError:  # has not begun yet
                     break
                 what = folder.name
             tell(steps, what)

@@ -1,7 +1,7 @@
-"""The panel that the demo's report opens with: GPipe against 1F1B at few and at more microbatches.
+"""The panel at the top of the demo's report: GPipe against 1F1B with few and with more microbatches.
 
-It answers five questions with what was measured: how long messages queue, how large the bubble is, what is stashed,
-what recomputing saves, and why ranks compute for less of the time than the schedule allows.
+It answers five questions with measurements: how long messages queue, how large the bubble is, how much is stashed, how
+much recomputing saves, and why ranks compute for less of the time than the schedule allows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from drumline.report.draw.markup import Part, bar_row, card, legend_html, table_
 from drumline.report.units import percent, size_text
 from drumline.train.demo import COMPARED, Outcome
 
-_MOST = 16  # microbatches up to which the curve of the bubble goes
+_MOST = 16  # most microbatches on the curve of the bubble
 _HEADER = ("schedule", "loss by epoch", "bubble", "least bubble", "longest queue", "stash, rank 0 + 1", "weights")
 _PARTS = {
     "busy": "computing",
@@ -37,7 +37,7 @@ _RECOMPUTED = (
 
 
 def opening(outcomes: Sequence[Outcome]) -> str:
-    """Return the panel's markup; trials of other schedules are left to the rest of the report."""
+    """Return the panel's markup; the rest of the report shows trials of other schedules."""
     told = [one for one in outcomes if one.trial.schedule in COMPARED]
     plain = sorted((one for one in told if one.trial.checkpoint == "none"), key=_order)
     again = {_order(one): one for one in told if one.trial.checkpoint != "none"}
@@ -46,7 +46,7 @@ def opening(outcomes: Sequence[Outcome]) -> str:
         card("Why utilisation stays below its bound", _losses(plain)),
         card("Stash before and after recomputing", _stashes(plain, again)),
     ]
-    measured = card("What was measured", f"<p>{_SAME_BUBBLE}</p>{_table(plain)}", wide=True)
+    measured = card("Measurements", f"<p>{_SAME_BUBBLE}</p>{_table(plain)}", wide=True)
     beside = f'<div class="pair">{"".join(parts)}</div>'
     return f'<section class="report"><h2>GPipe against 1F1B</h2>{measured}{beside}</section>'
 
@@ -76,7 +76,7 @@ def _table(plain: Sequence[Outcome]) -> str:
 
 
 def _bubbles(plain: Sequence[Outcome]) -> str:
-    """Return the bubble that a flushed schedule must have, as a curve over M, and what was measured beside it."""
+    """Return the least bubble of a flushed schedule, as a curve over M, with the measurements."""
     ranks = plain[0].run.program.num_ranks
     bound = [(float(count), (ranks - 1) / (count + ranks - 1)) for count in range(1, _MOST + 1)]
     series = [Series("least bubble: (P - 1) / (M + P - 1)", bound)]
@@ -95,7 +95,7 @@ def _bubbles(plain: Sequence[Outcome]) -> str:
 
 
 def _losses(plain: Sequence[Outcome]) -> str:
-    """Return, for each trial, the ranks' time by what it went to."""
+    """Return, for each trial, how the ranks spent their time."""
     bars = []
     for one in plain:
         possible = min(one.bound, one.simulated_utilisation)

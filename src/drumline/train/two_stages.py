@@ -1,10 +1,10 @@
-"""The two-stage build: a ten-layer MLP on two ranks, small enough to watch, trained by any schedule or by none.
+"""The two-stage build: a ten-layer MLP on two ranks, small enough to watch, trained with or without a schedule.
 
     x ~ N(0, I) ──► layers 1-5 ──► layers 6-10 ──► compared with  y = A x + b + noise
                       rank 0          rank 1
 
-1024 points in batches of 64, each batch in M microbatches; Adam. What a schedule trains is held against the same loop
-without a pipeline: after all epochs every weight must have the same bits.
+1024 points in batches of 64, each split into M microbatches; Adam. Each schedule is compared with the same loop without
+a pipeline: after all epochs, every weight must have the same bits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What is trained. The width decides how much a layer computes beside what calling it costs."""
+    """What to train. The width sets how much a layer computes relative to the cost of calling it."""
 
     width: int = 512
     num_points: int = 1024
@@ -39,11 +39,11 @@ class Build:
 
     @property
     def num_steps(self) -> int:
-        """How many steps all epochs have."""
+        """The number of steps in all epochs."""
         return self.num_epochs * (self.num_points // self.batch_rows)
 
     def data(self) -> tuple[Tensor, Tensor]:
-        """Return the points and what a linear map with noise makes of them.
+        """Return the points, and their images under a linear map with noise.
 
         >>> [tuple(one.shape) for one in Build(width=8).data()]
         [(1024, 8), (1024, 8)]
@@ -55,7 +55,7 @@ class Build:
         return x, x @ weight.T + bias + self.noise * torch.randn(x.shape, generator=random)
 
     def model(self) -> nn.Sequential:
-        """Return the MLP, the same for the same seed: linear layers with a ReLU behind all but the last.
+        """Return the MLP, the same for the same seed: linear layers, each but the last followed by a ReLU.
 
         >>> len(Build(width=8).model())
         10
@@ -67,7 +67,7 @@ class Build:
         return nn.Sequential(*(nn.Sequential(one, nn.ReLU()) for one in linear[:-1]), linear[-1])
 
     def batches(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield the epoch and the rows of every step, shuffled anew in each epoch."""
+        """Yield the epoch and the rows of every step, reshuffled in each epoch."""
         x, y = self.data()
         random = torch.Generator().manual_seed(self.seed + 1)
         for epoch in range(self.num_epochs):
@@ -78,7 +78,7 @@ class Build:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One way to train it."""
+    """One way to train the build."""
 
     schedule: str
     num_microbatches: int
@@ -86,7 +86,7 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """A name for it, also of its folder.
+        """Its name, also used for its folder.
 
         >>> Trial("gpipe", 8, "full").name
         'gpipe-8-checkpointed'
@@ -94,7 +94,7 @@ class Trial:
         return f"{self.schedule}-{self.num_microbatches}" + ("-checkpointed" if self.checkpoint == "full" else "")
 
     def pipeline(self, build: Build, **more: Any) -> Pipeline:
-        """Return the pipeline of a build."""
+        """Return the pipeline for a build."""
         return Pipeline(
             build.model(),
             loss_fn=functional.mse_loss,
@@ -108,14 +108,14 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What came of training: the mean loss of every epoch, and the weights of this process."""
+    """The result of training: the mean loss of every epoch, and the weights of this process."""
 
     losses: tuple[float, ...]
     weights: Weights
 
 
 def train(build: Build, trial: Trial, *, record: str | Path | bool = True) -> Trained:
-    """Train by a schedule, on this rank; `record` may name the folder of the run."""
+    """Train with a schedule on this rank; `record` may name the folder of the run."""
     losses: list[list[Tensor]] = [[] for _ in range(build.num_epochs)]
     with trial.pipeline(build, record=record) as pipe:
         optimizer = pipe.optimizer(torch.optim.Adam, lr=build.learning_rate)
@@ -130,7 +130,7 @@ def train(build: Build, trial: Trial, *, record: str | Path | bool = True) -> Tr
 
 
 def train_unsplit(build: Build, num_microbatches: int) -> Trained:
-    """Train by a plain loop: one process, gradients added up microbatch by microbatch."""
+    """Train with a plain loop: one process that accumulates gradients over microbatches."""
     model = build.model()
     optimizer = torch.optim.Adam(model.parameters(), lr=build.learning_rate)
     losses: list[list[Tensor]] = [[] for _ in range(build.num_epochs)]

@@ -1,1 +1,1 @@
-"""Local ranks from a script or a notebook: processes, what goes to them and what comes back."""
+"""Start local ranks from a script or a notebook: processes, what they receive and what they return."""

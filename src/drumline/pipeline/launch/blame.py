@@ -1,4 +1,4 @@
-"""Where the thing sits that cannot be pickled: pickle names its type, and a user needs to know who holds it."""
+"""Find the part of a value that cannot be pickled: pickle names only its type, but users need to know who holds it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from drumline.pipeline.launch.by_name import content_of, global_values, goes_by_
 
 
 def blame(value: Any, name: str) -> str:
-    """Return the way from a value to the innermost part of it that cannot be pickled, or "" if all of it can.
+    """Return the path from a value to its innermost part that cannot be pickled, or "" if all of it can.
 
     >>> import threading
     >>> settings = {"lr": 0.1, "guard": threading.Lock()}
@@ -50,7 +50,7 @@ def _error_of(value: Any) -> Exception | None:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a value is made of, each with how it is held."""
+    """Yield the parts of a value, each with how the value holds it."""
     match value:
         case FunctionType() if not goes_by_name(value):
             for name, part in global_values(value).items():

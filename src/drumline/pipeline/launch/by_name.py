@@ -1,4 +1,4 @@
-"""Which functions and classes another process can import, and what a function uses of those around it."""
+"""Which functions and classes another process can import, and which globals a function uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _GLOBAL_OPS = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOA
 
 
 def goes_by_name(obj: Any) -> bool:
-    """Return whether another process can import a function or class under its own name.
+    """Return whether another process can import a function or class by its name.
 
     >>> goes_by_name(functools.wraps), goes_by_name(lambda: 0)
     (True, False)
@@ -25,7 +25,7 @@ def goes_by_name(obj: Any) -> bool:
 
 
 def is_importable(name: str) -> bool:
-    """Return whether another process with the same `sys.path` would find this very module, without importing it.
+    """Return whether another process with the same `sys.path` would find this module, without importing it.
 
     >>> is_importable("os"), is_importable("__main__"), is_importable("no.such")
     (True, False, False)
@@ -37,7 +37,7 @@ def is_importable(name: str) -> bool:
     if parent and not is_importable(parent):
         return False
     spec = getattr(module, "__spec__", None)
-    if spec is None:  # made by hand, or by the C code of its package
+    if spec is None:  # created by hand, or by the C code of its package
         return bool(parent)
     path = getattr(sys.modules[parent], "__path__", None) if parent else None
     return _finds(name, spec.origin, None if path is None else tuple(path), tuple(sys.path))
@@ -50,7 +50,7 @@ def _finds(name: str, origin: str | None, path: tuple[str, ...] | None, _sys_pat
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield some code and that of all functions and classes inside it."""
+    """Yield a code object and those of all functions and classes inside it."""
     yield code
     for const in code.co_consts:
         if isinstance(const, CodeType):
@@ -58,7 +58,7 @@ def codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def global_values(fn: FunctionType) -> dict[str, Any]:
-    """Return the globals that a function and the functions inside it use, as far as they exist.
+    """Return the globals that a function and its inner functions use, if they exist.
 
     >>> sorted(global_values(global_values))
     ['_GLOBAL_OPS', 'codes', 'dis']

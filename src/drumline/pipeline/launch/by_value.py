@@ -1,17 +1,17 @@
-"""Pickle that also carries functions and classes which the other process cannot import.
+"""Pickle functions and classes that the other process cannot import.
 
-A function of a notebook cell, of `__main__` or inside another function travels as its code, with the globals it uses,
-its captured variables and its defaults; a class with its attributes. All else travels as pickle does it: by name.
+A function from a notebook cell, from `__main__` or inside another function is sent as its code, with the globals it
+uses, its captured variables and its defaults. A class is sent with its attributes. All else is pickled by name.
 
 >>> def counter(start):
 ...     return lambda: start + 1
 >>> loads(dumps(counter(41)))()
 42
 
-cloudpickle takes functions and classes apart; where it is not installed, they must be importable. Completed here is
-what it loses: the variable that two closures share, slots, enums as their authors wrote them, caches, the globals of a
-class inside a function, `__main__`. A class keeps its identity: what a rank returns is an instance of the sender's own
-class, not of a copy.
+cloudpickle does this for functions and classes; without it, they must be importable. This module adds what cloudpickle
+loses: variables shared by two closures, slots, enums as their authors wrote them, caches, the globals of a class inside
+a function, and `__main__`. A class keeps its identity: what a rank returns is an instance of the sender's class, not of
+a copy.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ except ImportError:
 
 _Base: Any = cloudpickle.Pickler if cloudpickle else pickle.Pickler
 _HEAP_TYPE = 1 << 9
-_SMALL_BYTES = 4096  # of a buffer that is not worth a part of its own
+_SMALL_BYTES = 4096  # smaller buffers stay in the stream
 
-# Classes that came from another process, by cloudpickle's name for each; those of the second set lack their attributes.
+# Classes from other processes, by cloudpickle's name for each; those of the second set lack their attributes.
 _received: set[str] = set()
 _unfilled: set[str] = set()
 
@@ -53,17 +53,17 @@ _unfilled: set[str] = set()
 def dumps(value: Any, *, reply: bool = False) -> list[bytes | memoryview]:
     """Return the parts of a pickle: its stream, then the large buffers (arrays) that it refers to.
 
-    With `reply` it is for the process whose pickle was loaded here: classes that came from there are only named.
+    With `reply`, it is for the process whose pickle was loaded here: classes from there are sent by name only.
     """
     stream, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
     sources: dict[str, list[str]] = {}
-    # The sources are complete only when the value is written, so they stand behind it.
+    # The sources are complete only after the value is written, so they follow it.
     _Pickler(stream, buffers, sources, reply).dump((value, sources))
     return [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
 
 
 def loads(parts: Sequence[bytes | bytearray | memoryview]) -> Any:
-    """Return the value of a pickle made by `dumps`; arrays live in the parts' memory."""
+    """Return the value of a pickle made by `dumps`; arrays use the memory of the parts."""
     value, sources = pickle.loads(parts[0], buffers=parts[1:])
     for name, lines in sources.items():
         linecache.cache.setdefault(name, (sum(map(len, lines)), None, lines, name))
@@ -73,7 +73,7 @@ def loads(parts: Sequence[bytes | bytearray | memoryview]) -> Any:
 def _module(module: ModuleType) -> Any:
     known = module.__name__ == "__main__" or is_importable(module.__name__)
     if sys.modules.get(module.__name__) is not module or not known:
-        raise pickle.PicklingError(f"module {module.__name__} cannot be imported under its name")
+        raise pickle.PicklingError(f"module {module.__name__} cannot be imported by its name")
     return importlib.import_module, (module.__name__,)
 
 
@@ -87,13 +87,13 @@ def _make_cached(fn: Callable[..., Any], parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(fn)
 
 
-# Dataclasses compare their sentinels by identity, so they go by name.
+# Dataclasses compare their sentinels by identity, so these are sent by name.
 _SENTINELS: dict[Any, str] = {
     getattr(dataclasses, name): name for name in ("MISSING", "KW_ONLY", "_HAS_DEFAULT_FACTORY")
 }
 _REDUCERS: dict[type, Callable[[Any], Any]] = {
     ModuleType: _module,
-    CellType: lambda _: (cloudpickle._make_empty_cell, ()),  # its functions fill it: it may hold one of them
+    CellType: lambda _: (cloudpickle._make_empty_cell, ()),  # its functions fill it, because it may hold one of them
     functools.cached_property: lambda one: (functools.cached_property, (one.func,), {"attrname": one.attrname}),
     type(functools.lru_cache(len)): _cached,
     **dict.fromkeys(map(type, _SENTINELS), _SENTINELS.__getitem__),
@@ -118,12 +118,12 @@ class _Pickler(_Base):  # type: ignore[misc]
             return self._storage(obj) if type(obj).__module__ == "torch.storage" else NotImplemented
         if goes_by_name(obj):
             return NotImplemented
-        if isinstance(obj, type) and not obj.__flags__ & _HEAP_TYPE:  # C code made it, such as the type of None
+        if isinstance(obj, type) and not obj.__flags__ & _HEAP_TYPE:  # created by C code, such as the type of None
             return NotImplemented if cloudpickle is None else super().reducer_override(obj)
         if cloudpickle is None:
             raise LaunchError(
-                f"the ranks cannot import {obj.__qualname__} of {obj.__module__}, and cloudpickle is not installed",
-                fix="move it to a module of its own, or install cloudpickle, which sends it as it is",
+                f"the ranks cannot import {obj.__qualname__} from {obj.__module__}, and cloudpickle is not installed",
+                fix="move it to a module that the ranks can import, or install cloudpickle, which sends its code",
             )
         return self._class(obj) if isinstance(obj, type) else self._function(obj)
 
@@ -165,10 +165,10 @@ class _Pickler(_Base):  # type: ignore[misc]
         return _class_shell, (token, make, args), (token, attributes, members), None, None, _fill_class
 
     def _storage(self, storage: Any) -> Any:
-        """Write the CPU's memory as buffers beside the stream; two views of one memory stay two views.
+        """Write CPU memory as buffers next to the stream; two views of one memory stay two views.
 
-        torch writes a tensor as its storage and how it lies in there, and a storage as a file within the pickle, copied
-        three times over: only that second half is done otherwise here.
+        torch pickles a tensor as its storage and layout, and a storage as a file within the pickle, which copies it
+        three times. Only the storage is handled differently here.
         """
         import torch
 
@@ -184,7 +184,7 @@ class _Pickler(_Base):  # type: ignore[misc]
         return NotImplemented
 
     def _keep_source(self, code: CodeType) -> None:
-        """Carry the lines of a notebook cell along, so that the other process shows them in its tracebacks."""
+        """Send the source lines of a notebook cell along, so that the other process shows them in tracebacks."""
         name = code.co_filename
         if name in self._sources or os.path.exists(name):
             return
@@ -194,7 +194,7 @@ class _Pickler(_Base):  # type: ignore[misc]
 
 
 class _Namespace:
-    """The globals of some functions: a module's, or a dict that is nobody's."""
+    """The globals of some functions: those of a module, or a separate dict."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.name = values.get("__name__", "__main__")
@@ -209,7 +209,7 @@ class _Namespace:
 def _make_namespace(name: str, is_module: bool, is_importable: bool) -> dict[str, Any]:
     if is_importable:
         return vars(importlib.import_module(name))
-    # Without builtins of their own, globals get those of whoever calls, and C code calls without any.
+    # Globals without builtins would use those of the caller, and C code calls without any.
     module = sys.modules.setdefault(name, ModuleType(name)) if is_module else ModuleType(name)
     vars(module).setdefault("__builtins__", builtins)
     return vars(module)
@@ -219,7 +219,7 @@ def _fill_function(fn: FunctionType, state: tuple[Any, Any, dict[str, Any], list
     own, slots, used, contents = state
     for name in slots["_cloudpickle_submodules"]:
         importlib.import_module(name)
-    # What is there already stays: loading never changes a variable of this process's own __main__.
+    # Keep existing values: loading never changes a variable of this process's own __main__.
     for name, value in used.items():
         fn.__globals__.setdefault(name, value)
     for cell, content in zip(fn.__closure__ or (), contents, strict=True):
@@ -261,7 +261,7 @@ def _fill_class(cls: type, state: tuple[str, dict[str, Any], dict[str, dict[str,
 
 
 def _show_in_main(obj: Any) -> None:
-    """Let plain pickle and `typing.get_type_hints` find, here too, what stood in the sender's __main__."""
+    """Let plain pickle and `typing.get_type_hints` find what was defined in the sender's __main__."""
     if obj.__module__ == "__main__" and obj.__name__ == obj.__qualname__ and obj.__name__.isidentifier():
         vars(sys.modules["__main__"]).setdefault(obj.__name__, obj)
 

@@ -1,7 +1,7 @@
-"""Local ranks from a script or a notebook: `launch(fn, ...)` returns what `fn` returned on each, rank 0 first.
+"""Start local ranks from a script or a notebook: `launch(fn, ...)` returns the results of all ranks, rank 0 first.
 
-Every rank is a fresh Python process that gets `fn` by value, so `fn` and the classes it uses may stand in a notebook
-cell or a script without an `if __name__ == "__main__"` guard: neither is imported or run again.
+Each rank is a fresh Python process that receives `fn` by value. So `fn` and its classes may be defined in a notebook
+cell or in a script without an `if __name__ == "__main__"` guard: launch neither imports nor runs these again.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ def launch(
 ) -> list[T]:
     """Run `fn(*args, **named)` on `num_ranks` local processes and return their results, rank 0 first.
 
-    Keywords that are not launch's own go to `fn`; those that have the same names go there by `kwargs`.
+    Keyword arguments that launch does not know go to `fn`. Use `kwargs` for those with the same names.
 
-    Each rank is in the default process group (`backend` is gloo unless given; with nccl, rank r takes device r) and
-    computes with `threads` threads. What it prints appears here, after `[rank 1] ` unless `prefix` is off.
+    Each rank joins the default process group and uses `threads` CPU threads. `backend` is gloo by default; with nccl,
+    rank r uses device r. What a rank prints appears here, after `[rank 1] ` unless `prefix` is False.
 
-    Schedules that you registered are known to the ranks, too.
+    The ranks know the schedules that you registered.
 
-    If a rank fails, all are ended, and RankFailed names the rank, its error and its traceback; a DrumlineError that
-    every rank raised alike is raised itself. If a rank gives up waiting for another, that one prints its stacks.
-    `timeout` bounds the whole call in seconds: past it each rank prints its stacks and WaitTimeout names those that
-    were not finished.
+    If a rank fails, launch ends all ranks and raises RankFailed with the rank, its error and its traceback. If every
+    rank raised the same DrumlineError, launch raises that. If a rank gives up waiting for another, that one prints its
+    stacks. `timeout` limits the whole call, in seconds: after it, each rank prints its stacks, and WaitTimeout names the
+    unfinished ranks.
 
     >>> def rank_of(word):
     ...     import torch.distributed as dist
@@ -61,7 +61,7 @@ def launch(
     """
     kwargs = kwargs or {}
     for name in named.keys() & kwargs.keys():
-        raise LaunchError(f"{name} is given twice, by itself and in kwargs", expected="one of the two")
+        raise LaunchError(f"{name} is given twice, as an argument and in kwargs", expected="only one of them")
     kwargs = {**named, **kwargs}
     _check(fn, args, kwargs, num_ranks=num_ranks, threads=threads, timeout=timeout)
     parts = _packed(fn, args, kwargs)
@@ -76,7 +76,7 @@ def launch(
                 task.fileno(),
                 prefix=f"[rank {rank}] " if prefix else "",
             )
-        # The ranks end before their store does: without it they would complain.
+        # End the ranks before their store: without it they would complain.
         with _store(listener, port, backend=backend, num_ranks=num_ranks), ranks:
             failures = _wait(ranks, limit, timeout)
             if failures:
@@ -93,12 +93,12 @@ def _check(
         if number < 1:
             raise LaunchError(f"{name} is {number}", expected="a count of 1 or more")
     if timeout is not None and timeout <= 0:
-        raise LaunchError(f"timeout is {timeout}", expected="seconds above 0, or None for no limit")
+        raise LaunchError(f"timeout is {timeout}", expected="a positive number of seconds, or None for no limit")
     if not callable(fn):
         raise LaunchError(f"fn is {fn!r}", expected="a function", fix="pass it without calling it: launch(fn, *args)")
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # a builtin that tells nothing of its arguments
+    except (TypeError, ValueError):  # a builtin without a signature
         return
     try:
         signature.bind(*args, **kwargs)
@@ -116,7 +116,7 @@ def _packed(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Parts:
         named = [*own, (_name(fn), fn), *((f"argument {at}", one) for at, one in [*enumerate(args), *kwargs.items()])]
         found = next(filter(None, (blame(one, name) for name, one in named)), f"{type(error).__name__}: {error}")
         raise LaunchError(
-            f"cannot send to the ranks: {found}", fix="create it inside the function, or pass what it is made from"
+            f"cannot send to the ranks: {found}", fix="create it inside the function, or pass what you build it from"
         ) from error
 
 
@@ -125,7 +125,7 @@ def _name(fn: Any) -> str:
 
 
 def _command(control: int, *, threads: int, backend: str) -> list[str]:
-    """Return the command of a rank: it sees this process's modules and arguments, and never runs its main module."""
+    """Return the command of a rank: it gets this process's modules and arguments, and never runs its main module."""
     lines = [
         "import sys",
         f"sys.path[:] = {[os.fspath(one) for one in sys.path]!r}",
@@ -154,14 +154,14 @@ def _environment(rank: int, *, num_ranks: int, port: int, threads: int) -> dict[
 
 @contextlib.contextmanager
 def _store(listener: socket.socket, port: int, *, backend: str | None, num_ranks: int) -> Iterator[None]:
-    """Host the ranks' store on a socket that already listens, so that nobody else can take its port."""
+    """Host the ranks' store on a socket that already listens, so that no other program can take the port."""
     import torch
     from torch import distributed
 
     dist: Any = distributed
     if backend and "nccl" in backend and (found := torch.accelerator.device_count()) < num_ranks:
         raise LaunchError(
-            f"{counted(num_ranks, 'rank')} of backend {backend} on {counted(found, 'device')}",
+            f"{counted(num_ranks, 'rank')} with backend {backend}, but this host has {counted(found, 'device')}",
             expected="a device for each rank",
             fix='pass backend="gloo"',
         )
@@ -170,11 +170,11 @@ def _store(listener: socket.socket, port: int, *, backend: str | None, num_ranks
     try:
         yield
     finally:
-        del store  # closes it; an error's traceback would keep it
+        del store  # closes it; the traceback of an error would keep it open
 
 
 def _wait(ranks: Processes, limit: float | None, timeout: float | None) -> dict[int, Failure]:
-    """Return once all ranks have finished, or a short while after the first that failed."""
+    """Return after all ranks have finished, or shortly after the first failure."""
     failed_at: float | None = None
     while not all(rank.is_finished for rank in ranks):
         ranks.turn()
@@ -192,13 +192,13 @@ def _wait(ranks: Processes, limit: float | None, timeout: float | None) -> dict[
                 names = ", ".join(map(str, late))
                 raise WaitTimeout(
                     f"{'ranks' if len(late) > 1 else 'rank'} {names} did not finish within {timeout:g} s",
-                    fix="see their stacks above, or raise `timeout` if they are only slow",
+                    fix="read their stacks above, or raise `timeout` if they are just slow",
                 )
     return {rank.number: rank.failure for rank in ranks if rank.failure is not None}
 
 
 def _error(failures: Mapping[int, Failure], num_ranks: int) -> Exception:
-    """Return the one error that stands for all: the earliest that is not an echo of another."""
+    """Return one error for all failures: the earliest that is not the echo of another."""
     origin = min(failures, key=lambda rank: (failures[rank].echo, failures[rank].at))
     first = failures[origin]
     exception = _exception(first)
@@ -208,7 +208,7 @@ def _error(failures: Mapping[int, Failure], num_ranks: int) -> Exception:
         error = exception
         where = f"on every rank; rank {origin}'s traceback:"
     elif isinstance(exception, RankFailed) and exception.rank not in failures:
-        error = exception  # of one that has not failed itself: it left
+        error = exception  # this rank did not fail: it left
         where = f"rank {origin}'s traceback:"
     else:
         error = RankFailed(origin, f"rank {origin} {first}")
@@ -226,7 +226,7 @@ def _exception(failure: Failure) -> BaseException | None:
         return None
     try:
         loaded = by_value.loads(failure.exception)
-    except Exception:  # many exceptions cannot be made again from their arguments; the text is here anyway
+    except Exception:  # many exceptions cannot be rebuilt from their arguments; we have the text anyway
         return None
     return loaded if isinstance(loaded, BaseException) else None
 
@@ -235,4 +235,4 @@ def _loaded(rank: int, parts: Any) -> Any:
     try:
         return by_value.loads(parts)
     except Exception as error:
-        raise LaunchError(f"what rank {rank} returned cannot be loaded: {type(error).__name__}: {error}") from error
+        raise LaunchError(f"cannot load what rank {rank} returned: {type(error).__name__}: {error}") from error

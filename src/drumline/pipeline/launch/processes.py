@@ -1,7 +1,7 @@
-"""The processes that `launch` started: hands them their task, passes on what they print, takes in what they answer.
+"""The processes that `launch` started: send them their task, forward what they print, and collect their answers.
 
-All of it happens in the thread that called `launch`, one round of `select` after the other: prints appear in the
-notebook cell that runs, Ctrl-C is noticed at once, and nothing runs on when `launch` is left.
+All of this happens in the thread that called `launch`, in rounds of `select`. So prints appear in the running notebook
+cell, Ctrl-C works at once, and nothing keeps running after `launch` returns.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from drumline.pipeline.launch import by_value
 from drumline.pipeline.launch.wire import FAILED, Failure, blank, read
 
 _SECONDS_TO_EXIT = 5.0
-_SECONDS_TO_TERMINATE = 15.0  # a rank that cleans up on a busy machine is not to be killed over it
+_SECONDS_TO_TERMINATE = 15.0  # enough for a rank to clean up on a busy machine
 _SECONDS_TO_SHOW_STACKS = 2.0
 _SECONDS_A_ROUND = 0.1
-_SECONDS_AN_EXIT_ROUND = 0.01  # an exit makes nothing readable
+_SECONDS_AN_EXIT_ROUND = 0.01  # select does not notice exits
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
 
 
 @dataclass(eq=False)
 class Rank:
-    """One process, its socket, the file that it answers in, and what came of it: `failure`, or `parts` of a result."""
+    """A process, its socket, the file for its answer, and its outcome: `failure`, or the `parts` of a result."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -51,11 +51,11 @@ class Rank:
 
     @property
     def is_alive(self) -> bool:
-        """Return whether its process still runs."""
+        """Return whether its process is still running."""
         return self.process.poll() is None
 
     def take_in(self) -> None:
-        """Take the answer, if there is one: the socket has a byte that says so, or has come to its end."""
+        """Read the answer if it is there: the socket has a byte that says so, or has ended."""
         try:
             kind = self.control.recv(1)
         except ConnectionError:
@@ -68,7 +68,7 @@ class Rank:
 
 @dataclass(eq=False)
 class Stream:
-    """One of a rank's two output streams, passed on line by line to this process's own, as it is now."""
+    """One of a rank's two output streams, forwarded line by line to the current stream of this process."""
 
     rank: Rank
     name: str
@@ -77,7 +77,7 @@ class Stream:
     pending: bytes = b""
 
     def pass_on(self) -> bool:
-        """Write all lines that are complete; return False at the stream's end, with all of it written."""
+        """Write all complete lines; at the end of the stream, write the rest and return False."""
         try:
             got = os.read(self.source, 1 << 16)
         except BlockingIOError:
@@ -111,7 +111,7 @@ class Processes:
         return iter(self._all)
 
     def start(self, command: Callable[[int], Sequence[str]], env: Mapping[str, str], task: int, prefix: str) -> None:
-        """Start one more rank; `command` is told the number of its socket."""
+        """Start one more rank; `command` gets the number of its socket."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -129,7 +129,7 @@ class Processes:
                 raise LaunchError(f"cannot start {sys.executable or 'Python'}: {error}") from error
         rank = Rank(len(self._all), process, ours, blank())
         self._all.append(rank)
-        with contextlib.suppress(ConnectionError):  # a rank that is gone is noticed elsewhere
+        with contextlib.suppress(ConnectionError):  # other code notices that the rank is gone
             socket.send_fds(ours, [b"."], [task, rank.answer.fileno()])
         self._selector.register(ours, selectors.EVENT_READ, rank)
         for name, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
@@ -138,7 +138,7 @@ class Processes:
             self._selector.register(pipe, selectors.EVENT_READ, Stream(rank, name, pipe.fileno(), prefix))
 
     def turn(self, seconds: float = _SECONDS_A_ROUND) -> None:
-        """Wait a moment for anything that the ranks say, and act on it."""
+        """Wait briefly for output or answers of the ranks, and handle them."""
         gone = [rank for rank in self._all if not rank.is_finished and not rank.is_alive]
         heard = set()
         for key, _ in self._selector.select(seconds):
@@ -153,12 +153,12 @@ class Processes:
                     self._bury(rank)
             self._selector.unregister(key.fileobj)
         for rank in gone:
-            # Its answer may have arrived just before its end, so only silence settles it.
+            # Its answer may have arrived just before it exited, so only silence is conclusive.
             if rank not in heard and not rank.is_finished:
                 self._bury(rank)
 
     def _bury(self, rank: Rank) -> None:
-        """Note how a process ended that gave no answer."""
+        """Record how a process ended without giving an answer."""
         at = time.monotonic()
         try:
             code = rank.process.wait(_SECONDS_TO_EXIT)
@@ -169,7 +169,7 @@ class Processes:
         rank.failure = Failure(kind="", text=text, at=at)
 
     def show_stacks(self) -> None:
-        """Have every rank that works write its Python stacks, and pass them on."""
+        """Let every running rank write its Python stacks, and forward them."""
         asked = [(rank, rank.num_written) for rank in self._all if not rank.is_finished and rank.is_alive]
         for rank, _ in asked:
             rank.process.send_signal(signal.SIGUSR1)
@@ -179,15 +179,15 @@ class Processes:
         self.turn()
 
     def let_go(self) -> None:
-        """Tell every rank that all are finished, and wait for their processes to exit."""
+        """Tell every rank that all have finished, and wait for their processes to exit."""
         for rank in self._all:
-            # The socket takes one byte: all that was sent before has been read.
+            # The send cannot block, because the rank has read all earlier bytes.
             with contextlib.suppress(OSError):
                 rank.control.send(b".")
         self._wait(_SECONDS_TO_EXIT)
 
     def end(self) -> None:
-        """End all processes, gently and then not, and let go of everything; ending twice is fine."""
+        """End all processes, first politely and then by force, and release everything; calling it twice is fine."""
         try:
             for rank in self._all:
                 if rank.is_alive:
@@ -207,7 +207,7 @@ class Processes:
     def _close(self) -> None:
         streams = [key.data for key in (self._selector.get_map() or {}).values() if isinstance(key.data, Stream)]
         for stream in streams:
-            # A process that a rank left behind may hold the stream open: take what is there, wait for no more.
+            # A child process of a rank may keep the stream open: read what is there and do not wait for more.
             with contextlib.suppress(OSError, ValueError):
                 while stream.pass_on() and select.select([stream.source], [], [], 0)[0]:
                     pass

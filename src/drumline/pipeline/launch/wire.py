@@ -1,9 +1,9 @@
-"""What crosses between `launch` and its ranks: task and outcome, each some runs of bytes in a file, with sizes ahead.
+"""The messages between `launch` and its ranks: task and outcome, each a file with sizes followed by parts.
 
     number of parts | size of part 0 | size of part 1 | ... | part 0 | part 1 | ...
 
-`launch` writes the task once, for all ranks to read; each rank answers in a file of its own. Large tensors are parts of
-their own, so they are read straight into the memory that they end up in.
+`launch` writes the task once, and all ranks read it. Each rank answers in its own file. Large tensors are separate
+parts, so they are read directly into their final memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import IO
 
 Parts = Sequence[bytes | bytearray | memoryview]
 
-# What a rank says once its outcome is written.
+# What a rank sends after it has written its outcome.
 RETURNED, FAILED = b"r", b"f"
 
 _SIZE = struct.Struct("<Q")
@@ -27,10 +27,10 @@ _SIZE = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a rank did not finish: the error's name and text, its traceback, and itself if it could be pickled.
+    """Why a rank did not finish: the error's name and text, its traceback, and the error itself if it can be pickled.
 
-    An echo is an error that comes of another rank's end (a closed connection, RankFailed): never chosen as the cause
-    while there is another. `at` is the monotonic clock, which the processes of a machine share.
+    An echo is an error caused by the end of another rank (a closed connection, RankFailed). It is never chosen as the
+    cause if there is another error. `at` is the monotonic clock, which all processes of a machine share.
     """
 
     kind: str
@@ -45,14 +45,14 @@ class Failure:
 
 
 def blank() -> IO[bytes]:
-    """Return an empty file without a name, in memory where the system has such files."""
+    """Return an empty file without a name, in memory if the system supports it."""
     if hasattr(os, "memfd_create"):
         return open(os.memfd_create("drumline"), "w+b")
     return tempfile.TemporaryFile()
 
 
 def write(file: IO[bytes], parts: Parts) -> None:
-    """Write a message from the file's beginning on."""
+    """Write a message, starting at the beginning of the file."""
     runs = [memoryview(part).cast("B") for part in parts]
     file.seek(0)
     file.write(b"".join(_SIZE.pack(size) for size in (len(runs), *(run.nbytes for run in runs))))
@@ -62,7 +62,7 @@ def write(file: IO[bytes], parts: Parts) -> None:
 
 
 def read(file: int) -> list[bytearray]:
-    """Return the parts of the message in a file, which may be read by others at the same time.
+    """Return the parts of the message in a file; several processes may read it at the same time.
 
     >>> with blank() as file:
     ...     write(file, [b"ab", b"", b"c"])

@@ -1,4 +1,4 @@
-"""One rank that `launch` started: takes its task over a socket, runs it in a process group, sends the outcome back.
+"""A rank started by `launch`: it gets its task over a socket, runs it in a process group, and sends the outcome back.
 
     launch                                       rank
       ── task: fn, args ─────────────────────►   imports torch, joins the process group, runs fn
@@ -36,11 +36,11 @@ _SECONDS_TO_CLEAN_UP = 15.0
 
 
 class _Terminated(SystemExit):
-    """SIGTERM, as an exception: `finally` blocks run, and let go of shared memory and files."""
+    """SIGTERM as an exception, so that `finally` blocks run and release shared memory and files."""
 
 
 def main(control: int, *, parent: int, threads: int, backend: str) -> NoReturn:
-    """Run one rank: `control` is its socket, `parent` the process that started it."""
+    """Run one rank; `control` is its socket, `parent` the process that started it."""
     signal.signal(signal.SIGINT, _leave_to_launch)
     signal.signal(signal.SIGTERM, _terminate)
     _die_with(parent)
@@ -75,7 +75,7 @@ def _serve(connection: socket.socket, *, threads: int, backend: str) -> int:
         except _Terminated:
             raise
         except BaseException as error:
-            # Exits at once: the connections that close tell the other ranks.
+            # Exit at once: the closed connections tell the other ranks.
             write(file, by_value.dumps(_failure(error), reply=True))
             connection.sendall(FAILED)
             return 1
@@ -92,14 +92,14 @@ def _run(parts: Parts, *, threads: int, backend: str) -> Any:
     except Exception as error:
         raise LaunchError(
             f"a rank cannot load fn or its arguments: {type(error).__name__}: {error}",
-            fix="every rank imports by name what the calling process imported: see that it finds the same modules",
+            fix="each rank imports the caller's modules by name: make sure it finds the same ones",
         ) from error
     adopt(own)
     return fn(*args, **kwargs)
 
 
 def _join_group(*, threads: int, backend: str) -> None:
-    gc.disable()  # importing torch makes only objects that stay; a tenth of its time is spent looking for others
+    gc.disable()  # importing torch creates only lasting objects; collection would take a tenth of that time
     import torch
     from torch import distributed
 
@@ -116,7 +116,7 @@ def _join_group(*, threads: int, backend: str) -> None:
 
 
 def _take_leave() -> None:
-    """Let other ranks know that nothing more comes from pipelines that are still open here."""
+    """Tell other ranks that the pipelines still open here will send nothing more."""
     if (crews := sys.modules.get("drumline.pipeline.crew")) is not None:
         crews.leave_all()
 
@@ -134,7 +134,7 @@ def _result(value: Any) -> Parts:
     except Exception as error:
         found = blame(value, "the result") or f"{type(error).__name__}: {error}"
         raise LaunchError(
-            f"what fn returned cannot be sent back: {found}", fix="return tensors, numbers, or a state_dict()"
+            f"cannot send back what fn returned: {found}", fix="return tensors, numbers, or a state_dict()"
         ) from error
 
 
@@ -144,7 +144,7 @@ def _failure(error: BaseException) -> Failure:
         trace = trace.tb_next
     try:
         exception = tuple(bytes(part) for part in by_value.dumps(error, reply=True))
-    except Exception:  # whatever an exception may hold, its text arrives
+    except Exception:  # the text arrives even if the exception cannot be pickled
         exception = None
     return Failure(
         kind=type(error).__name__,
@@ -182,7 +182,7 @@ def _watch(connection: socket.socket) -> threading.Event:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel send SIGTERM when the parent dies, however it dies; elsewhere the closed socket tells."""
+    """Let the kernel send SIGTERM when the parent dies for any reason; other systems rely on the closed socket."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
@@ -190,16 +190,16 @@ def _die_with(parent: int) -> None:
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough, the cleaning up is not to be interrupted
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: a second must not interrupt the cleanup
     raise _Terminated
 
 
 def _leave_to_launch(_signal: int, _frame: FrameType | None) -> None:
-    """Ctrl-C reaches every process of a terminal; `launch` gets it too, and ends the ranks."""
+    """Ignore Ctrl-C, which reaches every process of a terminal: `launch` gets it too and ends the ranks."""
 
 
 def _exit(code: int) -> NoReturn:
-    """Exit without taking the interpreter apart, which costs torch 0.4 s."""
+    """Exit without tearing down the interpreter, which takes torch 0.4 s."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -1,1 +1,1 @@
-"""How much each microbatch counts in the loss of the batch."""
+"""The weight of each microbatch in the loss of the batch."""

@@ -1,8 +1,8 @@
-"""How much the microbatches count where the loss is the user's function: by what it was seen to count.
+"""Weight microbatches by what a user's loss function averages over.
 
-The function is watched while it runs on a microbatch of a new kind. If it is made of torch's own losses, means and
-sums, all microbatches are weighed by what these count; if it is not, they count by their rows, and the loss of the
-first step is compared with what the function makes of the whole batch.
+Drumline watches the function while it runs on each new kind of microbatch. If it consists of torch's losses, means and
+sums, microbatches are weighted by what these count. Otherwise they are weighted by their rows, and the first step's
+loss is compared with the function's loss of the whole batch.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from drumline.runtime.loss.counts import Count, Counts, Weighing, labels_counted
 from drumline.runtime.loss.terms import Walk
 from drumline.runtime.values import joined, pack, unpack
 
-_IGNORED = -100  # the label that torch's losses leave out unless told otherwise
-_AFFORDABLE = 2**26  # bytes of outputs that are kept to compare the first step's loss
+_IGNORED = -100  # the label that torch's losses ignore by default
+_AFFORDABLE = 2**26  # most bytes of outputs kept to compare the first step's loss
 _NEAR = {torch.float64: 1e-6, torch.float32: 1e-4}
 LossFunction = Callable[..., Tensor]
 
 
 def labels_weight(loss_fn: Any) -> Callable[[Any], Tensor] | None:
-    """Return what weighs a target where the loss is one of torch's own by labels, as a function or a module.
+    """Return a function that weights a target, if the loss is one of torch's losses over labels (function or module).
 
     >>> weight = labels_weight(nn.CrossEntropyLoss(ignore_index=0))
     >>> weight(torch.tensor([3, 0, 2]))
@@ -68,18 +68,18 @@ class _Seen:
 
 
 class FnWeight:
-    """Weighs the microbatches of a step by what a loss function was seen to count."""
+    """Weights the microbatches of a step by what a loss function was seen to count."""
 
     def __init__(self, loss_fn: LossFunction) -> None:
         self.loss_fn = loss_fn
         self.direct = labels_weight(loss_fn)
         self._seen: dict[Any, _Seen] = {}
-        # Whether it was not seen that the function goes row by row, so that the first step's loss is compared.
+        # Whether the function may not work row by row, so that the first step's loss must be compared.
         self.is_doubted = False
         self._warned = False
 
     def __call__(self, targets: Sequence[Any], rows: Sequence[int]) -> Weighing | None:
-        """Return the microbatches' shares; None where the function has to be watched on one of them first."""
+        """Return the microbatches' shares; None if the function must first be watched on one of them."""
         if len(targets) == 1:
             return Weighing([1.0])
         if self.direct is not None:
@@ -89,7 +89,7 @@ class FnWeight:
         found = [one for one in seen if one is not None]
         if not found:
             return None
-        # One that was not watched has as many rows more or less, and is counted alike.
+        # A kind that was not watched differs only in its number of rows, and counts in the same way.
         each = [one or found[0] for one in seen]
         counts = [self._count(one, target, row) for one, target, row in zip(each, targets, rows, strict=True)]
         if any(one is None for one in counts):
@@ -97,14 +97,14 @@ class FnWeight:
         made = weighed([one for one in counts if one is not None], rows)
         if made.factors:
             raise ModelError(
-                "loss_fn adds up means over different things, which differ from microbatch to microbatch",
-                expected="one thing that is counted, or a sum",
-                fix="pass loss_weight=, what a microbatch's target counts, or let the model compute the loss",
+                "loss_fn adds means over different counts, and these differ between microbatches",
+                expected="means over one count, or a sum",
+                fix="pass loss_weight=, a function from a target to its weight, or compute the loss inside the model",
             )
         return made
 
     def watch(self, loss_fn: LossFunction, output: Any, target: Any) -> Tensor:
-        """Call the function, or a copy of it, on a microbatch, and see what it counts."""
+        """Call the function, or a copy of it, on a microbatch, and record what it counts."""
         kind = (_kind(output), _kind(target))
         if self.direct is not None or kind in self._seen:
             return loss_fn(output, target)
@@ -121,7 +121,7 @@ class FnWeight:
 
     @property
     def counts_targets(self) -> bool:
-        """Whether shares may be others for other targets of the same shapes."""
+        """Whether other targets of the same shapes may have other shares."""
         terms = [term for seen in self._seen.values() for term in seen.walk.terms]
         return not terms or self.direct is not None or any(one.labels or one.divided is not None for one in terms)
 
@@ -134,7 +134,7 @@ class FnWeight:
             counted = seen.counts.of([*places, *tensors])
         except (RuntimeError, TypeError, IndexError):
             return None
-        return [float(rows) if isinstance(one, int) else one for one in counted]  # elements are so many a row
+        return [float(rows) if isinstance(one, int) else one for one in counted]  # rows have equal numbers of elements
 
     def _warn(self, walk: Walk, target: Any) -> None:
         self._warned = True
@@ -143,14 +143,14 @@ class FnWeight:
         )
         if ignores or walk.terms:
             warnings.warn(
-                f"loss_fn goes through {', '.join(dict.fromkeys(walk.others))}, and what it counts is not known:"
-                " microbatches count by their rows. Pass loss_weight= if it leaves some of its targets out",
+                f"loss_fn uses {', '.join(dict.fromkeys(walk.others))}, so Drumline cannot tell what it averages over."
+                " It weights microbatches by their rows. Pass loss_weight= if loss_fn ignores some targets",
                 stacklevel=2,
             )
 
 
 class Check:
-    """The first step's loss against what the function makes of the whole batch, where keeping that is affordable."""
+    """Compares the first step's loss with the function's loss of the whole batch, if the outputs fit in memory."""
 
     def __init__(self, loss_fn: LossFunction, step: Step) -> None:
         self.loss_fn = loss_fn
@@ -160,7 +160,7 @@ class Check:
         self.num_bytes = 0
 
     def add(self, microbatch: int, output: Any, loss: Tensor) -> bool:
-        """Keep a microbatch's output, and once all are here compare; returns whether that was done, or never can."""
+        """Keep a microbatch's output; compare once all are here. Return whether this is done, or impossible."""
         tensors, form = pack(output)
         self.num_bytes += sum(one.nbytes for one in tensors)
         if self.num_bytes > _AFFORDABLE:
@@ -179,13 +179,13 @@ class Check:
             with torch.no_grad():
                 whole = self.loss_fn(joined([self.outputs[one] for one in order]), self.step.target)
         except (RuntimeError, ValueError, TypeError, IndexError):
-            return  # what it takes cannot be put together again
+            return  # the microbatches cannot be merged into a batch
         parts = sum(float(self.losses[one]) * float(self.step.shares[one]) for one in order)
         if not abs(parts - float(whole)) <= _NEAR.get(whole.dtype, 2e-2) * max(abs(float(whole)), 1e-8):
             raise ModelError(
-                f"the microbatches' losses make {parts:.6g}, and loss_fn of the whole batch is {float(whole):.6g}",
-                expected="a mean or a sum over rows: a loss that compares rows with each other needs all of them",
-                fix="pass loss_weight=, what a microbatch's target counts (len, to count by rows), or use"
+                f"the microbatches' losses combine to {parts:.6g}, but loss_fn of the full batch is {float(whole):.6g}",
+                expected="a mean or sum over rows; a loss that compares rows with each other needs the whole batch",
+                fix="pass loss_weight=, a function from a target to its weight (len, to weight by rows), or use"
                 " num_microbatches=1",
             )
 

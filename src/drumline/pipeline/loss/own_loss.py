@@ -1,4 +1,4 @@
-"""Models that compute their loss themselves, as Hugging Face's do when they are given `labels`."""
+"""Models that compute their own loss, as Hugging Face models do when they get `labels`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from drumline.runtime.follow.inputs import Inputs, Kind
 from drumline.runtime.loss.counts import Weighing, labels_counted, mixed_by, weighed
 from drumline.runtime.loss.terms import name_of
 
-_PROBE = 37  # rows of a batch on which it is seen what goes row by row: no other size is a multiple of it by chance
-_WEIGHT = "loss_weight=, what a microbatch counts: lambda inputs: len(inputs.kwargs['input_ids'])"
+_PROBE = 37  # rows of the probe batch: a prime, so that no other size is a multiple of it by chance
+_WEIGHT = "loss_weight=, the weight of a microbatch: lambda inputs: len(inputs.kwargs['input_ids'])"
 
 
 def own_loss(output: Any, *, needed: bool = True) -> Tensor | None:
-    """Return the loss in a model's output, if it has one: its `loss`, or what it returns alone or first.
+    """Return the loss in a model's output, if there is one: its `loss`, or its only or first item.
 
-    Where it is needed and not there, say so.
+    If it is needed but missing, raise an error.
 
     >>> own_loss({"loss": torch.tensor(2.0), "logits": torch.ones(3)})
     tensor(2.)
@@ -41,16 +41,16 @@ def own_loss(output: Any, *, needed: bool = True) -> Tensor | None:
     if loss is None and needed:
         raise ModelError(
             f"the model returned a {type(output).__name__} without a loss, and the pipeline has no loss_fn",
-            expected="a loss_fn and a target, or an output with a `loss`",
+            expected="either loss_fn and target, or an output with a `loss`",
             fix="pass loss_fn= to Pipeline, or labels= to step",
         )
     return loss
 
 
 class OwnWeight(TorchFunctionMode):
-    """How much a microbatch counts in a plain model's loss, its own or a function: by the labels that this gets.
+    """The weight of a microbatch in an unsplit model's loss, its own or a function: the number of labels it counts.
 
-    It looks at a plain run, and at nothing that a pipeline is made of, so that a pipeline can be held against it.
+    It observes a plain run and no part of a pipeline, so that pipelines can be compared with it.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor] | None = None) -> None:
@@ -60,9 +60,9 @@ class OwnWeight(TorchFunctionMode):
         self.counts: list[float] = []
 
     def __call__(self, inputs: Any, target: Any = None) -> float:
-        """Run the model once, without gradients, and return what its loss is a mean over: labels, or else rows.
+        """Run the model once, without gradients, and return what its loss averages over: labels, or else rows.
 
-        A loss that adds up means over different counts is refused: no one weight is right for it.
+        It refuses a loss that adds means over different counts, because no single weight is right for it.
         """
         self.counts = []
         with evaluating([self.model]), self, torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -71,8 +71,8 @@ class OwnWeight(TorchFunctionMode):
                 self.loss_fn(output, target)
         if len(set(self.counts)) > 1:
             raise ModelError(
-                f"the model's loss adds up means over {', '.join(f'{one:g}' for one in self.counts)} labels",
-                expected="one thing that is counted",
+                f"the model's loss adds means over {' and '.join(f'{one:g}' for one in self.counts)} labels",
+                expected="means over one count",
             )
         return self.counts[0] if self.counts else num_rows(inputs if target is None else target)
 
@@ -83,7 +83,7 @@ class OwnWeight(TorchFunctionMode):
         return self.model(*inputs.args, **{**extra, **inputs.kwargs})
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note what a loss by labels counts."""
+        """Record the number of labels that a loss counts."""
         if func in (nn.functional.cross_entropy, nn.functional.nll_loss):
             given = inspect.signature(func).bind(*args, **(kwargs or {}))
             given.apply_defaults()
@@ -95,37 +95,37 @@ class OwnWeight(TorchFunctionMode):
 
 
 class OwnShares:
-    """How much the microbatches count where the model computes its loss itself: by what that loss really counts."""
+    """The shares of the microbatches if the model computes its own loss: by what that loss really counts."""
 
     def __init__(self, script: Script, piece: Any, num_last: int) -> None:
         self.script = script
-        self.piece = piece  # the last one, where parameters are found that weigh classes
-        self._first = len(script.names) - num_last  # of the last stage
+        self.piece = piece  # the last piece, which holds class weights
+        self._first = len(script.names) - num_last  # first block of the last stage
         self._looked_at = False
-        self._apart: set[int] = set()  # the parts that bring the rows of a microbatch together
+        self._apart: set[int] = set()  # the parts that mix the rows of a microbatch
 
     def __call__(self, microbatches: Sequence[Inputs], rows: Sequence[int], *, train: bool) -> Weighing:
-        """Return the microbatches' shares of the loss, and factors of its parts where one share is not enough."""
+        """Return the microbatches' shares of the loss, and factors for its parts if one share is not enough."""
         if len(microbatches) == 1:
             return Weighing([1.0])
         kinds = [self.script.kind(one, train=train) for one in microbatches]
         found = [self.script.loss(kind) for kind, _ in kinds]
         losses = [one for one in found if one is not None]
         if len(losses) < len(found):
-            return weighed([[float(one)] for one in rows], rows)  # there is none: whoever needs it will say so
+            return weighed([[float(one)] for one in rows], rows)  # no loss: the code that needs it raises
         self._look(losses[0], kinds[0][0], rows[0])
         counts = [loss.counts.of(tensors, self.piece) for loss, (_, tensors) in zip(losses, kinds, strict=True)]
         made = self._weighed(counts, rows, others=bool(losses[0].walk.others))
         if made.factors and min(losses[0].pieces) < self._first:
             raise ModelError(
-                "the model's loss adds up means over different things, one of them in an earlier stage",
-                expected="parts of the loss that are all computed with the last stage",
+                "the model's loss adds means over different counts, one of them in an earlier stage",
+                expected="every part of the loss in the last stage",
                 fix=f"cut the model elsewhere, or pass {_WEIGHT}",
             )
         return made
 
     def _weighed(self, counts: Sequence[Sequence[Any]], rows: Sequence[int], *, others: bool) -> Weighing:
-        """Return the shares by those parts that microbatches do not have each for itself."""
+        """Return the shares, using only the parts that are not computed for each microbatch separately."""
         apart = self._apart
         if not apart:
             return weighed(counts, rows, others=others)
@@ -137,38 +137,38 @@ class OwnShares:
         return Weighing(made.shares, factors)
 
     def _look(self, loss: OwnLossParts, kind: Kind, rows: int) -> None:
-        """Refuse, once, a loss that is not made of means and sums over rows; name what else is in it."""
+        """Refuse, once, a loss that is not built from means and sums over rows; name its other parts."""
         if self._looked_at:
             return
         walk = loss.walk
         if not walk.terms:
             raise ModelError(
-                f"the model's loss comes out of {', '.join(walk.others[:3]) or 'nothing that was followed'}, and how"
-                " much of it each microbatch is cannot be told",
-                expected="means and sums over rows or tokens, added up",
-                fix=f"pass {_WEIGHT}; or a loss_fn=",
+                f"the model's loss comes from {', '.join(walk.others[:3]) or 'nothing that was traced'}, so Drumline"
+                " cannot tell how much each microbatch contributes",
+                expected="a sum of means and sums over rows or tokens",
+                fix=f"pass {_WEIGHT}; or pass loss_fn=",
             )
         mixers = self._mixers(loss, kind, rows) if mixed_by(walk) else {}
         pairs = [name for name, degree in mixers.values() if degree > 1]
         if pairs or len(mixers) == len(walk.terms):
             raise ModelError(
                 f"the model's loss compares rows of the batch with each other, in {(pairs or [mixers[0][0]])[0]}",
-                expected="a loss that is a mean or a sum over rows, so that microbatches' losses make the batch's",
-                fix=f"use num_microbatches=1; or to take it over each microbatch by itself pass {_WEIGHT}",
+                expected="a mean or sum over rows, so that the microbatches' losses combine to the batch's",
+                fix=f"use num_microbatches=1; or, to compute it on each microbatch separately, pass {_WEIGHT}",
             )
         self._apart = set(mixers)
         if names := dict.fromkeys([*walk.others, *(name for name, _ in mixers.values())]):
             warnings.warn(
-                f"a part of the model's loss, from {', '.join(names)}, is neither a mean nor a sum over rows: it is"
-                " taken over each microbatch by itself, and counts by rows. Pass loss_weight= to say otherwise",
+                f"a part of the model's loss, from {', '.join(names)}, is neither a mean nor a sum over rows: Drumline"
+                " computes it on each microbatch and weights it by rows. Pass loss_weight= for other weights",
                 stacklevel=2,
             )
         self._looked_at = True
 
     def _mixers(self, loss: OwnLossParts, kind: Kind, rows: int) -> dict[int, tuple[str, int]]:
-        """Return the parts that bring rows together, seen on a batch of more rows: in which call, and in what degree.
+        """Return the parts that mix rows, found on a batch with more rows: the call and the degree of each.
 
-        Degree 1 brings rows down to a few numbers, degree 2 compares each with each.
+        Degree 1 reduces rows to a few numbers, degree 2 compares each row with each.
         """
         metas = tuple(
             one._replace(shape=torch.Size((_PROBE, *one.shape[1:]))) if one.shape[:1] == (rows,) else one
@@ -179,9 +179,9 @@ class OwnShares:
         try:
             other = self.script.graph(kind._replace(metas=metas))
         except DrumlineError:
-            return dict.fromkeys(every, ("a way that could not be followed", 1))
+            return dict.fromkeys(every, ("an untraced path", 1))
         if [name_of(one) for one in other.calls] != [name_of(one) for one in calls]:
-            return dict.fromkeys(every, ("a way that depends on the number of rows", 1))
+            return dict.fromkeys(every, ("a path that depends on the number of rows", 1))
         degrees = [_degree(value.num_bytes) for value in other.values]
         found: dict[int, tuple[str, int]] = {}
         for part, term in enumerate(walk.terms):
@@ -196,5 +196,5 @@ class OwnShares:
 
 
 def _degree(num_bytes: int) -> int:
-    """Return how often the number of rows is in a size."""
+    """Return how many times a size contains the number of rows as a factor."""
     return 2 if num_bytes % _PROBE**2 == 0 else 1 if num_bytes % _PROBE == 0 else 0

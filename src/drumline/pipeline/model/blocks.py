@@ -1,4 +1,4 @@
-"""From the model that a user has to the chain of blocks that is cut into stages."""
+"""Turn a user's model into the chain of blocks from which stages are cut."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from drumline.runtime.watch.watch import has_hooks, refuse_hooks
 
 
 def is_chain(model: Model) -> bool:
-    """Whether the model is a list of blocks, each of which takes what the one before returns.
+    """Whether the model is a list of blocks that each take the output of the previous one.
 
     >>> is_chain(nn.Sequential(nn.ReLU())), is_chain(nn.Linear(2, 2))
     (True, False)
     """
     if isinstance(model, nn.Sequential):
-        # Hooks on the whole of it run where it is called: then it is followed like any other model.
+        # Hooks on the whole model run when it is called, so such a model is traced like any other.
         return type(model).forward is nn.Sequential.forward and not has_hooks(model)
     return isinstance(model, nn.ModuleList) or not isinstance(model, nn.Module)
 
 
 @contextmanager
 def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Have all parts of some modules in eval mode for a while."""
+    """Put all parts of some modules into eval mode for a while."""
     training = [part for module in modules for part in module.modules() if part.training]
     for part in training:
         part.training = False
@@ -46,7 +46,7 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def inputs_for(args: tuple[Any, ...], kwargs: dict[str, Any], *, is_chain: bool) -> Any:
-    """Return what a step was called with as the value that the first block takes.
+    """Return the arguments of a step as the value that the first block takes.
 
     >>> inputs_for((1,), {"mask": None}, is_chain=False)
     Inputs(args=(1,), kwargs={'mask': None})
@@ -59,14 +59,14 @@ def inputs_for(args: tuple[Any, ...], kwargs: dict[str, Any], *, is_chain: bool)
         given = [*(f"argument {number}" for number in range(2, len(args) + 1)), *kwargs]
         raise BatchError(
             f"step got {', '.join(given)}",
-            expected="one batch, the first block's only argument, and target=",
-            fix="put what belongs together into a tuple or a dict",
+            expected="one batch, which the first block takes as its only argument, and target=",
+            fix="combine several inputs into a tuple or a dict",
         )
     return args[0]
 
 
 def example_inputs(model: Model, example: Any) -> Any:
-    """Return an example as `step` would get it: of a dict by name, of a tuple one by one."""
+    """Return an example in the form that `step` gets: a dict by name, a tuple in order."""
     if example is None or is_chain(model):
         return example
     if isinstance(example, Mapping):
@@ -83,11 +83,11 @@ def blocks_for(
     cuts: Sequence[str] | None = None,
     split: Split | None = None,
 ) -> list[Block]:
-    """Return the model's blocks; one that is not a chain is followed on the first microbatch of the example.
+    """Return the model's blocks; a model that is not a chain is traced on the first microbatch of the example.
 
     >>> [block.name for block in blocks_for(nn.Linear(2, 2), torch.ones(4, 2), torch.device("cpu"), num_microbatches=2)]
     Traceback (most recent call last):
-    drumline.core.errors.ModelError: the model calls none of its modules; expected a model made of modules
+    drumline.core.errors.ModelError: the model calls none of its modules; expected a model built from modules
     """
     if is_chain(model):
         return blocks_of(model)
@@ -102,8 +102,8 @@ def blocks_for(
 
 
 def _guessed(model: nn.Module, device: torch.device, cuts: Sequence[str]) -> list[Block]:
-    """Follow a model of which there is no example on the first guess that its forward takes."""
-    fix = "pass example=, a batch as step will get it: a dict by name, a tuple in order, or one tensor"
+    """Trace a model without an example, on the first guess that its forward accepts."""
+    fix = "pass example=, a batch like those you pass to step: a dict by name, a tuple in order, or one tensor"
     first: ModelError | None = None
     for guess in guesses(model):
         try:
@@ -115,12 +115,12 @@ def _guessed(model: nn.Module, device: torch.device, cuts: Sequence[str]) -> lis
         if isinstance(model, nn.Sequential):
             refuse_hooks(model)
         raise ModelError(
-            f"the model is a {kind}, and there is no example of its inputs",
-            expected="an nn.Sequential, a list of blocks, or an example to follow the model's forward with",
+            f"the model is a {kind}, and Drumline has no example of its inputs",
+            expected="an nn.Sequential, a list of blocks, or an example with which to trace the model's forward",
             fix=fix,
         )
     raise ModelError(
-        f"there is no example of the inputs of {kind}, and its forward takes none that could be guessed: {first.error}",
+        f"there is no example of the inputs of {kind}, and its forward fails on those Drumline guesses: {first.error}",
         expected=first.expected,
         fix=fix,
     ) from first
@@ -130,7 +130,7 @@ Example = dict[str, Any]
 
 
 def guesses(model: nn.Module) -> Iterator[Example]:
-    """Yield inputs that the model may take, the likeliest first; nothing for models that are not Hugging Face's."""
+    """Yield inputs that the model may take, the most likely first; nothing unless it is a Hugging Face model."""
     config: Any = getattr(model, "config", None)
     known = getattr(model, "dummy_inputs", None)
     if not isinstance(known, Mapping) or config is None:

@@ -1,11 +1,11 @@
-"""Where models come from: a function of the user's own, `FILE.py:NAME`, or the config.json of a Hugging Face model.
+"""Load models: from a user's function, `FILE.py:NAME`, or from the config.json of a Hugging Face model.
 
-The function returns (model, loss_fn, batch, target); from a configuration alone come random weights and random text.
+The function returns (model, loss_fn, batch, target). A configuration gives random weights and random text.
 
-A module that is no chain of blocks takes a dict as its arguments by name and a tuple as its arguments in order; for one
-that computes its loss itself, as Hugging Face's do, loss_fn and target are None.
+A module that is not a chain of blocks gets a dict as keyword arguments and a tuple as positional arguments. If it
+computes its own loss, as Hugging Face models do, loss_fn and target are None.
 
-Every rank loads the file by itself, as `python FILE.py` would find it: modules beside it can be imported.
+Every rank loads the file itself, as `python FILE.py` would: the file can import modules next to it.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from drumline.runtime.blocks.cut import Model, blocks_of
 Maker = Callable[[], Any]
 
 _EXPECTED = "FILE.py:NAME, a function that returns (model, loss_fn, batch, target)"
-_EXPECTED_CONFIG = "the config.json of a causal language model of Hugging Face's"
+_EXPECTED_CONFIG = "the config.json of a Hugging Face causal language model"
 _KIND = Kind("config", ModelError, _EXPECTED_CONFIG)
-_LENGTH = 512  # of a row, in tokens, unless asked for
+_LENGTH = 512  # default tokens per row
 
 
 class Material(NamedTuple):
-    """What a step needs."""
+    """Everything that a step needs."""
 
     model: Model
-    loss_fn: Callable[..., Tensor] | None  # None for a model that computes its loss itself
+    loss_fn: Callable[..., Tensor] | None  # None for a model that computes its own loss
     batch: Any
     target: Any
 
 
 def material_from(source: str | Maker) -> Material:
-    """Return what the function makes: `source` is the function itself, or `FILE.py:NAME`.
+    """Return what the function returns; `source` is the function itself, or `FILE.py:NAME`.
 
     >>> material_from("no_such_file.py:make")
     Traceback (most recent call last):
@@ -60,13 +60,13 @@ def material_from(source: str | Maker) -> Material:
         if not callable(maker):
             own = [key for key, one in vars(module).items() if callable(one) and not key.startswith("_")]
             own = [key for key in own if getattr(getattr(module, key), "__module__", "") == module.__name__]
-            what = "is not a function" if hasattr(module, name) else "is not there"
+            what = "is not a function" if hasattr(module, name) else "does not exist"
             raise ModelError(f"{path}: {name} {what}", expected=_EXPECTED, fix=nearest(name, own) if own else "")
         return _made(maker, f"{path}:{name}")
 
 
 def check(source: str) -> None:
-    """Refuse what is no configuration and names no function of a file, without making the model or running the file."""
+    """Refuse a source that is neither a configuration nor a function in a file, without running anything."""
     if is_config(source):
         _config(Path(source))
     else:
@@ -85,7 +85,7 @@ def _parts(source: str) -> tuple[Path, str]:
 
 @contextmanager
 def _beside(path: Path) -> Iterator[None]:
-    """Find modules that lie beside the file, as a script does."""
+    """Let the file import modules next to it, as a script can."""
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)
     try:
@@ -100,14 +100,14 @@ def _loaded(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ModelError(f"{path} is not a Python file", expected=_EXPECTED)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their classes up there
+    sys.modules[name] = module  # dataclasses and pickle look up classes there
     try:
         spec.loader.exec_module(module)
     except DrumlineError:
         raise
     except Exception as error:
         raise ModelError(
-            f"{path} failed with {type(error).__name__}: {error}", fix="make the file run by itself"
+            f"{path} failed with {type(error).__name__}: {error}", fix="make sure that the file runs on its own"
         ) from error
     return module
 
@@ -119,15 +119,15 @@ def _made(maker: Maker, name: str) -> Material:
         raise
     except Exception as error:
         raise ModelError(
-            f"{name} failed with {type(error).__name__}: {error}", expected="a function that needs no arguments"
+            f"{name} failed with {type(error).__name__}: {error}", expected="a function that runs without arguments"
         ) from error
     if not isinstance(made, tuple | list) or len(made) != len(Material._fields):
         what = f"{len(made)} values" if isinstance(made, tuple | list) else type(made).__name__
         raise ModelError(f"{name} returned {what}", expected="(model, loss_fn, batch, target)")
     material = Material(*made)
     if is_chain(material.model):
-        blocks_of(material.model)  # refuses what cannot be cut
-    own = material.loss_fn is None and not is_chain(material.model)  # a model with a loss of its own
+        blocks_of(material.model)  # raises if the model cannot be cut
+    own = material.loss_fn is None and not is_chain(material.model)  # a model that computes its own loss
     if not own and not callable(material.loss_fn):
         raise ModelError(
             f"{name} returned a {type(material.loss_fn).__name__} as loss_fn",
@@ -137,7 +137,7 @@ def _made(maker: Maker, name: str) -> Material:
 
 
 def is_config(source: object) -> TypeGuard[str]:
-    """Whether a model is named by its configuration.
+    """Whether a source names a model by its configuration.
 
     >>> is_config("models/config.json"), is_config("model.py:make")
     (True, False)
@@ -146,13 +146,13 @@ def is_config(source: object) -> TypeGuard[str]:
 
 
 def material_from_config(path: str, *, rows: int, length: int | None = None) -> Material:
-    """Return the model, on the host and with random weights, and a batch of so many rows of `length` tokens."""
+    """Return the model, on the host and with random weights, and a batch of `rows` rows of `length` tokens."""
     config = _config(Path(path))
     try:
         import transformers
     except ModuleNotFoundError:
         raise UsageError(
-            "a model from its config.json, and transformers is not installed", fix=installing("hf")
+            "building a model from its config.json needs transformers, which is not installed", fix=installing("hf")
         ) from None
     try:
         known = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
@@ -162,7 +162,7 @@ def material_from_config(path: str, *, rows: int, length: int | None = None) -> 
     most = getattr(known, "max_position_embeddings", None) or _LENGTH
     length = min(_LENGTH, most) if length is None else length
     if not 1 <= length <= most:
-        raise UsageError(f"rows of {length} tokens", expected=f"1 to {most}, which the model has places for")
+        raise UsageError(f"rows of {length} tokens", expected=f"1 to {most}, the model's number of positions")
     ids = torch.randint(known.vocab_size, (rows, length))
     return Material(model.train(), None, {"input_ids": ids, "labels": ids}, None)
 
@@ -170,5 +170,5 @@ def material_from_config(path: str, *, rows: int, length: int | None = None) -> 
 def _config(path: Path) -> dict[str, Any]:
     config = read_object(path, _KIND)
     if not isinstance(config.get("model_type"), str):
-        raise ModelError(f"{path} names no model_type", expected=_EXPECTED_CONFIG)
+        raise ModelError(f"{path} has no model_type", expected=_EXPECTED_CONFIG)
     return config

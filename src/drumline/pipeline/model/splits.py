@@ -1,8 +1,8 @@
-"""How a batch's arguments are cut into microbatches: what the user says, and what can be told from the model.
+"""How to split a batch's arguments into microbatches: as the user says, and as the model implies.
 
-input_ids       (rows, length)       along its rows, as everything that nothing is said of
-position_ids    (3, rows, length)    along dimension 1: one of three positions for text and pictures
-pixel_values    (patches, numbers)   packed: as many patches to a row as its pictures have
+input_ids       (rows, length)       along the rows, which is the default
+position_ids    (3, rows, length)    along dimension 1: three kinds of positions, for text and pictures
+pixel_values    (patches, numbers)   packed: each row owns the patches of its pictures
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from drumline.runtime.blocks.cut import Model
 
 
 def check(split: Any) -> None:
-    """Refuse a split that does not say how arguments are cut.
+    """Refuse a split that does not say how to split arguments.
 
     >>> check({"position_ids": "rows"})
     Traceback (most recent call last):
-    drumline.core.errors.UsageError: split says 'rows' of 'position_ids'; expected a dimension, None, or a function
+    drumline.core.errors.UsageError: split is 'rows' for 'position_ids'; expected a dimension, None, or a function
     """
     if split is None:
         return
     if not isinstance(split, Mapping):
-        raise UsageError(f"split is {split!r:.80}", expected="a dict: how each argument is cut, by its name or place")
+        raise UsageError(f"split is {split!r:.80}", expected="a dict: how to split each argument, by name or position")
     for name, how in split.items():
         if isinstance(name, bool) or not isinstance(name, str | int):
-            raise UsageError(f"split names {name!r}", expected="an argument's name, or its place")
+            raise UsageError(f"split names {name!r}", expected="an argument's name or position")
         if isinstance(how, bool) or not (how is None or isinstance(how, int) or callable(how)):
-            raise UsageError(f"split says {how!r} of {name!r}", expected="a dimension, None, or a function")
+            raise UsageError(f"split is {how!r} for {name!r}", expected="a dimension, None, or a function")
 
 
 def found_split(model: Model, said: Split | None) -> Callable[[Any], Split | None]:
-    """Return what tells how a batch is cut: as the user said, and for the rest as the model's own layout is."""
+    """Return a function that says how to split a batch: as the user says, else as the model's layout implies."""
     config = getattr(model, "config", None)
 
     def of(batch: Any) -> Split | None:
@@ -51,7 +51,7 @@ def found_split(model: Model, said: Split | None) -> Callable[[Any], Split | Non
 
 
 def _positions(given: Mapping[str, Any]) -> Split:
-    """Positions of several kinds have their rows behind these."""
+    """Split positions of several kinds along dimension 1, which holds their rows."""
     ids, positions = given.get("input_ids"), given.get("position_ids")
     if not isinstance(ids, Tensor) or not isinstance(positions, Tensor) or positions.dim() != 3:
         return {}
@@ -65,7 +65,7 @@ _PACKED = (
 
 
 def _pictures(given: Mapping[str, Any], config: Any) -> Split:
-    """Pictures whose patches are packed one after the other belong to the rows whose text has places for them."""
+    """Assign packed picture patches to the rows whose text has placeholders for them."""
     found: dict[str | int, Any] = {}
     for pixels, grid, token in _PACKED:
         sizes, ids, place = given.get(grid), given.get("input_ids"), getattr(config, token, None)
@@ -87,7 +87,7 @@ def _counter(counts: Tensor) -> Callable[[Any], Tensor]:
 
 
 def _owners(tokens: Tensor, places: Tensor) -> Tensor | None:
-    """Return the row that each picture belongs to: they fill the rows' places in order; None where they do not fit.
+    """Return the row of each picture: pictures fill the rows' placeholders in order; None if they do not fit.
 
     >>> _owners(torch.tensor([4, 2, 2]), torch.tensor([4, 0, 4]))
     tensor([0, 2, 2])

@@ -1,1 +1,1 @@
-"""What a pipeline notes of its steps, and where that is written."""
+"""What a pipeline records about its steps, and where it writes this."""

@@ -1,11 +1,11 @@
-"""What becomes of what is measured: nothing, the last step's timeline, or a run in a folder.
+"""What happens to measurements: nothing, a timeline of the last step, or a run in a folder.
 
-    step n ends      every rank tells its record
-    step n+1         where a rank waits for the first time, its line of step n is written, and by rank 0 the metrics of
-                     steps that all ranks have told of; where nobody waits, at the end
+    step n ends      every rank tells the others its record
+    step n+1         when a rank first waits, it writes its line of step n; rank 0 also writes the metrics of
+                     steps that all ranks have told. If a rank never waits, it writes at the end.
 
-Nobody waits for any of this, and writing takes time that a rank has. What a device has not passed by the end of its
-step is told and written with the next one.
+No rank waits for any of this, and writing uses time in which a rank is idle. If a device has not finished a step by
+the step's end, its record is told and written with the next step.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from drumline.runtime.executor import Step
 
 T = TypeVar("T")
 _ENDED: Any = object()
-_SECONDS_TO_READ = 10.0  # how long the clocks of several hosts are read in one way
+_SECONDS_TO_READ = 10.0  # how long one reading of several hosts' clocks is used
 
 
 class Between:
-    """What happens on this process's ranks between two steps, in pieces that do not overlap.
+    """The time that this process's ranks spend between two steps, in pieces that do not overlap.
 
         step ──┤tell│write│      │ clip    │hear│ clip │ update │      │ data │├── step
         outside                               outside
 
-    Times are kept by kind since the last step, on each rank by its own clock.
+    Times are kept by kind since the last step, for each rank by its own clock.
 
     >>> between = Between([Clock()])
     >>> with between.during("clip"), between.during("hear"):
@@ -58,14 +58,14 @@ class Between:
 
     def __init__(self, clocks: Sequence[Clock]) -> None:
         self._clocks = clocks
-        self._open: list[int] = []  # kinds, the innermost last
-        self._from: list[int] = []  # by rank, since when the innermost goes on
+        self._open: list[int] = []  # open kinds, the innermost last
+        self._from: list[int] = []  # by rank, the start of the innermost piece
         self._rows: list[list[int]] = [[] for _ in clocks]
         self._since = [clock.now() for clock in clocks]
 
     @contextmanager
     def during(self, kind: str) -> Iterator[None]:
-        """Count what runs inside as `kind`, but for what inside of it has a kind of its own."""
+        """Count the time inside as `kind`, except for inner pieces that have their own kind."""
         self.enter(kind)
         try:
             yield
@@ -78,7 +78,7 @@ class Between:
         self._open.append(BETWEEN.index(kind))
 
     def leave(self) -> None:
-        """End the innermost piece; nothing if a step has begun since, as one may inside of an optimizer's step."""
+        """End the innermost piece. Do nothing if a step has begun since, as it may inside an optimizer's step."""
         self._cut()
         if self._open:
             self._open.pop()
@@ -91,7 +91,7 @@ class Between:
         self._from = moments
 
     def hand_over(self, drafts: Sequence[Draft]) -> None:
-        """Let the next step's drafts have what is known, up to now; begins them."""
+        """Give the next step's drafts all times up to now, and begin these drafts."""
         self._cut()
         self._open.clear()
         for at, (draft, clock) in enumerate(zip(drafts, self._clocks, strict=True)):
@@ -100,12 +100,12 @@ class Between:
             self._rows[at] = []
 
     def ended(self, drafts: Sequence[Draft]) -> None:
-        """Begin anew where the step ended."""
+        """Start again at the end of the step."""
         self._since = [draft.end_ns for draft in drafts]
 
 
 class Recording(Observer):
-    """The records of this process's ranks; `record` is what the user asked for: True, False, or a folder."""
+    """The records of this process's ranks; `record` is the user's option: True, False, or a folder."""
 
     def __init__(
         self, record: bool | str | Path, crew: Crew, ledger: Ledger, holdings: Holdings, clocks: Sequence[Clock]
@@ -116,13 +116,13 @@ class Recording(Observer):
         self._crew = crew
         self._ranks = [channel.rank for channel in crew.channels]
         self._clocks = clocks
-        self._has_clocks = False  # more than one: ranks on several hosts
-        self._dials: tuple[Dial, ...] = ()  # how they are read, and until when
+        self._has_clocks = False  # whether ranks on several hosts have several clocks
+        self._dials: tuple[Dial, ...] = ()  # how to read the clocks, and until when
         self._read_until = 0.0
         self.between = Between(clocks)  # what this process does between steps
-        self._late: Sequence[Draft] = ()  # of the last step, where the device had not passed it
+        self._late: Sequence[Draft] = ()  # of the last step, if the device had not finished it
         self._unwritten: list[Record] = []
-        self._waiting: list[tuple[Tally, dict[str, Any]]] = []  # steps whose metrics are not written
+        self._waiting: list[tuple[Tally, dict[str, Any]]] = []  # steps whose metrics are not written yet
         if not isinstance(record, bool):
             self.folder = self._opened(Path(record))
             _open.add(self)
@@ -139,7 +139,7 @@ class Recording(Observer):
         for text, _ in told:
             if text:
                 raise UsageError(
-                    text, expected="a folder without a run, or none yet", fix="name another folder for this run"
+                    text, expected="a new folder, or one without a run", fix="choose another folder for this run"
                 )
         return RunFolder(path, told[0][1], self._ranks)
 
@@ -153,7 +153,7 @@ class Recording(Observer):
             self.folder.describe(program, config_of(settings), plan, {"ranks": told})
 
     def called(self, step: Step) -> None:
-        """Begin drafts for a step."""
+        """Begin the drafts of a step."""
         step.drafts = [Draft(rank, step.number) for rank in self._ranks]
         for draft, clock, channel in zip(step.drafts, self._clocks, self._crew.channels, strict=True):
             draft.clock = clock.number
@@ -162,11 +162,11 @@ class Recording(Observer):
         self.between.hand_over(step.drafts)
 
     def end(self, step: Step) -> None:
-        """Note that all rows of this process have ended and what was sent has left."""
+        """Record that all rows of this process have ended and everything is sent."""
         self._spent(step, LEAVE)
 
     def tell(self, step: Step, each: Sequence[Told]) -> None:
-        """Note that only the telling is left, and put into it the records that are settled."""
+        """Record that only telling is left, and add the settled records to it."""
         if step.train:
             self._spent(step, END)
             self.between.ended(step.drafts)
@@ -175,7 +175,7 @@ class Recording(Observer):
             self._fill(step, each)
 
     def told(self, step: Step, tally: Tally, each: Sequence[Told]) -> None:
-        """Take in what the ranks of this process told of a step, to be written during the next one."""
+        """Store what the ranks of this process told about a step, to write it during the next one."""
         self.between.leave()
         if step.train:
             if self._crew.alone and self.is_on:
@@ -190,7 +190,7 @@ class Recording(Observer):
             draft.end_ns = now
 
     def data(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield what a loader does, and count the time that each batch takes to come."""
+        """Yield the items of a loader, and measure the time until each arrives."""
         batches = iter(loader)
         while True:
             with self.between.during("data"):
@@ -200,12 +200,12 @@ class Recording(Observer):
             yield batch
 
     def settle(self) -> None:
-        """Hear how the steps so far went on all ranks, and raise if one must not be built on."""
+        """Wait for the outcome of all steps so far on all ranks, and raise if one of them failed."""
         with self.between.during("hear"):
             self._ledger.settle(until=None, gradients_left=self._holdings.has_gradients)
 
     def _fill(self, step: Step, each: Sequence[Told]) -> None:
-        """Put into what the ranks tell the records that are settled: of this step, or else of the last one."""
+        """Add settled records to what the ranks tell: those of this step, or else of the last one."""
         if self._late:
             for told, record in zip(each, self.settled(self._late), strict=True):
                 told.late = record
@@ -230,7 +230,7 @@ class Recording(Observer):
             self._waiting.append((tally, {}))
 
     def waiting(self) -> None:
-        """Write the lines of earlier steps, and the metrics of those that all ranks have told of."""
+        """Write the lines of earlier steps, and the metrics of steps that all ranks have told."""
         if self._unwritten and self.folder is not None and self.folder.is_open:
             self._write(self.folder)
             self.folder.flush_if_due()
@@ -251,13 +251,13 @@ class Recording(Observer):
             self._waiting[-1][1].update(metrics)
 
     def failed(self) -> None:
-        """Write all that is known out."""
+        """Write everything that is known."""
         if self.folder is not None and self.folder.is_open:
             self._write(self.folder)
             self.folder.flush()
 
     def close(self) -> None:
-        """Write what is left, as far as it is known, and end the run."""
+        """Write the rest, as far as it is known, and end the run."""
         if self.folder is not None and self.folder.is_open:
             if self._late:
                 self._unwritten += self.settled(self._late)
@@ -272,12 +272,12 @@ class Recording(Observer):
         self.close()
 
     def check(self) -> None:
-        """Refuse to say what was not recorded."""
+        """Raise if nothing was recorded."""
         if not self.is_on:
-            raise RunError("nothing was recorded: record=False", fix="make the pipeline with record=True or a folder")
+            raise RunError("nothing was recorded: record=False", fix="create the pipeline with record=True or a folder")
 
 
-# Whoever forgets to close the pipeline, or only ends the process, has the run all the same.
+# Users who forget to close the pipeline, or just end the process, still get their run.
 _open: weakref.WeakSet[Recording] = weakref.WeakSet()
 
 

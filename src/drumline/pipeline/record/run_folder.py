@@ -1,8 +1,8 @@
-"""Where a run is written: a folder, whose files stay open as long as the pipeline lives.
+"""Write a run to a folder, whose files stay open as long as the pipeline lives.
 
-Lines are gathered, so that a step does not wait for the disk, and written out whole: when a second has passed, when the
-pipeline is closed or fails, and when the process ends. Who kills the process loses no more than that second. They
-belong to the process that gathered them: one that it forks, a loader's worker say, writes none of them.
+Lines are buffered, so that a step does not wait for the disk, and written as whole lines: after a second, when the
+pipeline is closed or fails, and when the process ends. A killed process loses at most that second. Buffered lines
+belong to the process that created them: forked processes, such as a loader's workers, never write them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
 def problem(path: Path, ranks: Sequence[int]) -> str:
-    """Return why these ranks cannot begin a run in a folder, or nothing.
+    """Return why these ranks cannot begin a run in a folder, or an empty text.
 
     >>> problem(Path("no-such-folder"), [0, 1])
     ''
@@ -47,11 +47,11 @@ def problem(path: Path, ranks: Sequence[int]) -> str:
         return f"{path} is a file, not a folder"
     mine = [rank_file(rank) for rank in ranks] + ([CONFIG, METRICS] if 0 in ranks else [])
     there = [name for name in mine if os.path.exists(path / name)]
-    return f"{path} holds a run already: {there[0]} is there" if there else ""
+    return f"{path} already holds a run: it contains {there[0]}" if there else ""
 
 
 class RunFolder:
-    """The files that the ranks of this process write; rank 0 writes those that all have in common."""
+    """The files of this process's ranks; rank 0 also writes those for all ranks."""
 
     def __init__(self, path: Path, run: str, ranks: Sequence[int]) -> None:
         self.path = path
@@ -65,14 +65,14 @@ class RunFolder:
             self._files = {name: FileIO(path / name, "x") for name in names}
         except OSError as error:
             raise UsageError(
-                f"{path} cannot be written to: {error.strerror}", expected="a folder for a run", fix="name another one"
+                f"cannot write to {path}: {error.strerror}", expected="a folder for the run", fix="choose another one"
             ) from None
         self._lines: dict[str, list[bytes]] = {name: [] for name in names}
 
     def describe(
         self, program: Program, config: dict[str, Any], plan: dict[str, Any], environment: dict[str, Any]
     ) -> None:
-        """Write what all ranks have in common; the config comes last, because a folder with one holds a run."""
+        """Write what all ranks have in common. The config is written last, because it marks a folder as a run."""
         _put(self.path / PROGRAM, program.format() + "\n")
         for name, table in ((PLAN, plan), (ENVIRONMENT, environment), (CONFIG, config)):
             _put(self.path / name, json.dumps({"run": self.run, **table}, indent=2) + "\n")
@@ -83,19 +83,19 @@ class RunFolder:
         self._add(rank_file(record.rank), {"run": self.run, "step": table.pop("step"), **table})
 
     def add_metrics(self, step: int, metrics: dict[str, Any]) -> None:
-        """Add the line of all ranks together."""
+        """Add the line for all ranks."""
         self._add(METRICS, {"run": self.run, "step": step, **metrics})
 
     def _add(self, name: str, line: dict[str, Any]) -> None:
         self._lines[name].append(_encode(line).encode() + b"\n")
 
     def flush_if_due(self) -> None:
-        """Write lines out if the last ones are a second old."""
+        """Write buffered lines if the last write was a second ago."""
         if time.monotonic() - self._flushed >= _SECONDS_TO_FLUSH:
             self.flush()
 
     def flush(self) -> None:
-        """Write all lines out. A disk that takes no more ends the recording, and not the training."""
+        """Write all lines. If the disk is full, recording ends but training continues."""
         self._flushed = time.monotonic()
         if not self.is_open or os.getpid() != self._process:
             return
@@ -105,10 +105,10 @@ class RunFolder:
                 lines.clear()
         except OSError as error:
             self._let_go()
-            print(f"drumline: {self.path} is recorded no further: {error}", file=sys.stderr, flush=True)
+            print(f"drumline: stopped recording to {self.path}: {error}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Write all lines out and close the files; rank 0 then says that the run has ended."""
+        """Write all lines and close the files; then rank 0 marks the run as ended."""
         self.flush()
         has_ended = self.is_open and os.getpid() == self._process and METRICS in self._files
         self._let_go()
@@ -122,14 +122,14 @@ class RunFolder:
 
 
 def _write(file: FileIO, data: bytes) -> None:
-    """Write all of the data: the kernel may take it in parts."""
+    """Write all of the data: the kernel may accept it in parts."""
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]
 
 
 def _put(path: Path, text: str) -> None:
-    """Write a file at once: who reads finds all of it or none."""
+    """Write a file atomically: readers find all of it or nothing."""
     beside = path.with_name(f".{path.name}.part")
     beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)
@@ -139,11 +139,11 @@ _LEFT_OUT = frozenset({"self", "model", "example", "example_target", "record"})
 
 
 def plain(value: Any) -> Any:
-    r"""Return a setting as JSON has it; of paths only the last part, of functions and objects their name.
+    r"""Return a setting as JSON: only the last part of paths, and the names of functions and objects.
 
     >>> plain({"balance": (2, 2), "loss_fn": plain, "weights": Path("/some/where/weights")})
     {'balance': [2, 2], 'loss_fn': 'plain', 'weights': 'weights'}
-    >>> plain([float("inf"), 2**70, "\udcff"])  # what JSON's readers refuse is text
+    >>> plain([float("inf"), 2**70, "\udcff"])  # values that JSON readers refuse become text
     ['inf', '1180591620717411303424', '?']
     """
     if isinstance(value, float) and not math.isfinite(value):
@@ -166,7 +166,7 @@ def plain(value: Any) -> Any:
 
 
 def config_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a pipeline was made with, and how its records are to be read."""
+    """Return the options of a pipeline, and how to read its records."""
     return {
         "format": FORMAT,
         "drumline": _version(),
@@ -179,12 +179,12 @@ def config_of(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _version() -> str:
     try:
         return version("drumline")
-    except PackageNotFoundError:  # run from its source
+    except PackageNotFoundError:  # running from source
         return "unknown"
 
 
 def plan_of(program: Program, assembly: Assembly, balance: Balance | None) -> dict[str, Any]:
-    """Return what was decided: blocks per stage, placement, schedule, checkpointing, and what it should cost."""
+    """Return the decisions: blocks per stage, placement, schedule, checkpointing, and the predicted costs."""
     placement = program.placement
     predicted: dict[str, Any] = {"costs": None, "makespan": None, "blocks": None}
     if balance is not None:
@@ -205,7 +205,7 @@ def plan_of(program: Program, assembly: Assembly, balance: Balance | None) -> di
 
 
 def environment_of(device: torch.device) -> dict[str, Any]:
-    """Return what a rank runs on: versions, machine and device, and nothing that names a person or a place."""
+    """Return a rank's versions, machine and device; nothing in it names a person or a place."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -1,6 +1,6 @@
-"""How a step went on every rank: told by each at its end, heard by whoever needs it.
+"""The outcome of a step on every rank: each rank tells it at the end, and others read it when they need it.
 
-A rank does not wait at the end of a step. The loss, the check for NaN and the timeline wait when they are asked for.
+A rank does not wait at the end of a step. The loss, the NaN check and the timeline wait when they are requested.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ class Told:
     losses: Sequence[float | Tensor] = ()
     dtype: str = "float32"
     finite: bool | Tensor = True
-    scale: float | None = None  # of the loss, as this rank knows it
-    unreached: list[str] | None = None  # parameters without gradient, where they were looked for
+    scale: float | None = None  # the loss scale on this rank
+    unreached: list[str] | None = None  # parameters without gradient, if this rank checked
     record: Record | None = None
-    late: Record | None = None  # of the step before, where the device had not passed that in time
-    num_rows: int = 0  # of the batch, where it is known
+    late: Record | None = None  # of the previous step, if the device finished it late
+    num_rows: int = 0  # rows of the batch, if known
     num_tokens: int = 0
     train: bool = True
-    given: Given | None = None  # what the step was called with; not told where all ranks are in one process
-    followed: dict[str, str] = field(default_factory=dict)  # digests of what was written for new kinds of input
+    given: Given | None = None  # arguments of the step; None if all ranks are in one process
+    followed: dict[str, str] = field(default_factory=dict)  # digests of graphs traced for new kinds of input
 
 
 @dataclass(eq=False)
 class Tally:
-    """All ranks' words on one step; `hear` is called once, when they are first needed."""
+    """What all ranks told about one step; `hear` is called once, when it is first needed."""
 
     number: int
     hear: Callable[[], list[Told]]
     program: Program
     scaler: LossScaler | None = None
-    own: Callable[[], list[Record]] | None = None  # where all ranks are here, their records once they are asked for
-    following: Tally | None = None  # the next step that trained
+    own: Callable[[], list[Record]] | None = None  # if all ranks are here, their records on demand
+    following: Tally | None = None  # the next training step
 
     @cached_property
     def told(self) -> list[Told]:
@@ -65,23 +65,23 @@ class Tally:
 
     @property
     def is_heard(self) -> bool:
-        """Whether all ranks' words are here."""
+        """Whether all ranks have told."""
         return "told" in self.__dict__
 
     @property
     def is_complete(self) -> bool:
-        """Whether all that will be known of the step is here."""
+        """Whether everything about the step is known."""
         return self.is_heard and self.known_records is not None
 
     @property
     def records(self) -> tuple[Record, ...] | None:
-        """What every rank recorded, those of this process waited for; None as long as another has not told it."""
+        """The records of all ranks, waiting for those of this process; None until all others have told theirs."""
         known = self.known_records
         return tuple(self.own()) if known is None and self.own is not None else known
 
     @property
     def known_records(self) -> tuple[Record, ...] | None:
-        """The same without waiting for a device."""
+        """The same, without waiting for a device."""
         found = [one.record for one in self.told]
         if None in found and self.following is not None and self.following.is_heard:
             found = [one or other.late for one, other in zip(found, self.following.told, strict=True)]
@@ -90,7 +90,7 @@ class Tally:
 
     @cached_property
     def loss(self) -> Tensor | None:
-        """The batch's loss, its microbatches' parts added in their order; None where there was no target."""
+        """The loss of the batch, summed over microbatches in order; None without a target."""
         parts = {number: part for one in self.told for number, part in zip(one.microbatches, one.losses, strict=True)}
         if not parts:
             return None
@@ -102,23 +102,23 @@ class Tally:
 
     @cached_property
     def timeline(self) -> Measured:
-        """What the ranks measured."""
+        """The timeline that the ranks measured."""
         records = self.records
         if records is None:
-            raise RunError("a device has not passed the step yet", fix="run another one, or use check_finite=True")
+            raise RunError("a device has not finished the step yet", fix="run another step, or use check_finite=True")
         if not all(record.starts for record in records):
-            raise RunError("a captured step has no timeline", fix="use capture=False to measure")
+            raise RunError("a captured step has no timeline", fix="use capture=False to measure steps")
         return Measured(self.program, records)
 
     @property
     def unreached(self) -> set[str] | None:
-        """The parameters that got no gradient on any rank; None where nobody looked."""
+        """The parameters that got no gradient on any rank; None if no rank checked."""
         if any(one.unreached is None for one in self.told[:1]):
             return None
         return {name for one in self.told for name in one.unreached or ()}
 
     def metrics(self, noted: Mapping[str, Any], dials: tuple[Dial, ...] = ()) -> dict[str, Any]:
-        """Return the metrics of the step; `noted` are further ones, `dials` say how the ranks' clocks are read."""
+        """Return the step's metrics; `noted` are additional ones, `dials` say how to read the ranks' clocks."""
         found: dict[str, Any] = {"loss_metrics/global_avg_loss": self.loss, **noted}
         records = self.known_records
         if records is not None:
@@ -128,11 +128,11 @@ class Tally:
             if rows:
                 found["throughput(rows/s)"] = rows / seconds
             if tokens:
-                found["throughput(tps)"] = tokens / seconds / len(records)  # of each device, as torchtitan has it
+                found["throughput(tps)"] = tokens / seconds / len(records)  # per device, as in torchtitan
         return {name: _plain(value) for name, value in found.items()}
 
     def check(self) -> None:
-        """Raise if the step must not be built on, on every rank alike."""
+        """Raise the same error on every rank if the step failed."""
         agree_on_mode([one.train for one in self.told], self.number)
         agree_on_batch([one.given for one in self.told], self.number)
         agree_on_followed([one.followed for one in self.told], self.number)
@@ -142,30 +142,30 @@ class Tally:
             raise MismatchError(
                 f"step {self.number}: ranks scaled the loss by {', '.join(f'{one:g}' for one in scales)}",
                 expected="the same scale on every rank",
-                fix="load the same state into pipe.scaler on all of them",
+                fix="load the same state into pipe.scaler on every rank",
             )
         if bad and not (self.scaler is not None and self.scaler.handles(self.number, bad)):
             raise NonFiniteError(
                 f"step {self.number}: a loss or gradient on rank {', '.join(bad)} is NaN or infinite",
                 expected="finite numbers; no optimizer has stepped",
-                fix="zero_grad() and skip the batch, lower the learning rate, or pass check_finite=False",
+                fix="call zero_grad() and skip the batch, lower the learning rate, or pass check_finite=False",
             )
 
 
 class Ledger:
-    """The tallies of all steps so far: those nobody has looked at, the last one, and one that was refused."""
+    """The tallies of all steps so far: those not yet checked, the last one, and one that failed."""
 
     def __init__(self, unused: str = "warn", never_used: Collection[str] | None = None) -> None:
         self.unused = Unused(unused, never_used)
-        self.number = 0  # of the next step
-        self.last: Tally | None = None  # of the steps that trained
-        self.before: Tally | None = None  # the one before that
-        self._recent: deque[Tally] = deque(maxlen=_NUM_RECENT)  # by which drifts of clocks are told
+        self.number = 0  # number of the next step
+        self.last: Tally | None = None  # the last training step
+        self.before: Tally | None = None  # the training step before it
+        self._recent: deque[Tally] = deque(maxlen=_NUM_RECENT)  # for estimating clock drift
         self._open: list[Tally] = []
         self._refused: Tally | None = None
 
     def add(self, tally: Tally, *, trained: bool, alone: bool) -> None:
-        """Enter a step that has been told of; ranks that are `alone` in one process have one clock."""
+        """Add a finished step; ranks that are `alone` in one process share a clock."""
         self.number = tally.number + 1
         self._open.append(tally)
         if trained:
@@ -174,18 +174,18 @@ class Ledger:
             self.before, self.last = self.last, tally
             if not alone:
                 self._recent.append(tally)
-            self._refused = None  # gradients add up, so this step's check covers what was there before
+            self._refused = None  # gradients accumulate, so this step's check covers earlier ones
 
     def timeline(self) -> Measured:
-        """Return the last step that all ranks know; without waiting for a device, that may be the one before."""
+        """Return the last step that all ranks know; this may be the previous one, to avoid waiting for a device."""
         if self.last is None:
-            raise RunError("no step has run yet", fix="call step first")
+            raise RunError("no step has run yet", fix="call pipe.step first")
         known = self.last if self.last.records is not None or self.before is None else self.before
         dials = self.dials(known)
         return replace(known.timeline, dials=dials) if dials else known.timeline
 
     def dials(self, tally: Tally) -> tuple[Dial, ...]:
-        """Return how the ranks' clocks are to be read in a step."""
+        """Return how to read the ranks' clocks in a step."""
         records = tally.known_records
         if records is None or len({record.clock for record in records}) == 1:
             return ()
@@ -194,7 +194,7 @@ class Ledger:
         return align([each for _, each in steps], [one for one, _ in steps].index(tally))
 
     def settle(self, *, until: int | None, gradients_left: Callable[[], bool]) -> None:
-        """Look at all steps, or those up to a number, and raise if one must not be built on."""
+        """Check all steps, or those up to a number, and raise if one failed."""
         if until is None and self._refused is not None and gradients_left():
             self._refused.check()
         while self._open and (until is None or self._open[0].number <= until):
@@ -205,6 +205,6 @@ class Ledger:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number as JSON has it, which knows neither tensors nor what is not finite."""
+    """Return a number as JSON allows it, without tensors and non-finite values."""
     number = value.item() if isinstance(value, Tensor) else value
     return None if isinstance(number, float) and not math.isfinite(number) else number

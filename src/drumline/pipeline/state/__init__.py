@@ -1,1 +1,1 @@
-"""Parameters, buffers, optimizers and scales: who holds them, and how they are kept, updated and given back."""
+"""Parameters, buffers, optimizers and scales: who holds them, and how to store, update and return them."""

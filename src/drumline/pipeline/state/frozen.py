@@ -1,12 +1,12 @@
-"""Which parameters are trained, and which of them no loss reaches.
+"""Which parameters train, and which of them no loss reaches.
 
-Which stages are trained is read from the parameters once, and held against them at every step. The program that runs
-has no backward for what was frozen when the pipeline was made. So freezing more later only costs time, and freeing what
-has no backward is refused: its gradient would be missing without a word.
+A pipeline reads once which stages train, and compares this with the parameters at every step. Its program has no
+backward for parameters that were frozen when it was created. So freezing more of them later only costs time, but
+unfreezing one without a backward is refused: its gradient would be missing silently.
 
-Of parameters that no loss reaches, the gradient stays None, as in one process, and training goes on. An expert that
-gets no tokens in one step may get some in the next. So only those are named, and once, that the model's forward never
-uses, and those that no loss has reached in any of the first steps.
+If no loss reaches a parameter, its gradient stays None, as in one process, and training continues. An expert without
+tokens in one step may get some in the next. So the warning comes once, and names only parameters that the forward never
+uses and those that no loss reaches in any of the first steps.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from drumline.runtime.stage import Stage
 
 Cuts = Sequence[Sequence[Block]]
 
-_NUM_STEPS = 10  # for which it is looked at what is reached
+_NUM_STEPS = 10  # steps in which to look for unreached parameters
 
 
 def trainable(cuts: Cuts) -> list[bool]:
-    """Return, per stage, whether any of its parameters is trained.
+    """Return, for each stage, whether any of its parameters trains.
 
     >>> frozen = nn.Linear(2, 2).requires_grad_(False)
     >>> trainable([[Block("0", frozen)], [Block("1", nn.Linear(2, 2)), Block("2", nn.ReLU())]])
@@ -41,7 +41,7 @@ def trainable(cuts: Cuts) -> list[bool]:
 
 
 class Frozen:
-    """A program without the backwards that a model does not need, and whether the model still does not."""
+    """A program without backwards that the model does not need, and the check that it still does not need them."""
 
     def __init__(self, program: Program, cuts: Cuts) -> None:
         self._trained = trainable(cuts)
@@ -51,27 +51,27 @@ class Frozen:
         self._parameters = [[(name, ref(one)) for name, one in _parameters(stage)] for stage in cuts]
 
     def pruned(self, program: Program) -> Program:
-        """Take another program for the same stages, and return it without the backwards that they do not need."""
+        """Switch to another program for the same stages, and return it without the backwards that they do not need."""
         self.program = prune(program, self._trained)
         return self.program
 
     def forget_all_but(self, cuts: Cuts) -> None:
-        """Keep only these blocks alive, where others are of other processes; others are looked at while they live."""
+        """Keep only these blocks alive, because other processes hold the rest; check the rest while they live."""
         self._is_whole = all(cuts)
         self._cuts = cuts
 
     def check_trains(self) -> None:
-        """Refuse a training step where nothing trains; alike on all ranks that were given the same model."""
+        """Refuse a training step if nothing trains; the same on all ranks with the same model."""
         if self.program.has_backward and (not self._is_whole or any(trainable(self._cuts))):
-            return  # what is in other processes may train
+            return  # other processes may hold trainable parameters
         raise ModelError(
-            "nothing trains: every parameter of the model is frozen",
-            expected="a parameter with requires_grad",
-            fix="free some before the pipeline is made, or use eval_step",
+            "nothing to train: every parameter of the model is frozen",
+            expected="at least one parameter with requires_grad",
+            fix="unfreeze some before you create the pipeline, or use eval_step",
         )
 
     def check_still(self, stages: Iterable[Stage]) -> None:
-        """Refuse parameters that are trained by now where the program has no gradients for them."""
+        """Refuse parameters that are trainable now if the program has no gradients for them."""
         for kind, parameters in zip(self.program.backwards, self._parameters, strict=True):
             if kind is not Backward.WHOLE:
                 for name, seen in parameters:
@@ -84,9 +84,9 @@ class Frozen:
 
     def _refuse(self, name: str) -> None:
         raise ModelError(
-            f"{name} was frozen when the pipeline was made, and is trainable now",
-            expected="what has no backward in the program to stay frozen",
-            fix="free it before the pipeline is made: make a new one on all ranks",
+            f"{name} was frozen when the pipeline was created, and is trainable now",
+            expected="it to stay frozen, because the program has no backward for it",
+            fix="unfreeze it, then create a new pipeline on all ranks",
         )
 
 
@@ -96,9 +96,9 @@ def _parameters(blocks: Sequence[Block]) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 class Unused:
-    """What is known of parameters without gradient; `mode` is "warn", "raise" or "ignore".
+    """Tracks parameters without gradient; `mode` is "warn", "raise" or "ignore".
 
-    `known` are those that the forward never uses; None on ranks that stay quiet.
+    `known` are those that the forward never uses; None on ranks that do not warn.
     """
 
     def __init__(self, mode: str, known: Collection[str] | None = None) -> None:
@@ -107,18 +107,18 @@ class Unused:
         self.begin()
 
     def begin(self) -> None:
-        """Look anew, for other parameters are trained."""
+        """Start again, because other parameters train now."""
         self._never: set[str] | None = None
         self._num_steps = 0
         self._named: set[str] = set()
 
     @property
     def looks(self) -> bool:
-        """Whether ranks should still say which of their parameters got no gradient."""
+        """Whether ranks should still report which of their parameters got no gradient."""
         return self._num_steps < _NUM_STEPS and self.mode != "ignore"
 
     def hear(self, unreached: Collection[str] | None) -> None:
-        """Take in which parameters got no gradient in a step."""
+        """Record which parameters got no gradient in a step."""
         if unreached is None:
             return
         self._never = set(unreached) if self._never is None else self._never & set(unreached)
@@ -126,17 +126,17 @@ class Unused:
         if self.mode == "raise" and self._num_steps == 1 and unreached:
             raise ModelError(
                 f"no loss reaches {_listed(sorted(unreached))}",
-                expected='a gradient for every trainable parameter, for unused is "raise"',
-                fix="freeze what the loss does not use: parameter.requires_grad_(False)",
+                expected='a gradient for every trainable parameter, because unused is "raise"',
+                fix="freeze the parameters that the loss does not use: parameter.requires_grad_(False)",
             )
         if self.mode != "warn" or self.known is None:
             return
         never = self._never if self._num_steps == _NUM_STEPS else self._never & set(self.known)
         if fresh := never - self._named:
             self._named |= fresh
-            how = "in any step so far" if self._num_steps == _NUM_STEPS else "and the forward never uses it"
+            how = "in any step so far" if self._num_steps == _NUM_STEPS else "and the forward never uses them"
             warnings.warn(
-                f"no loss reaches {_listed(sorted(fresh))}, {how}: it stays as it is. Freeze it to save its memory, or"
+                f"no loss reaches {_listed(sorted(fresh))}, {how}: they will not change. Freeze them to save memory, or"
                 ' pass unused="ignore"',
                 stacklevel=2,
             )
@@ -147,6 +147,6 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def unused_in(stages: Cuts) -> frozenset[str]:
-    """Return the names of parameters that a followed model's forward never uses."""
+    """Return the names of parameters that a traced model's forward never uses."""
     last = stages[0][0].module
     return last.script.unused if isinstance(last, Piece) else frozenset()

@@ -1,4 +1,4 @@
-"""A model without memory brought to life in one process."""
+"""Give a model on the meta device memory and values, in one process."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ M = TypeVar("M")
 def materialise(
     model: M, weights: str | Path | Weights | None = None, *, device: torch.device | str | None = None, seed: int = 0
 ) -> M:
-    """Give a model on the meta device memory and values, in place, and return it: the whole of it, in this process.
+    """Give a whole model on the meta device memory and values, in place and in this process, and return it.
 
-    The values are those that a `Pipeline` with the same `weights` and `seed` gives to its stages, to the last bit. See
-    `Weights` for what `weights` may be; without, every module's own initialiser runs, seeded by (seed, module name).
+    A `Pipeline` with the same `weights` and `seed` gives its stages the same values, bit for bit. See `Weights` for
+    what `weights` may be. Without it, each module's own initialiser runs, seeded by (seed, module name).
 
     >>> with torch.device("meta"):
     ...     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -40,7 +40,7 @@ def materialise(
 
 
 def opened(weights: str | Path | Weights | None) -> Weights | None:
-    """Return the weights of a path, read no further than their names and shapes."""
+    """Return the weights at a path, reading only their names and shapes."""
     if weights is None or isinstance(weights, Weights):
         return weights
     if not isinstance(weights, str | Path):

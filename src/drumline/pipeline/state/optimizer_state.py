@@ -1,10 +1,10 @@
-"""An optimizer's state by the names of the unsplit model's parameters, so that it fits any schedule and any cut.
+"""An optimizer's state by the parameter names of the unsplit model, so that it fits any schedule and cut.
 
     torch    {"state": {0: {...}, 1: {...}}, "param_groups": [{"params": [0, 1], ...}]}
     here     {"state": {"0.weight": {...}, "0.bias": {...}}, "param_groups": [{"params": ["0.weight", "0.bias"], ...}]}
 
-Every rank's state has its own parameters. The "state" dicts of all ranks together, with any rank's "param_groups", are
-the whole model's, of which each rank takes what it holds.
+Each rank's state holds its own parameters. The "state" dicts of all ranks, merged, with any rank's "param_groups", are
+the state of the whole model. From it, each rank takes what it holds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NamedTensors = Callable[[], Iterable[tuple[str, Tensor]]]
 
 
 class StateByName:
-    """Translates one optimizer's states; `named` yields what it updates, by name.
+    """Translates the states of one optimizer; `named` yields the tensors it updates, by name.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -36,7 +36,7 @@ class StateByName:
         self._named = named
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Let the optimizer's `state_dict` and `load_state_dict` go by name."""
+        """Make the optimizer's `state_dict` and `load_state_dict` use names."""
         optimizer.register_state_dict_post_hook(self._told)
         optimizer.register_load_state_dict_pre_hook(self._taken)
 
@@ -46,14 +46,14 @@ class StateByName:
         held = [[id(one) for one in group["params"]] for group in optimizer.param_groups]
         if any(one not in names for group in held for one in group):
             raise RunError(
-                "an optimizer of the pipeline's holds a parameter that is not the pipeline's",
-                expected="parameters with names, by which its state is stored",
-                fix="give what is not the pipeline's an optimizer of its own",
+                "an optimizer from pipe.optimizer holds a parameter that is not the pipeline's",
+                expected="only the pipeline's parameters: the state is stored under their names",
+                fix="create a separate optimizer for the other parameters",
             )
         return [[names[one] for one in group] for group in held]
 
     def _told(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state by position as one by name."""
+        """Convert a state by position to one by name."""
         names = self._names(optimizer)
         flat = [name for group in names for name in group]
         groups = [{**group, "params": own} for group, own in zip(state["param_groups"], names, strict=True)]
@@ -61,7 +61,7 @@ class StateByName:
         return {**state, "state": by_name, "param_groups": groups}
 
     def _taken(self, optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-        """Return a state by name as one by position in this optimizer, of its own parameters."""
+        """Convert a state by name to one by position in this optimizer, for its own parameters."""
         state, groups = _checked(given)
         homes = {name: group for group in groups for name in group["params"]}
         names = self._names(optimizer)
@@ -70,8 +70,8 @@ class StateByName:
             if (state and name not in state and name not in homes) or (len(groups) > 1 and name not in homes):
                 raise ModelError(
                     f"the optimizer's state has no {name!r}",
-                    expected="every trainable parameter of this rank's stages",
-                    fix=f"join the states of all ranks it was saved on; {nearest(name, sorted(known))}",
+                    expected="an entry for every trainable parameter of this rank's stages",
+                    fix=f"merge the states of all ranks that saved it; {nearest(name, sorted(known))}",
                 )
         position = {name: at for at, name in enumerate(name for group in names for name in group)}
         made = []
@@ -79,8 +79,8 @@ class StateByName:
             theirs = {id(group): group for name in own if (group := homes.get(name, groups[0]))}
             if len(theirs) > 1:
                 raise ModelError(
-                    f"{own[0]!r} and others of its group stand in different groups of the optimizer's state",
-                    expected="groups like those of this optimizer",
+                    f"{own[0]!r} and other parameters of its group are in different groups of the optimizer's state",
+                    expected="the same groups as in this optimizer",
                 )
             settings = next(iter(theirs.values()), groups[0])
             made.append({**settings, "params": [position[name] for name in own]})
@@ -89,18 +89,18 @@ class StateByName:
 
 
 def _checked(given: Any) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
-    """Refuse what is no state by name."""
+    """Refuse anything but a state by name."""
     state, groups = (given.get(one) if isinstance(given, Mapping) else None for one in ("state", "param_groups"))
     if not isinstance(state, Mapping) or not isinstance(groups, list) or not groups:
         raise ModelError(
             f"the optimizer's state is a {type(given).__name__} without state and param_groups",
-            expected="what pipe.optimizer(...).state_dict() returned",
+            expected="the result of pipe.optimizer(...).state_dict()",
         )
     keys = [*state, *(one for group in groups for one in group.get("params", ()))]
     if any(not isinstance(one, str) for one in keys):
         raise ModelError(
-            "the optimizer's state goes by position, which is another for every cut and schedule",
-            expected="a state by parameter name, as pipe.optimizer(...).state_dict() returns it",
-            fix="name its entries: replace each position by the name that pipe.named_parameters() had there",
+            "the optimizer's state is indexed by position, which changes with the cut and schedule",
+            expected="a state indexed by parameter name, as pipe.optimizer(...).state_dict() returns",
+            fix="replace each position by the name that pipe.named_parameters() gave at that position",
         )
     return state, groups

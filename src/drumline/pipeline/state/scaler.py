@@ -1,9 +1,9 @@
-"""The loss scale of float16 training: one number that all ranks share, and one decision.
+"""The loss scale of float16 training: one number and one decision, shared by all ranks.
 
-Gradients of float16 activations are often too small for float16. So the loss's gradient is multiplied by a large scale
-where a backward begins, and the weights' gradients are divided by it at the end of every step: what stands in `.grad`
-is always the true gradient. Where the scale was too large, some gradient on some rank is infinite or NaN. Every rank
-hears of it with the step's tally, so all of them skip the optimizer's step and lower the scale, or none does.
+Gradients of float16 activations are often too small for float16. So each backward starts from the loss's gradient times
+a large scale, and every step ends by dividing the weights' gradients by it: `.grad` always holds the true gradient. If
+the scale was too large, some gradient on some rank is infinite or NaN. Every rank learns this from the step's tally. So
+either all ranks skip the optimizer's step and lower the scale, or none does.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from drumline.core.errors import ModelError, NonFiniteError
 
 @dataclass(eq=False, repr=False)
 class LossScaler:
-    """The scale, and when it changes: the rules, defaults and state of `torch.amp.GradScaler`.
+    """The loss scale and when it changes: the rules, defaults and state of `torch.amp.GradScaler`.
 
-    A step of the optimizer that is skipped multiplies it by `backoff_factor`; `growth_interval` steps without one
-    multiply it by `growth_factor`. If it would fall below `floor`, the gradients themselves are at fault, and
-    NonFiniteError is raised.
+    A skipped optimizer step multiplies the scale by `backoff_factor`; `growth_interval` steps without a skip multiply
+    it by `growth_factor`. If it would fall below `floor`, the gradients themselves are bad, and NonFiniteError is
+    raised.
 
     >>> scaler = LossScaler(init_scale=8.0, growth_interval=2)
     >>> for number, overflow in enumerate([True, False, False]):
@@ -46,36 +46,36 @@ class LossScaler:
     def __post_init__(self, init_scale: float) -> None:
         self.scale = init_scale
         self._good = 0  # optimizer steps since the scale last changed
-        self._first = 0  # the first step whose gradients have not been forgotten
+        self._first = 0  # the first step whose gradients have not been cleared
         self._last = -1  # the last step that ran
-        self._decided = -1  # the last step when the last decision was made
+        self._decided = -1  # the last step at the time of the last decision
         self._overflow = False
         self._skip = False
 
     def ran(self, number: int) -> None:
-        """Note that a training step ran with this scale."""
+        """Record that a training step ran with this scale."""
         self._last = number
 
     def forget(self) -> None:
-        """Note that gradients were set to zero: what overflowed before does not count any more."""
+        """Record that gradients were set to zero: earlier overflows no longer count."""
         self._first = self._last + 1
         self._overflow = False
 
     def handles(self, number: int, ranks: Sequence[str]) -> bool:
-        """Take in on which ranks a step overflowed; raises if there is nothing left to lower."""
+        """Record on which ranks a step overflowed; raise if the scale cannot be lowered further."""
         if ranks and number >= self._first:
             self._overflow = True
             if self.scale * self.backoff_factor < self.floor:
                 raise NonFiniteError(
                     f"step {number}: a loss or gradient on rank {', '.join(ranks)} is NaN or infinite, "
-                    f"at a loss scale of {self.scale:g} already",
-                    expected=f"finite numbers above a scale of {self.floor:g}; no optimizer has stepped",
+                    f"and the loss scale is already down to {self.scale:g}",
+                    expected=f"finite numbers at a scale above {self.floor:g}; no optimizer has stepped",
                     fix="look for a NaN in the data, lower the learning rate, or use bf16",
                 )
         return True
 
     def decide(self) -> bool:
-        """Whether optimizers may step on the gradients that are there; the first to ask changes the scale."""
+        """Whether optimizers may step on the current gradients; the first call changes the scale."""
         if self._decided != self._last:
             self._decided = self._last
             self._skip, self._overflow = self._overflow, False
@@ -94,7 +94,7 @@ class LossScaler:
                 self.scale *= self.growth_factor
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, with the names that torch's scaler gives it."""
+        """Return the state, with the names that torch's scaler uses."""
         return {
             "scale": self.scale,
             "growth_factor": self.growth_factor,
@@ -104,7 +104,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state, this one's or that of torch's scaler; load the same on every rank.
+        """Continue from a state of this scaler or torch's; load the same state on every rank.
 
         >>> scaler = LossScaler(); scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0}); scaler.scale
         2.0
@@ -113,7 +113,7 @@ class LossScaler:
         if missing:
             raise ModelError(
                 f"the scaler's state lacks {', '.join(missing)}",
-                expected="what state_dict returned, of a scaler that was enabled",
+                expected="the state_dict() of an enabled scaler",
             )
         self.scale = float(state["scale"])
         self.growth_factor = float(state["growth_factor"])

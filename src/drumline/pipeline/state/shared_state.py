@@ -1,9 +1,9 @@
-"""State that several stages or several copies of one hold: a forward that changes it would be seen in another order.
+"""State held by several stages, or several copies of one: a forward that changes it would be seen in a different order.
 
     one process     F(0) changes, F(3) reads │ F(0) changes, F(3) reads       microbatch by microbatch
     a pipeline      F(0) changes │ F(0) changes │ F(0) changes, F(3) reads    stage 3 reads what later ones left
 
-So what a step's forwards have changed of it is refused, by value after the first steps and by version ever after.
+So such changes are refused. They are detected by value after the first steps, and by version after that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from drumline.runtime.watch.fingerprint import PLAIN
 from drumline.runtime.weights.catalogue import Place, places_in
 from drumline.runtime.weights.tied import HeldTensor, Ties
 
-_BY_VALUE = 2  # steps whose tensors are compared by value: some change behind the versions' back
+_BY_VALUE = 2  # steps that compare tensors by value: some changes bypass the version
 
 
 class _Kept(NamedTuple):
@@ -49,7 +49,7 @@ class Shared(Observer):
         self._attributes: list[dict[str, Any]] = []
 
     def begin(self, step: Step) -> None:
-        """Note what there is before a step."""
+        """Record the state before a step."""
         by_value = self._num_steps < _BY_VALUE
         tensors = [one.place.tensor for one in self._kept]
         self._before = [
@@ -60,7 +60,7 @@ class Shared(Observer):
         self._num_steps += 1
 
     def end(self, step: Step) -> None:
-        """Refuse what the step has changed."""
+        """Refuse changes made by the step."""
         for one, (tensor, version, copy) in zip(self._kept, self._before, strict=True):
             now = one.place.tensor
             changed = now is not tensor or (now is not None and _version(now) != version)
@@ -70,8 +70,8 @@ class Shared(Observer):
             for key in (key for key, value in _plain(module).items() if attributes.get(key) != value):
                 raise ModelError(
                     f"block {name!r} changes its attribute {key!r} in its forward",
-                    expected="none in schedules with two copies of every stage: each copy sees half of the batch",
-                    fix="choose a schedule in one direction, such as zb-v",
+                    expected="no changes under this schedule: each of its two copies of a stage sees half of the batch",
+                    fix="choose a schedule with one copy of each stage, such as zb-v",
                 )
         self._before = []
 
@@ -79,8 +79,8 @@ class Shared(Observer):
         stages = ", ".join(map(str, kept.held.stages))
         raise ModelError(
             f"the forward of block {kept.block!r} changes the buffer {kept.held.name!r}, which stages {stages} hold",
-            expected="buffers that change to belong to one stage, which sees all microbatches in order",
-            fix="let one block have it, or cut so that all blocks that use it are in one stage (cuts=, balance=)",
+            expected="a changing buffer to belong to one stage, which sees all microbatches in order",
+            fix="keep it in one block, or put all blocks that use it into one stage (cuts=, balance=)",
         )
 
 
@@ -89,7 +89,7 @@ def _kept(ties: Ties, stages: Sequence[Stage]) -> Iterator[_Kept]:
         seen: set[str] = set()
         for block in stage.blocks:
             for place in places_in(block):
-                held = ties.find(place.name)  # what several ranks hold is looked after where they exchange it
+                held = ties.find(place.name)  # buffers held by several ranks are checked when they are exchanged
                 if held is not None and held.is_tied and not held.is_parameter and held.name not in seen:
                     seen.add(held.name)
                     yield _Kept(held, place, block.name)
@@ -104,7 +104,7 @@ def _plain(module: nn.Module) -> dict[str, Any]:
 
 
 def refuse_hidden(cuts: Iterable[Sequence[Block]]) -> None:
-    """Refuse a block that has another stage's buffer as a plain attribute: what changes there is not seen here."""
+    """Refuse a block that holds another stage's buffer as a plain attribute: it would not see changes made there."""
     owners: dict[int, tuple[int, str]] = {}
     stages = list(cuts)
     for at, blocks in enumerate(stages):
@@ -118,7 +118,7 @@ def refuse_hidden(cuts: Iterable[Sequence[Block]]) -> None:
                     owner, name = owners.get(id(one), (at, "")) if isinstance(one, Tensor) else (at, "")
                     if owner != at:
                         raise ModelError(
-                            f"block {block.name!r} has the buffer {name!r} of another stage as its attribute {key!r}",
-                            expected="buffers that are registered where they are used",
+                            f"block {block.name!r} holds the buffer {name!r} of another stage in its attribute {key!r}",
+                            expected="each buffer to be registered in the block that uses it",
                             fix=f"register it there too: self.register_buffer({key!r}, ...)",
                         )

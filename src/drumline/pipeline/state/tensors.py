@@ -1,7 +1,7 @@
-"""What the ranks of this process hold of the model, each tensor once: named, kept equal, stored and given back.
+"""The model tensors that this process's ranks hold, each once: named, kept equal, stored and loaded.
 
-What several blocks hold has several names in the unsplit model, and is stored once, by the rank that is its home: so
-the ranks' states together are the model's, with every tensor once. A state is taken back under any of its names.
+A tensor that several blocks hold has several names in the unsplit model. One rank owns it and stores it once. So the
+ranks' states, merged, are the model's, with every tensor once. Loading accepts any of its names.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ class Holdings(Observer):
         self.executors = executors
         self.copies = copies
         self._named: Named | None = None
-        self._earlier: list[tuple[nn.Parameter, Tensor | None]] = []  # gradients of steps before the one that runs
+        self._earlier: list[tuple[nn.Parameter, Tensor | None]] = []  # gradients of earlier steps
 
     def share(self) -> None:
-        """Give all copies of whatever several ranks hold the values that its home has."""
+        """Give all copies of tensors that several ranks hold the values of the rank that owns them."""
         self.follow()
         if not self.crew.alone and any(one.is_copied for one in self.ties.tensors):
             self.crew.drive([share(executor.exchange) for executor in self.executors])
 
     def follow(self) -> None:
-        """Let copies in this process be what they are copies of."""
+        """Update the copies in this process from their originals."""
         for copies in self.copies:
             copies.follow()
 
     def renew(self) -> None:
-        """Look anew: parameters were exchanged."""
+        """Read the parameters again, because some were replaced."""
         self._named = None
 
     def named_parameters(self) -> Named:
-        """Return the parameters that are the user's; copies in one process are not, since they follow others."""
+        """Return the user's parameters, without copies in this process, which follow others."""
         if self._named is None:
             each = [self.named_on(executor, at_home=self.crew.alone) for executor in self.executors]
             self._named = [pair for named in each for pair in named]
         return self._named
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the same without their names."""
+        """Return the same without names."""
         return [one for _, one in self.named_parameters()]
 
     def has_gradients(self) -> bool:
@@ -66,7 +66,7 @@ class Holdings(Observer):
         return any(one.grad is not None for _, one in self.named_parameters())
 
     def norms(self, norm_type: float) -> list[dict[str, float]]:
-        """Return, rank by rank, the gradient norms of the parameters whose home it is."""
+        """Return, for each rank, the gradient norms of the parameters that it owns."""
         found = []
         for named in (self.named_on(executor, at_home=True) for executor in self.executors):
             norms = clip.norms_of([one for _, one in named], norm_type)
@@ -74,7 +74,7 @@ class Holdings(Observer):
         return found
 
     def named_on(self, executor: Executor, *, at_home: bool = False) -> Named:
-        """Return one rank's parameters, each once and by its first name; `at_home`, those alone whose home it is."""
+        """Return one rank's parameters, each once by its first name; with `at_home`, only those that it owns."""
         return [
             (name, one)
             for name, (home, one) in self.ties.on(_blocks(executor)).items()
@@ -82,7 +82,7 @@ class Holdings(Observer):
         ]
 
     def begin(self, step: Step) -> None:
-        """Take earlier steps' gradients away from what several ranks hold: only this step's are exchanged."""
+        """Put aside earlier steps' gradients of tensors that several ranks hold: only this step's are exchanged."""
         exchanged = [one for executor in self.executors for one in executor.exchange.parameters]
         kept = set(self.parameters()) if exchanged else set()
         self._earlier = [(one, one.grad) for one in exchanged if one in kept]
@@ -102,7 +102,7 @@ class Holdings(Observer):
         return {self.ties.first(name) for block in blocks for name, _ in _entries(block)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this process stores: parameters and persistent buffers whose home is one of its ranks."""
+        """Return what this process stores: the parameters and persistent buffers that its ranks own."""
         stored: dict[str, Any] = {}
         for executor in self.executors:
             for index, block in _blocks(executor):
@@ -113,7 +113,7 @@ class Holdings(Observer):
         return stored
 
     def load_state_dict(self, given: Mapping[str, Any]) -> None:
-        """Take a state in on all ranks, or raise alike on all of them before anything has changed."""
+        """Load a state on all ranks, or raise on all of them before anything changes."""
         problems = [self._problem_with(given, executor) for executor in self.executors]
         for problem in self.crew.all_told("state", problems):
             if problem is not None:
@@ -130,10 +130,10 @@ class Holdings(Observer):
             self.share()
 
     def _problem_with(self, state: Mapping[str, Any], executor: Executor) -> DrumlineError | None:
-        """Return why a state cannot be given to a rank, None if it can."""
+        """Return why a rank cannot load a state, or None if it can."""
         try:
             if not isinstance(state, Mapping):
-                raise ModelError(f"the state is a {type(state).__name__}", expected="a dict of tensors by name")
+                raise ModelError(f"the state is a {type(state).__name__}", expected="a dict from names to tensors")
             for index, block in _blocks(executor):
                 for name, own in _entries(block):
                     value = _given(state, self.ties, name)
@@ -154,20 +154,20 @@ def _check_tensor(name: str, value: Any, own: Tensor) -> None:
     if not isinstance(value, Tensor):
         raise ModelError(f"{name!r} is a {type(value).__name__} in the state", expected="a tensor")
     if value.is_meta:
-        raise ModelError(f"{name!r} is on the meta device in the state", expected="a tensor with numbers")
+        raise ModelError(f"{name!r} is on the meta device in the state", expected="a tensor with data")
     if value.shape != own.shape:
-        raise ModelError(f"{name!r} has the shape {tuple(value.shape)} in the state", expected=str(tuple(own.shape)))
+        raise ModelError(f"{name!r} has shape {tuple(value.shape)} in the state", expected=str(tuple(own.shape)))
 
 
 def _given(state: Mapping[str, Any], ties: Ties, name: str) -> Any:
-    """Return what the state has under any of a tensor's names."""
+    """Return the state's entry under any of a tensor's names."""
     held = ties.find(name)
     names = [one for one in ((name,) if held is None else held.names) if one in state]
     values = [state[one] for one in names]
     for other, value in zip(names[1:], values[1:], strict=True):
         if value is not values[0] and not (value.shape == values[0].shape and torch.equal(value, values[0])):
             raise ModelError(
-                f"{names[0]!r} and {other!r} differ in the state", expected="the same: they are one tensor of the model"
+                f"{names[0]!r} and {other!r} differ in the state", expected="equal values: the model ties them"
             )
     return values[0] if values else None
 
@@ -182,5 +182,5 @@ def _prefix(block: Block) -> str:
 
 
 def _entries(block: Block) -> Iterator[tuple[str, Any]]:
-    """Yield what a block stores, under the names of the unsplit model."""
+    """Yield what a block stores, by the names of the unsplit model."""
     yield from block.module.state_dict(prefix=_prefix(block), keep_vars=True).items()

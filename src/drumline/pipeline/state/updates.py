@@ -1,12 +1,12 @@
-"""How parameters are updated: by any optimizer; or, where gradients were scaled or masters are kept, by ours alone.
+"""Update parameters: with any optimizer, or, for scaled gradients and master weights, only with `Pipeline.optimizer`.
 
-What `Pipeline.optimizer` makes is the torch optimizer that was asked for. Where a step of it may have to be skipped, or
-works on copies, this one instance has a `step` and a `zero_grad` of its own around torch's.
+`Pipeline.optimizer` returns the requested torch optimizer. If its steps may be skipped, or update copies, this instance
+gets its own `step` and `zero_grad`, which wrap torch's.
 
-A guard keeps optimizers from stepping on gradients that are not finite on some rank. torch lets one hook run before any
-optimizer's step. It looks whether the optimizer holds parameters of a pipeline, and if so lets that pipeline settle its
-last step first, which raises NonFiniteError on every rank if any saw a NaN. The hook is registered beside those of
-others, and stays: without a pipeline it finds nothing to do.
+A guard stops optimizers from stepping on gradients that are not finite on some rank. torch runs one global hook before
+any optimizer's step. The hook checks whether the optimizer holds a pipeline's parameters. If so, that pipeline first
+settles its last step, which raises NonFiniteError on every rank if any of them saw a NaN. The hook stays registered
+next to others; without a pipeline it does nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from drumline.runtime.precision import LOW, Precision
 
 
 class Updates(Observer):
-    """What stands between this process's gradients and its optimizers."""
+    """Everything between this process's gradients and its optimizers."""
 
     def __init__(
         self, precision: Precision, holdings: Holdings, recording: Recording, check: ModelCheck, *, master_weights: bool
@@ -47,7 +47,7 @@ class Updates(Observer):
         self._made: list[ref[Optimizer]] = []  # in the order in which they were asked for
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take note of the parameters of all stages here, and guard them against optimizers."""
+        """Record the parameters of all stages here, and guard them against optimizers."""
         self._guard = Guard(self.holdings.parameters(), self.before, self.after)
         listed = list(parameters)
         if self.masters is not None:
@@ -56,19 +56,19 @@ class Updates(Observer):
             low = {str(one.dtype) for one in listed if one.dtype in LOW and one.requires_grad}
             if low:
                 raise ModelError(
-                    f'precision="fp16" with parameters in {", ".join(sorted(low))}',
-                    expected="float32 parameters, whose gradients can be unscaled without loss",
+                    f'precision is "fp16" and the model has parameters in {", ".join(sorted(low))}',
+                    expected="float32 parameters, whose gradients can be unscaled exactly",
                     fix="use model.float(), or master_weights=True",
                 )
 
     def begin(self, step: Step) -> None:
-        """Before a step: set its scale; earlier steps' gradients are scaled alike, for new ones to be added to them."""
+        """Before a step, set its scale and apply it to earlier gradients, so that new ones can be added."""
         if self.scaler is not None:
             step.scale = self.scaler.scale
             self._multiply(self.scaler.scale)
 
     def end(self, step: Step) -> None:
-        """After a step: unscale the gradients."""
+        """After a step, unscale the gradients."""
         if self.scaler is not None:
             self._multiply(1.0 / step.scale)
             self.scaler.ran(step.number)
@@ -77,7 +77,7 @@ class Updates(Observer):
         multiplied([one.grad for one in self.holdings.parameters() if one.grad is not None], factor)
 
     def before(self, optimizer: Optimizer) -> None:
-        """Keep an optimizer from steps that must not be built on."""
+        """Stop an optimizer from stepping on a failed step."""
         self.check(optimizer)
         self._check.refuse()
         self._recording.settle()
@@ -88,20 +88,20 @@ class Updates(Observer):
         self._recording.between.leave()
 
     def check(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that would pass the scaler or the masters by."""
+        """Refuse an optimizer that would bypass the scaler or the master weights."""
         if optimizer in self._own or (self.scaler is None and self.masters is None):
             return
         what = f'precision="{self.precision.name}"' if self.scaler is not None else "master_weights=True"
         kind = type(optimizer).__name__
         raise RunError(
-            f"a plain {kind} over the pipeline's parameters with {what}",
-            expected="an optimizer that the pipeline knows, "
-            + ("so that all ranks skip the same steps" if self.scaler is not None else "over the float32 copies"),
+            f"{kind} was created directly over the pipeline's parameters, with {what}",
+            expected="one from pipe.optimizer, "
+            + ("so that all ranks skip the same steps" if self.scaler is not None else "for the float32 copies"),
             fix=f"use pipe.optimizer(torch.optim.{kind}, ...)",
         )
 
     def forget(self) -> None:
-        """Note that all gradients were set to zero."""
+        """Record that all gradients were set to zero."""
         if self.scaler is not None:
             self.scaler.forget()
 
@@ -116,11 +116,11 @@ class Updates(Observer):
         settings: dict[str, Any],
         named: NamedTensors = tuple,
     ) -> Optimizer:
-        """Return an optimizer of the kind that was asked for, whose state goes by the names of what it updates."""
+        """Return an optimizer of the requested class, whose state uses the names of the tensors it updates."""
         if not isinstance(kind, type):
             raise RunError(
                 f"pipe.optimizer got {kind!r:.60}",
-                expected="an optimizer's class, as in pipe.optimizer(torch.optim.AdamW)",
+                expected="an optimizer class, as in pipe.optimizer(torch.optim.AdamW)",
             )
         of = (lambda one: one) if self.masters is None else self.masters.of
         made = kind([{"params": [of(one) for one in parameters]}], **settings)
@@ -128,7 +128,7 @@ class Updates(Observer):
         self._made.append(ref(made))
         if self.scaler is not None or self.masters is not None:
             self._own.add(made)
-            # Bound methods, because learning-rate schedulers wrap what they find here by its function.
+            # Use bound methods, because learning-rate schedulers wrap the function of what they find here.
             setattr(made, "step", MethodType(self._step, made))  # noqa: B010 - a method of this one instance
             setattr(made, "zero_grad", MethodType(self._zero_grad(parameters), made))  # noqa: B010
         return made
@@ -138,7 +138,7 @@ class Updates(Observer):
         def step(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> None:
             """Step, unless a gradient on any rank is not finite."""
             if closure is not None:
-                raise RunError("a closure for an optimizer's step", fix="call pipe.step before it instead")
+                raise RunError("optimizer.step got a closure", fix="call pipe.step first, then optimizer.step()")
             self._recording.settle()
             if self.scaler is not None and not self.scaler.decide():
                 return
@@ -152,7 +152,7 @@ class Updates(Observer):
 
     def _zero_grad(self, parameters: Sequence[nn.Parameter]) -> Callable[..., None]:
         def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
-            """Forget the gradients, also of parameters that only follow their copies."""
+            """Clear the gradients, also of parameters that only follow their copies."""
             type(optimizer).zero_grad(optimizer, set_to_none)
             for one in parameters:
                 if one.grad is not None:
@@ -165,7 +165,7 @@ class Updates(Observer):
 class Masters:
     """The float32 copies of this process's low-precision parameters, which the optimizer updates in their place.
 
-    A bfloat16 weight cannot take an update much smaller than itself: 1 + 0.001 is 1. So gradients are added up over
+    A bfloat16 weight cannot take an update much smaller than itself: 1 + 0.001 is 1. So gradients accumulate over
     microbatches and steps in float32, the optimizer updates float32 copies, and the parameters follow, rounded.
 
     >>> weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -181,16 +181,16 @@ class Masters:
 
     def __init__(self) -> None:
         self._copies: dict[nn.Parameter, nn.Parameter] = {}
-        self._seen: dict[nn.Parameter, tuple[int, int]] = {}  # where a parameter was, and at which version
+        self._seen: dict[nn.Parameter, tuple[int, int]] = {}  # a parameter's address and version
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Let these parameters' gradients be added up in float32."""
+        """Accumulate the gradients of these parameters in float32."""
         for one in parameters:
             if one.dtype in LOW and one.requires_grad:
                 one.grad_dtype = torch.float32
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return what the optimizer updates for a parameter: its copy, or itself where it is precise enough."""
+        """Return the tensor that the optimizer updates for a parameter: its copy, or itself if it is precise enough."""
         if parameter.dtype not in LOW:
             return parameter
         if parameter not in self._copies:
@@ -199,19 +199,19 @@ class Masters:
         return self._copies[parameter]
 
     def named(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield what counts for each of these parameters, under its name."""
+        """Yield the updated tensor of each of these parameters, by name."""
         self._catch_up()
         return ((name, self.of(one)) for name, one in parameters)
 
     def take(self) -> None:
-        """Before the optimizer steps: give the copies the gradients, and what others did to the parameters."""
+        """Before the optimizer steps, give the copies the gradients and any outside changes of the parameters."""
         self._catch_up()
         for parameter, copy in self._copies.items():
             copy.grad = parameter.grad
 
     @torch.no_grad()
     def give(self) -> None:
-        """After the optimizer has stepped: let the parameters follow."""
+        """After the optimizer steps, copy the results to the parameters."""
         if self._copies:
             torch._foreach_copy_(list(self._copies), list(self._copies.values()))
         for parameter, copy in self._copies.items():
@@ -220,7 +220,7 @@ class Masters:
 
     @torch.no_grad()
     def _catch_up(self) -> None:
-        """Take over parameters that somebody else has changed: a loaded state, an initialisation."""
+        """Adopt parameters that other code has changed, such as a loaded state or an initialisation."""
         for parameter, copy in self._copies.items():
             if _mark(parameter) != self._seen[parameter]:
                 copy.copy_(parameter)
@@ -237,14 +237,14 @@ _hooks: list[Any] = []
 
 
 class Guard:
-    """Calls `before` and `after` with any optimizer that holds one of `parameters`, around each of its steps."""
+    """Calls `before` and `after` around each step of any optimizer that holds one of `parameters`."""
 
     def __init__(
         self, parameters: Sequence[Tensor], before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]
     ) -> None:
         self.before = before
         self.after = after
-        self._parameters = [ref(one) for one in parameters]  # not ids: those of the dead are given to others
+        self._parameters = [ref(one) for one in parameters]  # not ids: those of freed objects are reused
         _guards.add(self)
         _found.clear()
         if not _hooks:
@@ -252,7 +252,7 @@ class Guard:
             _hooks.append(register_optimizer_step_post_hook(_after_step))
 
     def guards(self, held: Collection[int]) -> bool:
-        """Whether any of its parameters, as far as they live, is among those with these ids, which live too."""
+        """Whether any of its living parameters is among the living ones with these ids."""
         return any(id(one) in held for seen in self._parameters if (one := seen()) is not None)
 
 

@@ -1,1 +1,1 @@
-"""Proof against one process: the model by itself, the comparison, the check at the first step, agreement of ranks."""
+"""Compare a pipeline with one process: the unsplit model, the check of the first step, and agreement between ranks."""

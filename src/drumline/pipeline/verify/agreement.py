@@ -1,7 +1,7 @@
-"""What ranks compare, so that none trains on something else than the others: graphs, code, weights, batches.
+"""What ranks compare, so that all train on the same: graphs, code, weights, batches.
 
-Everything here is small and cheap: digests, counts, and a few elements of each tensor. Where two ranks differ, what
-they told says in what.
+All of it is small and cheap: digests, counts, and a few elements of each tensor. If two ranks differ, what they told
+shows how.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from drumline.runtime.blocks.script import Script
 from drumline.runtime.blocks.value_names import function_name, short
 from drumline.runtime.values import pack
 
-Print = tuple[str, tuple[int, ...], bytes]  # a tensor's type, shape and some elements
+Print = tuple[str, tuple[int, ...], bytes]  # a tensor's dtype, shape and some elements
 
 
 def plan_of(blocks: Iterable[Block]) -> Script | None:
-    """Return how a model was followed, if it was."""
+    """Return the trace of a model, if it was traced."""
     return next((block.module.script for block in blocks if isinstance(block.module, Piece)), None)
 
 
 class Followed:
-    """The kinds of input that the blocks of this process were followed on, and which of them others have not heard of.
+    """The kinds of input on which this process traced blocks, and which of them other ranks do not know yet.
 
     >>> Followed([]).fresh()
     {}
@@ -44,7 +44,7 @@ class Followed:
         self._known = set() if self._plan is None else set(self._plan.written)
 
     def fresh(self) -> dict[str, str]:
-        """Return a digest of what was written for each new kind of input."""
+        """Return a digest of the graph traced for each new kind of input."""
         if self._plan is None or len(self._plan.written) == len(self._known):
             return {}
         new = {kind: short("\n".join(lines)) for kind, lines in self._plan.written.items() if kind not in self._known}
@@ -53,13 +53,13 @@ class Followed:
 
 
 _MENDS = {
-    "graph": "see that the forward does not depend on the rank or on the order of a set: use sorted(...)",
+    "graph": "make sure that the forward depends neither on the rank nor on the order of a set: use sorted(...)",
     "code": "start all ranks from the same files, with the same settings",
 }
 
 
 def agree_on_lines(crew: Crew, what: str, lines: Sequence[str]) -> None:
-    """Raise, alike on all ranks, unless all have the same lines; they are sent only where their digests differ."""
+    """Raise the same error on all ranks unless all have the same lines; send them only if their digests differ."""
     told = crew.all_told(what, [short("\n".join(lines))] * len(crew.channels))
     if len(set(told)) > 1:
         each = crew.all_told(f"{what} in full", [list(lines)] * len(crew.channels))
@@ -69,7 +69,7 @@ def agree_on_lines(crew: Crew, what: str, lines: Sequence[str]) -> None:
 
 def _different(what: str, rank: int, first: Sequence[str], second: Sequence[str]) -> MismatchError:
     one, other = next(pair for pair in zip_longest(first, second, fillvalue="nothing more") if pair[0] != pair[1])
-    subject = "followed the model to another graph" if what == "graph" else f"have other {what} of the model"
+    subject = "traced the model to different graphs" if what == "graph" else f"have different {what} of the model"
     return MismatchError(
         f"ranks 0 and {rank} {subject}: {one!s:.160} and {other!s:.160}",
         expected="the same model on every rank",
@@ -78,11 +78,11 @@ def _different(what: str, rank: int, first: Sequence[str], second: Sequence[str]
 
 
 def agree_on_followed(told: Sequence[Mapping[str, str]], step: int) -> None:
-    """Raise unless ranks that followed a new kind of input in this step wrote the same for it.
+    """Raise unless all ranks that traced a new kind of input in this step got the same graph.
 
     >>> agree_on_followed([{"a": "1"}, {"a": "2"}], 3)
     Traceback (most recent call last):
-    drumline.core.errors.MismatchError: step 3: ranks 0 and 1 followed the model to another graph for new inputs...
+    drumline.core.errors.MismatchError: step 3: ranks 0 and 1 traced the model to different graphs for new inputs...
     """
     known: dict[str, tuple[int, str]] = {}
     for rank, one in enumerate(told):
@@ -90,7 +90,7 @@ def agree_on_followed(told: Sequence[Mapping[str, str]], step: int) -> None:
             first, other = known.setdefault(kind, (rank, digest))
             if other != digest:
                 raise MismatchError(
-                    f"step {step}: ranks {first} and {rank} followed the model to another graph for new inputs",
+                    f"step {step}: ranks {first} and {rank} traced the model to different graphs for new inputs",
                     expected="the same calls on every rank",
                     fix=_MENDS["graph"],
                 )
@@ -100,7 +100,7 @@ def agree_on_followed(told: Sequence[Mapping[str, str]], step: int) -> None:
 
 
 def code_of(model: Model, *functions: Any) -> list[str]:
-    """Return what tells the model's code and settings from another's: its classes, their forwards, torch's own layers.
+    """Return lines that identify the model's code and settings: its classes, their forwards, torch's own layers.
 
     >>> code_of(nn.Sequential(nn.Dropout(0.1))) == code_of(nn.Sequential(nn.Dropout(0.2)))
     False
@@ -143,7 +143,7 @@ def _constant(one: Any) -> str:
 
 
 def weights_of(model: Model) -> dict[str, bytes]:
-    """Return a few elements of each parameter that has values, by name; those on the meta device have none."""
+    """Return a few elements of each parameter that has values, by name; parameters on the meta device have none."""
     if isinstance(model, nn.Module):
         named = list(model.named_parameters())
     else:
@@ -152,7 +152,7 @@ def weights_of(model: Model) -> dict[str, bytes]:
 
 
 def samples_of(named: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-    """Return a few elements of each tensor, as bytes; of a device's tensors together, so that it is asked once.
+    """Return a few elements of each tensor, as bytes; all tensors of a device are read at once.
 
     >>> samples_of({"a": torch.zeros(100)}) == samples_of({"a": torch.ones(100)})
     False
@@ -161,7 +161,7 @@ def samples_of(named: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
 
 
 def first_difference(told: Sequence[Mapping[str, bytes]]) -> tuple[int, int, str] | None:
-    """Return two ranks and the first name under which they have different values, None where they agree.
+    """Return two ranks and the first name under which their values differ; None if they agree.
 
     >>> first_difference([{"a": b"1"}, {}, {"a": b"2"}])
     (0, 2, 'a')
@@ -180,7 +180,7 @@ def first_difference(told: Sequence[Mapping[str, bytes]]) -> tuple[int, int, str
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a rank was called with: of every tensor its type, its shape and some elements.
+    """A fingerprint of a rank's arguments: the dtype, shape and some elements of every tensor.
 
     >>> Given.of(torch.zeros(4, 2), None).batch[0][:2]
     ('torch.float32', (4, 2))
@@ -191,14 +191,14 @@ class Given:
 
     @staticmethod
     def of(batch: Any, target: Any) -> Given:
-        """Return what tells this batch and target from others."""
+        """Return the fingerprint of this batch and target."""
         return begun(batch, target)()
 
 
 def begun(batch: Any, target: Any) -> Callable[[], Given]:
-    """Look at a batch and a target before a step, which may change them; what is returned says what they were.
+    """Read a batch and a target before a step, which may change them; return a function that gives their fingerprint.
 
-    What is on a device starts on its way to the host at once, all of it together, so that nobody waits for it later.
+    Tensors on a device start copying to the host at once, all together, so that no rank waits for them later.
 
     >>> one = torch.zeros(4, 2)
     >>> later = begun(one, None)
@@ -219,7 +219,7 @@ def begun(batch: Any, target: Any) -> Callable[[], Given]:
 
 
 def agree_on_batch(told: Sequence[Given | None], step: int) -> None:
-    """Raise unless all ranks that were given a batch or a target were given the same one.
+    """Raise unless all ranks that got a batch or a target got the same one.
 
     >>> agree_on_batch([Given.of(torch.zeros(4, 2), None), Given.of(torch.zeros(3, 2), None)], 5)
     Traceback (most recent call last):
@@ -246,23 +246,23 @@ def _agree_on_tensors(
     samples = [(one, other) for (*_, one), (*_, other) in zip(first, second, strict=False)]
     if not differs and all(one == other or not one or not other for one, other in samples):
         return
-    shown = f"{', '.join(kinds)} and {', '.join(others)}" if differs else "of the same shapes, with other numbers"
+    shown = f"{', '.join(kinds)} and {', '.join(others)}" if differs else "same shapes, different values"
     raise MismatchError(
         f"step {step}: ranks {ranks[0]} and {ranks[1]} got different {what}{'es' if what == 'batch' else 's'}: {shown}",
         expected=f"the same {what} on every rank that gets one",
-        fix="seed and order the data alike on all ranks, or pass None to those without the first or the last stage",
+        fix="use the same seed and data order on all ranks, or pass None on ranks without the first or last stage",
     )
 
 
 def agree_on_mode(trained: Sequence[bool], step: int) -> None:
-    """Raise unless all ranks called `step`, or all `eval_step`.
+    """Raise unless all ranks called `step`, or all called `eval_step`.
 
     >>> agree_on_mode([True, False], 2)
     Traceback (most recent call last):
-    drumline.core.errors.MismatchError: call 2: rank 0 called step and rank 1 eval_step; expected the same on all ranks
+    drumline.core.errors.MismatchError: call 2: rank 0 ran step and rank 1 ran eval_step; expected the same call ...
     """
     if len(set(trained)) > 1:
         raise MismatchError(
-            f"call {step}: rank {trained.index(True)} called step and rank {trained.index(False)} eval_step",
-            expected="the same on all ranks",
+            f"call {step}: rank {trained.index(True)} ran step and rank {trained.index(False)} ran eval_step",
+            expected="the same call on all ranks",
         )

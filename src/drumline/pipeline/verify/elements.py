@@ -1,6 +1,6 @@
-"""A few elements of each of a step's tensors, as bytes: enough to see that two ranks were given different ones.
+"""A few elements of each of a step's tensors, as bytes: enough to see that two ranks got different tensors.
 
-Which elements these are depends on a tensor's shape alone, not on where it is or how its memory is laid out.
+The choice of elements depends only on a tensor's shape, not on its device or memory layout.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NUM_ELEMENTS = 8  # at least, of each tensor, are looked at, and fewer than twice as many
+NUM_ELEMENTS = 8  # at least this many elements of each tensor, and fewer than twice as many
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _NUMPYS = {
@@ -21,7 +21,7 @@ _NUMPYS = {
 
 
 def samples_begun(tensors: Sequence[Tensor]) -> Callable[[], list[bytes]]:
-    """Return what returns some elements of each tensor, as they are now; b"" of a sparse one.
+    """Return a function that returns some elements of each tensor, as they are now; b"" for a sparse one.
 
     >>> one = torch.arange(6.0).view(2, 3)
     >>> samples_begun([one.t()])() == samples_begun([one.t().contiguous()])()
@@ -47,7 +47,7 @@ def _is_away(tensor: Tensor) -> bool:
 
 
 def _sample(tensor: Tensor) -> bytes:
-    """Return some elements as bytes; every step does this, so it goes by numpy, whose calls cost a tenth of torch's."""
+    """Return some elements as bytes; every step does this, so it uses NumPy, whose calls cost a tenth of torch's."""
     if tensor.layout is not torch.strided:
         return b""
     one = tensor.detach()
@@ -67,7 +67,7 @@ def _by_device(tensors: Sequence[Tensor], places: Sequence[int]) -> Iterator[lis
 
 
 def _on_the_way(tensors: Sequence[Tensor]) -> Callable[[], list[bytes]]:
-    """Have elements of one device's tensors copied to the host in one go; what is returned waits for that alone."""
+    """Start one copy of elements of a device's tensors to the host; the returned function waits only for that."""
     with torch.no_grad():
         picked = [_picked(one.detach()).view(torch.uint8) for one in tensors]
         host = torch.cat(picked).to("cpu", non_blocking=True)
@@ -83,7 +83,7 @@ def _on_the_way(tensors: Sequence[Tensor]) -> Callable[[], list[bytes]]:
 
 
 def _picked(tensor: Tensor) -> Tensor:
-    """Return the same elements as a small tensor; places are reckoned here, so that the device is not waited for."""
+    """Return the same elements as a small tensor; indices are computed here, so that nothing waits for the device."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     number = tensor.numel()

@@ -1,7 +1,7 @@
-"""A model trained without a pipeline, from the same start: what `verify` holds a pipeline against.
+"""Train a model without a pipeline, from the same start: the reference of `verify`.
 
-The model runs by itself, unsplit, with its own hooks, modes and attributes. What the pipeline's cut adds is names: of
-the blocks, for their random numbers, and of each stage's parameters, for the order in which microbatches are added.
+The model runs unsplit, with its own hooks, modes and attributes. The pipeline's cut only adds names: of the blocks, for
+their random numbers, and of each stage's parameters, for the order in which to add microbatches.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from drumline.runtime.values import moved, pack
 from drumline.runtime.weights.tied import Ties
 
 LEARNING_RATE = 0.01
-_ALIKE = 1e-5  # how far two runs of one model may be apart
+_ALIKE = 1e-5  # allowed difference between two runs of one model
 
 Named = Sequence[tuple[str, Tensor | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class StepSeen:
-    """What one step left behind."""
+    """The results of one step."""
 
     loss: Tensor
     gradients: Named
@@ -47,19 +47,19 @@ class StepSeen:
 
 @dataclass(frozen=True, slots=True)
 class CutOnce:
-    """How a pipeline cuts a model: what the reference has to know for its sums to come in the same order.
+    """How a pipeline cuts a model: what the reference needs to know to add in the same order.
 
-    Only names: the reference runs nothing of what was cut.
+    It holds only names: the reference runs none of the cut pieces.
     """
 
-    counts: tuple[int, ...]  # of blocks, by stage
-    names: tuple[str, ...]  # of blocks
-    parameters: tuple[tuple[str, ...], ...]  # by stage; one that several share belongs to the first
+    counts: tuple[int, ...]  # number of blocks, by stage
+    names: tuple[str, ...]  # names of the blocks
+    parameters: tuple[tuple[str, ...], ...]  # by stage; a shared one belongs to the first of its stages
     is_tied: bool
 
     @staticmethod
     def of(material: Material, program: Program) -> CutOnce:
-        """Cut a model, which is of no further use."""
+        """Cut a model, which cannot be used afterwards."""
         device = device_of(material.model)
         blocks = blocks_for(material.model, material.batch, device, num_microbatches=program.num_microbatches)
         stages = cut(blocks, program.num_stages, held=held_by(program))
@@ -91,7 +91,7 @@ class OneProcess:
         for name, one in named.items():
             first.setdefault(one, name)
         cut_up = dict.fromkeys(named[name] for stage in known.parameters for name in stage)
-        self._named = [(first[one], one) for one in (cut_up | dict.fromkeys(first))]  # those included that a cut lost
+        self._named = [(first[one], one) for one in (cut_up | dict.fromkeys(first))]  # including those that a cut lost
         self._owned = [[named[name] for name in stage if named[name].requires_grad] for stage in known.parameters]
         trainable = [one for _, one in self._named if one.requires_grad]
         self._optimizer = torch.optim.SGD([{"params": trainable}], lr=LEARNING_RATE)
@@ -104,7 +104,7 @@ class OneProcess:
         self._randomness = Randomness(seed, device)
 
     def load(self, weights: Named) -> None:
-        """Go on from other weights."""
+        """Continue from other weights."""
         found = dict(weights)
         with torch.no_grad():
             for name, one in self._named:
@@ -121,14 +121,14 @@ class OneProcess:
             raise
         except Exception as error:
             raise ModelError(
-                f"the model fails in one process already, with {type(error).__name__}: {error}",
-                expected="blocks that each take what the one before returns, and a loss_fn(output, target)",
+                f"the model fails in a single process too, with {type(error).__name__}: {error}",
+                expected="blocks that each take the output of the previous one, and a loss_fn(output, target)",
             ) from error
         self._randomness.step += 1
         return stepped(loss, self._named, self._optimizer)
 
     def _run(self) -> Tensor:
-        """Add every microbatch's gradients, in the order in which the program's stages add theirs."""
+        """Add the gradients of all microbatches, in the order in which the program's stages add theirs."""
         program = self._program
         inputs = cut_batch(self._batch, program.num_microbatches)
         targets = cut_batch(self._target, program.num_microbatches, what="the target")
@@ -150,7 +150,7 @@ class OneProcess:
         return total
 
     def _counted(self, value: Any, target: Any) -> float:
-        """Return what a microbatch counts: what its loss is a mean over, as the plain model's calls tell."""
+        """Return the weight of a microbatch: what its loss averages over, from the calls of the unsplit model."""
         if self._weight is None:
             return num_rows(target)
         return self._weight(value) if self._own else self._weight(value, target)
@@ -158,7 +158,7 @@ class OneProcess:
     def _microbatch(self, microbatch: int, value: Any, target: Any, share: float | Tensor) -> Tensor:
         with self._plain.seeding(microbatch, self._randomness) as run:
             output = run(value)
-            if not float(share):  # a mean over nothing, which is NaN
+            if not float(share):  # a mean over nothing is NaN
                 return torch.zeros((), device=self._device)
             loss = own_loss(output) if self._loss_fn is None else self._loss_fn(output, target)
             assert loss is not None
@@ -172,7 +172,7 @@ class OneProcess:
         return [one for _, one in self._named if one.requires_grad]
 
     def _add(self, orders: Sequence[Sequence[int]], gradients: Sequence[Mapping[nn.Parameter, Tensor | None]]) -> None:
-        """Add the microbatches' gradients stage by stage, each in its own order; what no stage has, as they came."""
+        """Add the microbatches' gradients stage by stage, each in its order; those of no stage, in order of arrival."""
         apart = set(self._parameters).difference(*self._owned)
         for mine, order in [*zip(self._owned, orders, strict=True), (apart, range(len(gradients)))]:
             for microbatch in order:
@@ -182,7 +182,7 @@ class OneProcess:
                         one.grad = gradient if one.grad is None else one.grad.add_(gradient)
 
     def _refuse_moods(self) -> None:
-        """Refuse a model that does something else each time: nothing could be compared with it."""
+        """Refuse a model that behaves differently each time: nothing could be compared with it."""
         value = cut_batch(self._batch, self._program.num_microbatches)[0]
         made = []
         for _ in range(2):
@@ -197,14 +197,14 @@ class OneProcess:
         for one, other in zip(*made, strict=True):
             if one.is_floating_point() and float((one - other).norm()) > _ALIKE * float(other.norm()):
                 raise ModelError(
-                    "the model returns something else each time it is called",
-                    expected="a forward that does the same every time, for inputs of the same kind",
-                    fix="look for what it does once only, or only sometimes, between its blocks",
+                    "the model returns something different each time it is called",
+                    expected="a forward that does the same every time, for the same kind of inputs",
+                    fix="look for code between its blocks that runs only once, or only sometimes",
                 )
 
 
 def accumulation_order(program: Program, stage: int) -> list[int]:
-    r"""Return the microbatches in the order in which a stage adds their gradients; of two copies, home first.
+    r"""Return the microbatches in the order in which a stage adds their gradients; of two copies, the owner's first.
 
     >>> accumulation_order(Program.parse("0F0,0F1,0I0,0I1,0W1,0W0"), stage=0)
     [1, 0]
@@ -221,7 +221,7 @@ def accumulation_order(program: Program, stage: int) -> list[int]:
 
 
 def stepped(loss: Tensor, named: Sequence[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer) -> StepSeen:
-    """Update the weights, and return what the step left behind."""
+    """Update the weights, and return the results of the step."""
     gradients: Named = [(name, None if one.grad is None else one.grad.cpu().clone()) for name, one in named]
     optimizer.step()
     optimizer.zero_grad()
@@ -229,7 +229,7 @@ def stepped(loss: Tensor, named: Sequence[tuple[str, nn.Parameter]], optimizer: 
 
 
 def fingerprint(material: Material) -> str:
-    """Return what tells one model and its data from another's."""
+    """Return a fingerprint of a model and its data."""
     model = material.model
     modules = [model] if isinstance(model, nn.Module) else [block.module for block in blocks_of(model)]
     tensors = [one for module in modules for one in (*module.parameters(), *module.buffers())]

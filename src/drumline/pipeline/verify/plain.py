@@ -1,11 +1,11 @@
-"""The model by itself, unsplit: its own forward with the user's hooks, modes and attributes, and none of our pieces.
+"""The unsplit model: its own forward with the user's hooks, modes and attributes, and none of our pieces.
 
-A pipeline seeds the random generators before each of its blocks. For the model by itself to draw the same numbers,
-hooks on those modules seed them when the forward comes by:
+A pipeline seeds the random generators before each of its blocks. To draw the same numbers in the unsplit model, hooks
+on the same modules seed them when the forward reaches them:
 
     model(x) ──► [seed "embed"] embed ──► [seed "layers.0"] layers.0 ──► ...
 
-The hooks seed and do nothing else. A model that is a list of blocks has no forward: its blocks run one after another.
+The hooks only seed. A model that is a list of blocks has no forward: its blocks run one after another.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Plain:
     def __init__(self, model: Model, names: Sequence[str]) -> None:
         self.model = model
         self.names = list(names)
-        self._starts: dict[nn.Module, dict[int, str]] = {}  # the blocks' names, by module and by which call it is
+        self._starts: dict[nn.Module, dict[int, str]] = {}  # names of blocks, by module and number of the call
         if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):
             return
         if is_chain(model):
@@ -64,7 +64,7 @@ class Plain:
         return list(dict.fromkeys(one for block in blocks_of(self.model) for one in block.module.modules()))
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters under all of their names."""
+        """Return the parameters by all of their names."""
         if isinstance(self.model, nn.Module):
             return dict(self.model.named_parameters(remove_duplicate=False))
         named = (
@@ -74,7 +74,7 @@ class Plain:
 
     @contextmanager
     def seeding(self, microbatch: int, randomness: Randomness) -> Iterator[Callable[[Any], Any]]:
-        """Yield what runs the model on a microbatch, its blocks seeded; a backward inside that runs one again, too."""
+        """Yield a function that runs the model on a microbatch with seeded blocks, even if a backward reruns one."""
         running: list[nn.Module] = []
         calls: dict[nn.Module, list[str]] = {one: [] for one in self._starts}
 
@@ -117,7 +117,7 @@ class Plain:
 
 @contextmanager
 def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Give buffers, modes and attributes of modules back afterwards as they were."""
+    """Restore buffers, modes and attributes of modules afterwards."""
     tables = [(module, dict(module._buffers)) for module in modules]
     values = {id(one): (one, one.detach().clone()) for _, table in tables for one in table.values() if one is not None}
     attributes = [({name: one for name, one in vars(module).items() if name not in _TORCHS_OWN}) for module in modules]
@@ -145,7 +145,7 @@ def _same_bits(buffer: Tensor, before: Tensor) -> bool:
 
 
 def _contents(value: Any) -> Callable[[], None]:
-    """Return what gives a list, a dict or a set its contents back."""
+    """Return a function that restores the contents of a list, dict or set."""
     if type(value) in (list, deque):
         items = list(value)
 

@@ -1,13 +1,13 @@
-"""The model by itself where no rank has all of it: each rank runs the model's own forward, each block runs at its home.
+"""Run the unsplit model if no rank holds all of it: each rank runs the model's forward, each block runs on its owner.
 
-    rank 0   embed ──► layers.0 ──► (layers.1: heard of rank 1) ──► loss
-    rank 1   (heard) ─► (heard) ──► layers.1 ─────────────────────► loss
+    rank 0   embed ──► layers.0 ──► (layers.1: received from rank 1) ──► loss
+    rank 1   (received) ─► (received) ──► layers.1 ────────────────────► loss
 
-So every rank computes all that the forward does between blocks, with the user's hooks, modes and attributes, and its
-own blocks; what the blocks of others return it hears, and in the backward the gradients of what they were given.
+So every rank computes its own blocks and everything between blocks, with the user's hooks, modes and attributes. It
+receives the outputs of other ranks' blocks and, in the backward, the gradients of their inputs.
 
-The ranks speak in turns. The n-th word of each is about the same call; if it is not, or one of them fails, all of them
-hear so at once and give up: nobody waits for what does not come.
+The ranks send in turns. The n-th message of each is about the same call. If it is not, or if one rank fails, all ranks
+learn this at once and give up, so that none waits for a message that never comes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from drumline.runtime.randomness import Randomness
 from drumline.runtime.values import pack, plain_in, unpack
 from drumline.runtime.watch.fingerprint import can_change
 
-MOST_BYTES = 512 * 2**20  # that blocks tell in all
+MOST_BYTES = 512 * 2**20  # most bytes that blocks send in total
 
 
 class GaveUp(Exception):
-    """The ranks cannot run the model together; the text says why. All of them raise it at the same word."""
+    """The ranks cannot run the model together; the text says why. All of them raise it at the same message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Places:
 
     @staticmethod
     def of(blocks: Iterable[Block]) -> Places:
-        """Return those of a followed model's pieces."""
+        """Return those of a traced model's pieces."""
         pieces = [block.module for block in blocks if isinstance(block.module, Piece)]
         called = dict.fromkeys(name for one in pieces for name in one.callees)
         lent = dict.fromkeys(name for one in pieces for name in one.homes)
@@ -65,7 +65,7 @@ class _Word:
 
 @dataclass(slots=True)
 class Relay:
-    """One run of a model through the blocks of all ranks; `here` are the names of those that this process has."""
+    """One run of a model through the blocks of all ranks; `here` are the names of the blocks in this process."""
 
     crew: Crew
     model: nn.Module
@@ -73,14 +73,14 @@ class Relay:
     here: Places
     device: torch.device
     randomness: Randomness
-    changed: str = ""  # what a block was given that it may have changed unseen by other ranks
+    changed: str = ""  # an argument that a block may have changed unseen by other ranks
     _num_bytes: int = 0
     _is_inside: bool = False
-    _calls: dict[str, list[tuple[bool, _Word]]] = field(default_factory=dict)  # whether with gradients, what was heard
+    _calls: dict[str, list[tuple[bool, _Word]]] = field(default_factory=dict)  # with gradients or not, and message
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let blocks of other ranks be heard of inside; raises GaveUp on all ranks if any of them fails."""
+        """Replace blocks of other ranks inside by what they send; raise GaveUp on all ranks if any of them fails."""
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._lit(self._values_between()))
@@ -102,7 +102,7 @@ class Relay:
 
         @wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self._is_inside:  # of another block, which brings it along
+            if self._is_inside:  # inside another block, which runs it
                 return forward(*args, **kwargs)
             tensors, form = pack((args, kwargs))
             wants = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
@@ -111,11 +111,11 @@ class Relay:
             if torch._C._current_graph_task_id() >= 0:
                 wanted, heard = calls.pop() if len(calls) > 1 else calls[0]
                 if wants != wanted:
-                    self._give_up(f"the model runs {name!r} by itself in the middle of its backward")
+                    self._give_up(f"the model calls {name!r} in the middle of its backward")
                 return self._inside(forward, args, kwargs) if is_here else self._received(call, heard, tensors, wants)
             for one in plain_in(form):
                 if can_change(one):
-                    self.changed = f"{name!r} is given a {type(one).__name__}"
+                    self.changed = f"{name!r} receives a {type(one).__name__}"
             if is_here:
                 made, word = self._at_home(call, forward, tensors, form, wants)
             else:
@@ -136,7 +136,7 @@ class Relay:
     def _at_home(
         self, call: str, forward: Callable[..., Any], tensors: Sequence[Tensor], form: Any, wants: bool
     ) -> tuple[Any, _Word]:
-        """Run a block of this process, and tell what it made."""
+        """Run a block of this process, and send its output."""
         given = list(tensors)
         places = [at for at, one in enumerate(given) if wants and one.requires_grad]
         if places:
@@ -147,7 +147,7 @@ class Relay:
         args, kwargs = unpack(given, form)
         made = self._inside(forward, args, kwargs)
         if [one._version for one in given] != versions:
-            self._give_up(f"{call} changes what it is given in place")
+            self._give_up(f"{call} changes its arguments in place")
         outputs, output_form = pack(made)
         told = tuple(one.detach().to("cpu", copy=True) for one in outputs)
         wanted = tuple(one.requires_grad for one in outputs)
@@ -155,19 +155,19 @@ class Relay:
         return made, _Word(call)
 
     def _received(self, call: str, heard: _Word, tensors: Sequence[Tensor], wants: bool) -> Any:
-        """Return what a block of another process made of these tensors."""
+        """Return the output of another process's block for these tensors."""
         self.randomness.go_on(heard.generators)
         if wants:
             given = [one for one in tensors if one.requires_grad]
             made = _Elsewhere.apply(self, call, heard, *given)  # type: ignore[no-untyped-call]
         else:
-            # Copies, since what is to get a gradient must not be changed in place itself.
+            # Copies, because a tensor that gets a gradient must not be changed in place.
             pairs = zip(self.placed(heard.tensors), heard.wants_gradient, strict=True)
             made = [one.requires_grad_().clone() if wanted else one for one, wanted in pairs]
         return unpack(made, heard.form)
 
     def gradients(self, call: str, mine: Sequence[Tensor | None] | None) -> list[Tensor | None]:
-        """Tell the gradients of what a block was given, or hear them of its home."""
+        """Send the gradients of a block's inputs, or receive them from the block's owner."""
         told = tuple(None if one is None else one.detach().to("cpu", copy=True) for one in mine or ())
         heard = self._exchange(_Word(f"the backward of {call}", mine is not None, told))
         return self.placed(heard.tensors)
@@ -181,20 +181,20 @@ class Relay:
     def _exchange(self, word: _Word) -> _Word:
         self._num_bytes += sum(one.nbytes for one in word.tensors if one is not None)
         if self._num_bytes > MOST_BYTES:
-            self._give_up(f"its blocks make over {MOST_BYTES // 2**20} MiB of a microbatch")
+            self._give_up(f"its blocks produce over {MOST_BYTES // 2**20} MiB per microbatch")
         try:
             packed = pickle.dumps(word)
-        except Exception as error:  # what an object's own pickling may raise
+        except Exception as error:  # an object's own pickling may raise anything
             self._give_up(f"{word.call} cannot be sent: {error}")
         heard = [pickle.loads(one) for one in self._told("", word.call, packed)]
         return next((one for one in heard if one.speaks), word)
 
     def _give_up(self, why: str) -> NoReturn:
         self._told(why, "", b"")
-        raise AssertionError("who gives up hears so")
+        raise AssertionError("giving up raises on all ranks")
 
     def _told(self, why: str, call: str, packed: bytes) -> list[bytes]:
-        """Tell one word and return those of all; raise GaveUp where they are not about the same call."""
+        """Send one message and return those of all ranks; raise GaveUp if they are not about the same call."""
         told = self.crew.all_told("check block", [(why, call, packed)])
         problems = [f"rank {rank}: {problem}" for rank, (problem, _, _) in enumerate(told) if problem]
         if not problems and len({call for _, call, _ in told}) > 1:
@@ -214,15 +214,15 @@ class Relay:
         lacking = {name for one in self.crew.all_told("check between", [whole]) for name in one}
         told = {name: one.detach().to("cpu", copy=True) for name, one in mine.items() if name in lacking}
         if sum(one.nbytes for one in told.values()) > MOST_BYTES:
-            self._give_up(f"parameters between its blocks have over {MOST_BYTES // 2**20} MiB")
+            self._give_up(f"parameters between its blocks take over {MOST_BYTES // 2**20} MiB")
         heard = [pickle.loads(one) for one in self._told("", "values between blocks", pickle.dumps(told))]
         return {name: value for one in heard for name, value in one.items()}
 
     @contextmanager
     def _lit(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Let nothing of the model be on the meta device: what is used here is given its value, all else zeros.
+        """Keep every tensor of the model off the meta device: those used here get their values, the others zeros.
 
-        The zeros need no memory; they are there for code that asks a module for its device.
+        The zeros need no memory. They serve code that asks a module for its device.
         """
         named = _named(self.model)
         found: dict[int, Tensor] = {id(named[name]): value.to(self.device) for name, value in values.items()}
@@ -254,7 +254,7 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def _forwarded(module: nn.Module, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Let a module's forward be another one inside; its hooks run around that as ever."""
+    """Replace a module's forward for a while; its hooks still run around it."""
     own = module.__dict__.get("forward")
     module.__dict__["forward"] = wrapped(module.forward)
     try:
@@ -267,7 +267,7 @@ def _forwarded(module: nn.Module, wrapped: Callable[[Callable[..., Any]], Callab
 
 
 class _Home(torch.autograd.Function):
-    """What a block of this process is given, so that its part of the gradients can be told."""
+    """Passes on the inputs of a block in this process, so that their gradients can be sent."""
 
     @staticmethod
     def forward(ctx: Any, relay: Relay, call: str, *tensors: Tensor) -> tuple[Tensor, ...]:

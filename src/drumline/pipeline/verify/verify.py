@@ -1,13 +1,13 @@
-"""Does the pipeline compute what one process computes? `verify` runs both, and compares all that comes out.
+"""Check that a pipeline computes what one process computes: `verify` runs both and compares all results.
 
-The one process runs the model itself, unsplit: `loss_fn(model(microbatch), target)` and backward(), with its own hooks,
-modes and attributes. Nothing of what a pipeline makes of the model is in it, so what is lost on the way shows.
+The one process runs the unsplit model: `loss_fn(model(microbatch), target)` and backward(), with its own hooks, modes
+and attributes. It uses none of the pipeline's pieces, so anything that these lose becomes visible.
 
-Both make the same model from the same seed and draw the same random numbers. The pipeline trains for some steps; one
-process repeats each of them from the weights that the pipeline had then, so that rounding does not build up and what is
-wrong shows in the step that does it. A schedule with one copy of each stage adds its gradients in an order that one
-process can follow, so all bits must agree. With two copies (dualpipe, chimera), and for a parameter that several
-stages share, the sums of copies are added at the end: there the two may differ by rounding.
+Both build the same model from the same seed and draw the same random numbers. The pipeline trains for some steps. One
+process repeats each step from the weights that the pipeline had then, so that rounding does not build up and an error
+shows in the step that makes it. A schedule with one copy of each stage adds its gradients in an order that one process
+can follow, so all bits must agree. With two copies (dualpipe, chimera), and for a parameter that several stages share,
+the sums of the copies are added at the end: there, the results may differ by rounding.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from drumline.runtime.precision import one_thread
 TRANSPORTS = ("auto", "in-process", "shared-memory", "gloo")
 
 _WIDTH = 32
-_ROUNDING = 1e-6  # of float32, for sums in another order
+_ROUNDING = 1e-6  # of float32, for sums in a different order
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What came of a comparison.
+    """The result of a comparison.
 
-    A difference is ||pipeline - one process|| / ||one process||, the largest of all steps; `gradient_differences` has
-    every parameter's. `tolerance` is what is allowed: 0 where all bits must agree. `loss` and `bubble` are the last
-    step's, the bubble as measured; between ranks that take turns in one process it says little.
+    A difference is ||pipeline - one process|| / ||one process||, the largest over all steps; `gradient_differences` has
+    one per parameter. `tolerance` is the largest allowed difference: 0 if all bits must agree. `loss` and `bubble` are
+    those of the last step. The bubble is measured; if ranks take turns in one process, it says little.
     """
 
     schedule: str
@@ -76,13 +76,13 @@ class Verification:
 
     @property
     def worst_parameter(self) -> str:
-        """The parameter with the largest difference; empty where none differs."""
+        """The parameter with the largest difference; empty if none differs."""
         name = max(self.gradient_differences, key=self.gradient_differences.__getitem__, default="")
         return name if self.gradient_difference else ""
 
     @property
     def first_wrong_parameter(self) -> str:
-        """The first parameter, in the model's order, whose gradient differs by more than is allowed; empty if none."""
+        """The first parameter, in the model's order, whose gradient differs by more than allowed; empty if none."""
         return next((name for name, one in self.gradient_differences.items() if one > self.tolerance), "")
 
     @property
@@ -112,7 +112,7 @@ class Verification:
         return self._largest <= self.tolerance
 
     def summary(self) -> dict[str, Any]:
-        """Return it as plain values; a difference that is not finite is None."""
+        """Return the result as plain values; a difference that is not finite becomes None."""
         names = ("loss", "loss_difference", "gradient_difference", "weight_difference")
         numbers = {name: getattr(self, name) for name in names}
         return {
@@ -136,7 +136,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """What both runs are given."""
+    """The inputs of both runs."""
 
     program: Program
     source: str | Maker | None
@@ -146,11 +146,11 @@ class _Case:
     num_steps: int
     seed: int
     timeout: float
-    start: str = ""  # the fingerprint of what one process made
-    balance: tuple[int, ...] = ()  # how it was cut there
+    start: str = ""  # fingerprint of the model and data in one process
+    balance: tuple[int, ...] = ()  # blocks per stage of the cut there
 
     def material(self) -> Material:
-        """Make the model and its data, the same in every process."""
+        """Build the model and its data, the same in every process."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             if self.source is not None:
@@ -158,13 +158,13 @@ class _Case:
             return _small_mlp(self.program, self.dropout)
 
     def made_again(self) -> Material:
-        """Make them once more, and refuse what comes out differently."""
+        """Build them again, and refuse them if they differ."""
         material = self.material()
         if fingerprint(material) != self.start:
             raise ModelError(
-                "the model or its data came out differently when made again",
+                "the model or its data differed when built a second time",
                 expected="the same weights, batch and target in every process",
-                fix="draw all random numbers from torch, which is seeded, or seed the others in the function",
+                fix="draw all random numbers from torch, which Drumline seeds, or seed the others in the function",
             )
         return material
 
@@ -198,11 +198,11 @@ def verify(
     >>> found.passes, found.identical, found.gradient_difference, found.num_stages
     (True, True, 0.0, 2)
 
-    - `schedule`: a name, a `Program`, or a CSV file; a name is run on 2 ranks with 8 microbatches unless given.
-    - `model`: a function that returns (model, loss_fn, batch, target), or where one stands: `FILE.py:NAME`. It must
-      make the same each time, is called after `torch.manual_seed(seed)`, and gets a plain SGD. Without one, a small
-      MLP with `dropout` is used.
-    - `transport`: "auto", "shared-memory" and "gloo" start `num_ranks` local processes; "in-process" lets the ranks
+    - `schedule`: a name, a `Program`, or a CSV file. A name runs on 2 ranks with 8 microbatches by default.
+    - `model`: a function that returns (model, loss_fn, batch, target), or its location `FILE.py:NAME`. It must return
+      the same each time. `verify` calls it after `torch.manual_seed(seed)` and trains with plain SGD. The default is a
+      small MLP with `dropout`.
+    - `transport`: "auto", "shared-memory" and "gloo" start `num_ranks` local processes. With "in-process", the ranks
       take turns in this one.
     """
     if transport not in TRANSPORTS:
@@ -210,9 +210,9 @@ def verify(
     if num_steps < 1:
         raise UsageError(f"the number of steps is {num_steps}", expected="1 or more")
     if not 0 <= dropout < 1:
-        raise UsageError(f"dropout is {dropout:g}", expected="0 or more, and less than 1")
+        raise UsageError(f"dropout is {dropout:g}", expected="at least 0 and less than 1")
     if dropout and model is not None:
-        raise UsageError("dropout was given along with a model", fix="put it into the model itself")
+        raise UsageError("dropout was given together with a model", fix="add dropout to the model itself")
     if isinstance(schedule, Path) or (isinstance(schedule, str) and schedule.endswith(".csv")):
         schedule = Program.load(schedule)
     if num_ranks is None:
@@ -228,9 +228,9 @@ def verify(
         start = fingerprint(made)
         known = CutOnce.of(made, program)
         case = replace(case, start=start, balance=known.counts)
-        del made  # it was followed; the reference is one that never was
+        del made  # it was traced; the reference must be one that never was
         one_process = OneProcess(case.made_again(), program, seed, known)
-        expected = [one_process.step()]  # before ranks are started: what fails here is the model's own fault
+        expected = [one_process.step()]  # before any rank starts: a failure here is the model's own
         if transport == "in-process":
             found = [_in_turns(case)]
         else:
@@ -242,7 +242,7 @@ def verify(
 
 
 def _small_mlp(program: Program, dropout: float) -> Material:
-    """Return an MLP with a block for every stage at least, and a batch that does not divide evenly."""
+    """Return an MLP with at least one block per stage, and a batch that does not divide evenly."""
     num_rows = 4 * program.num_microbatches + 1
     blocks = (
         nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.LayerNorm(_WIDTH), nn.GELU(), nn.Dropout(dropout))
@@ -263,7 +263,7 @@ def _in_turns(case: _Case) -> _Seen:
 
 
 def _pipelined(case: _Case) -> _Seen:
-    """Run all steps on the ranks of this process: all of them, or the one that was launched."""
+    """Run all steps on the ranks of this process: all of them, or the launched one."""
     material = case.made_again()
     with Pipeline(
         material.model,
@@ -276,7 +276,7 @@ def _pipelined(case: _Case) -> _Seen:
         transport=case.transport,
         seed=case.seed,
         timeout=case.timeout,
-        check_model=False,  # this is a check itself, and a longer one
+        check_model=False,  # verify is itself a longer check
     ) as pipe:
         optimizer = pipe.optimizer(torch.optim.SGD, lr=LEARNING_RATE)
         named = list(pipe.named_parameters())
@@ -293,7 +293,7 @@ def _pipelined(case: _Case) -> _Seen:
 
 
 def _compared(case: _Case, ranks: Sequence[_Seen], expected: Sequence[StepSeen], *, rounds: bool) -> Verification:
-    """Hold what all ranks saw against one process; `rounds` where they add up in another order."""
+    """Compare what all ranks saw with one process; `rounds` if they add in a different order."""
     losses, weights = [0.0], [0.0]
     gradients: dict[str, float] = {}
     for at, wanted in enumerate(expected):
@@ -320,13 +320,13 @@ def _compared(case: _Case, ranks: Sequence[_Seen], expected: Sequence[StepSeen],
 
 
 def _allowed(weights: Named) -> float:
-    """Return what rounding may do to sums in another order, by the coarsest numbers that occur."""
+    """Return how much rounding may change sums in a different order, for the coarsest dtype that occurs."""
     kinds = {one.dtype for _, one in weights if one is not None and one.is_floating_point()}
     return max([_ROUNDING, *(8 * torch.finfo(kind).eps for kind in kinds)])
 
 
 def _differences(found: Sequence[Named], wanted: Named) -> dict[str, float]:
-    """Return each tensor's difference, the largest of its copies; 1 for one that only one of the two has."""
+    """Return each tensor's difference, the largest of its copies; 1 if only one side has it."""
     copies: dict[str, list[Tensor | None]] = {}
     for name, one in (pair for named in found for pair in named):
         copies.setdefault(name, []).append(one)
@@ -335,7 +335,7 @@ def _differences(found: Sequence[Named], wanted: Named) -> dict[str, float]:
 
 
 def difference(made: Tensor | None, wanted: Tensor | None) -> float:
-    """Return ||made - wanted|| / ||wanted||: 0 only where all bits agree, 1 where one is missing.
+    """Return ||made - wanted|| / ||wanted||: 0 only if all bits agree, 1 if one is missing.
 
     >>> difference(torch.tensor([3.0, 4.1]), torch.tensor([3.0, 4.0]))
     0.0199...

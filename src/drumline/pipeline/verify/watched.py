@@ -1,4 +1,4 @@
-"""The user's model, looked at before every step: what has changed is followed again, or refused."""
+"""Check the user's model before every step: changes are traced again, or refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drumline.runtime.watch.watch import Watch, refuse_hooks
 
 
 class Watched:
-    """A model and the blocks that it was cut into, none of which is kept alive here."""
+    """A model and its blocks, held by weak references."""
 
     def __init__(self, model: object, cuts: Sequence[Sequence[Block]]) -> None:
         blocks = [block for stage in cuts for block in stage]
@@ -23,12 +23,12 @@ class Watched:
         self._root = ref(model) if isinstance(model, nn.Sequential) and not self._plans else None
 
     def begin(self) -> None:
-        """Take what there is now for what it should be, once all parameters are in place."""
+        """Record the current state as the expected one, after all parameters are in place."""
         for plan in self._plans:
             plan.begin()
 
     def look(self) -> None:
-        """Refuse what cannot be followed; what can be is followed again when it next runs."""
+        """Refuse changes that cannot be traced; others are traced again at the next run."""
         for plan in self._plans:
             plan.renew()
         if self._chain is not None:

@@ -1,1 +1,1 @@
-"""How a backward is run: whole, or split into I and W, eagerly or compiled."""
+"""Run backwards: whole, or split into I and W, eagerly or compiled."""

@@ -1,8 +1,8 @@
-"""Blocks of a stage as compiled functions of its value, by torch.compile.
+"""Compile the blocks of a stage with torch.compile.
 
-A segment that draws no random numbers is one function. In one that may draw, every block is a function of its own,
-since the generators are seeded between blocks. Blocks are arguments of what is compiled, so that stages which are made
-alike share it, and so do later pipelines of the process. Compiled code draws the random numbers that plain code would.
+A segment that draws no random numbers is compiled as one function. If it may draw some, each block is compiled
+separately, because the generators are seeded between blocks. Blocks are arguments of the compiled code, so stages with
+the same structure share it, as do later pipelines of the process. Compiled code draws the random numbers of plain code.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Compile = bool | str | Mapping[str, Any]
 Named = Sequence[tuple[str, nn.Module]]
 
 _SETTINGS = ("backend", "dynamic", "fullgraph", "mode", "options")
-_RECOMPILES = 64  # of one function: modes, shapes and stages that share it
+_RECOMPILES = 64  # per function, for the modes, shapes and stages that share it
 _numbers = count()
 _compilers: dict[str, Compiler] = {}  # by settings
 
 
 class Compiler:
-    """Compiles blocks of stages, all with the same arguments of torch.compile.
+    """Compiles blocks of stages, all with the same torch.compile arguments.
 
     >>> linear = nn.Linear(2, 2)
     >>> run = Compiler({"backend": "aot_eager"}).function([("0", linear)], stage=0, split=False)
@@ -50,19 +50,19 @@ class Compiler:
         self._shared: dict[Any, Any] = {}
 
     def function(self, blocks: Named, *, stage: int, split: bool) -> Callable[[Any], Any]:
-        """Return what runs some blocks one after the other; `split` if a backward of them may be split."""
+        """Return a function that runs some blocks in order; `split` if their backward may be split."""
         if any(isinstance(module, Piece) for _, module in blocks):
             return partial(_through, [self._piece(block, stage, split) for block in blocks])
         modules = tuple(module for _, module in blocks)
         return _Compiled(self, blocks, stage, split, partial(self.shared(modules, split), modules))
 
     def _piece(self, block: tuple[str, Any], stage: int, split: bool) -> _Compiled:
-        """Return a piece of a followed model: the code written for it is compiled, one for each kind of input."""
+        """Return a piece of a traced model, whose generated code is compiled once for each kind of input."""
         run = partial(block[1].forward, compiled=cache(partial(self.compiled, split=split)))
         return _Compiled(self, [block], stage, split, run)
 
     def shared(self, modules: Sequence[nn.Module], split: bool) -> Any:
-        """Return the compiled function for modules that are made like these."""
+        """Return the compiled function for modules with the same structure as these."""
         made_like = tuple((type(one), repr(one), _shapes(one)) for one in modules)
         key = (split, made_like)
         if key not in self._shared:
@@ -70,7 +70,7 @@ class Compiler:
         return self._shared[key]
 
     def compiled(self, function: Any, split: bool) -> Any:
-        """Compile a function, with code of its own: torch counts recompilations, and learns shapes, by code."""
+        """Compile a function with its own code: torch counts recompilations, and learns shapes, per code object."""
         name = f"blocks_{next(_numbers)}"
         fresh = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
         return torch.compile(fresh, backend=self._backend(split), **self._rest())
@@ -101,25 +101,25 @@ class _Compiled:
         self.title = f"stage {stage}, {'block' if len(blocks) == 1 else 'blocks'} {names},"
 
     def __call__(self, value: Any) -> Any:
-        """Run the blocks; what cannot be compiled is refused by its name."""
+        """Run the blocks; name the block that cannot be compiled."""
         at.title = self.title
         try:
             return self.run(value)
         except self.errors as error:
             if "a leaf Variable that requires grad" in str(error):
-                raise  # the stage will hand over a copy
+                raise  # the stage will pass a copy
             if len(self.blocks) > 1:
                 self._one_by_one(value)
             raise uncompiled(self.title, error) from error
 
     def _one_by_one(self, value: Any) -> None:
-        """Run every block as a function of its own, so that the one which cannot be compiled says so."""
+        """Run every block as a separate function, so that the one that cannot be compiled raises."""
         for block in self.blocks:
             value = self.compiler.function([block], stage=self.stage, split=self.split)(value)
 
 
 def compiler_for(choice: Compile, device: torch.device) -> Compiler | None:
-    """Return what compiles stages as a user chose, None for not at all; refuse what cannot work here.
+    """Return a compiler for the user's choice, None for no compilation; refuse what cannot work here.
 
     >>> compiler_for(False, torch.device("cpu"))
     >>> compiler_for({"backend": "aot_eager", "dynamic": True}, torch.device("cpu")).settings
@@ -134,12 +134,12 @@ def compiler_for(choice: Compile, device: torch.device) -> Compiler | None:
 
         known = list_backends(exclude_tags=())
         if backend not in known:
-            raise ModelError(f"compile names the backend {backend!r}, which is not there", fix=nearest(backend, known))
+            raise ModelError(f"torch.compile has no backend {backend!r}", fix=nearest(backend, known))
     if backend == "inductor":
         if missing := missing_tool(device):
             raise ModelError(
-                f"compile=True needs {missing} on this machine, and there is none",
-                expected=f"what torch's inductor compiles with, for stages on {device.type}",
+                f"compile=True needs {missing}, which this machine lacks",
+                expected=f"the tools with which torch's inductor compiles stages on {device.type}",
                 fix='install it, or use compile=False or compile="aot_eager"',
             )
         _patches(settings)
@@ -148,7 +148,7 @@ def compiler_for(choice: Compile, device: torch.device) -> Compiler | None:
 
 
 def settings_of(choice: Compile) -> dict[str, Any]:
-    """Return the arguments of torch.compile that a choice means.
+    """Return the torch.compile arguments for a choice.
 
     >>> settings_of(True), settings_of("aot_eager")
     ({'backend': 'inductor'}, {'backend': 'aot_eager'})
@@ -163,12 +163,13 @@ def settings_of(choice: Compile) -> dict[str, Any]:
     if isinstance(choice, bool | str):
         return {"backend": choice if isinstance(choice, str) else "inductor"}
     raise ModelError(
-        f"compile is a {type(choice).__name__}", expected="True, False, a backend's name, or a dict for torch.compile"
+        f"compile is a {type(choice).__name__}",
+        expected="True, False, a backend, or a dict of torch.compile arguments",
     )
 
 
 def _patches(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return inductor's options: those of the mode, the user's own, and random numbers as without compiling."""
+    """Return inductor's options: those of the mode, the user's, and the random numbers of uncompiled code."""
     from torch._inductor import list_mode_options
 
     try:
@@ -178,13 +179,13 @@ def _patches(settings: Mapping[str, Any]) -> dict[str, Any]:
     patches = {**mode, **(settings.get("options") or {})}
     if patches.get("triton.cudagraphs"):
         raise ModelError(
-            "compile asks for CUDA graphs of its own, which several microbatches at once would overwrite",
-            fix='use mode="max-autotune-no-cudagraphs"; capture=True captures steps as graphs',
+            "compile asks for its own CUDA graphs, which microbatches in flight would overwrite",
+            fix='use mode="max-autotune-no-cudagraphs"; to capture steps as CUDA graphs, pass capture=True',
         )
     if patches.get("fallback_random") is False:
         raise ModelError(
             "compile asks for inductor's own random numbers (fallback_random is False)",
-            expected="those of the blocks, which are the same however a block is run",
+            expected="eager random numbers, which are the same however a block runs",
         )
     return {**patches, "fallback_random": True}
 
@@ -201,7 +202,7 @@ def _through(modules: Sequence[Callable[[Any], Any]], value: Any) -> Any:
 
 
 def missing_tool(device: torch.device) -> str:
-    """Return what inductor compiles with and is not on this machine, in words; nothing if all is."""
+    """Return the tool that inductor needs but this machine lacks; an empty text if none."""
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 
@@ -213,7 +214,7 @@ def missing_tool(device: torch.device) -> str:
 
     try:
         get_cpp_compiler()
-    except Exception:  # of several kinds, one for each thing that may be wrong with it
+    except Exception:  # its type depends on what is wrong with the compiler
         return "a C++ compiler (g++, or what CXX names)"
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     return "" if header.exists() else f"Python's headers ({header})"

@@ -1,7 +1,7 @@
-"""Modules that own parameters and know their own formulas for weight gradients: Linear, LayerNorm and Embedding.
+"""Modules that own parameters and have formulas for their weight gradients: Linear, LayerNorm and Embedding.
 
-While it records, an owner computes with stand-ins, which share the parameters' memory and are none to autograd. From
-what it took and the gradient at its place in the graph, W makes the weight gradients by a product or a kernel.
+While recording, an owner computes with stand-ins, which share the parameters' memory but are unknown to autograd. From
+the owner's input and the gradient at its place in the graph, W computes the weight gradients by a product or a kernel.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from drumline.runtime.precision import LOW
 
 
 class ModuleOwner(Owner):
-    """A module that owns trainable parameters, and how its weight gradients are made.
+    """A module that owns trainable parameters, and how to compute its weight gradients.
 
-    It records on `tape`, which has the records of the microbatch that runs.
+    It records on `tape`, which holds the records of the current microbatch.
     """
 
     def __init__(self, module: nn.Module, tape: Tape) -> None:
@@ -32,15 +32,15 @@ class ModuleOwner(Owner):
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for the module's own forward, and leave a record."""
+        """Replace the module's own forward, and leave a record."""
 
     @property
     @abstractmethod
     def begins(self) -> Sequence[Tensor | None]:
-        """What the graph around the owner begins with in place of its parameters."""
+        """The tensors with which the graph begins instead of the owner's parameters."""
 
     def refresh(self) -> None:
-        """Follow the parameters if their memory was exchanged since the last step."""
+        """Follow the parameters if their memory was replaced since the last step."""
 
 
 class WithFormula(ModuleOwner):
@@ -50,12 +50,12 @@ class WithFormula(ModuleOwner):
         super().__init__(module, tape)
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
-        self.to_weight: nn.Parameter | None = None  # where the gradients go; None for what is frozen
+        self.to_weight: nn.Parameter | None = None  # receives the gradient; None if frozen
         self.to_bias: nn.Parameter | None = None
         self.refresh()
 
     def refresh(self) -> None:
-        """Follow the parameters if their memory was exchanged since the last step."""
+        """Follow the parameters if their memory was replaced since the last step."""
         own = self.module._parameters
         self.seen = (own.get("weight"), own.get("bias"))
         self.weight, self.to_weight = _stand_in(self.weight, self.seen[0])
@@ -67,7 +67,7 @@ class WithFormula(ModuleOwner):
         return self.weight, self.bias
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - callers may name it
-        """Compute with the stand-ins; as it is without gradients, with others' parameters, or transformed."""
+        """Compute with the stand-ins; run plainly without gradients, with replaced parameters, or in a transform."""
         own = self.module._parameters
         same = own.get("weight") is self.seen[0] and own.get("bias") is self.seen[1]
         if not same or not torch.is_grad_enabled() or transformed():
@@ -79,7 +79,7 @@ class WithFormula(ModuleOwner):
 
     @abstractmethod
     def computed(self, taken: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return what the stand-ins make of an input, and what W needs: first the input as it was used."""
+        """Return the stand-ins' output for an input, and what W needs: first the input as it was used."""
 
     def _input(self, record: OwnerCall) -> Tensor:
         taken: Tensor = record.inputs[0]
@@ -89,11 +89,11 @@ class WithFormula(ModuleOwner):
 
 
 def _stand_in(now: Tensor | None, parameter: nn.Parameter | None) -> tuple[Tensor | None, nn.Parameter | None]:
-    """Return a tensor with a parameter's memory, the one there is if it still has, and the parameter if it trains."""
+    """Return a tensor with a parameter's memory, reusing `now` if possible, and the parameter if it trains."""
     if parameter is None:
         return None, None
     if now is None or now.data_ptr() != parameter.data_ptr() or now.shape != parameter.shape:
-        # One that is frozen wants a gradient all the same, for its layer's output to have a place in the graph.
+        # A frozen one requires grad too, so that its layer's output has a place in the graph.
         now = begun(parameter.detach()).requires_grad_()
     return now, parameter if parameter.requires_grad else None
 
@@ -102,7 +102,7 @@ class LinearOwner(WithFormula):
     """y = x w^T + b, so that w's gradient is g^T x and b's the sum of g."""
 
     def computed(self, taken: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the product, and what it took."""
+        """Return the product, and its input."""
         taken = _as_autocast(taken)
         return functional.linear(taken, cast(Tensor, self.weight), self.bias), (taken,)
 
@@ -115,7 +115,7 @@ class LinearOwner(WithFormula):
             inputs = taken if taken.dim() == 2 else taken.reshape(-1, taken.shape[-1])
             found.append((self.to_weight, torch.mm(rows.t(), inputs)))
         if self.to_bias is not None:
-            # Autograd sums over what the product saw: rows, or for scattered memory the dimensions themselves.
+            # Autograd sums over what the product saw: rows, or the original dimensions if the memory is scattered.
             scattered = gradient.dim() > 2 and not taken.is_contiguous()
             summed = gradient.sum(tuple(range(gradient.dim() - 1))) if scattered else rows.sum(0)
             found.append((self.to_bias, summed))
@@ -134,15 +134,15 @@ class LayerNormOwner(WithFormula):
     """Normalises over the last dimensions; keeps mean and deviation for W."""
 
     def computed(self, taken: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return what is normalised, and what the kernel took and found."""
+        """Return the normalised values, and the kernel's inputs and statistics."""
         module = cast(nn.LayerNorm, self.module)
         if taken.device.type == "cuda" and torch.is_autocast_enabled("cuda") and taken.dtype in LOW:
-            taken = taken.float()  # as autocast would, so that what is kept is what the kernel takes
+            taken = taken.float()  # as autocast would, to keep exactly what the kernel takes
         made, *kept = torch.native_layer_norm(taken, module.normalized_shape, self.weight, self.bias, module.eps)
         return made, (taken, *kept)
 
     def gradients(self, record: OwnerCall) -> Gradients:
-        """Return what torch's own kernel makes of them."""
+        """Return the gradients that torch's own kernel computes."""
         taken, (_, mean, deviation) = self._input(record), record.inputs
         given = (record.gradients[0], taken, cast(nn.LayerNorm, self.module).normalized_shape, mean, deviation)
         weights = (_like(taken, self.weight), _like(taken, self.bias))
@@ -153,21 +153,21 @@ class LayerNormOwner(WithFormula):
 
 
 def _like(taken: Tensor, weight: Tensor | None) -> Tensor | None:
-    """Return a weight as the kernel took it: autocast gives it an input in full precision, and the weight too."""
+    """Return a weight in the dtype that the kernel took: autocast converts the input and the weight to float32."""
     return weight.float() if weight is not None and weight.dtype in LOW and taken.dtype is torch.float32 else weight
 
 
 class EmbeddingOwner(WithFormula):
-    """Looks rows of its weight up; the gradient of a row is the sum of the gradients where it was used."""
+    """Looks up rows of its weight; the gradient of a row is the sum of the gradients where it was used."""
 
     def computed(self, taken: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the rows of the stand-in, and which they are."""
+        """Return the rows of the stand-in, and their indices."""
         module, weight = cast(nn.Embedding, self.module), cast(Tensor, self.weight)
         settings = (module.padding_idx, None, module.norm_type, module.scale_grad_by_freq)
         return functional.embedding(taken, weight, *settings), (taken,)
 
     def gradients(self, record: OwnerCall) -> Gradients:
-        """Return the sums per row."""
+        """Return the sum of gradients for each row."""
         module = cast(nn.Embedding, self.module)
         padding = -1 if module.padding_idx is None else module.padding_idx
         given = (record.gradients[0], self._input(record), module.num_embeddings, padding)
@@ -176,7 +176,7 @@ class EmbeddingOwner(WithFormula):
 
 
 def _as_autocast(tensor: Tensor) -> Tensor:
-    """Return what autocast would make of a product's input."""
+    """Return a product's input as autocast would cast it."""
     kind = tensor.device.type
     if not torch.is_autocast_enabled(kind) or tensor.dtype not in (torch.float32, *LOW):
         return tensor
@@ -184,9 +184,9 @@ def _as_autocast(tensor: Tensor) -> Tensor:
 
 
 def place_of(made: Tensor) -> GradientEdge:
-    """Return where in the graph a tensor was made, whatever happens to it in place afterwards.
+    """Return the place in the graph where a tensor was created, unaffected by later in-place changes.
 
-    A change of a view in place goes around the view's own node, but never around that of the tensor it views.
+    An in-place change of a view replaces the view's own node, but never that of its base.
     """
     base = made if made._base is None else made._base
     return GradientEdge(cast(Node, base.grad_fn), base.output_nr)

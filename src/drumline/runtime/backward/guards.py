@@ -1,29 +1,29 @@
-"""What a stage's graph begins with, gradients that would go astray there, and those that a forward takes itself.
+"""The beginnings of a stage's graph, gradients that would get lost there, and gradients taken inside a forward.
 
-Parameters that a block uses without holding them: its gradient would go where nobody looks, so it is refused. A head
-that reaches its embedding through a list or a closure hides that the two share a weight. In one process that works; on
-another rank the weight would be a copy that nothing keeps up to date. The graph of a first forward shows it.
+Parameters that a block uses without holding them are refused, because their gradient would be lost. A head that reaches
+its embedding through a list or a closure hides that the two share a weight. In one process this works, but on another
+rank the weight would be a copy that nothing updates. The graph of a first forward shows it.
 
-So does a tensor that another stage made and left in an attribute, such as a router's loss that is read by `loss_fn`: by
-then it may be that of another microbatch, and its gradient has no way back.
+The graph also shows a tensor that another stage created and left in an attribute, such as a router's loss that
+`loss_fn` reads. By then it may belong to another microbatch, and its gradient cannot flow back.
 
-What a stage received: a gradient that a forward takes with respect to one of several such tensors would miss what
-reaches the others from it in the stages before, and is refused: by a hook on the tensor, when it arrives there, or when
-autograd says that the tensor wants none. Of which tensors it was asked is read off torch's own frames. Nothing of
-torch's is replaced for that, and a stage that receives one tensor has nothing to look after.
+Tensors that a stage received: if a forward takes a gradient of one of several, this misses how the others depend on it
+in earlier stages. This is refused by a hook on the tensor, or when autograd says that the tensor needs no gradient.
+torch's own frames show which tensors were asked for, so nothing of torch is replaced. A stage that receives one tensor
+needs no check.
 
-Gradients that a model takes inside its own forward: an energy's forces, a gradient penalty, torch.func.grad.
+Gradients that a model takes inside its forward: an energy's forces, a gradient penalty, torch.func.grad.
 
-Layers whose weight gradients wait for W compute with stand-ins of their parameters, so a gradient of a gradient through
-them would pass the parameters by. Therefore, while a forward is recorded, a call of autograd's engine is stopped before
-it does anything, and the forward begins again with all layers as they are: I then finds their gradients as ordinary
-ones, and W adds them. Right, only early; and it is remembered, so that later forwards are run like this at once.
+Layers whose weight gradients wait for W compute with stand-ins of their parameters, so a second derivative through them
+would miss the parameters. Therefore, while a forward is recorded, a call of autograd's engine is stopped before it does
+anything, and the forward starts again with plain layers. Then I finds their gradients as ordinary ones, and W adds
+them. This is right, only early. It is remembered, so that later forwards run this way at once.
 
-The same holds for a hook on what a layer returned (`h.register_hook`): the gradient that W is given there has not been
-through it; and for a layer that uses a tensor beside its arguments, whose gradient would end there. Such a forward
-begins again, too, with all layers as they are.
+The same holds for a hook on a layer's output (`h.register_hook`), because the gradient that W gets has not passed
+through it, and for a layer that uses a tensor besides its arguments, whose gradient would end there. Such a forward
+also starts again with plain layers.
 
-A forward that is not recorded, which is any of a schedule without split backwards, replaces nothing of torch's.
+A forward that is not recorded, as in any schedule without split backwards, replaces nothing of torch.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from drumline.runtime.patches import Patch, Replaced
 
 
 def begun(tensor: Tensor) -> Tensor:
-    """Mark a tensor as the beginning of a stage's graph, where a gradient ends that belongs to this stage alone."""
+    """Mark a tensor as the beginning of a stage's graph, where only gradients of this stage end."""
     tensor.__dict__["is_beginning"] = True
     return tensor
 
 
 def leaves_of(roots: Sequence[GradientEdge]) -> Iterator[Tensor]:
-    """Yield the tensors that a graph begins with.
+    """Yield the tensors with which a graph begins.
 
     >>> from torch.autograd.graph import get_gradient_edge
     >>> x = nn.Parameter(nn.Linear(2, 2).weight)
@@ -75,9 +75,9 @@ def leaves_of(roots: Sequence[GradientEdge]) -> Iterator[Tensor]:
 def refuse_foreign(
     roots: Sequence[GradientEdge], own: Iterable[nn.Parameter], names: Sequence[str], begins: Iterable[Tensor]
 ) -> None:
-    """Refuse a graph that begins with a parameter which is not among `own`, or with what others begin with.
+    """Refuse a graph that begins with a parameter outside `own`, or with the beginning of another graph.
 
-    `names` are the blocks that made it, `begins` what their graph may begin with.
+    `names` are the blocks that built it, `begins` the tensors with which their graph may begin.
     """
     known = {id(one) for one in (*own, *begins)}
     for leaf in leaves_of(roots):
@@ -87,15 +87,15 @@ def refuse_foreign(
         if isinstance(leaf, nn.Parameter):
             raise ModelError(
                 f"{one_of} uses a parameter of shape {tuple(leaf.shape)} that it does not hold",
-                expected="every parameter as an attribute of the module that uses it, tied or not",
-                fix="tie it openly: head.weight = embedding.weight; a tensor that another block made from it is to "
-                "be returned by that block",
+                expected="every parameter, tied or not, to be an attribute of the module that uses it",
+                fix="tie it explicitly: head.weight = embedding.weight; if another block computes a tensor from it, "
+                "return that tensor from the block",
             )
         if getattr(leaf, "is_beginning", False):
             raise ModelError(
-                f"{one_of}, or the loss, uses a tensor that blocks of another stage made and did not return",
-                expected="blocks and a loss that take all they use from what the block before returns",
-                fix="return it from the block that makes it, as (x, aux), and hand it on",
+                f"{one_of}, or the loss, uses a tensor that a block of another stage created but did not return",
+                expected="blocks and a loss that use only what the previous block returns",
+                fix="return it from the block that creates it, as (x, aux), and pass it on",
             )
 
 
@@ -104,13 +104,13 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def looked_after(received: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Refuse gradients with respect to one of several received tensors inside.
+    """Refuse gradients of one of several received tensors inside.
 
     >>> x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     >>> with looked_after([x, y]):
     ...     _ = torch.autograd.grad((x * y).sum(), x)
     Traceback (most recent call last):
-    drumline.core.errors.ModelError: a block takes the gradient of one of 2 tensors that it received from the stage ...
+    drumline.core.errors.ModelError: a block takes the gradient of one of 2 tensors that it received from the ...
     """
     apart = [one for one in received if one.is_floating_point() or one.is_complex()]
     return _several(apart) if len(apart) > 1 else _NOTHING
@@ -134,7 +134,7 @@ def _several(apart: Sequence[Tensor]) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
     if not torch.is_grad_enabled() and any(one.requires_grad for one in without):
-        raise _refusal(len(apart))  # nobody trains here, so a gradient of it was taken
+        raise _refusal(len(apart))  # this stage does not train, so the forward took its gradient
 
 
 def _is_asked(frames: Iterable[tuple[FrameType, int]], tensors: Sequence[Tensor]) -> bool:
@@ -149,9 +149,9 @@ def _is_asked(frames: Iterable[tuple[FrameType, int]], tensors: Sequence[Tensor]
 
 def _refusal(number: int) -> ModelError:
     return ModelError(
-        f"a block takes the gradient of one of {number} tensors that it received from the stage before",
-        expected="none: what reaches the other tensors from this one in earlier stages would be missing",
-        fix="take it in the block that makes the tensor; or of x = x.view_as(x), if the others do not depend on it",
+        f"a block takes the gradient of one of {number} tensors that it received from the previous stage",
+        expected="no such gradient: it would miss how the other tensors depend on this one in earlier stages",
+        fix="take it in the block that creates the tensor; or, if the others do not depend on x, of x = x.view_as(x)",
     )
 
 
@@ -159,7 +159,7 @@ _interpreter: Any = torch._C._functorch.peek_interpreter_stack
 
 
 def transformed() -> bool:
-    """Whether this runs inside of a function transform (torch.func), or with forward derivatives.
+    """Whether this runs inside a function transform (torch.func), or with forward derivatives.
 
     >>> torch.func.vmap(lambda x: x * transformed())(torch.ones(2)), transformed()
     (tensor([1., 1.]), False)
@@ -168,11 +168,11 @@ def transformed() -> bool:
 
 
 class TakesGradients(BaseException):
-    """Ends a recorded forward that calls autograd's engine; no model's own `except Exception` is to catch it."""
+    """Ends a recorded forward that calls autograd's engine; a model's own `except Exception` must not catch it."""
 
 
 class Lookout:
-    """Watches a forward that is recorded on a tape: calls of autograd's engine, and hooks on what its layers returned.
+    """Watches a recorded forward: calls of autograd's engine, and hooks on its layers' outputs.
 
     >>> with Lookout(Tape()):
     ...     torch.ones(1, requires_grad=True).backward()
@@ -184,7 +184,7 @@ class Lookout:
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
-        self.seen = False  # whether the forward has to begin again; it may have caught what was raised
+        self.seen = False  # whether the forward must start again; it may have caught the error
 
     def __enter__(self) -> Lookout:
         _engine.enter(self)
@@ -196,19 +196,19 @@ class Lookout:
         _engine.leave()
 
     def stop(self) -> None:
-        """End the forward, for it to begin again with layers as they are."""
+        """End the forward, so that it starts again with plain layers."""
         self.seen = True
         raise TakesGradients
 
 
 def begin_again() -> None:
-    """End a recorded forward that a record would not do justice to, for it to begin again with layers as they are."""
+    """End a recorded forward that cannot be recorded correctly, so that it starts again with plain layers."""
     if (lookout := _engine.watcher) is not None:
         lookout.stop()
 
 
 class _Engine:
-    """Stands in for autograd's engine: all calls from Python come by here."""
+    """Replaces autograd's engine: all calls from Python pass through here."""
 
     def __init__(self, replaced: Replaced) -> None:
         self._replaced = replaced
@@ -217,7 +217,7 @@ class _Engine:
         return getattr(self._replaced.found, name)
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the engine, unless the forward that calls it is recorded."""
+        """Run the engine, unless the forward that calls it is being recorded."""
         if (lookout := self._replaced.watcher) is not None:
             lookout.stop()
         return self._replaced.found.run_backward(*args, **kwargs)
@@ -225,7 +225,7 @@ class _Engine:
 
 def _hooking(replaced: Replaced) -> Callable[..., Any]:
     def register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
-        """Register a hook, unless a gradient that a record needs would pass it by."""
+        """Register a hook, unless a gradient that a record needs would bypass it."""
         if (lookout := replaced.watcher) is not None:
             node = tensor.grad_fn
             if any(place.node is node for record in lookout.tape.records for place in record.places):

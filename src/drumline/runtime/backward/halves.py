@@ -1,11 +1,11 @@
-"""The backward graph of compiled code, cut in two: what I computes, and what can wait for W.
+"""Cut the backward graph of compiled code in two: what I computes, and what can wait for W.
 
     tangent ──► gelu' ──┬──► mm with the weight ──► gradient of the input        I
                         └──► mm with the input  ──► gradient of the weight       W
 
-I takes all that leads to the gradients of inputs, and whatever acts on more than its result (random numbers, changes in
-place). W takes the rest. What W needs is kept: arguments of the backward, and results of I. A view is made again rather
-than kept. Some operators make both kinds of gradient at once and can be told which; those run once in each half.
+I takes everything that leads to gradients of inputs, and every node with side effects (random numbers, in-place
+changes). W takes the rest. What W needs is kept: arguments of the backward, and results of I. Views are recomputed
+rather than kept. Some operators compute both kinds of gradient at once and can be told which; they run once per half.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-# Operators with an `output_mask` whose parts cost what they make. Batch norms are not among them: their weight's
-# gradients are sums that the input's gradient needs as well.
+# Operators with an `output_mask` whose cost depends on the requested outputs. Batch norms are not among them: the
+# gradients of their weights are sums that the input's gradient also needs.
 _MASKED = frozenset(
     f"aten::{name}_backward" for name in ("convolution", "native_layer_norm", "native_group_norm", "_fused_rms_norm")
 )
@@ -27,11 +27,11 @@ _MASKED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Halves:
-    """Two graphs in place of one, both over the outputs of the whole.
+    """Two graphs that replace one; both refer to the outputs of the whole.
 
-    `input` takes all arguments of the whole. It returns the outputs that stand at `inputs`, then what is kept of its
-    own results. `weight` takes the arguments that stand at `kept`, then those results, and returns the outputs that
-    stand at `weights`. The other outputs are None.
+    `input` takes all arguments of the whole. It returns the outputs at positions `inputs`, then the results that it
+    keeps. `weight` takes the arguments at positions `kept`, then those results, and returns the outputs at positions
+    `weights`. All other outputs are None.
     """
 
     input: GraphModule
@@ -43,7 +43,7 @@ class Halves:
 
 
 def halves(whole: GraphModule, weights: Collection[int]) -> Halves:
-    """Cut a backward graph; `weights` are the places of the outputs that can wait.
+    """Cut a backward graph; `weights` are the positions of the outputs that can wait.
 
     >>> from torch.fx.experimental.proxy_tensor import make_fx
     >>> whole = make_fx(lambda x, w, g: (g.mm(w), g.t().mm(x)))(torch.ones(1, 2), torch.ones(3, 2), torch.ones(1, 3))
@@ -61,7 +61,7 @@ def halves(whole: GraphModule, weights: Collection[int]) -> Halves:
     first |= {user for node in first for user in node.users if user.target is operator.getitem}
     arguments = graph.find_nodes(op="placeholder")
     second = _leading_to([outputs[place] for place in late], until=lambda node: node in first and not _is_view(node))
-    # Sizes that change are numbers among the arguments; the compiler wants them in each half.
+    # Dynamic sizes are numbers among the arguments; the compiler needs them in each half.
     kept = [node for node in arguments if node in second or isinstance(node.meta.get("val"), torch.SymInt)]
     both = [node for node in graph.nodes if node in first and node in second]
     handed = [node for node in both if node.op not in ("placeholder", "get_attr") and not _is_view(node)]
@@ -76,7 +76,7 @@ def halves(whole: GraphModule, weights: Collection[int]) -> Halves:
 
 
 def _leading_to(ends: Iterable[Node], until: Any = lambda node: False) -> set[Node]:
-    """Return all nodes that the ends depend on, themselves included, no further up than where `until` holds."""
+    """Return all nodes that the ends depend on, including themselves, stopping where `until` holds."""
     found: set[Node] = set()
     todo = list(ends)
     while todo:
@@ -93,7 +93,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _separate(graph: Graph, first: set[Node]) -> None:
-    """Let operators that make gradients for both halves run in each, for its own."""
+    """Let operators that compute gradients for both halves run in each of them."""
     for node in list(graph.nodes):
         schema = getattr(node.target, "_schema", None)
         late = [user for user in node.users if user.target is operator.getitem and user not in first]
@@ -116,7 +116,7 @@ def _separate(graph: Graph, first: set[Node]) -> None:
 
 
 def _part(whole: GraphModule, given: Sequence[Node], wanted: Sequence[Node], needed: set[Node]) -> GraphModule:
-    """Return the needed part of a graph, which makes `wanted` from `given`."""
+    """Return the needed part of a graph, which computes `wanted` from `given`."""
     graph = Graph()
     copies: dict[Node, Node] = {}
     for node in given:

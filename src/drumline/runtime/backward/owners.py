@@ -1,9 +1,9 @@
-"""Modules that own parameters, and how their weight gradients are made apart from the rest of the backward.
+"""Modules that own parameters, and how to compute their weight gradients separately from the rest of the backward.
 
-Linear, LayerNorm and Embedding know their own formulas. Any other module that has parameters with two or more
-dimensions and no children with parameters keeps a small graph of its own, cut off from the rest, and W runs that. What
-belongs to a module with such children, what is only a vector (the scale of a norm), and any use of a parameter outside
-of its owner, is seen by I as an ordinary gradient, is kept, and is added by W: never lost, only early.
+Linear, LayerNorm and Embedding have their own formulas. Any other module that has parameters with two or more
+dimensions, and no children with parameters, keeps a small separate graph, and W runs that graph. Three cases remain:
+parameters of a module with such children, vectors (the scale of a norm), and any use of a parameter outside its owner.
+I sees these as ordinary gradients and keeps them, and W adds them: never lost, only early.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from drumline.runtime.values import pack, unpack
 
 
 class GeneralOwner(ModuleOwner):
-    """Any other module: its forward runs on a graph of its own, through which I and W go one after the other."""
+    """Any other module: its forward runs on a separate graph, through which first I and then W go."""
 
     by_autograd = True
 
@@ -36,11 +36,11 @@ class GeneralOwner(ModuleOwner):
         super().__init__(module, tape)
         self.parameters = [one for one in module.parameters() if one.requires_grad]
         self.plain = module.forward
-        self.looked_at = False  # whether all parameters in its graph are its own
-        self.spark = begun(torch.zeros((), requires_grad=True))  # wants a gradient, or there would be no graph
+        self.looked_at = False  # whether it was checked that its graph has only its own parameters
+        self.spark = begun(torch.zeros((), requires_grad=True))  # requires grad, or there would be no graph
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward on a graph apart."""
+        """Run the module's own forward on a separate graph."""
         if not torch.is_grad_enabled() or transformed():
             return self.plain(*args, **kwargs)
         tensors, form = pack((args, kwargs))
@@ -49,14 +49,14 @@ class GeneralOwner(ModuleOwner):
             given, named = unpack(leaves, form)
             return self.plain(*given, **named)
 
-        own: list[Any] = []  # what the graph apart ends in
+        own: list[Any] = []  # the outputs of the separate graph
         made = _OwnGraph.apply(own, run, self.spark, *tensors)  # type: ignore[no-untyped-call]
         leaves, ends, output_form = own
         reached = [index for index, end in enumerate(ends) if end.requires_grad]
         if not self.looked_at:
             known = {id(one) for one in (*self.parameters, *leaves)}
             if any(id(one) not in known for one in leaves_of([place_of(ends[index]) for index in reached])):
-                begin_again()  # it uses a tensor that is not among its arguments, whose gradient would be lost here
+                begin_again()  # it uses a tensor besides its arguments, whose gradient would be lost here
             self.looked_at = True
         places = tuple(place_of(made[index]) for index in reached)
         self.tape.records.append(OwnerCall(self, [ends[index] for index in reached], places))
@@ -64,21 +64,21 @@ class GeneralOwner(ModuleOwner):
 
     @property
     def begins(self) -> Sequence[Tensor | None]:
-        """What makes it have a graph."""
+        """The tensor because of which it has a graph."""
         return (self.spark,)
 
     def gradients(self, record: OwnerCall) -> Gradients:
-        """Return what autograd finds in the graph that was kept."""
+        """Return the gradients that autograd finds in the kept graph."""
         pairs = [pair for pair in zip(record.inputs, record.gradients, strict=True) if pair[1] is not None]
         found = torch.autograd.grad(
             [end for end, _ in pairs], self.parameters, [given for _, given in pairs], allow_unused=True
         )
-        # One tensor may be the gradient of several parameters: each gets its own.
+        # One tensor may be the gradient of several parameters: each needs its own copy.
         return [(one, grad.clone()) for one, grad in zip(self.parameters, found, strict=True) if grad is not None]
 
 
 class _OwnGraph(torch.autograd.Function):
-    """Runs a module on a graph apart; its backward goes through that for the inputs only, and keeps it for W."""
+    """Runs a module on a separate graph; its backward computes only input gradients, and keeps the graph for W."""
 
     @staticmethod
     def forward(ctx: Any, own: list[Any], run: Callable[..., Any], spark: Tensor, *tensors: Tensor) -> Any:
@@ -119,8 +119,8 @@ def owners_in(module: nn.Module, tape: Tape) -> Iterator[ModuleOwner]:
     >>> [type(one).__name__ for one in owners_in(nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 1)), Tape())]
     ['LinearOwner', 'GeneralOwner']
 
-    Modules that own vectors only, as norms do, are none: their gradients are sums, which cost less than keeping a graph
-    for them would.
+    Modules that own only vectors, as norms do, are not owners: their gradients are sums, which cost less than keeping a
+    graph for them.
     """
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return
@@ -147,37 +147,37 @@ def _formula(module: nn.Module) -> type[WithFormula] | None:
 
 
 class Splitter:
-    """All owners of some modules; while it records, their forwards stand in for the modules' own."""
+    """All owners of some modules; while it records, their forwards replace the modules' own."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.tape = Tape()
         owners = {id(owner.module): owner for module in modules for owner in owners_in(module, self.tape)}
         self.owners = list(owners.values())
         self._device = next((one.device.type for module in modules for one in module.parameters()), "cpu")
-        # A module's namespace, what stands in there, and what stood there before: for most modules nothing.
+        # A module's namespace, the replacement there, and what it replaces: for most modules nothing.
         self._places = [(vars(owner.module), owner.forward, vars(owner.module).get("forward")) for owner in self.owners]
 
     def refresh(self) -> None:
-        """Follow the parameters if their memory was exchanged since the last step."""
+        """Follow the parameters if their memory was replaced since the last step."""
         for owner in self.owners:
             owner.refresh()
 
     @property
     def begins(self) -> list[Tensor]:
-        """What the graph of a recorded forward begins with in place of parameters."""
+        """The tensors with which the graph of a recorded forward begins instead of parameters."""
         return [one for owner in self.owners for one in owner.begins if one is not None]
 
     def start(self, tape: Tape) -> None:
         """Let the owners record on `tape` until `stop`."""
         self.tape.records = tape.records
-        # What autocast makes of layer norms is known of these devices; elsewhere their gradients come early.
+        # We know how autocast treats layer norms on these devices; elsewhere their gradients come early.
         unknown = self._device not in ("cpu", "cuda") and torch.is_autocast_enabled(self._device)
         for owner, (namespace, forward, _) in zip(self.owners, self._places, strict=True):
             if not (unknown and isinstance(owner, LayerNormOwner)):
                 namespace["forward"] = forward
 
     def stop(self) -> None:
-        """Give the modules their own forwards back."""
+        """Restore the modules' own forwards."""
         for namespace, _, own in self._places:
             if own is not None:
                 namespace["forward"] = own

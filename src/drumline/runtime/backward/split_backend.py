@@ -1,14 +1,14 @@
-"""torch.compile for stages whose backward is split: the backward graph is cut in two, and W's half waits on the tape.
+"""torch.compile for stages with split backwards: cut the backward graph in two, and leave W's half on the tape.
 
-AOTAutograd traces forward and backward ahead of time and hands the backward over as a graph. It is cut (`halves`), and
-both halves are compiled. When autograd comes by:
+AOTAutograd traces forward and backward ahead of time and passes the backward as a graph. `halves` cuts it, and both
+halves are compiled. When autograd reaches it:
 
-    during I    the input half runs; the weight half, with what it needs, is left on the tape. Autograd gets nothing
+    during I    the input half runs; the weight half, with what it needs, stays on the tape. Autograd gets nothing
                 for the parameters
     during B    both halves run, one after the other
 
-Which output belongs to which parameter is read off the graph that autograd is walking: parameters are inputs of
-compiled code, and their gradients stand in the order of these inputs.
+The graph that autograd is walking shows which output belongs to which parameter: parameters are inputs of compiled
+code, and their gradients come in the order of these inputs.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ CompileHalf = Callable[[GraphModule, Sequence[Any]], Boxed]
 
 @dataclass(slots=True, eq=False)
 class Waiting(OwnerCall):
-    """A weight half that waits for W: what it was left, and the parameters that its results are for."""
+    """A weight half that waits for W: what it needs, and the parameters that its results belong to."""
 
     parameters: Sequence[nn.Parameter] = ()
     versions: Sequence[int] = ()
 
     @property
     def reached(self) -> bool:
-        """Whether a gradient came back: it did, or there would be no record."""
+        """Whether a gradient came back: always, because there would be no record otherwise."""
         return True
 
 
 class WeightHalf(Owner):
-    """The compiled weight half of one piece of code, as the owner of the records that it leaves; it joins none."""
+    """The compiled weight half of a piece of code, as the owner of its records; it merges none."""
 
     def __init__(self, run: Callable[[list[Any]], list[Any]]) -> None:
         self.run = run
@@ -60,16 +60,16 @@ class WeightHalf(Owner):
         return list(zip(record.parameters, self.results(left), strict=True))
 
     def results(self, left: list[Any]) -> list[Tensor]:
-        """Return the gradients; what was left is let go of on the way."""
+        """Return the gradients, and free what was left on the way."""
         if torch._C._is_any_autocast_enabled():
-            with torch._C._DisableAutocast():  # the graph has its casts
+            with torch._C._DisableAutocast():  # the graph already contains its casts
                 return self.run(left)
         return self.run(left)
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterPlaces:
-    """Where the trainable parameters stand among the inputs of compiled code."""
+    """The positions of the trainable parameters among the inputs of compiled code."""
 
     num_inputs: int
     tensors: tuple[int, ...]
@@ -77,7 +77,7 @@ class ParameterPlaces:
 
     @classmethod
     def among(cls, inputs: Sequence[Any]) -> ParameterPlaces:
-        """Look at the inputs that code is compiled for."""
+        """Find them among the inputs for which code is compiled."""
         placed = list(enumerate(inputs))
         tensors = tuple(place for place, one in placed if isinstance(one, Tensor))
         trained = (place for place, one in placed if isinstance(one, nn.Parameter) and one.requires_grad)
@@ -85,7 +85,7 @@ class ParameterPlaces:
 
 
 def split(whole: GraphModule, examples: Sequence[Any], places: ParameterPlaces, compile_half: CompileHalf) -> Boxed:
-    """Return a backward that can be split, for a graph of it."""
+    """Return a backward that can be split, for its graph."""
     num_outputs = len(whole.graph.output_node().args[0])  # type: ignore[arg-type]
     if not places.parameters or num_outputs != places.num_inputs:
         return compile_half(whole, examples)
@@ -94,7 +94,7 @@ def split(whole: GraphModule, examples: Sequence[Any], places: ParameterPlaces, 
         return compile_half(whole, examples)
     given = [node.meta["val"] for node in cut.weight.graph.find_nodes(op="placeholder")]
     input_half, owner = compile_half(cut.input, examples), WeightHalf(_apart(compile_half(cut.weight, given)))
-    edges = [places.tensors.index(place) for place in cut.weights]  # autograd counts the tensors alone
+    edges = [places.tensors.index(place) for place in cut.weights]  # autograd counts only the tensors
 
     def run(arguments: list[Any]) -> list[Any]:
         tape = running()
@@ -106,7 +106,7 @@ def split(whole: GraphModule, examples: Sequence[Any], places: ParameterPlaces, 
             found[place] = one
         left += made[len(cut.inputs) :]
         if tape is not None and parameters is not None:
-            # Records are gone through from the end: what autograd reached first is added first.
+            # Records are processed from the end: what autograd reached first is added first.
             tape.records.insert(0, Waiting(owner, left, (), parameters=parameters, versions=_versions(left)))
         else:
             for place, one in zip(cut.weights, owner.results(left), strict=True):
@@ -118,10 +118,10 @@ def split(whole: GraphModule, examples: Sequence[Any], places: ParameterPlaces, 
 
 
 def _apart(run: Boxed) -> Callable[[list[Any]], list[Any]]:
-    """Return what runs a backward and gives every result memory of its own.
+    """Return a function that runs a backward and gives every result its own memory.
 
-    One memory may be the gradient of two parameters, or of a parameter and an input. Compiled code hands it out as
-    tensors that do not know of each other, and autograd would take both for `.grad`, and add to both.
+    Two parameters, or a parameter and an input, may have the same memory as their gradient. Compiled code returns it as
+    unrelated tensors, and autograd would use both as `.grad` and add to both.
     """
 
     def run_apart(arguments: list[Any]) -> list[Any]:
@@ -147,7 +147,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _is_shared(tensor: Tensor) -> bool:
-    """Whether somebody else holds the tensor's memory; a plain view's base does, and goes with it."""
+    """Whether something else holds the tensor's memory; the base of a plain view does, and is freed with it."""
     storage = tensor.untyped_storage()
     return tensor._base is None and torch._C._storage_Use_Count(storage._cdata) > 2  # the tensor, and `storage`
 
@@ -159,7 +159,7 @@ def _owners(edges: Sequence[int], num_inputs: int) -> list[nn.Parameter] | None:
     if len(following) != num_inputs:
         return None
     found: list[Any] = [getattr(following[edge][0], "variable", None) for edge in edges]
-    # A hook wants to see the gradient when autograd comes by.
+    # A hook needs to see the gradient when autograd reaches it.
     plain = all(isinstance(one, nn.Parameter) and not one._backward_hooks for one in found)
     return found if plain else None
 
@@ -169,7 +169,7 @@ def _versions(values: Sequence[Any]) -> list[int]:
 
 
 class _At(threading.local):
-    """What runs in this thread, in words: what is compiled now is for it."""
+    """What runs in this thread, in words: code compiled now is for it."""
 
     title = "a block"
 
@@ -178,17 +178,17 @@ at = _At()
 
 
 def uncompiled(title: str, error: Exception) -> ModelError:
-    """Return the refusal of what cannot be compiled."""
+    """Return the error for code that cannot be compiled."""
     error = getattr(error, "inner_exception", error)
     words = " ".join(str(error).split())
     return ModelError(
         f"{title} cannot be compiled: {type(error).__name__}: {words:.400}",
-        fix="use compile=False, which also shows whether the model itself is at fault",
+        fix="use compile=False, which also shows whether the model itself fails",
     )
 
 
 def _named(title: str, compile_backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what compiles a backward and, where it cannot, says what of; it may do so as late as the first B or I."""
+    """Return a function that compiles a backward, and names it if that fails, perhaps only at the first B or I."""
 
     def compile_named(*args: Any, **settings: Any) -> Any:
         try:
@@ -201,7 +201,7 @@ def _named(title: str, compile_backward: Callable[..., Any]) -> Callable[..., An
 
 @dataclass(frozen=True)
 class AotEager:
-    """The backend `aot_eager`, where graphs run operator by operator; where asked for, its backward can be split.
+    """The backend `aot_eager`, which runs graphs operator by operator; on request its backward can be split.
 
     >>> torch.compile(nn.Linear(2, 2), backend=AotEager(can_split=True))(torch.ones(1, 2)).shape
     torch.Size([1, 2])
@@ -234,7 +234,7 @@ class AotEager:
 
 @dataclass(frozen=True)
 class Inductor:
-    """The backend `inductor` with some of its options; where asked for, its backward can be split."""
+    """The backend `inductor` with some of its options; on request its backward can be split."""
 
     patches: dict[str, Any]
     can_split: bool
@@ -249,7 +249,7 @@ class Inductor:
 
         def half(part: GraphModule, examples: Sequence[Any], **settings: Any) -> Boxed:
             output = part.graph.output_node()
-            # What goes from half to half is read with the strides that the graph says.
+            # Tensors passed from half to half are read with the strides in the graph.
             output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
             made: Boxed = inner(part, examples, **settings)
             return made
@@ -257,7 +257,7 @@ class Inductor:
         def backward(whole: GraphModule, examples: Sequence[Any], **settings: Any) -> Any:
             if not self.can_split:
                 return _apart(inner(whole, examples, **settings))
-            compile_fx.fake_tensor_prop(whole, examples)  # with the strides that the forward really makes
+            compile_fx.fake_tensor_prop(whole, examples)  # with the forward's real strides
             settings["static_input_idxs"] = ()
             return split(whole, examples, places, partial(half, **settings))
 
@@ -266,6 +266,6 @@ class Inductor:
         def either(part: GraphModule, examples: Sequence[Any], **settings: Any) -> Any:
             return (named if settings.get("is_backward") else inner)(part, examples, **settings)
 
-        # What W may need must not be overwritten by I, and a backward from torch's cache would be whole.
+        # I must not overwrite what W may need, and a backward from torch's cache would be whole.
         with config.patch(donated_buffer=False, enable_autograd_cache=False):
             return compile_fx.compile_fx(graph, inputs, inner_compile=either, config_patches=self.patches)

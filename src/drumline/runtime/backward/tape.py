@@ -1,18 +1,18 @@
-"""The split backward: I makes only what the previous stage waits for, W makes the weight gradients later.
+"""The split backward: I computes only what the previous stage waits for, W computes the weight gradients later.
 
-While a microbatch that is to be split runs forward, every module that owns parameters (an owner) computes with
-stand-ins of them: the same memory, but not known to autograd as the parameters. It leaves a record on the tape.
+While the forward of such a microbatch runs, every module that owns parameters (an owner) computes with stand-ins of
+them: the same memory, but not known to autograd as parameters. It leaves a record on the tape.
 
     F   x ──► Linear ──► GELU ──► Linear ──► y          records: (owner, its input, its place in the graph)
-    I   gradient of y ──► ... ──► gradient of x         and, in passing, the gradient at every record's place
+    I   gradient of y ──► ... ──► gradient of x         and, on the way, the gradient at every record's place
     W   each record: its input and gradient ──► weight gradients
 
-So I is one call of autograd, which skips weight gradients because nobody asks for them, and W is plain matrix products
-without any graph. No graph is ever walked in Python.
+So I is one call of autograd, which skips weight gradients because nobody requests them. W is plain matrix products
+without any graph. Python never walks a graph.
 
-Autograd's engine is called directly: `torch.autograd.backward` and `grad` check what they are given in Python, some 60
-microseconds a call, as much as a small layer. The engine checks shapes and types itself, and everything that is handed
-to it here was made by a stage.
+We call autograd's engine directly: `torch.autograd.backward` and `grad` check their arguments in Python, which takes
+some 60 microseconds per call, as much as a small layer. The engine itself checks shapes and dtypes, and all its
+arguments here come from a stage.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.autograd.graph import GradientEdge
 from drumline.core.errors import ModelError
 from drumline.runtime.precision import gradient_dtype
 
-_run: Any = torch._C._ImperativeEngine().run_backward  # not that of whoever has replaced torch's
+_run: Any = torch._C._ImperativeEngine().run_backward  # the original, even if other code replaced torch's
 
 
 def add_gradients(roots: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
@@ -48,7 +48,7 @@ def add_gradients(roots: Sequence[GradientEdge], gradients: Sequence[Tensor]) ->
 def gradients_at(
     places: Sequence[GradientEdge | Tensor], roots: Sequence[GradientEdge], gradients: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients at `places`, None where none arrives, computing only what leads to them.
+    """Return the gradients at `places`, None if none arrives, computing only what leads to them.
 
     >>> from torch.autograd.graph import get_gradient_edge
     >>> x, w = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
@@ -67,37 +67,37 @@ _of_thread = threading.local()
 
 
 def running() -> Tape | None:
-    """Return the tape whose I runs at the moment, for compiled code to leave a record on."""
+    """Return the tape whose I is running, so that compiled code can leave a record on it."""
     tape: Tape | None = getattr(_of_thread, "tape", None)
     return tape
 
 
 def changed_in_place(what: str, why: str = "") -> ModelError:
-    """Return the refusal of a weight gradient whose tensors are not any more what the forward used."""
+    """Return the error for a weight gradient whose tensors have changed since the forward used them."""
     return ModelError(
         f"{what} was changed in place after it was used{f', {why}' if why else ''}",
-        expected="tensors that stay as they are until their backward has run",
-        fix="write x = x + y in place of x += y",
+        expected="tensors that stay unchanged until their backward has run",
+        fix="write x = x + y instead of x += y",
     )
 
 
 class Owner(ABC):
-    """Whose parameters a record is about: a module, or a compiled piece of code."""
+    """The owner of the parameters of a record: a module, or a compiled piece of code."""
 
-    by_autograd = False  # whether autograd makes the gradients, and runs the parameters' hooks
+    by_autograd = False  # whether autograd computes the gradients and runs the parameters' hooks
 
     @abstractmethod
     def gradients(self, record: OwnerCall) -> Gradients:
         """Return the weight gradients of one call."""
 
     def joined(self, records: Sequence[OwnerCall]) -> Sequence[OwnerCall]:
-        """Return fewer records in place of several microbatches', where that makes one larger product."""
+        """Merge the records of several microbatches into fewer, if that gives one larger product."""
         return records
 
 
 @dataclass(slots=True, eq=False)
 class OwnerCall:
-    """One call of one owner: what it took, where its outputs stand in the graph, and later the gradients there."""
+    """One call of one owner: its input, the places of its outputs in the graph, and later the gradients there."""
 
     owner: Owner
     inputs: Any
@@ -113,7 +113,7 @@ class OwnerCall:
 
 @dataclass(slots=True, eq=False)
 class Tape:
-    """The records of one microbatch's forward through one stage, and what I found early."""
+    """The records of one microbatch's forward through one stage, and gradients that I found early."""
 
     records: list[OwnerCall] = field(default_factory=list)
     early: Gradients = field(default_factory=list)
@@ -125,7 +125,7 @@ class Tape:
         leaves: Sequence[Tensor],
         parameters: Sequence[nn.Parameter],
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of `leaves`; the records' own are kept for `weight_gradients`."""
+        """Return the gradients of `leaves`; those of the records are kept for `weight_gradients`."""
         records = list(self.records)
         places = [place for record in records for place in record.places]
         before, _of_thread.tape = running(), self
@@ -137,22 +137,22 @@ class Tape:
         for record in records:
             start, last = last, last + len(record.places)
             record.gradients = found[start:last]
-            record.places = ()  # the graph is done with
+            record.places = ()  # the graph is no longer needed
         self.early += [(one, grad) for one, grad in zip(parameters, found[last:], strict=True) if grad is not None]
         return found[:first]
 
     @torch.no_grad()
     def weight_gradients(self) -> Gradients:
-        """Return the gradient of every parameter that the microbatch reached, and forget the records."""
+        """Return the gradient of every parameter that the microbatch reached, and clear the records."""
         total: dict[nn.Parameter, Tensor] = {}
         # Last used, first added: the order in which autograd sums the uses of one parameter.
         reached = [record for record in reversed(self.records) if record.reached]
         _add(total, (pair for one in reached if not one.owner.by_autograd for pair in one.owner.gradients(one)))
         for parameter, gradient in total.items():
-            # Under autocast all uses share one cast of the parameter, so autograd adds them before it casts back.
+            # Under autocast, all uses share one cast of the parameter, so autograd adds them before casting back.
             total[parameter] = _hooked(parameter, gradient.to(parameter.dtype))
         _add(total, (pair for one in reached if one.owner.by_autograd for pair in one.owner.gradients(one)))
-        # Autograd may hand one tensor to several parameters, and to the stage before: what stays here is a copy.
+        # Autograd may give one tensor to several parameters and to the previous stage, so keep a copy here.
         _add(total, ((one, gradient if one in total else gradient.clone()) for one, gradient in self.early))
         self.records, self.early = [], []
         return list(total.items())
@@ -164,7 +164,7 @@ def _add(total: dict[nn.Parameter, Tensor], gradients: Iterable[tuple[nn.Paramet
 
 
 def _hooked(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """Return what the parameter's own hooks make of its gradient, as autograd would."""
+    """Return a parameter's gradient after its own hooks, as autograd would."""
     for hook in (parameter._backward_hooks or {}).values():
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
@@ -172,7 +172,7 @@ def _hooked(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
 
 
 def merged(tapes: Sequence[Tape]) -> Gradients:
-    """Return the summed weight gradients of several microbatches; a linear layer's as one larger product."""
+    """Return the summed weight gradients of several microbatches; those of a linear layer as one larger product."""
     first, *others = tapes
     alike = all([one.owner for one in tape.records] == [one.owner for one in first.records] for tape in others)
     if not others or not alike:

@@ -1,1 +1,1 @@
-"""Any model as a chain of blocks: the graph of its forward, written out as pieces and cut into stages."""
+"""Turn any model into a chain of blocks: trace its forward, write it out as pieces, and cut it into stages."""

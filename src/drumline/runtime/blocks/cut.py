@@ -1,4 +1,4 @@
-"""A model cut into stages: an ordered list of named blocks, every one of them in exactly one stage."""
+"""Cut a model into stages: an ordered list of named blocks, each in exactly one stage."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Model = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One block under its name in the unsplit model.
+    """A block and its name in the unsplit model.
 
-    Its parameters' names begin with `prefix`, the block's own name unless given.
+    The names of its parameters begin with `prefix`, by default the block's name.
 
     >>> [name for name, _ in Block("head", nn.Linear(2, 2)).named_parameters()]
     ['head.weight', 'head.bias']
@@ -34,13 +34,13 @@ class Block:
     prefix: str | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters under the names of the unsplit model."""
+        """Yield the parameters by their names in the unsplit model."""
         prefix = self.name if self.prefix is None else self.prefix
         return self.module.named_parameters(prefix=prefix)
 
     @property
     def trains(self) -> bool:
-        """Whether any parameter is trained."""
+        """Whether any parameter trains."""
         return any(one.requires_grad for one in self.module.parameters())
 
 
@@ -62,7 +62,7 @@ def blocks_of(model: Model | Sequence[Block]) -> list[Block]:
     else:
         raise ModelError(
             f"the model is a {type(model).__name__}",
-            expected="an nn.Sequential, or a list of blocks each of which takes what the one before returns",
+            expected="an nn.Sequential, or a list of blocks that each take the output of the previous one",
         )
     for name, block in named:
         if not isinstance(block, nn.Module):
@@ -73,13 +73,13 @@ def blocks_of(model: Model | Sequence[Block]) -> list[Block]:
 
 
 def counts_of(blocks: Sequence[Block], num_stages: int, cuts: Sequence[str]) -> list[int]:
-    """Return how many blocks each stage gets where `cuts` names the first block of every stage but the first.
+    """Return the number of blocks per stage, if `cuts` names the first block of every stage but the first.
 
     >>> counts_of(blocks_of([nn.ReLU() for _ in range(7)]), 3, ["2", "6"])
     [2, 4, 1]
     """
     if not isinstance(cuts, str | Iterable):
-        raise ModelError(f"cuts is {cuts!r}", expected="a list of names of blocks")
+        raise ModelError(f"cuts is {cuts!r}", expected="a list of block names")
     named = [cuts] if isinstance(cuts, str) else [str(one) for one in cuts]
     if len(named) != num_stages - 1:
         raise ModelError(
@@ -91,35 +91,35 @@ def counts_of(blocks: Sequence[Block], num_stages: int, cuts: Sequence[str]) -> 
         if start >= end:
             second = blocks[end].name
             wrong = (
-                f"cuts names the block {second!r} twice"
+                f"cuts names block {second!r} twice"
                 if first == second
-                else f"cuts names the block {second!r} after {first!r}"
+                else f"cuts names block {second!r} after {first!r}"
                 if first
-                else f"cuts names the block {second!r}, with which the first stage begins"
+                else f"cuts names block {second!r}, which already begins the first stage"
             )
-            raise ModelError(wrong, expected="the first blocks of stages 1, 2, ..., each once, in the model's order")
+            raise ModelError(wrong, expected="the first block of each of stages 1, 2, ..., in the model's order")
     return [end - start for start, end in pairwise(ends)]
 
 
 def _place(blocks: Sequence[Block], name: str) -> int:
-    """Return which block a cut names: by its own name, or by that of a module that it is the first block of."""
+    """Return the block that a cut names: by its own name, or by that of a module whose first block it is."""
     for at, block in enumerate(blocks):
         if block.name == name or block.name.startswith(f"{name}."):
             return at
         if reason := getattr(block.module, "merged", {}).get(name):
             other = [one.name for one in blocks[at : at + 2] if one is not blocks[0]]
             raise ModelError(
-                f"no cut may stand before {name!r}: {reason}",
+                f"the model cannot be cut before {name!r}: {reason}",
                 fix=f"the nearest cut that works is before {' or before '.join(map(repr, other))}" if other else "",
             )
     names = [block.name for block in blocks]
-    raise ModelError(f"cuts names the block {name!r}, which is not there", fix=nearest(str(name), names))
+    raise ModelError(f"cuts names block {name!r}, which the model does not have", fix=nearest(str(name), names))
 
 
 def guessed_costs(blocks: Sequence[Block]) -> list[float]:
-    """Return what blocks may cost: a product for every parameter in F, I and W, but for those only looked up.
+    """Return the estimated costs of blocks: one product per parameter in each of F, I and W, except for lookups.
 
-    What is frozen has no W, and where nothing is trained up to it no I.
+    A frozen block has no W, and no I if nothing up to it trains.
     """
     kinds = needed([block.trains for block in blocks])
     counts = [
@@ -140,10 +140,10 @@ def cut(
     *,
     held: Sequence[HeldPairs] = (),
 ) -> list[tuple[Block, ...]]:
-    """Return the blocks of every stage: as many as `balance` says, or from one of the named `cuts` to the next.
+    """Return the blocks of every stage, by the counts in `balance` or by the names in `cuts`.
 
-    With "even" they are dealt as evenly as they go; without either, by how many parameters they compute with, which is
-    a first guess at what they cost; `held`, from `held_by`, says which stages share a rank.
+    "even" distributes the blocks as evenly as possible. Without either, stages get similar numbers of parameters, a
+    first estimate of their costs. `held`, from `held_by`, says which stages share a rank.
 
     >>> blocks = blocks_of([nn.Linear(2, 2) for _ in range(5)])
     >>> [len(stage) for stage in cut(blocks, 2)], [len(stage) for stage in cut(blocks, 2, balance=[1, 4])]
@@ -153,11 +153,11 @@ def cut(
         raise ModelError(
             f"the model has {counted(len(blocks), 'block')} for {counted(num_stages, 'stage')}{_why_so_few(blocks)}",
             expected="at least one block per stage",
-            fix="use fewer ranks or stages per rank, or cut the model into smaller blocks",
+            fix="use fewer ranks or fewer stages per rank, or split the model into smaller blocks",
         )
     if cuts is not None:
         if balance is not None:
-            raise ModelError(f"balance is {balance!r} and cuts is {cuts!r}", expected="one of the two")
+            raise ModelError(f"balance is {balance!r} and cuts is {cuts!r}", expected="only one of them")
         balance = counts_of(blocks, num_stages, cuts)
     if balance is None:
         balance = partition([BlockCosts(one) for one in guessed_costs(blocks)], num_stages, held=held).counts
@@ -166,14 +166,14 @@ def cut(
         balance = [base + (stage < more) for stage in range(num_stages)]
     if isinstance(balance, str) or not isinstance(balance, Iterable):
         raise ModelError(
-            f"balance is {balance!r}", expected='"auto", "even", or how many blocks each stage gets, in a list'
+            f"balance is {balance!r}", expected='"auto", "even", or a list with the number of blocks per stage'
         )
     balance = list(balance)
     fits = len(balance) == num_stages and sum(balance) == len(blocks)
     if not fits or any(not isinstance(one, int) or one < 1 for one in balance):
         raise ModelError(
             f"balance is {balance}",
-            expected=f"{counted(num_stages, 'count')} of 1 or more that sum to the model's {len(blocks)} blocks",
+            expected=f"{counted(num_stages, 'count')} of at least 1 that sum to the model's {len(blocks)} blocks",
         )
     ends = list(accumulate(balance, initial=0))
     stages = [tuple(blocks[start:end]) for start, end in pairwise(ends)]

@@ -1,4 +1,4 @@
-"""Part of a graph as a Python function, written out and compiled: replaying it costs what the calls cost.
+"""Write part of a graph as a Python function and compile it: replaying it costs no more than its calls.
 
 def run(piece, v0, v3):
 v4 = f0(v3, 2.0)
@@ -24,7 +24,7 @@ _CONTAINERS = {"tuple": "({})", "list": "[{}]"}
 
 
 class Emitter:
-    """Writes the calls of a graph; the piece that runs them has its blocks as `callees`, and `homes` of parameters."""
+    """Writes the calls of a graph; the piece that runs them has its blocks in `callees` and parameters in `homes`."""
 
     def __init__(self, graph: CallGraph) -> None:
         self.graph = graph
@@ -32,7 +32,7 @@ class Emitter:
         self.lines: list[str] = []
 
     def function(self, takes: Sequence[int], calls: Iterable[int], returns: str, kept: Iterable[int] = ()) -> Any:
-        """Return a function of a piece and the values `takes` that makes `calls` and returns an expression."""
+        """Return a function of a piece and the values `takes` that runs `calls` and returns an expression."""
         order = [at for at in calls if at not in self.graph.idle]
         self.lines = [f"def run({', '.join(['piece', *(f'v{value}' for value in takes)])}):"]
         last: dict[int, int] = {}
@@ -56,7 +56,7 @@ class Emitter:
         return made
 
     def expression(self, form: Any, values: Sequence[int]) -> str:
-        """Return what rebuilds a value from its form."""
+        """Return code that rebuilds a value from its form."""
         if form is None:
             return self._value(values[0])
         if isinstance(form, int):

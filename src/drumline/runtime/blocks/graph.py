@@ -1,10 +1,10 @@
-"""A model's forward as it was traced: calls of blocks and of functions between them, and the values they pass on.
+"""The trace of a model's forward: calls of blocks and of functions between them, and the values they pass on.
 
     value 0 ──► model.embed ──► 2 ──► mul ──► 3 ──► model.layers.0 ──► 4 ──► ...        calls, in the order they ran
     value 1 ──► arange ... ──► 7 ────────────────────┘                                   values, one per tensor
 
-A cut between two calls must carry every value that was made before it and is used after it. Values that were made from
-the model's inputs alone (masks, positions) need not travel: what they were made from may be smaller.
+A cut between two calls must carry every value that is created before it and used after it. Values that depend only on
+the model's inputs (masks, positions) need not travel: the inputs may be smaller.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from drumline.runtime.values import Path
 
-Autocast = tuple[str, bool, torch.dtype]  # device type, whether it is on, to which type it casts
+Autocast = tuple[str, bool, torch.dtype]  # device type, whether it is on, and its dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,34 +27,34 @@ class Call:
 
     function: Callable[..., Any] | None
     block: str
-    form: Any  # of (args, kwargs), as `pack` tells it
-    takes: tuple[int, ...]  # the values in it
-    makes: tuple[tuple[Path, int], ...]  # the new values in what it returns
+    form: Any  # of (args, kwargs), from `pack`
+    takes: tuple[int, ...]  # the values among its arguments
+    makes: tuple[tuple[Path, int], ...]  # the new values in its result
     changes: tuple[int, ...] = ()  # values that it changes in place
-    has_grad: bool | None = None  # whether they are on, where the forward has switched them itself
+    has_grad: bool | None = None  # whether gradients are on, if the forward switched them itself
     autocast: Autocast | None = None
-    reads: tuple[str, ...] = ()  # parameters and buffers that the block uses and does not own
+    reads: tuple[str, ...] = ()  # parameters and buffers that the block uses but does not own
 
     @property
     def is_plain(self) -> bool:
-        """Whether it calls a function that changes nothing in place, and draws no random numbers."""
+        """Whether it calls a function that changes nothing in place and draws no random numbers."""
         return not (self.block or self.changes or may_draw(self.function))
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor: made by a call, given as an input, or of the model's own state."""
+    """A tensor: created by a call, given as an input, or part of the model's state."""
 
     num_bytes: int
     storage: int  # the same number for values that share memory
-    state: str = ""  # the name of the parameter or buffer that it is
-    constant: Any = None  # a tensor that is neither, and was there before
-    kind: str = ""  # its type and shape
+    state: str = ""  # its name, if it is a parameter or buffer
+    constant: Any = None  # a tensor that is neither and existed before
+    kind: str = ""  # its dtype and shape
 
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
-    """Why no cut may stand after call `first` and up to call `last`."""
+    """Why no cut is possible after call `first` and up to call `last`."""
 
     first: int
     last: int
@@ -63,7 +63,7 @@ class Barrier:
 
 @dataclass(eq=False)
 class CallGraph:
-    """The calls of one forward, and what they are about."""
+    """The calls of one forward, and their values."""
 
     values: list[Value] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
@@ -73,12 +73,12 @@ class CallGraph:
     barriers: list[Barrier] = field(default_factory=list)
 
     def is_carried(self, value: int) -> bool:
-        """Whether a value has to be handed from call to call: it is not there on every rank anyway."""
+        """Whether a value must be passed from call to call, because it does not exist on every rank."""
         return not self.values[value].state and self.values[value].constant is None
 
     @cached_property
     def made_at(self) -> dict[int, int]:
-        """The call that makes each carried value; -1 for inputs."""
+        """The call that creates each carried value; -1 for inputs."""
         found = dict.fromkeys(self.inputs, -1)
         for at, call in enumerate(self.calls):
             found.update((value, at) for _, value in call.makes)
@@ -96,7 +96,7 @@ class CallGraph:
 
     @cached_property
     def idle(self) -> frozenset[int]:
-        """The calls that nothing comes of: what they make is not used, and they change and draw nothing."""
+        """The calls without effect: nobody uses their results, and they change and draw nothing."""
         wanted = set(self.outputs)
         found = set()
         for at in reversed(range(len(self.calls))):
@@ -108,12 +108,12 @@ class CallGraph:
         return frozenset(found)
 
     def live(self, at: int) -> list[int]:
-        """Return the values made before call `at` and used there or later, in the order they were made."""
+        """Return the values created before call `at` and used there or later, in order of creation."""
         return [value for value, where in self.made_at.items() if where < at <= self.last_use.get(value, -1)]
 
     @cached_property
     def repeatable(self) -> frozenset[int]:
-        """The values that plain functions, without state or chance, make from the inputs alone."""
+        """The values that plain functions, without state or randomness, compute from the inputs alone."""
         changed = {self.values[value].storage for call in self.calls for value in call.changes}
         found = {value for value in self.inputs if self.values[value].storage not in changed}
         for call in self.calls:
@@ -123,11 +123,11 @@ class CallGraph:
         return frozenset(found)
 
     def bytes_of(self, values: Iterable[int]) -> int:
-        """Return what values weigh together."""
+        """Return the total bytes of some values."""
         return sum(self.values[value].num_bytes for value in values)
 
     def origins(self, wanted: Iterable[int]) -> tuple[set[int], set[int]]:
-        """Return the inputs that values were made from, and the calls that made them."""
+        """Return the inputs from which values are computed, and the calls that compute them."""
         seen: set[int] = set()
         todo = list(wanted)
         while todo:
@@ -144,7 +144,7 @@ _CHANCE = (
 
 
 def may_draw(function: Callable[..., Any] | None) -> bool:
-    """Whether a function may draw random numbers, by its name.
+    """Whether a function may draw random numbers, judging by its name.
 
     >>> may_draw(torch.rand), may_draw(torch.add)
     (True, False)
@@ -154,20 +154,20 @@ def may_draw(function: Callable[..., Any] | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """What is handed over before a call: inside of a stage all of `whole`; over a cut `sent`, the rest made again."""
+    """What is passed on before a call: inside a stage all of `whole`; across a cut `sent`, the rest is recomputed."""
 
     whole: tuple[int, ...]
     sent: tuple[int, ...]
-    again: tuple[int, ...]  # the calls that make the rest
+    again: tuple[int, ...]  # the calls that recompute the rest
 
 
-_EFFORT = 16  # how many bytes may be computed for each that need not travel
+_EFFORT = 16  # how many bytes to recompute at most for each byte not sent
 
 
 def crossings(graph: CallGraph, starts: Sequence[int]) -> list[Crossing]:
-    """Return what is handed over before each of the calls in `starts`, which are in order."""
+    """Return what is passed on before each of the calls in `starts`, which are in order."""
     found: list[Crossing] = []
-    kept: set[int] = set()  # inputs that a later cut sends, so that all before have to
+    kept: set[int] = set()  # inputs that a later cut sends, so that earlier ones must too
     for at in reversed(starts):
         live = graph.live(at)
         whole = [*live, *sorted(kept - set(live))]
@@ -178,7 +178,7 @@ def crossings(graph: CallGraph, starts: Sequence[int]) -> list[Crossing]:
 
 
 def _made_again(graph: CallGraph, whole: Sequence[int]) -> Crossing:
-    """Leave out of what travels the values that are made again, where that moves fewer bytes."""
+    """Recompute values instead of sending them if that moves fewer bytes."""
     again = {value for value in whole if value in graph.repeatable} - set(graph.inputs)
     inputs, calls = graph.origins(again)
     rest = [value for value in whole if value not in again]

@@ -1,16 +1,16 @@
-"""Any model as a chain of blocks: each runs one of the model's own modules and what the forward does around it.
+"""Turn any model into a chain of blocks: each runs one of the model's modules and the forward's code around it.
 
     model.embed, mask, positions │ model.layers.0 │ model.layers.1 │ model.norm │ model.lm_head, loss
 
 A piece takes the values that are alive before it and returns those alive after it, so a value that is used five blocks
-later rides along. At the end of a stage only what has to travel is handed on (`Piece.seal`), and the first piece of the
-next stage makes the rest again.
+later rides along. At the end of a stage, only what must travel is passed on (`Piece.seal`), and the first piece of the
+next stage recomputes the rest.
 
 Pieces hold the model's own modules and parameters, under the model's own names.
 
-Which modules are blocks: a model is opened down to its lists. The elements of the outermost `nn.ModuleList`s,
-`nn.Sequential`s and `nn.ModuleDict`s are blocks, and so is every other module beside them. A model without lists is
-opened once: its children are its blocks. A cut that names a module deeper inside opens what is around it.
+Which modules are blocks: Drumline opens a model down to its lists. The elements of the outermost `nn.ModuleList`s,
+`nn.Sequential`s and `nn.ModuleDict`s are blocks, as is every other module next to them. A model without lists is
+opened once: its children are its blocks. A cut that names a module deeper inside opens the modules around it.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from drumline.runtime.weights.catalogue import named_tensors, whole_name
 
 
 class Piece(nn.Module):
-    """One block of a chain made of a graph."""
+    """One block of a chain, built from a graph."""
 
     def __init__(self, script: Script, number: int) -> None:
         super().__init__()
         self.script = script
         self._number = number
-        self.callees: dict[str, Callable[..., Any]] = {}  # the model's modules that it calls, by name
-        self.homes: dict[str, nn.Module] = {}  # of parameters and buffers that are used outside of their module
-        self.merged: dict[str, str] = {}  # modules of this piece before which no cut may stand, and why
+        self.callees: dict[str, Callable[..., Any]] = {}  # the modules that it calls, by name
+        self.homes: dict[str, nn.Module] = {}  # modules of parameters and buffers used outside them
+        self.merged: dict[str, str] = {}  # modules before which this piece cannot be cut, and why
 
     def forward(self, value: Any, compiled: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None) -> Any:
-        """Run the piece on the values alive; the first one takes the model's inputs, the last returns its output.
+        """Run the piece on the live values; the first takes the model's inputs, the last returns its output.
 
-        It is run by its own code, or by what `compiled` makes of that.
+        It runs its own code, or what `compiled` makes of it.
         """
         if self._number == 0:
             kind, tensors = self.script.kind(value, train=self.training)
@@ -62,10 +62,10 @@ class Piece(nn.Module):
         made = (run if compiled is None else compiled(run))(self, *tensors)
         return made if self._number == len(self.script.names) - 1 else Live(kind, False, made)
 
-    __call__ = forward  # it is no module of the model's, so that no hook of all modules is for it
+    __call__ = forward  # not a module of the model, so global module hooks must not run on it
 
     def seal(self, value: Any) -> Any:
-        """Return of what the piece returned only what travels to the next stage."""
+        """Return only the part of the piece's result that travels to the next stage."""
         if not isinstance(value, Live):
             return value
         sent = self.script.codes(value.kind)[self._number].sent
@@ -73,20 +73,20 @@ class Piece(nn.Module):
 
     @property
     def sheet(self) -> Sheet:
-        """Where it is looked up what the parts of the model's own loss count."""
+        """Where to look up what the parts of the model's own loss count."""
         return self.script.sheet
 
     def adopt(self, name: str, module: nn.Module) -> None:
-        """Take a module in under its own name."""
+        """Add a module under its own name."""
         *path, last = name.split(".")
         self._shell(path)._modules.setdefault(last, module)
-        # What a class of the user's does around the call of a module was followed like all else between blocks.
+        # Code that a user's class runs around a module call was traced like everything else between blocks.
         kind = type(module)
         own = kind.__call__ is not nn.Module.__call__ and not kind.__module__.startswith("transformers.")
         self.callees[name] = partial(nn.Module.__call__, module) if own else module
 
     def lend(self, name: str, tensor: Tensor, *, stored: bool = True) -> None:
-        """Take in a parameter or buffer that is used outside of its module; `stored`, one that states contain."""
+        """Add a parameter or buffer used outside its module; `stored` if state dicts contain it."""
         *path, last = name.split(".")
         home = self._shell(path)
         if isinstance(tensor, nn.Parameter):
@@ -96,7 +96,7 @@ class Piece(nn.Module):
         self.homes[name] = home
 
     def exchange(self, name: str, buffer: Tensor) -> None:
-        """Take another tensor for a buffer that it was lent, if it was."""
+        """Replace a lent buffer by another tensor, if this piece has it."""
         home = self.homes.get(name)
         if home is None:
             return
@@ -104,14 +104,14 @@ class Piece(nn.Module):
         before = home._buffers[last]
         if before is not None and (buffer.shape, buffer.dtype) != (before.shape, before.dtype):
             raise ModelError(
-                f"the buffer {name!r} is now {tuple(buffer.shape)} of {buffer.dtype}",
-                expected=f"{tuple(before.shape)} of {before.dtype}, as when the pipeline was made",
-                fix="make a new pipeline",
+                f"the buffer {name!r} now has shape {tuple(buffer.shape)} and dtype {buffer.dtype}",
+                expected=f"{tuple(before.shape)} and {before.dtype}, as when the pipeline was created",
+                fix="create a new pipeline",
             )
         home._buffers[last] = buffer if before is None else buffer.to(before.device)
 
     def _shell(self, path: Sequence[str]) -> nn.Module:
-        """Return the module at a path, empty modules on the way where the model has some that are not here."""
+        """Return the module at a path, with empty modules on the way for those that are not here."""
         home: nn.Module = self
         for part in path:
             home = home._modules.setdefault(part, Shell())  # type: ignore[assignment]
@@ -119,13 +119,13 @@ class Piece(nn.Module):
 
 
 class Shell(nn.Module):
-    """Stands where the model has a module of which only parts are here."""
+    """Replaces a module of the model of which only parts are here."""
 
 
 def pieces_of(
     model: nn.Module, inputs: Inputs, *, device: torch.device | None = None, cuts: Collection[str] = ()
 ) -> list[Block]:
-    """Return the model as a chain of blocks, as it runs on inputs like these.
+    """Return the model as a chain of blocks, traced on inputs like these.
 
     >>> class Skips(nn.Module):
     ...     def __init__(self):
@@ -145,7 +145,7 @@ def pieces_of(
     if device is None:
         device = next((one.device for one in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     there = dict(model.named_modules())
-    # Losses are opened too, so that it is seen what they count.
+    # Losses are opened too, to see what they count.
     losses = [f"{name}." for name, module in there.items() if isinstance(module, nn.modules.loss._Loss)]
     inside = opened(model, [*losses, *(name for name in cuts if name in there)])
     script, kind, graph = _followed(Script(ref(model), Skeleton(model, device), inside), inputs, there)
@@ -173,9 +173,9 @@ def pieces_of(
 
 
 def _followed(script: Script, inputs: Inputs, there: Mapping[str, nn.Module]) -> tuple[Script, Kind, CallGraph]:
-    """Follow the model, opening blocks whose insides others use, and taking a few numbers it decides by as they are.
+    """Trace the model, opening blocks whose insides others use, and fixing a few numbers on which it branches.
 
-    If an opened block cannot be followed inside, the error is that of the model with the block closed.
+    If an opened block cannot be traced inside, raise the error of the model with the block closed.
     """
     closed: ModelError | None = None
     while True:
@@ -205,9 +205,9 @@ def _alike(block: str, script: Script, there: Mapping[str, nn.Module]) -> set[st
 
 
 def _begun(script: Script, graph: CallGraph, there: Mapping[str, nn.Module]) -> tuple[list[Piece], list[int]]:
-    """Return the pieces and the calls with which they begin: at every block that a cut may stand before."""
+    """Return the pieces and the calls with which they begin: one for every block before which a cut is possible."""
     if not any(call.block for call in graph.calls):
-        raise ModelError("the model calls none of its modules", expected="a model made of modules")
+        raise ModelError("the model calls none of its modules", expected="a model built from modules")
     pieces: list[Piece] = []
     starts: list[int] = []
     for at, name in named_calls(graph):
@@ -231,7 +231,7 @@ def _rest(
     named: Mapping[str, Tensor],
     fleeting: Collection[str],
 ) -> None:
-    """Give what the forward never used to the last piece, so that nothing of the model is lost."""
+    """Give the last piece everything that the forward never used, so that nothing of the model is lost."""
     for name, module in model.named_modules():
         parent = name.rpartition(".")[0]
         if name not in inside and parent in inside and not any(name in piece.callees for piece in pieces):
@@ -247,7 +247,7 @@ _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def opened(model: nn.Module, cuts: Iterable[str] = ()) -> frozenset[str]:
-    """Return the names of the modules that are followed inside; the model's own is "".
+    """Return the names of the modules to trace inside; the model itself is "".
 
     >>> body = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
     >>> sorted(opened(nn.ModuleDict({"body": body, "head": nn.Linear(2, 2)})))
@@ -263,7 +263,7 @@ def opened(model: nn.Module, cuts: Iterable[str] = ()) -> frozenset[str]:
 
 
 def _outermost(module: nn.Module, name: str) -> Iterator[str]:
-    """Yield the names of the lists that are in no other list's element."""
+    """Yield the names of lists that are not inside another list's element."""
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
         if isinstance(child, _LISTS):

@@ -1,6 +1,6 @@
-"""What the pieces of a model do: written for each kind of input that comes along, from the graph of its forward.
+"""What the pieces of a model do: code written for each kind of input, from the graph of its forward.
 
-A graph belongs to one kind of input: structure, shapes, plain values and mode. Another kind is followed anew, and cut
+A graph belongs to one kind of input: structure, shapes, plain values and mode. Another kind is traced again and cut
 before the same blocks. A piece takes the values that are alive before it and returns those alive after it.
 """
 
@@ -31,7 +31,7 @@ from drumline.runtime.watch.watch import Watch
 
 
 class Live(NamedTuple):
-    """What one piece hands to the next: all values alive, or of these only what travels."""
+    """What one piece passes to the next: all live values, or only those that travel."""
 
     kind: Kind
     sealed: bool
@@ -43,37 +43,37 @@ class Code:
     """What a piece does for one kind of input."""
 
     run: Callable[..., Any]
-    resume: Callable[..., Any]  # from what travelled
-    sent: tuple[int, ...]  # which of the values that the piece returns travel on
+    resume: Callable[..., Any]  # continues from the values that travelled
+    sent: tuple[int, ...]  # the returned values that travel on
 
 
 class OwnLossParts(NamedTuple):
-    """What the model's own loss is made of, for one kind of input."""
+    """The parts of the model's own loss, for one kind of input."""
 
     walk: Walk
     counts: Counts
-    pieces: tuple[int, ...]  # that make the parts
+    pieces: tuple[int, ...]  # the pieces that compute the parts
 
 
 @dataclass(eq=False)
 class Script:
-    """What every piece of a model does, for every kind of input that has come along."""
+    """What every piece of a model does, for every kind of input so far."""
 
-    _model: ref[nn.Module]  # the user's own, as long as he has it
+    _model: ref[nn.Module]  # the user's model, while it lives
     skeleton: Skeleton
     inside: frozenset[str]
-    names: list[str] = field(default_factory=list)  # of the pieces: the blocks with which they begin
+    names: list[str] = field(default_factory=list)  # of the pieces, by their first blocks
     _codes: dict[Kind, list[Code]] = field(default_factory=dict)
-    # Which parameters and buffers each piece holds for use between blocks.
+    # The parameters and buffers that each piece holds for use between blocks.
     states: list[set[str]] = field(default_factory=list)
-    # Those of the pieces, which take other buffers for those that they were lent.
+    # Those of the pieces, which may replace lent buffers.
     exchanges: list[WeakMethod[Callable[[str, Tensor], None]]] = field(default_factory=list)
-    epoch: int = 0  # how often the model was followed anew because something about it had changed
-    baked: frozenset[str | int] = frozenset()  # arguments by whose numbers the forward decides
+    epoch: int = 0  # how often a changed model was traced again
+    baked: frozenset[str | int] = frozenset()  # arguments on whose values the forward branches
     unused: frozenset[str] = frozenset()  # parameters that the forward never uses
     sheet: Sheet = field(default_factory=Sheet)  # what the parts of the model's own loss count in each microbatch
     _losses: dict[Kind, OwnLossParts | None] = field(default_factory=dict)
-    # By kind of input, what was written, as ranks compare it.
+    # The written code by kind of input, as ranks compare it.
     written: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -83,26 +83,26 @@ class Script:
         return self
 
     def kind(self, inputs: Inputs, *, train: bool) -> tuple[Kind, tuple[Tensor, ...]]:
-        """Return what a graph of these inputs depends on, and the tensors that are not part of that."""
+        """Return what a graph of these inputs depends on, and the tensors that are not part of it."""
         return Kind.of(inputs.packed(self.baked), self.skeleton.device, train=train)
 
     def graph(self, kind: Kind) -> CallGraph:
-        """Follow the model's forward on inputs of a kind."""
+        """Trace the model's forward on inputs of a kind."""
         graph, attributes = trace(self.skeleton, self.inside, kind)
         self.watch.read(attributes)
         return graph
 
     @property
     def model(self) -> nn.Module | None:
-        """The model that the pieces were made from, as long as it is there."""
+        """The model from which the pieces were built, while it lives."""
         return self._model()
 
     def begin(self) -> None:
-        """Take the model's parameters and buffers for what they should be, once all are in place."""
+        """Record the model's parameters and buffers as the expected ones, after all are in place."""
         self.watch.begin()
 
     def renew(self) -> bool:
-        """See whether the model has changed since it was followed; if so, it is followed again when it runs next."""
+        """Check whether the model has changed since it was traced; if so, the next run traces it again."""
         model = self.model
         if model is None:
             return False
@@ -118,7 +118,7 @@ class Script:
         return True
 
     def codes(self, kind: Kind) -> list[Code]:
-        """Return what every piece does for inputs of a kind."""
+        """Return the code of every piece for inputs of a kind."""
         try:
             found = self._codes.get(kind)
         except TypeError:
@@ -130,7 +130,7 @@ class Script:
         return found
 
     def write(self, kind: Kind, graph: CallGraph, starts: Sequence[int]) -> list[Code]:
-        """Write what every piece does for inputs of a kind, of whose graph they begin with these calls."""
+        """Write the code of every piece for inputs of a kind; the pieces begin with these calls of its graph."""
         self._losses[kind] = loss = loss_of(graph, kind, starts)
         if loss is not None:
             scale(loss.walk, self.sheet)
@@ -138,12 +138,12 @@ class Script:
         return found
 
     def loss(self, kind: Kind) -> OwnLossParts | None:
-        """Return what the model's own loss is made of for inputs of a kind; None where it returns none."""
+        """Return the parts of the model's own loss for inputs of a kind; None if it returns no loss."""
         self.codes(kind)
         return self._losses[kind]
 
     def _starts(self, graph: CallGraph) -> list[int]:
-        """Return the call with which each piece begins, in a graph of another kind of input."""
+        """Return the call with which each piece begins, in the graph of another kind of input."""
         at = {name: call for call, name in named_calls(graph)}
         missing = [name for name in self.names if name not in at]
         order = [at[name] for name in self.names if name in at]
@@ -151,9 +151,9 @@ class Script:
             raise ModelError(
                 f"for this input the model does not call {missing[0]!r}"
                 if missing
-                else "for this input the model calls its blocks in another order",
-                expected=f"the blocks that it was cut at: {', '.join(self.names)}",
-                fix="pass example=, a batch as step will get it",
+                else "for this input the model calls its blocks in a different order",
+                expected=f"the blocks it was cut into: {', '.join(self.names)}",
+                fix="pass example=, a batch like those you pass to step",
             )
         return [0, *order[1:]]
 
@@ -167,8 +167,8 @@ class Script:
             for name in states_of(graph, inside) - self.states[number]:
                 raise ModelError(
                     f"for this input the model uses {name!r} in {self.names[number]!r}",
-                    expected="the parameters that it uses for the inputs that it was cut with",
-                    fix="pass example=, a batch as step will get it",
+                    expected="the same parameters as for the inputs with which it was cut",
+                    fix="pass example=, a batch like those you pass to step",
                 )
         return [
             self._code(graph, cut, inside, after)
@@ -190,7 +190,7 @@ class Script:
 
 
 def loss_of(graph: CallGraph, kind: Kind, starts: Sequence[int]) -> OwnLossParts | None:
-    """Return what the loss in a model's output is made of; None where there is none."""
+    """Return the parts of the loss in a model's output; None if there is none."""
     place = loss_place(graph.output_form)
     if place is None or not graph.outputs:
         return None
@@ -200,7 +200,7 @@ def loss_of(graph: CallGraph, kind: Kind, starts: Sequence[int]) -> OwnLossParts
 
 
 def states_of(graph: CallGraph, calls: range) -> set[str]:
-    """Return the parameters and buffers that calls use and that no block of theirs brings along."""
+    """Return the parameters and buffers that calls use and that none of their blocks holds."""
     found: set[str] = set()
     for at in calls:
         call = graph.calls[at]

@@ -1,9 +1,9 @@
-"""Names for the values of a graph that are the same on every rank, in whatever order the model made them.
+"""Names for the values of a graph that are the same on every rank, in whatever order the model created them.
 
-A value is named by what it is made of: the function or block, and the names of what goes into it. So two ranks agree on
-what crosses a cut although a model's code went through a set of strings, whose order is another in every process. Two
-values with one name are equal, so it does not matter which of them is which. What a call changes in place has another
-name afterwards; calls of blocks, and those that draw random numbers, are numbered, since their order does count.
+A value's name says how it is computed: the function or block, and the names of its arguments. So two ranks agree on
+what crosses a cut, even if the model iterates over a set of strings, whose order differs between processes. Two values
+with the same name are equal, so it does not matter which is which. An in-place change gives a value another name. Calls
+of blocks, and calls that draw random numbers, are numbered, because their order matters.
 
     "cos of (input 1 ...)"  ──►  3f0c...      rank 0 made it as value 7, rank 1 as value 9
 """
@@ -21,11 +21,11 @@ from torch import Tensor
 from drumline.runtime.blocks.graph import Call, CallGraph, Crossing, may_draw
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-_MOST_ELEMENTS = 4096  # of a constant are looked at
+_MOST_ELEMENTS = 4096  # of a constant are compared
 
 
 def short(text: str) -> str:
-    """Return a short name that stands for a text.
+    """Return a short name for a text.
 
     >>> short("a") == short("a"), short("a") == short("b"), len(short("a"))
     (True, False, 16)
@@ -40,7 +40,7 @@ class Names:
         self.graph = graph
         self.values = [""] * len(graph.values)
         self.calls: list[str] = []
-        self._versions: dict[int, str] = {}  # what was done to a storage in place
+        self._versions: dict[int, str] = {}  # in-place changes of each storage
         self._seen: dict[str, int] = {}
         self._num_drawn = 0
         for number, value in enumerate(graph.values):
@@ -75,12 +75,12 @@ class Names:
         return name if count == 1 else f"{name}#{count}"
 
     def now(self, number: int) -> str:
-        """Return a value's name, and what was done to it in place by now."""
+        """Return a value's name, including in-place changes so far."""
         changed = self._versions.get(self.graph.values[number].storage, "")
         return f"{self.values[number]}!{changed}" if changed else self.values[number]
 
     def spelled(self, form: Any, takes: Sequence[int]) -> str:
-        """Return a form with the names of its values, in which the order of a dict's keys does not count."""
+        """Return a form with the names of its values; the order of a dict's keys does not matter."""
         if form is None or isinstance(form, int):
             return f"<{self.now(takes[form or 0])}>"
         kind, *parts = form
@@ -96,7 +96,7 @@ class Names:
 
 
 def function_name(function: Any) -> str:
-    """Return what a function is called, the same in every process.
+    """Return the name of a function, the same in every process.
 
     >>> function_name(torch.add), function_name(Tensor.add_)
     ('torch._VariableFunctionsClass.add', 'torch._C.TensorBase.add_')
@@ -110,7 +110,7 @@ def function_name(function: Any) -> str:
 
 
 def _contents(tensor: Any) -> str:
-    """Return what tells a constant from others: its kind and its numbers, of a long one some."""
+    """Return what identifies a constant: its kind and its values, or some of them if it is long."""
     if not isinstance(tensor, Tensor):
         return short(_ADDRESS.sub("", repr(tensor)))
     text = f"{tensor.dtype} {tuple(tensor.shape)}"
@@ -122,13 +122,13 @@ def _contents(tensor: Any) -> str:
 
 
 def by_name(crossing: Crossing, names: Names) -> Crossing:
-    """Return a crossing whose values stand in the order of their names, which is the same on every rank."""
+    """Return a crossing with its values in order of their names, which is the same on every rank."""
     whole, sent = (tuple(sorted(one, key=names.now)) for one in (crossing.whole, crossing.sent))
     return Crossing(whole, sent, crossing.again)
 
 
 def described(names: Names, pieces: Sequence[str], calls: Sequence[range], cuts: Sequence[Crossing]) -> list[str]:
-    """Return what was written, in lines that ranks compare: what each piece calls, and what crosses into it."""
+    """Return the code as lines for comparing ranks: what each piece calls, and what crosses into it."""
     graph = names.graph
     lines: list[str] = []
     for piece, inside, crossing in zip(pieces, calls, cuts, strict=True):

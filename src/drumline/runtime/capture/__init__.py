@@ -1,1 +1,1 @@
-"""Steps as graphs that a device launches again; the one room that names torch.cuda."""
+"""Capture steps as graphs that a device replays; the only folder that names torch.cuda."""

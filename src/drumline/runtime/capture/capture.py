@@ -1,11 +1,11 @@
-"""Steps by graphs: which step runs as ever, which is captured, and which are replayed.
+"""Steps with CUDA graphs: which step runs plainly, which is captured, and which are replayed.
 
-    step     as ever ──► captured on its way ──► replayed ──► replayed ...     as long as nothing changes on any rank
-                ▲                                    │
+    step      plainly ──► captured while it runs ──► replayed ──► replayed ...     while nothing changes on any rank
+                ▲                                       │
                 └── other shapes, other parameters, another mode, or a failure
 
-What a step brings is copied to where the graphs read it. Ranks are in step with each other: all replay or none, because
-messages have other shapes if the batch has, and only the rank with the first stage sees that.
+The inputs of a step are copied to where the graphs read them. Either all ranks replay or none: if the batch has other
+shapes, so have messages, and only the rank with the first stage sees that.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Drive = Callable[[Sequence[Generator[Wait, None, None]]], None]
 class Capture:
     """The captured rows of this process's ranks.
 
-    `agree` tells all ranks a number and returns what every rank told.
+    `agree` tells all ranks a number and returns the numbers of all ranks.
     """
 
     def __init__(
@@ -47,17 +47,17 @@ class Capture:
         self.randomness = randomness
         self.recorder = recorder
         self.agree = agree
-        self._own: Any = None  # what a step looks like to this process, and how often that has changed
+        self._own: Any = None  # this process's view of a step, and how often it changed
         self._changes = 0
-        self._now: Sequence[int] = ()  # the changes of all ranks at this step, and at the last one that ended well
+        self._now: Sequence[int] = ()  # changes of all ranks, now and at the last good step
         self._known: Sequence[int] | None = None
         self._is_captured = False
         self._static = Step(-1)
-        self._shares: Sequence[Tensor] = ()  # what the microbatches of the last step counted, and its scale
+        self._shares: Sequence[Tensor] = ()  # the microbatches' shares in the last step, and its scale
         self._scale = 1.0
 
     def fits(self, step: Step) -> bool:
-        """Whether a step can be replayed, on every rank alike; asks the others, so it is called once a step."""
+        """Whether a step can be replayed, the same on every rank; asks the others, so call it once per step."""
         device = self.recorder.device_type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         own = (_signature(step), autocast, [row.state() for row in self.rows])
@@ -68,15 +68,15 @@ class Capture:
         return self._is_captured and self._now == self._known
 
     def run(self, step: Step, drafts: Sequence[Draft], drive: Drive) -> None:
-        """Run a step that `fits` was asked about."""
-        again, self._known = self._now == self._known, None  # after a failure everything begins anew
+        """Run a step after `fits` was called for it."""
+        again, self._known = self._now == self._known, None  # after a failure everything starts again
         if not again:
             self._is_captured = False
             self._forget()
-            self._buffers_changed()  # from here on
+            self._buffers_changed()  # compare from here on
             self._refuse(self._run_as_ever(step, drafts, drive))
         elif self._is_captured and _left_out(step) != _left_out(self._static):
-            self._run_as_ever(step, drafts, drive)  # other microbatches weigh nothing; no message looks any different
+            self._run_as_ever(step, drafts, drive)  # other microbatches have weight 0; messages stay the same
         else:
             self._run_by_graphs(step, drafts, drive)
             self._is_captured = True
@@ -102,14 +102,14 @@ class Capture:
         static.number = step.number
         for place, value in zip(_tensors(static), _tensors(step), strict=True):
             place.copy_(value, non_blocking=True)
-        step.shares = step.shares or self._shares  # one that was not cut weighs what the last one did
+        step.shares = step.shares or self._shares  # a step that was not split has the shares of the last one
         if step.shares is not self._shares or step.scale != self._scale:
-            # Gradients begin with shares, so that these bring a scale in that may be another in every step.
+            # Gradients begin with the shares, so these apply the scale, which may differ in every step.
             torch._foreach_copy_(list(static.shares), [share * step.scale for share in step.shares])
             self._shares, self._scale = step.shares, step.scale
         for row in self.rows:
             row.attach()
-        # Casts of weights are made by the graphs themselves, or they would go on with old ones.
+        # The graphs cast weights themselves, or they would reuse old casts.
         with self.randomness.silenced(), torch.autograd.set_multithreading_enabled(False), casts_kept():
             drive([row.executor.run(static, draft, row.jobs) for row, draft in zip(self.rows, drafts, strict=True)])
         step.losses = dict(static.losses)
@@ -120,7 +120,7 @@ class Capture:
             row.forget()
 
     def _prepare(self, step: Step) -> None:
-        """Make the places that the graphs read from and write to."""
+        """Allocate the memory that the graphs read and write."""
         batch, target = mapped(step.batch, Tensor.clone), mapped(step.target, Tensor.clone)
         targets = cut(target, len(step.targets)) if step.targets else []
         self._static = Step(
@@ -135,10 +135,10 @@ class Capture:
             row.prepare()
 
     def _refuse(self, drawing: Sequence[str]) -> None:
-        """Refuse what a graph could not repeat, as far as the step that just ran has shown it."""
+        """Refuse what a graph cannot repeat, as far as the last step showed it."""
         if drawing:
             raise ModelError(
-                f"the block {drawing[0]} draws random numbers, which cannot be seeded in a captured step",
+                f"block {drawing[0]} draws random numbers, which Drumline cannot seed in a captured step",
                 expected="blocks without dropout",
                 fix="use capture=False",
             )
@@ -148,17 +148,17 @@ class Capture:
             )
         parameters = [one for row in self.rows for stage in row.executor.stages.values() for one in stage.parameters]
         if any(one.grad is not None and one.grad.layout is not torch.strided for one in parameters):
-            raise ModelError("a gradient is sparse", expected="dense ones in a captured step", fix="use capture=False")
+            raise ModelError("a gradient is sparse", expected="dense gradients", fix="use capture=False")
 
     def _buffers_changed(self) -> bool:
-        """Whether buffers have changed since this was last asked."""
+        """Whether buffers have changed since the last call."""
         stages = (stage for row in self.rows for stage in row.executor.stages.values())
         changed = [segment.buffers.changed_lately() for stage in stages for segment in stage.segments]
         return any(changed)
 
 
 def _left_out(step: Step) -> list[int]:
-    """Return the microbatches that weigh nothing, and whose target is therefore not looked at."""
+    """Return the microbatches with weight 0, whose target is therefore not read."""
     return [index for index, target in enumerate(step.targets) if not pack(target)[0]]
 
 

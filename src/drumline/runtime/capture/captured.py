@@ -1,21 +1,20 @@
-"""One rank's row by graphs: its stretches are captured on the way through a step, and launched in all that follow.
+"""One rank's row with graphs: capture its stretches while a step runs, and launch them in all following steps.
 
     capture   message ──► its own memory     [stretch, recorded] ──► launched     output ──► a copy is sent
     replay    message ──► the same memory                          launched     output ──► a copy is sent
 
-A stretch is what a rank computes between two messages, so that it can be launched as one:
+A stretch is what a rank computes between two messages, so that it can be launched at once:
 
     row          0RECV_B0  0F0  0SEND_F0   0I0  0RECV_B1  0W0  0F1            0SEND_F1
     stretches    0RECV_B0 [0F0] 0SEND_F0  [0I0            0W0  0F1] 0RECV_B1  0SEND_F1
 
-It begins where a message must have arrived and ends where one is sent or gradients are exchanged. Posting a receive
-neither waits nor computes, so one that stands amid a stretch is done right behind it: the channel is told the same
-things in the same order, and no message is waited for any earlier than the row says.
+It begins where a message must have arrived, and ends where one is sent or gradients are exchanged. Posting a receive
+neither waits nor computes, so a receive inside a stretch is posted right after it. The channel sees the same calls in
+the same order, and no message is waited for earlier than the row says.
 
-The memory of all stretches is one pool, in which tensors live just as long as they do in a step that runs as ever: the
-row's order is fixed, so what one stretch leaves free another may use. That is why outputs are copied before they are
-sent: the channel may hold a message for long, and the next stretch may write where it was. Gradients are added to
-tensors that stay.
+All stretches share one memory pool, in which tensors live just as long as in a plain step. The row's order is fixed, so
+one stretch may use what another leaves free. That is why outputs are copied before they are sent: the channel may hold
+a message for long, and the next stretch may write to its memory. Gradients are added to permanent tensors.
 """
 
 from __future__ import annotations
@@ -41,18 +40,18 @@ from drumline.runtime.watch.fingerprint import PLAIN
 
 @dataclass(slots=True)
 class Stretch(Job):
-    """Computations that follow each other without a message between them; it needs what the first of them needs."""
+    """Consecutive computations without a message in between; it needs what the first of them needs."""
 
     jobs: list[Job] = field(default_factory=list)
-    replay: Callable[[], None] | None = None  # launches it, once it is captured
-    inputs: list[Delivery] = field(default_factory=list)  # where it reads the messages that it needs
+    replay: Callable[[], None] | None = None  # launches it, after it is captured
+    inputs: list[Delivery] = field(default_factory=list)  # where it reads its messages
 
     def __str__(self) -> str:
         return f"[{' '.join(str(job.action) for job in self.jobs)}]"
 
 
 def stretches(row: Sequence[Job], run: Callable[[Any, Step], None]) -> list[Job]:
-    """Return the row with its computations joined to stretches, each of which is run by `run`.
+    """Return the row with its computations joined into stretches, each run by `run`.
 
     >>> from drumline.core.action import Action
     >>> row = [Job(Action.parse(one), print, timed=one[1] in "FBIW") for one in "0F0 0SEND_F0 0F1 0RECV_B0 0F2".split()]
@@ -75,36 +74,36 @@ def stretches(row: Sequence[Job], run: Callable[[Any, Step], None]) -> list[Job]
 
 
 class Recorder(ABC):
-    """Records what is computed, to be launched again as one.
+    """Records computations, to launch them again at once.
 
-    Recordings of one pool share its memory: what a tensor leaves free is used by recordings that come later. So they
-    must be launched in the order in which they were made, one round after the other.
+    Recordings in one pool share its memory: later recordings use what a tensor leaves free. So they must be launched
+    in the order in which they were recorded, one round after the other.
     """
 
     device_type: str
 
     @abstractmethod
     def aside(self) -> AbstractContextManager[None]:
-        """Run as ever, but where recordings are made, so that all that is set up on first use is there for them."""
+        """Run plainly where recordings are made, so that everything set up on first use exists for them."""
 
     @abstractmethod
     def new_pool(self) -> Any:
-        """Return a pool for recordings that belong together, with nothing in it."""
+        """Return an empty pool for recordings that belong together."""
 
     @abstractmethod
     def capture(self, pool: Any, run: Callable[[], None]) -> Callable[[], None]:
-        """Record what `run` computes, without computing it, and return what does."""
+        """Record what `run` computes, without computing it, and return a function that computes it."""
 
     @abstractmethod
     def borrowed(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with the same memory that neither keeps it from being used again nor shares its version."""
+        """Return a tensor with the same memory that neither keeps it from being reused nor shares its version."""
 
 
 _FIX = "use capture=False"
 
 
 class CapturedRow:
-    """The jobs that stand for a rank's own once a step is captured; those of a stretch that is not yet, capture it."""
+    """The jobs that replace a rank's own after a step is captured; stretches not captured yet are captured by them."""
 
     def __init__(self, executor: Executor, recorder: Recorder) -> None:
         self.executor = executor
@@ -116,7 +115,7 @@ class CapturedRow:
         self.forget()
 
     def forget(self) -> None:
-        """Let go of the graphs and their memory."""
+        """Free the graphs and their memory."""
         self.jobs = [
             replace(job, run=self._send) if job.action.op in SEND_OPS else job
             for job in stretches(self.executor.jobs, self._run)
@@ -127,7 +126,7 @@ class CapturedRow:
         self._gradients: list[Tensor] = []
 
     def state(self) -> Any:
-        """Return what graphs take for granted: where tensors are, what is frozen, modes and attributes."""
+        """Return what graphs rely on: addresses of tensors, what is frozen, modes and attributes."""
         tensors = [one for space in self._spaces for one in space.values() if one is not None]
         return (
             list(map(id, tensors)),
@@ -139,14 +138,14 @@ class CapturedRow:
         )
 
     def prepare(self) -> None:
-        """Make room for graphs."""
+        """Prepare for new graphs."""
         self._pool = self.recorder.new_pool()
         stages = self.executor.stages.values()
         self._parameters = list(dict.fromkeys(one for stage in stages for one in stage.parameters))
         self._gradients = [torch.zeros_like(one, dtype=gradient_dtype(one)) for one in self._parameters]
 
     def attach(self) -> None:
-        """Let every parameter's gradient be the one that the graphs add to."""
+        """Point every parameter's gradient to the tensor that the graphs add to."""
         fresh = []
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             if parameter.grad is None:
@@ -184,13 +183,13 @@ class CapturedRow:
         except RuntimeError as error:
             raise ModelError(
                 f"{stretch} cannot be captured: {str(error).strip().splitlines()[0]}",
-                expected="blocks and a loss that never make the host wait for the device, as .item() does",
+                expected="blocks and a loss that never make the host wait for the device, as .item() would",
                 fix=_FIX,
             ) from error
         if any(one.grad is not gradient for one, gradient in zip(self._parameters, self._gradients, strict=True)):
             raise ModelError(
-                f"{stretch} puts another gradient in the place of one",
-                expected="gradients that are added up in place, and no hooks that exchange them",
+                f"{stretch} replaces a gradient by another tensor",
+                expected="gradients that accumulate in place, and no hooks that replace them",
                 fix=_FIX,
             )
         stretch.inputs = [replace(one, tensors=tuple(map(self.recorder.borrowed, one.tensors))) for one in statics]
@@ -203,8 +202,8 @@ class CapturedRow:
             for one in made:
                 if one.device.type != self.recorder.device_type:
                     raise ModelError(
-                        f"{job.action} sends a tensor that is on {one.device.type}",
-                        expected=f"only tensors on {self.recorder.device_type} between stages that are captured",
+                        f"{job.action} sends a tensor on {one.device.type}",
+                        expected=f"only tensors on {self.recorder.device_type} between captured stages",
                         fix=_FIX,
                     )
             self._sent[job.action] = receive, tuple(map(self.recorder.borrowed, made)), form
@@ -216,8 +215,8 @@ def _fill(receive: Action, place: Delivery, delivery: Delivery) -> None:
     """Copy a message to where its stretch reads it."""
     if not _alike(place, delivery):
         raise ModelError(
-            f"{receive} brings {_described(delivery)} where {_described(place)} came when the step was captured",
-            expected="messages that are the same in all steps whose batches have the same shapes",
+            f"{receive} brings {_described(delivery)} but brought {_described(place)} when the step was captured",
+            expected="the same messages in all steps whose batches have the same shapes",
             fix=_FIX,
         )
     for static, tensor in zip(place.tensors, delivery.tensors, strict=True):
@@ -225,7 +224,7 @@ def _fill(receive: Action, place: Delivery, delivery: Delivery) -> None:
 
 
 def _alike(place: Delivery, delivery: Delivery) -> bool:
-    # Forms are told apart by their bytes: 1, 1.0 and True are equal and yet not the same.
+    # Compare forms by their bytes: 1, 1.0 and True are equal but not the same.
     same_form = place.form is delivery.form or pickle.dumps(place.form) == pickle.dumps(delivery.form)
     return same_form and _metas(place) == _metas(delivery)
 
@@ -236,4 +235,4 @@ def _metas(delivery: Delivery) -> list[Any]:
 
 def _described(delivery: Delivery) -> str:
     shapes = [f"{tuple(tensor.shape)} of {tensor.dtype}" for tensor in delivery.tensors]
-    return f"{', '.join(shapes) or 'no tensor'}, put together as {delivery.form!s:.60},"
+    return f"{', '.join(shapes) or 'no tensor'}, in the structure {delivery.form!s:.60},"

@@ -1,4 +1,4 @@
-"""What only CUDA has: times taken on the device, and work recorded as graphs. The one file that names torch.cuda."""
+"""CUDA only: times measured on the device, and work recorded as graphs. The only file that names torch.cuda."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from drumline.core.errors import ModelError
 from drumline.runtime.capture.captured import Recorder
 from drumline.runtime.draft import Clock, Draft
 
-# How old an anchor gets: by then the time since it is known to a tenth of a microsecond.
+# Age at which an anchor is renewed: until then the time since it is known to a tenth of a microsecond.
 _ANCHOR_NS = 1_000_000_000
 
 
 class _Anchor:
-    """An event, and when the host's clock showed that the device passed it.
+    """An event, and the host's time at which the device passed it.
 
-    Where the device was idle that is when the event was recorded, but for the microseconds of a launch. Where it was
-    not, the time since the anchor before tells. Anchors are renewed: an event's time is a 32-bit number.
+    If the device was idle, that is the time of recording, except for the microseconds of a launch. Otherwise it is
+    computed from the previous anchor. Anchors are renewed, because an event's time is a 32-bit number.
     """
 
     def __init__(self, event: Any, moment_ns: int, before: _Anchor | None = None) -> None:
@@ -61,15 +61,15 @@ class EventClock(Clock):
 
     begin ── is the device idle? ──► anchor: an event that it passes right now
     mark ─── an event on the stream; nobody waits for it
-    settle ─ has it passed the last one? then every mark is the anchor's moment and the time since
+    settle ─ has it passed the last one? then every mark is the anchor's time plus the time since
     """
 
     def __init__(self) -> None:
-        self._free: list[list[Any]] = []  # events of steps that are settled
-        self._marks: _Marks | None = None  # of the step that runs
+        self._free: list[list[Any]] = []  # events of settled steps
+        self._marks: _Marks | None = None  # of the current step
 
     def begin(self, draft: Draft) -> None:
-        """Start a step: with the device idle the first event fixes where its clock stands on the host's."""
+        """Start a step: if the device is idle, the first event relates its clock to the host's."""
         self._stream = torch.cuda.current_stream()
         before = self._marks
         anchor = self._anchor(None if before is None else before.anchor)
@@ -89,12 +89,12 @@ class EventClock(Clock):
         return _Anchor(event, self.now(), None if is_idle else before)
 
     def start(self, directly: bool) -> int:
-        """Mark the start of an action, by the end of the one before where it follows directly."""
+        """Mark the start of an action, using the end of the previous one if it follows directly."""
         assert self._marks is not None
         return self._marks.num_used - 1 if directly and self._marks.num_used else self.mark()
 
     def mark(self) -> int:
-        """Mark the moment that the device's work so far is done; returns the mark's number."""
+        """Mark the moment when the device's work so far is done; return the mark's number."""
         marks = self._marks
         assert marks is not None
         if marks.num_used == len(marks.events):
@@ -104,7 +104,7 @@ class EventClock(Clock):
         return marks.num_used - 1
 
     def settle(self, draft: Draft, *, wait: bool) -> bool:
-        """Turn marks into moments if the device has passed them; waits for no more than the draft's own."""
+        """Turn marks into times if the device has passed them; wait only for the draft's own marks."""
         marks = draft.marks
         if marks is None:
             return True
@@ -124,7 +124,7 @@ class EventClock(Clock):
 
 @contextmanager
 def _no_garbage() -> Iterator[None]:
-    """Collect no garbage while recording: an old graph that is freed meanwhile would break the recording."""
+    """Disable garbage collection while recording: freeing an old graph would break the recording."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -135,7 +135,7 @@ def _no_garbage() -> Iterator[None]:
 
 
 class CudaRecorder(Recorder):
-    """Records on a stream of its own; a recording is launched on the stream that is current then."""
+    """Records on its own stream; a recording is launched on the stream that is current then."""
 
     device_type = "cuda"
 
@@ -144,7 +144,7 @@ class CudaRecorder(Recorder):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Run on the stream of the recordings: libraries keep their workspaces by stream, and autograd its leaves."""
+        """Run on the stream of the recordings: libraries keep workspaces per stream, as autograd does leaves."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -152,14 +152,14 @@ class CudaRecorder(Recorder):
         current.wait_stream(self._stream)
 
     def new_pool(self) -> Any:
-        """Return a pool; what lies about unused goes back to the device, which the pool will ask for memory."""
+        """Return a pool; unused cached memory goes back to the device, from which the pool will allocate."""
         gc.collect()
         torch.cuda.synchronize(self._stream.device)
         torch.cuda.empty_cache()
         return torch.cuda.graph_pool_handle()
 
     def capture(self, pool: Any, run: Callable[[], None]) -> Callable[[], None]:
-        """Record as a CUDA graph. Other threads, a loader's that pins memory say, may go on meanwhile."""
+        """Record as a CUDA graph. Other threads, such as a loader that pins memory, may continue meanwhile."""
         torch.cuda.synchronize(self._stream.device)
         graph = torch.cuda.CUDAGraph()
         with _no_garbage(), torch.cuda.stream(self._stream), warnings.catch_warnings():
@@ -168,18 +168,18 @@ class CudaRecorder(Recorder):
             try:
                 run()
             except BaseException:
-                with suppress(RuntimeError):  # what went wrong says more than that the recording is broken
+                with suppress(RuntimeError):  # the first error says more than a broken recording
                     graph.capture_end()
                 raise
             graph.capture_end()
         return graph.replay
 
     def borrowed(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that knows the memory by its address alone."""
+        """Return a tensor that knows the memory only by its address."""
         storage = tensor.untyped_storage()
         if not storage.nbytes():
             return torch.empty_like(tensor)
-        # In the words by which libraries hand each other memory of a CUDA device: bytes at an address.
+        # The protocol by which libraries share memory of a CUDA device: bytes at an address.
         place = {"shape": (storage.nbytes(),), "typestr": "|u1", "data": (storage.data_ptr(), False), "version": 3}
         memory = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=place), device=tensor.device)
         made = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
@@ -190,14 +190,14 @@ class CudaRecorder(Recorder):
 
 
 def recorder_for(device: torch.device) -> Recorder:
-    """Return what captures steps on a device."""
+    """Return a recorder that captures steps on a device."""
     if device.type != "cuda":
         raise ModelError(f"capture=True on {device.type}", expected="a CUDA device", fix="use capture=False")
     return CudaRecorder(device)
 
 
 def device_name(device: torch.device) -> str:
-    """Return what a device is called; nothing where it is the host.
+    """Return the name of a device; an empty text for the host.
 
     >>> device_name(torch.device("cpu"))
     ''
@@ -206,5 +206,5 @@ def device_name(device: torch.device) -> str:
 
 
 def clock_for(device: torch.device) -> Clock:
-    """Return the clock that tells a device's times."""
+    """Return the clock that measures a device's times."""
     return EventClock() if device.type == "cuda" else Clock()

@@ -1,1 +1,1 @@
-"""Messages between ranks: the seam that the executor sees, the control mesh, and one file per transport."""
+"""Messages between ranks: the interface for the executor, the control mesh, and one file per transport."""

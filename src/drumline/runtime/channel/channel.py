@@ -1,11 +1,11 @@
-"""The seam between the executor and whatever carries messages: one end of it per rank.
+"""The interface between the executor and a transport: each rank has one end of a channel.
 
     executor of rank 0                         executor of rank 1
       send(1 <- 0F3's output) ──── channel ────► post(1RECV_F3), later take(1RECV_F3)
 
-`send` and `post` return at once. Messages of one directed edge travel in the order of their posts; they may be taken up
-in another. A message is known by its receive action and the step, so that a rank may be a step ahead of another.
-Besides messages a channel carries words: small values that every rank tells all others, under a topic.
+`send` and `post` return at once. Messages of one directed edge travel in the order of their posts, but may be taken in
+another. A message is identified by its receive action and the step, so that a rank may be a step ahead of another.
+Besides messages, a channel carries words: small values that every rank tells all others, under a topic.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from drumline.core import rules
 from drumline.core.action import RECV_OPS, Action
 from drumline.core.errors import WaitTimeout
 
-# How long the real transports wait for what, in seconds: the only copy of each default.
+# How long the real transports wait, in seconds; each default is defined only here.
 
-# Connecting, and whatever else has no deadline of its own.
+# Connecting, and everything else without its own deadline.
 TIMEOUT = 60.0
 
-# A peer's connection ended without a word: so long an abort may still explain it before the peer itself is blamed.
+# After a connection ends without goodbye: how long an abort may still explain it before the peer is blamed.
 GRACE = 0.5
 
-# Closing: so long the last packets may take to leave.
+# Closing: how long to wait until the last packets are sent.
 LINGER = 1.0
 
-# A wait looks again and again for so long before it sleeps: waking up costs tens of microseconds.
+# How long a wait polls before it sleeps: waking up costs tens of microseconds.
 SPIN = 50e-6
 
 
 @dataclass(slots=True)
 class Delivery:
-    """A message that arrived: its tensors, how they are put together, and when it was on its way.
+    """A message that arrived: its tensors, their structure, and when it travelled.
 
-    `made_ns` is when the sender handed it over and `sent_ns` when it had left the sender (the same, where that is not
-    known), both by the sender's clock; `arrived_ns` is when it could be taken up here, or later where nobody looked.
+    `made_ns` is when the sender passed it to the channel and `sent_ns` when it left the sender (the same if unknown),
+    both by the sender's clock. `arrived_ns` is when it could be taken here, or later if nobody looked.
     """
 
     tensors: tuple[Tensor, ...]
@@ -72,51 +72,51 @@ class Wait:
 
 
 class Channel(ABC):
-    """One rank's end. Every wait is bounded: past its limit it raises WaitTimeout and says what it waited for."""
+    """One rank's end. Every wait is bounded: after its limit it raises WaitTimeout and says what it waited for."""
 
     name: str
     rank: int
     num_ranks: int
 
     def connect(self, edges: Sequence[tuple[int, int]]) -> None:  # noqa: B027 - most connect all ranks from the start
-        """Make more directed edges (source, target) ready for use; to be called alike on all ranks."""
+        """Open more directed edges (source, target); call it with the same edges on all ranks."""
 
     @abstractmethod
     def begin(self, step: int, *, train: bool = True) -> None:
-        """Start a step, which trains or not: what is sent, posted and taken from here on belongs to it."""
+        """Start a step, which trains or not: everything sent, posted and taken from here on belongs to it."""
 
     @abstractmethod
     def send(self, receive: Action, target: int, tensors: Sequence[Tensor], form: Any) -> None:
-        """Hand a message over, to be received there as `receive`; the tensors must not be changed afterwards."""
+        """Send a message that `target` receives as `receive`; the tensors must not change afterwards."""
 
     def post(self, receive: Action, source: int) -> None:  # noqa: B027 - most make room without being told
-        """Say that the next message of the edge from `source` will be `receive`, and that there is room for it."""
+        """Announce that the next message from `source` will be `receive`, and that there is room for it."""
 
     @abstractmethod
     def take(self, receive: Action, source: int) -> Delivery | None:
-        """Take a message up, or return None if it has not arrived; never blocks."""
+        """Take a message, or return None if it has not arrived; never blocks."""
 
     @abstractmethod
     def block(self, wait: Wait, deadline_ns: int) -> None:
-        """Return once something arrived that may be what `wait` names; raise WaitTimeout past the deadline."""
+        """Return after something arrived that may be what `wait` names; raise WaitTimeout after the deadline."""
 
     @abstractmethod
     def flush(self, deadline_ns: int) -> None:
-        """Return once all that was sent has left this rank's buffers."""
+        """Return after everything sent has left this rank's buffers."""
 
     @abstractmethod
     def tell(self, topic: str, value: Any) -> None:
-        """Tell every other rank a small picklable value under a topic that was not used before; returns at once."""
+        """Tell every other rank a small picklable value under a new topic; returns at once."""
 
     @abstractmethod
     def hear(self, topic: str, deadline_ns: int) -> list[Any]:
-        """Return what every rank told under the topic, by rank, this rank's own included; each topic is heard once."""
+        """Return what every rank told under the topic, by rank, including this one; each topic is heard once."""
 
     def compare_clocks(self, deadline_ns: int) -> None:  # noqa: B027 - ranks of one process share a clock
-        """Send all ranks something and back, to learn how far apart the clocks are; all ranks call it."""
+        """Exchange pings with all ranks to measure the offsets between clocks; all ranks call it."""
 
     def comparisons(self) -> list[tuple[int, int, int]]:
-        """Return what says how far apart clocks are: source, when something left there, when it came here."""
+        """Return samples of clock offsets: source, when something left there, when it arrived here."""
         return []
 
     @abstractmethod
@@ -125,11 +125,11 @@ class Channel(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything; closing twice is fine."""
+        """Release everything; closing twice is fine."""
 
 
 def step_topic(step: int) -> str:
-    """Return the topic under which a rank tells that a step has ended on it.
+    """Return the topic under which a rank tells that it has finished a step.
 
     >>> step_topic(3)
     'step/3'
@@ -138,23 +138,23 @@ def step_topic(step: int) -> str:
 
 
 def too_late(what: Wait | str, seconds: float, others: Sequence[str] = ()) -> WaitTimeout:
-    """Return the error of a wait that took too long; `others` says what the ranks it depends on were at.
+    """Return the error of a wait that took too long; `others` says what the ranks it depends on were doing.
 
-    >>> print(too_late("rank 0 waits for rank 1 to tell of its model", 5.0))
-    rank 0 waits for rank 1 to tell of its model, for 5 s by now; raise `timeout` if that rank is only slow
+    >>> print(too_late("rank 0 waits for rank 1 to report its model", 5.0))
+    rank 0 waits for rank 1 to report its model, for 5 s so far; raise `timeout` if that rank is just slow
     """
     known = f" ({'; '.join(others)})" if others else ""
-    return WaitTimeout(f"{what}, for {seconds:.3g} s by now{known}", fix="raise `timeout` if that rank is only slow")
+    return WaitTimeout(f"{what}, for {seconds:.3g} s so far{known}", fix="raise `timeout` if that rank is just slow")
 
 
 def give_up(what: Wait | str, seconds: float, others: Sequence[str] = ()) -> WaitTimeout:
-    """Return the error of a wait that took too long, after writing where every thread stands to stderr."""
+    """Return the error of a wait that took too long, after writing the stacks of all threads to stderr."""
     for stream in (sys.stderr, sys.__stderr__):
         try:
             if stream is not None:
-                print(f"drumline: {what}; every thread of this process:", file=stream, flush=True)
+                print(f"drumline: {what}; stacks of all threads in this process:", file=stream, flush=True)
                 faulthandler.dump_traceback(file=stream, all_threads=True)
                 break
-        except (io.UnsupportedOperation, ValueError, OSError):  # a notebook's or a test's stderr is no file
+        except (io.UnsupportedOperation, ValueError, OSError):  # the stderr of a notebook or a test is not a file
             continue
     return too_late(what, seconds, others)

@@ -1,4 +1,4 @@
-"""Messages whose payload goes by torch.distributed: gloo, NCCL, or whatever backend the device brings.
+"""Messages whose payload torch.distributed carries: gloo, NCCL, or any other backend of the device.
 
     send                                              receiver
     pack into one flat tensor, isend it
@@ -6,13 +6,13 @@
                                                       take: hand its parts over
     let the flat tensor go            ◄────────────── done with number (gloo)
 
-Each directed edge has a process group of its own: the backends keep the order of an edge, and what goes forth never
-stands in the way of what comes back. Receives are issued in the order of the headers, which is that of the sends.
+Each directed edge has its own process group: backends keep the order of an edge, and the two directions never block
+each other. Receives are issued in the order of the headers, which is the order of the sends.
 
-Backends differ in one thing. gloo's transfers are waited for by the host, whose only way to learn of an end is to wait:
-a thread of the receiver does so, and the sender is told. A device's transfers are ordered by streams: `take` makes the
-current stream wait, the host never does, and the sender asks its own transfer whether it has ended. Small messages
-between CPUs travel inside their header's packet.
+Backends differ in one thing. The host waits for gloo's transfers, and can learn of their end only by waiting. So a
+thread of the receiver waits, and tells the sender. A device's transfers are ordered by streams: `take` makes the
+current stream wait, never the host, and the sender asks its own transfer whether it has ended. Small messages between
+CPUs travel inside the packet of their header.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _MESSAGE, _SMALL_MESSAGE, _DONE = range(FIRST_MESSAGE_KIND, FIRST_MESSAGE_KIND +
 _HEADER = struct.Struct(f"<BxHQ{KEY_BYTES}sq")  # kind, layout, number, key, made
 _NUMBER = struct.Struct("<BQ")  # kind, number
 
-# What fits into one packet along with its header is faster there than by a transfer of its own.
+# Payloads that fit into one packet with their header are faster there than as a separate transfer.
 _SMALL_BYTES = 30 * 1024
 
-# So many receives of an edge are issued before their messages are asked for; more only when a wait depends on them.
+# How many receives of an edge are issued before their messages are requested; more only if a wait depends on them.
 _MOST_AHEAD = 16
 
 
 class _Sent(NamedTuple):
-    """A message under way: its memory must stay, and `work` must be kept, until it has arrived."""
+    """A message in flight: its memory and `work` must be kept until it has arrived."""
 
     key: bytes
     flat: Tensor
@@ -60,7 +60,7 @@ class _Sent(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Coming:
-    """A message whose header has arrived; `flat` exists once its receive is issued."""
+    """A message whose header has arrived; `flat` exists after its receive is issued."""
 
     number: int
     layout: MessageLayout
@@ -74,7 +74,7 @@ class _Coming:
 
 @dataclass(slots=True, eq=False)
 class _Edge:
-    """This rank's side of the two directed edges that join it to a peer."""
+    """This rank's side of the two directed edges between it and a peer."""
 
     num_sent: int = 0
     under_way: dict[int, _Sent] = field(default_factory=dict)
@@ -83,12 +83,11 @@ class _Edge:
 
 
 class DistributedChannel(MeshChannel[_Coming]):
-    """Carries messages by a torch.distributed backend; needs its default group, made of the same ranks.
+    """Carries messages with a torch.distributed backend; needs the default group, with the same ranks.
 
-    `edges` are the directed edges (source, target) that will be used, the same and in the same order on all ranks;
-    unless given, all. What arrives is put on `device`, through the host if the backend is gloo; of gloo's messages
-    those up to `small_bytes` travel in one packet. How it connects, by which store above all, is what `ControlMesh` is
-    told.
+    `edges` are the directed edges (source, target) to use, the same and in the same order on all ranks; by default all
+    of them. Arriving tensors go to `device`, through the host if the backend is gloo. gloo messages of up to
+    `small_bytes` travel in one packet. Arguments for connecting, such as the store, go to `ControlMesh`.
     """
 
     def __init__(
@@ -104,13 +103,13 @@ class DistributedChannel(MeshChannel[_Coming]):
     ) -> None:
         if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != (rank, num_ranks):
             raise RunError(
-                f"torch.distributed has no group of {num_ranks} ranks with this as rank {rank}",
+                f"torch.distributed has no group of {num_ranks} ranks in which this process is rank {rank}",
                 fix="call torch.distributed.init_process_group first",
             )
         self.name = backend
         self._by_host = backend == "gloo"
-        self.looks_every_ms = None if self._by_host else 1  # the end of a device's transfer wakes nobody up
-        # Spinning would take the processor from gloo's threads and ours.
+        self.looks_every_ms = None if self._by_host else 1  # the end of a device's transfer wakes no thread
+        # Polling would take the processor from gloo's threads and ours.
         super().__init__(rank, num_ranks, spin=0.0 if self._by_host else SPIN, **connecting)
         self._device = torch.device(device)
         self._small_bytes = small_bytes if self._by_host else 0
@@ -128,7 +127,7 @@ class DistributedChannel(MeshChannel[_Coming]):
         self.connect(list(edges))
 
     def connect(self, edges: Sequence[tuple[int, int]]) -> None:
-        """Make a group for every edge that has none; every rank makes every group, in one order, as torch asks for."""
+        """Create a group for every new edge; every rank creates every group in the same order, as torch requires."""
         for edge in (one for one in edges if one not in self._known):
             self._known.add(edge)
             group = dist.new_group(list(edge), timeout=timedelta(seconds=self.timeout), backend=self.name)
@@ -138,7 +137,7 @@ class DistributedChannel(MeshChannel[_Coming]):
                 self._try_out(edge)
 
     def _try_out(self, edge: tuple[int, int]) -> None:
-        """Send one byte: backends connect at the first message, which must not happen amid others."""
+        """Send one byte: backends connect at the first message, which must not happen among others."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self._at)
         source, target = edge
         try:
@@ -156,7 +155,7 @@ class DistributedChannel(MeshChannel[_Coming]):
             raise self.explain(target if self.rank == source else source, error) from error
 
     def send(self, receive: Action, target: int, tensors: Sequence[Tensor], form: Any) -> None:
-        """Start a transfer; a form that was used must not be changed."""
+        """Start a transfer; a form must not change after it is used."""
         made_ns = self.now()
         edge, key = self._edges[target], self._key(receive)
         self._forget_ended(edge)
@@ -178,7 +177,7 @@ class DistributedChannel(MeshChannel[_Coming]):
         self.send_packet(target, _HEADER.pack(_MESSAGE, layout.number, number, key, made_ns))
 
     def take(self, receive: Action, source: int) -> Delivery | None:
-        """Hand over a message whose payload is there, or which the device's stream can wait for."""
+        """Return a message whose payload has arrived, or for which the device's stream can wait."""
         key, inbox = self._key(receive), self._inbox[source]
         while key not in inbox and self.look():
             pass
@@ -205,7 +204,7 @@ class DistributedChannel(MeshChannel[_Coming]):
         return Delivery(tensors, form, made_ns, made_ns, coming.arrived_ns, num_bytes)
 
     def block(self, wait: Wait, deadline_ns: int) -> None:
-        """Return once the message is there, payload included if the host has to wait for that."""
+        """Return after the message is here, including its payload if the host has to wait for that."""
         super().block(wait, deadline_ns)
         coming = self._inbox[wait.source][self._key(wait.receive)]
         self._issue_through(wait.source, self._edges[wait.source], coming)
@@ -245,7 +244,7 @@ class DistributedChannel(MeshChannel[_Coming]):
     def _group(self, source: int, target: int) -> ProcessGroup:
         group = self._groups.get((source, target))
         if group is None:
-            raise RunError(f"no edge from rank {source} to rank {target} was announced", fix="add it to `edges`")
+            raise RunError(f"rank {source} has no announced edge to rank {target}", fix="add it to `edges`")
         return group
 
     def _forget_ended(self, edge: _Edge) -> None:
@@ -262,11 +261,11 @@ class DistributedChannel(MeshChannel[_Coming]):
         return None
 
     def close(self) -> None:
-        """Say goodbye and let go of the groups; after a failure transfers that cannot end any more are cut off."""
+        """Say goodbye and release the groups; after a failure, cut off transfers that can no longer end."""
         super().close()
         self._waiter.close()
         for group in self._groups.values():
-            # The user may have destroyed all groups before.
+            # The user may already have destroyed all groups.
             with suppress(RuntimeError, ValueError, AssertionError):
                 if self._has_failed:
                     group.abort()
@@ -289,7 +288,7 @@ class DistributedChannel(MeshChannel[_Coming]):
 
     def _on_done(self, target: int, packet: bytes, fds: list[int]) -> None:
         sent = self._edges[target].under_way.pop(_NUMBER.unpack(packet)[1])
-        # It has ended over there, hence here but for the backend's thread that has yet to notice.
+        # It has ended there, so it has ended here too, except that the backend's thread has yet to notice.
         with suppress(RuntimeError):
             if sent.work is not None:
                 sent.work.wait(timedelta(seconds=GRACE))

@@ -1,8 +1,8 @@
-"""All ranks in one process, over a channel that is as strict as any of ours: what runs here hangs on none of them.
+"""All ranks in one process, over a channel as strict as any of ours: what runs here hangs on none of them.
 
-A send completes only once its receive is posted; the messages of one directed edge are matched in posting order, and a
-send that meets another message's receive is an error; nothing is buffered between. The ranks take turns (see
-`take_turns`), so that a program that cannot go on is found at once, with what every rank waits for.
+A send completes only after its receive is posted. Messages of one directed edge are matched in posting order, and a
+send that meets the receive of another message is an error. Nothing is buffered. The ranks take turns (see
+`take_turns`), so a program that cannot continue is found at once, with what every rank waits for.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Key = tuple[int, Action]
 
 
 class Hub:
-    """What the channels of one process share: of each direction between two ranks, sends and posts that have not met.
+    """What the channels of one process share: for each direction between two ranks, unmatched sends and posts.
 
-    Exchanges of gradients have edges of their own.
+    Gradient exchanges have separate edges.
     """
 
     def __init__(self, num_ranks: int, now: Callable[[], int] = time.perf_counter_ns) -> None:
@@ -32,7 +32,7 @@ class Hub:
         self.now = now
         self.sends: dict[tuple[int, int, bool], deque[tuple[Key, Delivery]]] = defaultdict(deque)
         self.posts: dict[tuple[int, int, bool], deque[Key]] = defaultdict(deque)
-        # Per rank and by source; what comes again under the same key waits behind it.
+        # By rank and source; another message with the same key waits after it.
         self.arrived: list[dict[tuple[int, Key], deque[Delivery]]] = [defaultdict(deque) for _ in range(num_ranks)]
         self.words: dict[str, dict[int, Any]] = defaultdict(dict)
         self.activity = 0
@@ -42,15 +42,15 @@ class Hub:
         return [InProcessChannel(self, rank) for rank in range(self.num_ranks)]
 
     def match(self, source: int, target: int, exchange: bool) -> None:
-        """Let sends and receives of an edge meet, first with first."""
+        """Match sends and receives of an edge in order."""
         self.activity += 1
         sends, posts = self.sends[source, target, exchange], self.posts[source, target, exchange]
         while sends and posts:
             (sent, delivery), posted = sends.popleft(), posts.popleft()
             if sent != posted:
                 raise RunError(
-                    f"rank {source} sends {sent[1]} where rank {target} receives {posted[1]}",
-                    expected="one order per edge",
+                    f"rank {source} sends {sent[1]} but rank {target} expects {posted[1]}",
+                    expected="sends and receives in the same order",
                 )
             delivery.sent_ns = delivery.arrived_ns = self.now()
             self.arrived[target][source, sent].append(delivery)
@@ -72,7 +72,7 @@ class InProcessChannel(Channel):
         self.step = step
 
     def send(self, receive: Action, target: int, tensors: Sequence[Tensor], form: Any) -> None:
-        """Offer a message; it moves once its receive is posted."""
+        """Offer a message; it moves after its receive is posted."""
         num_bytes = sum(one.numel() * one.element_size() for one in tensors)
         now = self.hub.now()
         exchange = receive.op is Op.REDUCE_GRAD
@@ -87,7 +87,7 @@ class InProcessChannel(Channel):
         self.hub.match(source, self.rank, exchange)
 
     def take(self, receive: Action, source: int) -> Delivery | None:
-        """Take a message up, if it moved."""
+        """Take a message, if it moved."""
         arrived, key = self.hub.arrived[self.rank], (source, (self.step, receive))
         if key not in arrived:
             return None
@@ -98,18 +98,18 @@ class InProcessChannel(Channel):
         return delivery
 
     def block(self, wait: Wait, deadline_ns: int) -> None:
-        """Never waits: the other ranks can only go on once this one yields."""
-        raise AssertionError("ranks of one process take turns")
+        """Never wait: the other ranks can continue only after this one yields."""
+        raise AssertionError("ranks in one process take turns")
 
     def flush(self, deadline_ns: int) -> None:
-        """See that nothing is left on the way; the step is over for every rank when it is for one."""
+        """Do nothing: a step ends for all ranks at once, so nothing is left to send."""
 
     def tell(self, topic: str, value: Any) -> None:
         """Tell every rank a value."""
         self.hub.words[topic][self.rank] = value
 
     def hear(self, topic: str, deadline_ns: int) -> list[Any]:
-        """Return what every rank told; in one process all have told before any hears."""
+        """Return what every rank told; in one process, all have told before any hears."""
         told = self.hub.words[topic]
         assert len(told) == self.num_ranks, f"rank {self.rank} hears {topic} before all have told"
         if self.rank == self.num_ranks - 1:
@@ -117,9 +117,9 @@ class InProcessChannel(Channel):
         return [told[rank] for rank in range(self.num_ranks)]
 
     def abort(self, error: BaseException, during: str) -> None:
-        """Drop what is on its way: every rank of this process fails with the same exception.
+        """Drop what is in flight: every rank of this process fails with the same exception.
 
-        Words stay: what was told of earlier steps may not have been heard yet.
+        Words stay: those of earlier steps may not have been heard yet.
         """
         self.hub.sends.clear()
         self.hub.posts.clear()
@@ -127,13 +127,13 @@ class InProcessChannel(Channel):
             arrived.clear()
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         self.abort(RunError("it was closed"), "")
         self.hub.words.clear()
 
 
 def take_turns(hub: Hub, runs: Iterable[Generator[Wait, None, None]]) -> None:
-    """Run the ranks' generators by turns until all have ended; raise if none can go on."""
+    """Run the ranks' generators in turns until all have ended; raise if none can continue."""
     alive = list(runs)
     while alive:
         before = hub.activity
@@ -145,5 +145,5 @@ def take_turns(hub: Hub, runs: Iterable[Generator[Wait, None, None]]) -> None:
                 waits.append(wait)
                 going.append(run)
         if len(going) == len(alive) and hub.activity == before:
-            raise RunError("no rank can go on: " + "; ".join(map(str, waits)))
+            raise RunError("deadlock, no rank can continue: " + "; ".join(map(str, waits)))
         alive = going

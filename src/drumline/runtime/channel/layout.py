@@ -1,9 +1,9 @@
-"""How the tensors of a message lie one after the other in one piece of memory, and how ranks agree on it.
+"""How the tensors of a message are packed into one piece of memory, and how ranks agree on it.
 
     tensors   (8, 4) float32 | () bool | (3,) int64        form   how they are put together
     bytes     0 ......... 128 | 128    | 192 ... 216         each starts at a multiple of 64
 
-Most messages of an edge look like one before: a layout is sent once, and from then on by its number.
+Most messages of an edge look like an earlier one: a layout is sent once, and afterwards only by its number.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from drumline.core.errors import ModelError
 
 ALIGNMENT = 64
-# More layouts than anybody wants to remember share this number: each is told anew, right before its message.
+# Layouts beyond the limit share this number: each is sent again, right before its message.
 ONE_OFF = 0xFFFF
 _MOST_KEPT = 1024
 
@@ -27,7 +27,7 @@ TypeAndShape = tuple[torch.dtype, tuple[int, ...]]
 
 
 class MessageLayout:
-    """Types, shapes and places of a message's tensors.
+    """Dtypes, shapes and offsets of a message's tensors.
 
     >>> layout = MessageLayout(0, ((torch.float32, (8, 4)), (torch.bool, ()), (torch.int64, (3,))), form=None)
     >>> layout.offsets, layout.num_bytes, layout.room
@@ -51,11 +51,11 @@ class MessageLayout:
 
     @property
     def is_kept(self) -> bool:
-        """Whether both sides remember it under its number."""
+        """Whether both sides remember it by its number."""
         return self.number != ONE_OFF
 
     def text(self) -> bytes:
-        """Return what another rank needs to make the same layout."""
+        """Return what another rank needs to build the same layout."""
         return pickle.dumps((self.number, self.metas, self.form))
 
     @staticmethod
@@ -64,8 +64,8 @@ class MessageLayout:
         return MessageLayout(*pickle.loads(text))
 
     def views(self, memory: Tensor) -> tuple[Tensor, ...]:
-        """Return the message's tensors as windows into a piece of memory (uint8)."""
-        # Kept and used again in other modes: a window made in inference mode could not be written to outside of it.
+        """Return the message's tensors as views into a piece of memory (uint8)."""
+        # These are kept and reused in other modes: a view created in inference mode is read-only outside it.
         with torch.inference_mode(False), torch.no_grad():
             return tuple(
                 memory[offset : offset + size].view(dtype).view(shape)
@@ -75,10 +75,10 @@ class MessageLayout:
             )
 
     def packed(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Return one flat tensor of bytes on `device` that holds all: the message's own memory if it is one piece."""
+        """Return one flat byte tensor on `device` with all tensors: the message's own memory if it is contiguous."""
         if len(tensors) == 1 and tensors[0].device == device and tensors[0].is_contiguous():
             tensor = tensors[0].detach().resolve_conj().resolve_neg()
-            # One element may have any stride, which a view as bytes would not take.
+            # A single element may have any stride, which a view as bytes would refuse.
             return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         flat = torch.empty(self.room, dtype=torch.uint8, device=device)
         for view, tensor in zip(self.views(flat), tensors, strict=True):
@@ -86,7 +86,7 @@ class MessageLayout:
         return flat
 
     def unpacked(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors in a flat one; they share its memory, and are no views: each is changed on its own."""
+        """Return the tensors in a flat one; they share its memory but are not views: each can be changed separately."""
         storage = flat.untyped_storage()
         return tuple(
             torch.empty(0, dtype=dtype, device=flat.device).set_(
@@ -106,7 +106,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class MessageLayouts:
-    """The layouts that one edge has used, by what they were made of.
+    """The layouts that one edge has used, by their contents.
 
     >>> layouts = MessageLayouts()
     >>> one = layouts.find([torch.zeros(3)], "x")
@@ -119,8 +119,8 @@ class MessageLayouts:
         self._num_known = 0
 
     def find(self, tensors: Sequence[Tensor], form: Any) -> MessageLayout:
-        """Return the layout of a message; a form that was used once must not be changed."""
-        # Hot: a tuple of types and one of shapes hash faster than pairs; so does the one tensor most messages have.
+        """Return the layout of a message; a form must not change after it is used."""
+        # Hot: a tuple of dtypes and one of shapes hash faster than pairs; so does the single tensor of most messages.
         if len(tensors) == 1:
             tensor = tensors[0]
             key: tuple[Any, ...] = (tensor.dtype, tensor.shape)
@@ -129,7 +129,7 @@ class MessageLayouts:
         same = self._known.get(key, [])
         if same and same[0][1].form is form:
             return same[0][1]
-        # Forms are told apart by their bytes: 1, 1.0 and True are equal and yet not the same.
+        # Compare forms by their bytes: 1, 1.0 and True are equal but not the same.
         text = pickle.dumps(form)
         for index, (other, layout) in enumerate(same):
             if text == other:
@@ -145,8 +145,8 @@ class MessageLayouts:
             if tensor.layout is not torch.strided or tensor.is_quantized:
                 raise ModelError(
                     f"a {tensor.layout} tensor of {tensor.dtype} cannot be sent",
-                    expected="dense ones",
-                    fix="make it dense first",
+                    expected="a dense tensor",
+                    fix="convert it to a dense tensor first",
                 )
         number = self._num_known if self._num_known < _MOST_KEPT else ONE_OFF
         self._num_known += 1

@@ -3,15 +3,15 @@
     rank 0                                                 rank 1
     send(packet) ──► outbox, only if full ──► socket ──► read(): a handler per packet
 
-Between ranks of one host it is a Unix socket, which carries file descriptors too; between hosts it is TCP. Either way
-each packet goes with its length before it. A link hands over, in order, exactly what was sent, and says when the peer
-is gone. The pump reads whatever comes, and pushes what the kernel did not take:
+Ranks on one host use a Unix socket, which also carries file descriptors; ranks on different hosts use TCP. Each packet
+is preceded by its length. A link delivers exactly what was sent, in order, and says when the peer is gone. The pump
+reads what arrives, and sends what the kernel did not accept before:
 
     link 1 ──┐                      ┌──► a handler per kind of packet
     link 2 ──┼── poll ──► _serve ───┤
     bell   ──┘                      └──► a bell: something else that became readable
 
-There are no threads: packets are read when a rank looks, or waits.
+There are no threads: packets are read when a rank looks or waits.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from collections.abc import Callable, Iterable, Sequence
 
 from drumline.runtime.channel.channel import LINGER
 
-_HEADER = struct.Struct("<IB")  # the packet's length, and how many file descriptors come along
+_HEADER = struct.Struct("<IB")  # the packet's length, and its number of file descriptors
 _AHEAD = _HEADER.size
 _READ_BYTES = 1 << 16
 _MAX_FDS = 4
 _FD_SPACE = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
 _IN, _OUT = select.POLLIN, select.POLLOUT
 
-# Called with the peer, the packet and the file descriptors that came along; a table has one for each of 256 kinds.
-# The first byte of a packet is its kind.
+# Called with the peer, the packet and its file descriptors; a table has one handler for each of 256 kinds. The first
+# byte of a packet is its kind.
 Handler = Callable[[int, bytes, list[int]], None]
 
 
 class Link:
-    """One end of the connection to `peer`; file descriptors travel within a host alone.
+    """One end of the connection to `peer`; file descriptors travel only within a host.
 
     >>> left, right = (Link(1 - rank, end) for rank, end in enumerate(socket.socketpair()))
     >>> left.send(b"hello") and left.send(b"world")
@@ -65,11 +65,11 @@ class Link:
         self._broken = False
         self._outbox: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._inbox = bytearray()
-        self._fds: list[int] = []  # those of packets that are not complete
+        self._fds: list[int] = []  # those of incomplete packets
         _open_links.add(self)
 
     def send(self, packet: bytes, fds: Sequence[int] = ()) -> bool:
-        """Hand a packet over and own its file descriptors; return whether all has left for the kernel."""
+        """Send a packet and own its file descriptors; return whether the kernel has accepted all of it."""
         assert self.carries_fds or not fds, "file descriptors do not travel between hosts"
         data = _HEADER.pack(len(packet), len(fds)) + packet
         sent = 0 if self._outbox else self._try(data, fds)
@@ -78,7 +78,7 @@ class Link:
         return sent == len(data)
 
     def push(self) -> bool:
-        """Try again to get rid of what waits; return whether all has left."""
+        """Try again to send what waits; return whether the kernel has accepted all of it."""
         while self._outbox:
             data, fds = self._outbox[0]
             sent = self._try(data, fds)
@@ -89,7 +89,7 @@ class Link:
         return True
 
     def _try(self, data: bytes | memoryview, fds: Sequence[int]) -> int:
-        """Send what the kernel takes, the descriptors with the first byte; return how much that is."""
+        """Send what the kernel accepts, the descriptors with the first byte; return the number of bytes."""
         sent = len(data)
         try:
             if self._broken:
@@ -101,17 +101,17 @@ class Link:
         except BlockingIOError:
             return 0
         except OSError:
-            self._broken = True  # reading will find the end, after what the peer still had to say
+            self._broken = True  # reading will find the end, after the peer's last packets
         for fd in fds:
             os.close(fd)
         return sent
 
     def read(self, handlers: Sequence[Handler]) -> bool:
-        """Hand on every packet that is complete, if any; return False at the end of the connection."""
+        """Pass on every complete packet; return False at the end of the connection."""
         try:
             data, ancillary, _, _ = self._socket.recvmsg(_READ_BYTES, _FD_SPACE)
         except (BlockingIOError, ConnectionResetError):
-            return True  # a reset says that the peer left packets of ours unread; what it sent is still to be read
+            return True  # a reset: the peer left our packets unread, but its own are still to be read
         except OSError:
             return False
         if not data:
@@ -119,7 +119,7 @@ class Link:
         if ancillary:
             self._fds += _descriptors(ancillary)
         inbox = self._inbox
-        if not inbox and data[:_AHEAD] == _HEADER.pack(len(data) - _AHEAD, 0):  # one packet, as most come
+        if not inbox and data[:_AHEAD] == _HEADER.pack(len(data) - _AHEAD, 0):  # one packet, the usual case
             handlers[data[_AHEAD]](self.peer, data[_AHEAD:], [])
             return True
         inbox += data
@@ -138,7 +138,7 @@ class Link:
             self._broken = True
 
     def close(self) -> None:
-        """Let go of the socket and of descriptors that did not get through; closing twice is fine."""
+        """Release the socket and undelivered descriptors; closing twice is fine."""
         for fd in [*self._fds, *(fd for _, fds in self._outbox for fd in fds)]:
             os.close(fd)
         self._fds.clear()
@@ -155,8 +155,8 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
     return list(fds)
 
 
-# A forked child (a data loader's worker, say) holds copies of the sockets: were they left open, this rank's death would
-# go unnoticed as long as the child lives.
+# A forked child, such as a data loader's worker, holds copies of the sockets. If they stayed open, nobody would notice
+# this rank's death while the child lives.
 _open_links: weakref.WeakSet[Link] = weakref.WeakSet()
 
 
@@ -182,28 +182,28 @@ class Pump:
             self._poller.register(fd, _IN)
 
     def listen(self, fd: int, bell: Callable[[], None]) -> None:
-        """Have `bell` called when the descriptor is readable, along with the packets."""
+        """Call `bell` when the descriptor is readable, along with the packets."""
         self._bells[fd] = bell
         self._poller.register(fd, _IN)
 
     def send_packet(self, target: int, packet: bytes, fds: Sequence[int] = ()) -> None:
-        """Send a packet; returns at once, and keeps what the kernel does not take yet."""
+        """Send a packet; return at once, and keep what the kernel does not accept yet."""
         if not self.links[target].send(packet, fds) and target not in self._backed_up:
             self._backed_up.add(target)
             self._watch(self.links[target], _IN | _OUT)
 
     @property
     def all_sent(self) -> bool:
-        """Whether the kernel has taken every packet."""
+        """Whether the kernel has accepted every packet."""
         return not self._backed_up
 
     def pump(self) -> None:
-        """Read everything that is there and call the handlers; never blocks."""
+        """Read everything that has arrived and call the handlers; never blocks."""
         while self.look():
             pass
 
     def look(self) -> bool:
-        """Read a packet from every rank that sent some, and return whether there was any; never blocks."""
+        """Read from every rank that sent something, and return whether there was anything; never blocks."""
         events = self._poller.poll(0)
         if events:
             self._serve(events)
@@ -211,7 +211,7 @@ class Pump:
         return False
 
     def _serve_while(self, going_on: Callable[[], bool], seconds: float) -> None:
-        """Read what comes as long as something goes on, and no longer than so many seconds."""
+        """Read what arrives while `going_on`, for at most `seconds`."""
         deadline_ns = time.perf_counter_ns() + int(seconds * 1e9)
         while going_on() and (left := deadline_ns - time.perf_counter_ns()) > 0:
             self._serve(self._poller.poll(milliseconds(left)))
@@ -239,10 +239,10 @@ class Pump:
         self._ended(link.peer)
 
     def _ended(self, peer: int) -> None:
-        """Note that a peer's connection has ended."""
+        """React to the end of a peer's connection."""
 
     def _let_go(self) -> None:
-        """Let the last packets leave, read no more, and close the sockets."""
+        """Send the last packets, read no more, and close the sockets."""
         for fd in self._bells:
             self._poller.unregister(fd)
         self._handlers = [_ignore] * 256
@@ -250,7 +250,7 @@ class Pump:
         self._serve_while(lambda: bool(self._backed_up), LINGER)
         for link in self.links.values():
             link.end_sending()
-        # Over TCP a close with unread packets would destroy those on their way to the peer: wait for its end too.
+        # Over TCP, closing with unread packets would destroy packets on their way to the peer: wait for its end too.
         left = (deadline - time.perf_counter_ns()) / 1e9
         self._serve_while(lambda: any(not link.carries_fds for link in self._by_fd.values()), left)
         for link in self.links.values():
@@ -268,5 +268,5 @@ def _ignore(source: int, packet: bytes, fds: list[int]) -> None:
 
 
 def milliseconds(nanoseconds: int) -> int:
-    """Return a time to poll for: rounded up, and in pieces that fit the kernel's int."""
+    """Return a time for polling: rounded up, and at most what fits the kernel's int."""
     return min(-(-nanoseconds // 1_000_000), 3_600_000)

@@ -1,15 +1,13 @@
-"""The control mesh: what ranks say to each other over their links, and how they wait.
+"""The control mesh: what ranks tell each other over their links, and how they wait.
 
-    packet kinds    WORD     a value that a rank tells everybody, under a topic, and when
-                    ABORT    the origin of a failure, its action and its error; said on by whoever fails of it
-                    GOODBYE  an orderly end: what follows is no failure
-                    PING     when it left; the answer, a PONG, says the same of itself
-                    ASK      what a rank waits for; the answer has the same kind
-                    others   belong to the channel built on the mesh, which registers a handler for each
+    packet kinds    WORD     a value that a rank tells everybody, under a topic, and when ABORT    the origin of a
+    failure, its action and its error; passed on by ranks that fail because of it GOODBYE  an orderly end: what follows
+    is no failure PING     when it left; the answer, a PONG, says the same of itself ASK      what a rank waits for; the
+    answer has the same kind others   belong to the channel built on the mesh, which registers a handler for each
 
 There are no threads: packets are read when a rank looks (`pump`) or waits (`wait`). A connection that ends without a
-goodbye means that the rank died; since a rank that dies of another one's failure may be noticed first, an abort has a
-short grace to explain it.
+goodbye means that the rank died. A rank that dies of another's failure may be noticed first, so an abort has a short
+grace period to explain it.
 """
 
 from __future__ import annotations
@@ -39,11 +37,11 @@ _STAMPED = struct.Struct("<Bq")  # kind, when it left
 _NUM_PINGS = 16
 
 
-What = Wait | str | Callable[[], str]  # what is waited for: said at the end, where it changes meanwhile
+What = Wait | str | Callable[[], str]  # what is waited for; a function if it changes meanwhile
 
 
 class ControlMesh(Pump):
-    """What this rank and all others say to each other beside messages: words, failures, clocks, what they wait for."""
+    """What ranks tell each other besides messages: words, failures, clocks, and what they wait for."""
 
     def __init__(
         self,
@@ -72,13 +70,13 @@ class ControlMesh(Pump):
         self._num_comparisons = 0
         self._quickest: dict[int, tuple[int, int]] = {}  # by source: when a packet left, and when it was read here
         self._failure: tuple[int, str] | None = None
-        self._has_failed = False  # whether it was this rank that failed, or failed of another
+        self._has_failed = False  # whether this rank failed, itself or because of another
         self._lost: list[int] = []
         self._departed: set[int] = set()
         self._closed = False
 
     def on(self, kind: int, handler: Handler) -> None:
-        """Have `handler(source, packet, fds)` called for every packet of the kind."""
+        """Call `handler(source, packet, fds)` for every packet of the kind."""
         assert kind >= FIRST_OWN_KIND, f"kind {kind} is the mesh's own"
         self._handlers[kind] = handler
 
@@ -92,10 +90,10 @@ class ControlMesh(Pump):
         every_ms: int | None = None,
         refuse: Callable[[], None] = lambda: None,
     ) -> None:
-        """Return once `ready()`; raise RankFailed if a rank failed, WaitTimeout past the deadline (perf_counter_ns).
+        """Return when `ready()`; raise RankFailed if a rank failed, WaitTimeout after the deadline (perf_counter_ns).
 
-        `needs` names the ranks without which it never will be: they must not have said goodbye. What becomes
-        ready without a packet has to be asked for `every_ms`. `refuse` raises where it is known that it never will.
+        `needs` names the ranks it depends on: they must not have said goodbye. If it can become ready without a packet,
+        check `every_ms`. `refuse` raises if it can never become ready.
         """
         self._waiting = what, needs
         started = time.perf_counter_ns()
@@ -118,10 +116,10 @@ class ControlMesh(Pump):
             self._waiting = None
 
     def _before_sleep(self) -> None:
-        """Make room for messages without which this rank might sleep for ever."""
+        """Make room for messages without which this rank might sleep forever."""
 
     def _others(self, needs: Callable[[], Collection[int]]) -> list[str]:
-        """Return what the rank that is waited for waits for itself, and so on to the one that all wait for."""
+        """Return what the awaited rank is itself waiting for, and so on to the rank that all wait for."""
         said: list[str] = []
         seen = {self.rank}
         at = min(needs(), default=self.rank)
@@ -129,41 +127,41 @@ class ControlMesh(Pump):
             seen.add(at)
             answer = self._asked(at)
             if answer is None:
-                said.append(f"rank {at} does not answer: it computes or hangs")
+                said.append(f"rank {at} does not answer: it is computing or hangs")
                 break
             text, behind = answer
-            said.append(text or f"rank {at} waits for nobody")
+            said.append(text or f"rank {at} is not waiting for any rank")
             at = min(behind, default=self.rank)
         return said
 
     def _asked(self, rank: int) -> tuple[str, list[int]] | None:
-        """Return what a rank waits for and whom, None where it does not say so within the grace."""
+        """Return what and whom a rank waits for; None if it does not answer within the grace period."""
         self._answers.pop(rank, None)
         self.send_packet(rank, bytes((ASK, 0)))
         self._serve_while(lambda: rank not in self._answers and bool(self._by_fd), GRACE)
         return self._answers.get(rank)
 
     def told(self, topic: str) -> Mapping[int, Any]:
-        """Return what has been told under a topic so far, by rank."""
+        """Return what ranks have told under a topic so far, by rank."""
         return self._words.get(topic, {})
 
     def tell(self, topic: str, value: Any) -> None:
-        """Send a word to everybody."""
+        """Send a word to all ranks."""
         word = pickle.dumps((topic, value))
         assert self.rank not in self._words.get(topic, ()), f"rank {self.rank} tells {topic!r} twice"
-        # Its own copy too: what comes out of `hear` belongs to nobody else, on any rank.
+        # Copy its own value too: the results of `hear` are not shared, on any rank.
         self._words.setdefault(topic, {})[self.rank] = pickle.loads(word)[1]
         for peer in self.links:
             self.send_packet(peer, _STAMPED.pack(WORD, self.now()) + word)
 
     def hear(self, topic: str, deadline_ns: int) -> list[Any]:
-        """Return everybody's word under the topic, by rank."""
+        """Return all ranks' words under the topic, by rank."""
         words = self._words.setdefault(topic, {})
         if len(words) < self.num_ranks:
             everybody = set(range(self.num_ranks))
             self.wait(
                 lambda: len(words) == self.num_ranks,
-                lambda: f"rank {self.rank} waits for rank {min(everybody - set(words))} to tell {topic!r}",
+                lambda: f"rank {self.rank} waits for rank {min(everybody - set(words))} to send {topic!r}",
                 deadline_ns,
                 needs=lambda: set(self.links) - set(words),
             )
@@ -178,7 +176,7 @@ class ControlMesh(Pump):
         self._num_comparisons += 1
         topic = f"clocks/{self._num_comparisons}"
         self.tell(topic, None)
-        self.hear(topic, deadline_ns)  # until then the others' pings are answered
+        self.hear(topic, deadline_ns)  # answers the others' pings until then
 
     def _ping(self, peer: int, deadline_ns: int) -> None:
         due = self._num_pongs + 1
@@ -187,9 +185,9 @@ class ControlMesh(Pump):
         self.wait(lambda: self._num_pongs == due, what, deadline_ns, needs=lambda: (peer,))
 
     def comparisons(self) -> list[tuple[int, int, int]]:
-        """Return of each rank the quickest packet since this was last asked: source, when it left, when it came.
+        """Return the quickest packet of each rank since the last call: source, when it left, when it arrived.
 
-        The first moment is by the source's clock and the second by this rank's.
+        The first time is by the source's clock, the second by this rank's.
         """
         found = [(source, *moments) for source, moments in sorted(self._quickest.items())]
         self._quickest.clear()
@@ -202,7 +200,7 @@ class ControlMesh(Pump):
             self._quickest[source] = left_ns, now
 
     def abort(self, error: BaseException, during: str) -> None:
-        """Tell everybody that this rank failed, or, if it only failed of another one, which one that was."""
+        """Tell all ranks that this one failed, or, if another rank caused it, which one that was."""
         self._has_failed = True
         if isinstance(error, RankFailed):
             rank, text = error.rank, error.error
@@ -215,13 +213,13 @@ class ControlMesh(Pump):
                 self.send_packet(peer, packet)
 
     def explain(self, rank: int, error: BaseException) -> RankFailed:
-        """Return why talking to `rank` failed with `error`: what an abort says within the grace, else the error."""
-        self._seek_reason(lambda: f"rank {rank} cannot be reached any more ({type(error).__name__}: {error})", rank)
+        """Return why talking to `rank` failed with `error`: from an abort within the grace period, else the error."""
+        self._seek_reason(lambda: f"rank {rank} can no longer be reached ({type(error).__name__}: {error})", rank)
         assert self._failure is not None
         return RankFailed(*self._failure)
 
     def close(self) -> None:
-        """Say goodbye and let go of the sockets; closing twice is fine."""
+        """Say goodbye and release the sockets; closing twice is fine."""
         if self._closed:
             return
         self._closed = True
@@ -236,14 +234,14 @@ class ControlMesh(Pump):
     def _check(self, needs: Callable[[], Collection[int]]) -> None:
         if self._lost and self._failure is None:
             lost = self._lost[0]
-            self._seek_reason(lambda: f"rank {lost} died without a word: it was killed, or it crashed", lost)
+            self._seek_reason(lambda: f"rank {lost} died without reporting an error: it crashed or was killed", lost)
         if self._failure is not None:
             raise RankFailed(*self._failure)
         for rank in self._departed and self._departed.intersection(needs()):
             at = "" if self._waiting is None else f": {_said(self._waiting[0])}"
             raise RankFailed(
                 rank,
-                f"rank {rank} closed its channel while rank {self.rank} still waits for it{at}",
+                f"rank {rank} closed its channel while rank {self.rank} was still waiting for it{at}",
                 fix="call step and eval_step the same number of times on every rank, and close() after them",
             )
 

@@ -1,4 +1,4 @@
-"""What the real channels have in common: messages known by step and action, waits and words over the mesh."""
+"""The common part of the real channels: messages identified by step and action, waits and words over the mesh."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STEP = struct.Struct("<q")
 _ACTION = struct.Struct("<iiB")
 KEY_BYTES = _STEP.size + _ACTION.size
 _OPS = tuple(Op)
-_EXPECTED = "the same calls on every rank: step on all, or eval_step on all"
+_EXPECTED = "the same calls on every rank: step on all ranks, or eval_step on all ranks"
 _OP_NUMBERS = {op: number for number, op in enumerate(_OPS)}
 
 
@@ -60,12 +60,12 @@ def action_code(action: Action) -> bytes:
 
 
 class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
-    """A mesh as a channel: headers travel over its links; how the payload travels is the subclass's.
+    """A mesh as a channel: headers travel over its links, and the subclass carries the payload.
 
-    Its messages' layouts travel in packets of their own kind, each once, before the first message that has it.
+    The layouts of messages travel in separate packets, each once, before its first message.
     """
 
-    looks_every_ms: int | None = None  # how often `_unsent` has to be asked while nothing arrives
+    looks_every_ms: int | None = None  # how often to check `_unsent` while nothing arrives
 
     def __init__(self, rank: int, num_ranks: int, **connecting: Any) -> None:
         """Connect all ranks, as `ControlMesh` does."""
@@ -74,7 +74,7 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
         self._trains = True
         self._step_code = step_code(0)
         self._codes: dict[Action, bytes] = {}
-        # Per source, what arrived and was not taken up; what comes again under the same key waits apart, in order.
+        # By source, messages that arrived but were not taken; another with the same key is kept separately, in order.
         self._inbox: list[dict[bytes, Arrived]] = [{} for _ in range(num_ranks)]
         self._again: list[deque[tuple[bytes, Arrived]]] = [deque() for _ in range(num_ranks)]
         self._layouts = {peer: MessageLayouts() for peer in self.links}
@@ -83,7 +83,7 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
 
     @abstractmethod
     def _unsent(self) -> tuple[int, bytes] | None:
-        """Return target and key of a message that has not left, if there is one."""
+        """Return target and key of a message that has not left, if any."""
 
     def _key(self, receive: Action) -> bytes:
         code = self._codes.get(receive)
@@ -92,7 +92,7 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
         return self._step_code + code
 
     def _tell_layout(self, target: int, layout: MessageLayout) -> None:
-        """Let a peer know a layout, if it does not."""
+        """Send a layout to a peer that does not know it."""
         if not layout.is_told:
             layout.is_told = True
             self.send_packet(target, bytes((_LAYOUT,)) + layout.text())
@@ -120,44 +120,44 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
         return message
 
     def begin(self, step: int, *, train: bool = True) -> None:
-        """Start a step; every message of earlier ones must have been taken up."""
+        """Start a step; every message of earlier steps must have been taken."""
         self._step, self._trains = step, train
         self._step_code = step_code(step, train=train)
         for source, inbox in enumerate(self._inbox):
             for key in inbox:
                 if mode_of(key)[0] < step:
                     raise MismatchError(
-                        f"rank {self.rank} never took up {key_text(key)} of rank {source}", expected=_EXPECTED
+                        f"rank {self.rank} never received {key_text(key)} from rank {source}", expected=_EXPECTED
                     )
 
     def block(self, wait: Wait, deadline_ns: int) -> None:
-        """Return once the message is there."""
+        """Return after the message is here."""
         key, inbox = self._key(wait.receive), self._inbox[wait.source]
         needs, refuse = (lambda: (wait.source,)), partial(self._refuse_ended, wait.source, wait)
         self.wait(lambda: key in inbox, wait, deadline_ns, needs=needs, refuse=refuse)
 
     def _refuse_ended(self, rank: int, what: Wait | str) -> None:
-        """Refuse to wait for a rank that has told that the step has ended there: what it sent is here."""
+        """Refuse to wait for a rank that has finished the step: everything it sent is here."""
         ended = self.told(step_topic(self._step))
         if rank in ended:
             called = "step" if getattr(ended[rank], "train", True) else "eval_step"
             raise MismatchError(
-                f"{what}, and rank {rank} has ended call {self._step} without it, by {called}", expected=_EXPECTED
+                f"{what}, but rank {rank} finished call {self._step} without it, in {called}", expected=_EXPECTED
             )
         for key in self._inbox[rank]:
             if mode_of(key) == (self._step, not self._trains):
                 mine, theirs = ("step", "eval_step") if self._trains else ("eval_step", "step")
                 raise MismatchError(
-                    f"call {self._step}: rank {self.rank} called {mine} and rank {rank} {theirs}", expected=_EXPECTED
+                    f"call {self._step}: rank {self.rank} ran {mine} and rank {rank} ran {theirs}", expected=_EXPECTED
                 )
 
     def flush(self, deadline_ns: int) -> None:
-        """Return once nothing sent is left here."""
+        """Return after everything sent has left."""
         self.pump()
         unsent = self._unsent()
         if unsent is None and self.all_sent:
             return
-        what = f"rank {self.rank} waits for its last packets to leave"
+        what = f"rank {self.rank} waits to send its last packets"
         if unsent is not None:
             what = f"rank {self.rank} waits for rank {unsent[0]} to make room for {key_text(unsent[1])}"
         self.wait(

@@ -1,12 +1,12 @@
-"""How ranks find each other: a socket between every pair, agreed on through a torch.distributed store.
+"""Connect the ranks: a socket between every pair, agreed on through a torch.distributed store.
 
     every rank   opens a listener and puts (host, address, token) into the store
     rank i       connects to every j < i and shows j's token; j answers with i's
                  then accepts every j > i
 
-Ranks share a host if the machine's boot and the network namespace are the same: between them it is a Unix socket on an
-abstract address, which leaves nothing in a file system. Otherwise it is TCP.
-Every wait is bounded and says for whom it waits.
+Ranks share a host if they have the same boot and network namespace. They use a Unix socket on an abstract address,
+which leaves nothing in a file system. Other ranks use TCP.
+Every wait is bounded and names the rank it waits for.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HELLO = struct.Struct("<16sI")
 
 
 def host_id() -> str:
-    """Return a name that is equal for processes that can share Unix sockets and memory, and only for those."""
+    """Return a name that is the same only for processes that can share Unix sockets and memory."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
@@ -42,13 +42,13 @@ def host_id() -> str:
 
 
 def exchange(store: Store, rank: int, num_ranks: int, topic: str, value: Any, *, timeout: float) -> list[Any]:
-    """Put a value into the store and return everybody's, by rank; the same topic may be used again and again.
+    """Put a value into the store and return the values of all ranks; a topic may be used again.
 
     >>> from torch.distributed import HashStore
     >>> exchange(HashStore(), 0, 1, "colour", "blue", timeout=1.0)
     ['blue']
     """
-    # How often this rank came here keeps one exchange from reading the values of an earlier one.
+    # The count of this rank's calls keeps one exchange from reading the values of an earlier one.
     turn = store.add(f"{topic}/turns/{rank}", 1)
     here = PrefixStore(f"{topic}/{turn}", store)
     here.set(str(rank), pickle.dumps(value).hex())
@@ -59,14 +59,14 @@ def exchange(store: Store, rank: int, num_ranks: int, topic: str, value: Any, *,
         try:
             here.wait([str(other)], timedelta(seconds=left))
         except DistStoreError:
-            raise too_late(f"rank {rank} waits for rank {other} to tell its {topic}", timeout) from None
+            raise too_late(f"rank {rank} waits for rank {other} to report its {topic}", timeout) from None
         values.append(pickle.loads(bytes.fromhex(here.get(str(other)).decode())))
     return values
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What a rank tells the others of itself."""
+    """What a rank tells the others about itself."""
 
     host: str
     token: bytes
@@ -75,7 +75,7 @@ class Card:
 
 
 def connect(rank: int, num_ranks: int, *, store: Store, timeout: float, host: str | None = None) -> list[Link]:
-    """Return a link to every other rank; ranks that give different hosts use TCP even if they share one."""
+    """Return a link to every other rank; ranks with different `host` values use TCP even if they share a host."""
     return _Rendezvous(rank, num_ranks, store, timeout, host or host_id(), time.perf_counter() + timeout).links()
 
 
@@ -135,13 +135,13 @@ class _Rendezvous:
         for way in ways:
             connection = socket.socket(socket.AF_UNIX if isinstance(way, bytes) else socket.AF_INET)
             try:
-                # An address that nobody answers must leave time for the next one.
+                # An address that does not answer must leave time for the next one.
                 connection.settimeout(self._left(f"rank {other} to answer") / len(ways))
                 connection.connect(way)
                 connection.settimeout(self._left(f"rank {other} to answer"))
                 connection.sendall(_HELLO.pack(card.token, self.rank))
                 if _receive(connection, len(mine)) != mine:
-                    raise ConnectionError("another program answers there")
+                    raise ConnectionError("another program answers at that address")
                 return _link(other, connection)
             except OSError as error:
                 connection.close()
@@ -151,11 +151,11 @@ class _Rendezvous:
                 raise
         raise RunError(
             f"rank {self.rank} cannot connect to rank {other} ({'; '.join(problems)})",
-            fix="see that the rank still runs and that the hosts can reach each other's ports",
+            fix="check that the rank is still running and that the hosts can reach each other's ports",
         )
 
     def _accept(self, listener: socket.socket, expected: set[int], cards: list[Card]) -> list[Link]:
-        """Accept the higher ranks that show this rank's token, and nobody else."""
+        """Accept the higher ranks that show this rank's token, and no other connections."""
         links: list[Link] = []
         while expected:
             missing = f"rank {', '.join(map(str, sorted(expected)))} to connect"
@@ -168,7 +168,7 @@ class _Rendezvous:
                 connection.settimeout(min(5.0, self._left(missing)))
                 token, other = _HELLO.unpack(_receive(connection, _HELLO.size))
                 if not secrets.compare_digest(token, cards[self.rank].token) or other not in expected:
-                    raise ConnectionError("a stranger")
+                    raise ConnectionError("not a rank of this run")
                 connection.sendall(cards[other].token)
                 links.append(_link(other, connection))
                 expected.discard(other)
@@ -180,7 +180,7 @@ class _Rendezvous:
 def _link(other: int, connection: socket.socket) -> Link:
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A host that vanishes sends no end of the connection: ask after it when it is silent.
+        # A host that vanishes does not close its connections: probe them when they are silent.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5)):
             if hasattr(socket, option):
@@ -199,7 +199,7 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def _own_addresses(store: Store) -> list[str]:
-    """Return the addresses under which other hosts may reach this one, the likeliest first."""
+    """Return the addresses under which other hosts may reach this one, the most likely first."""
     names: list[str] = []
     inner: Any = store
     while hasattr(inner, "underlying_store"):
@@ -209,7 +209,7 @@ def _own_addresses(store: Store) -> list[str]:
             names.append(_address_towards(inner.host))
     with suppress(OSError):
         names.append(socket.gethostbyname(socket.gethostname()))
-    # A loopback address is of use only if there is no other (tests; several namespaces cannot meet anyway).
+    # Use a loopback address only if there is no other (tests; several namespaces cannot connect anyway).
     return sorted(dict.fromkeys([*names, "127.0.0.1"]), key=lambda name: name.startswith("127."))
 
 

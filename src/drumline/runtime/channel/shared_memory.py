@@ -2,14 +2,15 @@
 
     send                                       take
     copy the tensors into a free slot          copy them out of it
-    header: slot, layout, key, stamps ──────►  credit: the slot is free, said with the next message back
+    header: slot, layout, key, stamps ──────►  credit: the slot is free, sent with the next message back
 
-With no free slot a message is parked, its tensors held, and moves on when a credit comes: sending never blocks. A
-receiver that waits for a message while all slots hold others copies those out first, so that any order of taking works.
+If no slot is free, a message is parked with its tensors and moves when a credit arrives: sending never blocks. If a
+receiver waits for a message while all slots hold others, it first copies those out, so that any order works.
 
-The memory that two ranks share lies in slots: the sender fills one, the receiver empties it and gives it back. A slot
-is anonymous memory: its file descriptor travels once, over the link, both sides map it and close the descriptor.
-Nothing has a name, so nothing is left behind however a rank ends. A message that does not fit makes a free slot larger.
+The memory that two ranks share is divided into slots: the sender fills one, the receiver empties it and returns it. A
+slot is anonymous memory: its file descriptor travels once over the link, then both sides map it and close the
+descriptor. Nothing has a name, so nothing remains however a rank ends. A message that does not fit enlarges a free
+slot.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _SMALLEST = 64 * 1024
 
 
 class Slot:
-    """One piece of shared memory, mapped; it is unmapped when the last window into it goes.
+    """One mapped piece of shared memory; it is unmapped when the last view of it is freed.
 
     >>> slot = Slot(0, new_memory(100), 100)
     >>> layout = MessageLayout(0, ((torch.float32, (2,)), (torch.bool, ())), None)
@@ -47,11 +48,11 @@ class Slot:
     __slots__ = ("_address", "_memory", "_views", "number", "room")
 
     def __init__(self, number: int, fd: int, room: int) -> None:
-        """Map the memory behind `fd` and close that."""
+        """Map the memory of `fd` and close `fd`."""
         self.number = number
         self.room = room
         try:
-            # The tensor keeps the map alive; closing the map by hand would pull the memory from under it.
+            # The tensor keeps the map alive; closing the map by hand would remove the memory under it.
             self._memory: Tensor = torch.frombuffer(mmap.mmap(fd, room), dtype=torch.uint8)
         finally:
             os.close(fd)
@@ -61,14 +62,14 @@ class Slot:
     def fill(self, layout: MessageLayout, tensors: Sequence[Tensor]) -> None:
         """Copy a message in."""
         for index, tensor in enumerate(tensors):
-            # A plain copy takes half of the time of a tensor's, which matters: small messages are many.
+            # A plain copy takes half the time of a tensor's, which matters for many small messages.
             if tensor.is_contiguous() and tensor.is_cpu and not tensor.is_neg() and not tensor.is_conj():
                 memmove(self._address + layout.offsets[index], tensor.data_ptr(), layout.sizes[index])
             else:
                 self._windows(layout)[index].copy_(tensor.detach())
 
     def copies(self, layout: MessageLayout, device: torch.device) -> tuple[Tensor, ...]:
-        """Copy a message out, to tensors of its own on `device`; when this returns the slot may be filled again."""
+        """Copy a message to new tensors on `device`; after this returns, the slot may be filled again."""
         windows = self._windows(layout)
         if device.type != "cpu":
             return tuple([window.to(device) for window in windows])
@@ -89,14 +90,14 @@ class Slot:
 
 
 def new_memory(room: int) -> int:
-    """Return the descriptor of fresh anonymous memory; its pages come into being when they are written to."""
+    """Return the descriptor of new anonymous memory; its pages are allocated when they are written."""
     fd = os.memfd_create("drumline")
     os.ftruncate(fd, room)
     return fd
 
 
 class Slots:
-    """The sender's slots of one directed edge: at most `num_slots`, made when they are needed.
+    """The sender's slots of one directed edge: at most `num_slots`, created when needed.
 
     >>> slots = Slots(2)
     >>> first, fd = slots.take(100_000)
@@ -117,13 +118,13 @@ class Slots:
 
     @property
     def num_busy(self) -> int:
-        """How many hold a message that was not taken up."""
+        """The number of slots whose message was not taken yet."""
         return len(self._slots) - len(self._free)
 
     def take(self, room: int) -> tuple[Slot, int | None] | None:
         """Return a free slot with that much room and, if the receiver does not know it yet, its descriptor."""
         free = self._free
-        # The last that came back is the likeliest to be in the cache.
+        # The last slot that came back is the most likely to be in the cache.
         for index in range(len(free) - 1, -1, -1):
             if free[index].room >= room:
                 return free.pop(index), None
@@ -138,7 +139,7 @@ class Slots:
         return self._slots[number], fd
 
     def give_back(self, number: int) -> None:
-        """Take a slot back that the receiver has emptied."""
+        """Take back a slot that the receiver has emptied."""
         self._free.append(self._slots[number])
 
     def _make(self, number: int, room: int) -> tuple[Slot, int]:
@@ -150,7 +151,7 @@ class Slots:
 _MESSAGE, _CREDITS, _SLOT = range(FIRST_MESSAGE_KIND, FIRST_MESSAGE_KIND + 3)
 _HEADER = struct.Struct(f"<BBH{KEY_BYTES}sqq")  # kind, slot, layout, key, made, sent; after it, credits: a byte each
 _KEY = slice(4, 4 + KEY_BYTES)
-_NEW_SLOT = struct.Struct("<BBQ")  # kind, slot, room; the memory's descriptor comes along
+_NEW_SLOT = struct.Struct("<BBQ")  # kind, slot, room; the memory's descriptor travels with it
 
 
 class _Parked(NamedTuple):
@@ -161,27 +162,26 @@ class _Parked(NamedTuple):
 
 
 class _Edge:
-    """This rank's side of the two directed edges that join it to a peer."""
+    """This rank's side of the two directed edges between it and a peer."""
 
     def __init__(self, num_slots: int) -> None:
-        # What it sends.
+        # Sending.
         self.slots = Slots(num_slots)
         self.parked: deque[_Parked] = deque()
-        # What it receives: the slots it was told of, how many hold messages, and which are empty again without the
-        # peer knowing.
+        # Receiving: the known slots, how many hold messages, and which are empty again without the peer knowing.
         self.peer_slots: dict[int, Slot] = {}
         self.num_held = 0
         self.credits = bytearray()
 
 
-# A message that arrived: its header and layout while it is in its slot, or what was copied out of that.
+# A message that arrived: its header and layout while it is in its slot, or the copy of it.
 _Arrived = tuple[bytes, MessageLayout] | Delivery
 
 
 class SharedMemoryChannel(MeshChannel[_Arrived]):
-    """Carries messages between ranks that share a host; what arrives is put on `device`.
+    """Carries messages between ranks on one host; arriving tensors go to `device`.
 
-    How it connects, by which store above all, is what `ControlMesh` is told.
+    Arguments for connecting, such as the store, go to `ControlMesh`.
     """
 
     name = "shared-memory"
@@ -198,7 +198,7 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
             self.close()
             raise RunError(
                 f"rank {rank} does not share a host with rank {', '.join(map(str, elsewhere))}",
-                fix="use a channel over torch.distributed between hosts",
+                fix='use transport="gloo" or "nccl" between hosts',
             )
         self._device = torch.device(device)
         self._num_slots = num_slots
@@ -208,13 +208,13 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
         self.on(_SLOT, self._on_slot)
 
     def send(self, receive: Action, target: int, tensors: Sequence[Tensor], form: Any) -> None:
-        """Copy a message into shared memory, or park it; a form that was used must not be changed."""
+        """Copy a message into shared memory, or park it; a form must not change after it is used."""
         made_ns = self.now()
         edge = self._edges[target]
         layout = self._layouts[target].find(tensors, form)
         key = self._key(receive)
         if self._num_parked or edge.slots.num_busy == self._num_slots:
-            self.pump()  # credits may have come
+            self.pump()  # credits may have arrived
         if edge.parked or not self._dispatch(target, edge, layout, key, tensors, made_ns):
             edge.parked.append(_Parked(layout, key, tuple(tensors), made_ns))
             self._num_parked += 1
@@ -258,7 +258,7 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
         tensors = edge.peer_slots[slot].copies(layout, self._device)
         edge.num_held -= 1
         edge.credits.append(slot)
-        # Credits travel with the next message that goes there, unless the sender might run out of slots before.
+        # Credits travel with the next message to the sender, unless it might run out of slots before.
         if len(edge.credits) * 2 >= self._num_slots:
             self._send_credits(source, edge)
         return Delivery(tensors, layout.form, made_ns, sent_ns, arrived_ns, layout.num_bytes)
@@ -286,7 +286,7 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
         return None
 
     def close(self) -> None:
-        """Say goodbye and let go of the memory."""
+        """Say goodbye and release the memory."""
         super().close()
         self._edges.clear()
 

@@ -1,12 +1,12 @@
-"""Threads that wait for transfers whose end can only be learnt by waiting, and a descriptor that tells of it.
+"""Threads that wait for transfers whose end can only be learnt by waiting, and a descriptor that signals it.
 
     rank's own thread                         one thread per source
     watch(source, work, note) ──────────────► work.wait(), in the order of the transfers
     poll wakes up, calls `finished` ◄─────── a byte into a pipe
       note(error or None) for each
 
-A wait for gloo cannot be cut short: a rank that waited itself would not hear that another one failed. The thread does
-nothing but wait, without the interpreter's lock; if it can never end, it stays behind until the process does.
+A wait for gloo cannot be interrupted: a rank that waited itself would not learn that another one failed. The thread
+only waits, without the interpreter's lock. If its transfer never ends, the thread lives until the process ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from queue import SimpleQueue
 
 from torch.distributed.distributed_c10d import Work
 
-# Who waits for the message has a deadline; this one only keeps the backend from using its own, which breaks the group.
+# The wait for the message has its own deadline; this one only replaces the backend's, which would break the group.
 _FOR_EVER = timedelta(days=7)
 
 Note = Callable[[RuntimeError | None], None]
@@ -40,7 +40,7 @@ class Waiter:
         self._queues: dict[int, SimpleQueue[tuple[Work, Note] | None]] = {}
 
     def watch(self, source: int, work: Work, note: Note) -> None:
-        """Have `note` called by `finished` once the transfer has ended; those of one source end in order."""
+        """Let `finished` call `note` after the transfer has ended; transfers of one source end in order."""
         queue = self._queues.get(source)
         if queue is None:
             queue = self._queues[source] = SimpleQueue()
@@ -56,7 +56,7 @@ class Waiter:
             note(error)
 
     def close(self) -> None:
-        """Let go of the descriptors, and let the threads end."""
+        """Release the descriptors, and let the threads end."""
         for queue in self._queues.values():
             queue.put(None)
         with self._lock:

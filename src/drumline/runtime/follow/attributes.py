@@ -1,12 +1,12 @@
-"""What a followed forward reads and sets of modules' attributes, and what of that could not be repeated.
+"""Which attributes of modules a traced forward reads and sets, and which of these uses cannot be repeated.
 
     self.count += 1              between blocks: read, then set. Every call of the forward would see another number
-    block.scale = at             set between blocks, read inside of one: the block that runs later would never know
-    self.mean = x.mean()         set inside of a block, read inside of another one: no cut may stand between the two
+    block.scale = at             set between blocks, read inside one: a block that runs later would not know it
+    self.mean = x.mean()         set inside a block, read inside another: no cut is possible between the two
 
-Between blocks Python runs while the model is followed, and not in every step. So what it reads there has to stay as it
-is, which is looked after at every step (`Watch`), and what it sets there may be read by itself alone, afterwards.
-Lists, dicts and objects count as set whenever their content is found to be another.
+Python code between blocks runs during tracing, not in every step. So what it reads there must stay the same, which
+`Watch` checks at every step, and only code between blocks may read what it sets there, afterwards. Lists, dicts and
+objects count as set if their contents have changed.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from drumline.runtime.values import MISSING
 from drumline.runtime.watch.fingerprint import PLAIN, can_change, fingerprint, only_named
 
 BETWEEN = -1
-AttributeName = tuple[str, str]  # a module's name, and that of an attribute
+AttributeName = tuple[str, str]  # the names of a module and of its attribute
 
-# What modules consist of: looked after by itself.
+# The parts of modules, which other code checks.
 _OWN = frozenset(
     {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "forward", "_is_full_backward_hook"}
-    | {*HOOKS, "_output_capturing_hooks_installed"}  # Hugging Face's: hooks that do nothing unless they are asked to
+    | {*HOOKS, "_output_capturing_hooks_installed"}  # Hugging Face: hooks that do nothing by default
 )
 
 
 @dataclass
 class _Uses:
-    """Who has read and who has set an attribute: calls by their number, or what runs between them."""
+    """Who has read and who has set an attribute: calls by number, or the code between them."""
 
     readers: set[int] = field(default_factory=set)
     setters: set[int] = field(default_factory=set)
-    first: Any = MISSING  # what was read between blocks before it was set there
+    first: Any = MISSING  # the value read between blocks before it was set there
     is_read_first: bool = False
     is_carried: bool = False  # from one call of the forward to the next
-    line: str = ""  # where it is set
+    line: str = ""  # the line that sets it
 
 
 class Attributes:
-    """The attributes of some modules while these run; `who` tells what runs."""
+    """The attributes of some modules while these run; `who` returns what runs."""
 
     def __init__(self, names: Mapping[int, str], who: Callable[[], int]) -> None:
         self._names = names
         self._who = who
         self.uses: dict[AttributeName, _Uses] = {}
-        # What can change, as it was, and where it is kept.
+        # Values that can change, as they were, and where they are kept.
         self._looked: dict[int, tuple[Any, Any, set[AttributeName]]] = {}
 
     def read(self, module: nn.Module, key: str, value: Any) -> None:
-        """Note that an attribute was read; MISSING if it was not there."""
+        """Record that an attribute was read; MISSING if it did not exist."""
         if key in _OWN or key.startswith("__"):
             return
         name = self._names.get(id(module))
@@ -73,7 +73,7 @@ class Attributes:
             self._looked[id(value)][2].add((name, key))
 
     def set(self, module: nn.Module, key: str, before: Any, value: Any) -> None:
-        """Note that an attribute is set, or deleted if the value is MISSING."""
+        """Record that an attribute is set, or deleted if the value is MISSING."""
         name = self._names.get(id(module))
         if key in _OWN or name is None or fingerprint(before) == fingerprint(value):
             return
@@ -87,7 +87,7 @@ class Attributes:
             uses.is_carried |= not _is_made_once(uses.first, value)
 
     def look(self) -> None:
-        """See which lists, dicts and objects have another content: whoever runs now has changed them."""
+        """Find lists, dicts and objects with changed contents: what runs now has changed them."""
         who = self._who()
         for one, (value, before, places) in self._looked.items():
             now = fingerprint(value)
@@ -99,7 +99,7 @@ class Attributes:
                     self._is_set(place, who, value)
 
     def judge(self, block: Callable[[int], str], bar: Callable[[int, str, int], None]) -> None:
-        """Refuse what could not be repeated; `bar` is told between which calls no cut may stand."""
+        """Refuse what cannot be repeated; tell `bar` between which calls no cut is possible."""
         for place, uses in self.uses.items():
             if not uses.setters:
                 continue
@@ -110,29 +110,29 @@ class Attributes:
             elif BETWEEN in uses.readers:
                 raise ModelError(
                     f"the model's forward reads {named} between its blocks, which {block(min(uses.setters))!r} sets",
-                    expected="blocks that return what is used between them",
+                    expected="blocks that return what the forward uses between them",
                     fix=f"return it from {block(min(uses.setters))!r}",
                 )
             elif len(inside) > 1:
                 first, last = inside[0], inside[-1]
-                bar(first, f"{block(last)!r} uses {named}, as {block(first)!r} does, and one of them sets it", last)
+                bar(first, f"{block(first)!r} and {block(last)!r} both use {named}, and one of them sets it", last)
 
     def _refuse_between(self, named: str, uses: _Uses, readers: Iterable[str]) -> None:
         if uses.is_carried:
             raise ModelError(
                 f"the model's forward changes {named} between its blocks{uses.line}",
-                expected="a forward that finds its attributes alike in every step",
-                fix="change it in a block, or outside of the forward",
+                expected="attributes with the same values at the start of every step",
+                fix="change it inside a block, or outside the forward",
             )
         for reader in readers:
             raise ModelError(
                 f"the model's forward sets {named} between its blocks{uses.line}, and {reader!r} reads it",
-                expected="blocks that get what they use as arguments, or find it as it was when the step began",
-                fix="pass it to the block, or set it outside of the forward",
+                expected="blocks that get what they use as arguments, or read attributes set before the step",
+                fix="pass it to the block, or set it outside the forward",
             )
 
     def read_between(self) -> list[AttributeName]:
-        """Return what the forward has read between blocks, and not set itself before."""
+        """Return the attributes that the forward read between blocks without setting them before."""
         return [place for place, uses in self.uses.items() if uses.is_read_first]
 
 
@@ -142,7 +142,7 @@ def _named(place: AttributeName) -> str:
 
 
 def _is_made_once(before: Any, value: Any) -> bool:
-    """Whether something that depends on no input is kept where there was nothing: made anew, it is the same."""
+    """Whether a value that depends on no input is stored where there was nothing: built again, it is the same."""
     if before is not None and before is not MISSING:
         return False
     if isinstance(value, tuple | list):

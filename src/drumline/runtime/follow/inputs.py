@@ -1,8 +1,8 @@
-"""What a model is called with, and what kind of input that is, on which a graph of its forward depends.
+"""The arguments of a model, and their kind, on which a graph of its forward depends.
 
-Arguments by whose numbers a model's forward decides, such as the sizes of pictures, are taken as they are.
+Arguments on whose values a forward branches, such as the sizes of pictures, are part of the kind.
 
-They are part of what a graph depends on: other numbers are followed anew.
+So the model is traced again for other values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from drumline.runtime.values import pack, plain_in
 
 
 class Numbers:
-    """A small tensor that is known by its numbers.
+    """A small tensor identified by its values.
 
     >>> Numbers(torch.tensor([1, 2])) == Numbers(torch.tensor([1, 2])), Numbers(torch.tensor([1, 2]))
     (True, Numbers([1, 2]))
@@ -42,13 +42,13 @@ class Numbers:
 
 
 class Inputs(NamedTuple):
-    """What the model is called with."""
+    """The arguments of the model."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def packed(self, baked: Collection[str | int]) -> Inputs:
-        """Return the arguments with those `baked` as `Numbers`."""
+        """Return the arguments with those in `baked` as `Numbers`."""
 
         def known(name: str | int, value: Any) -> Any:
             return Numbers(value) if name in baked and isinstance(value, Tensor) else value
@@ -56,27 +56,27 @@ class Inputs(NamedTuple):
         return self.each(known) if baked else self
 
     def unpacked(self, device: torch.device) -> Inputs:
-        """Return the arguments with the tensors back in the places of `Numbers`."""
+        """Return the arguments with tensors in place of `Numbers`."""
         return self.each(lambda _, value: value.tensor.to(device) if isinstance(value, Numbers) else value)
 
     def each(self, function: Callable[[str | int, Any], Any]) -> Inputs:
-        """Return what a function makes of every argument, called with its name or place."""
+        """Apply a function to every argument, with its name or position, and return the results."""
         args = tuple(function(at, value) for at, value in enumerate(self.args))
         return Inputs(args, {name: function(name, value) for name, value in self.kwargs.items()})
 
 
 class Kind(NamedTuple):
-    """What a graph depends on: how the inputs are put together, their shapes and types, and the mode."""
+    """What a graph depends on: the structure of the inputs, their shapes and dtypes, and the mode."""
 
     form: Any
-    metas: tuple[Meta, ...]  # what is known of the input tensors, but for whether one wants a gradient
+    metas: tuple[Meta, ...]  # of the input tensors, without requires_grad
     train: bool
     autocast: torch.dtype | None = None
-    types: str = ""  # of the plain values: 1, 1.0 and True are equal and yet not the same
+    types: str = ""  # of the plain values: 1, 1.0 and True are equal but not the same
 
     @classmethod
     def of(cls, inputs: Inputs, device: torch.device, *, train: bool) -> tuple[Kind, tuple[Tensor, ...]]:
-        """Return the kind of some inputs, as things are here, and the tensors in them.
+        """Return the kind of some inputs under the current settings, and the tensors in them.
 
         >>> one, other = (Kind.of(Inputs((), {"n": n}), torch.device("cpu"), train=True)[0] for n in (1, 1.0))
         >>> one == other
@@ -89,11 +89,11 @@ class Kind(NamedTuple):
         return cls(form, metas, train, autocast, types), tensors
 
 
-_FEW = 256  # numbers of an argument, by which a forward may decide
+_FEW = 256  # most values of an argument on which a forward may branch
 
 
 def names_of(inputs: Inputs, baked: Collection[str | int], places: Sequence[int]) -> frozenset[str | int]:
-    """Return the arguments that are the tensors at these places; none unless all are whole numbers, and not many."""
+    """Return the arguments that are the tensors at these positions; none unless all hold a few integers."""
     tensors = pack(inputs.packed(baked))[0]
     wanted = {id(tensors[place]) for place in places}
     given: tuple[tuple[str | int, Any], ...] = (*enumerate(inputs.args), *inputs.kwargs.items())
@@ -104,7 +104,7 @@ def names_of(inputs: Inputs, baked: Collection[str | int], places: Sequence[int]
 
 
 def unchecked() -> AbstractContextManager[None]:
-    """Take conditions on the numbers in stand-ins for granted: they only guard against wrong inputs."""
+    """Assume that conditions on the values of stand-ins hold: they only guard against wrong inputs."""
     return _checks.by(True)
 
 

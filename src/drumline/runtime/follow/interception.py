@@ -1,4 +1,4 @@
-"""What comes by the tracer while a model is followed: calls of modules, their attributes, custom autograd functions."""
+"""What the tracer intercepts: calls of modules, their attributes, and custom autograd functions."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from drumline.runtime.watch.fingerprint import can_change
 
 
 class Follower(Protocol):
-    """Who is told."""
+    """The object that is notified."""
 
     attributes: Attributes
     function: str
     inside: frozenset[str]
     names: dict[int, str]
-    within: list[str]  # the block that runs now
+    within: list[str]  # the current block
 
     def block(self, module: nn.Module, name: str, call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a block."""
@@ -35,7 +35,7 @@ class Follower(Protocol):
 
 @contextmanager
 def coming_by(follower: Follower) -> Iterator[None]:
-    """Let calls of modules, their attributes and custom autograd functions pass by a follower, in this thread."""
+    """Let a follower intercept calls of modules, their attributes and custom autograd functions, in this thread."""
     with ExitStack() as stack:
         for patch in _PATCHES:
             stack.enter_context(patch.by(follower))
@@ -51,9 +51,9 @@ def _module_calls(replaced: Replaced) -> Any:
             return module_call(self, *args, **kwargs)
         if follower.function:
             raise ModelError(
-                f"the autograd function {follower.function} calls the block {name!r} in its forward",
-                expected="blocks that the model's forward calls itself: no stage sees a gradient inside of a function",
-                fix="call it outside of the function, or let the function be part of a block",
+                f"the autograd function {follower.function} calls block {name!r} in its forward",
+                expected="blocks called by the model's forward itself: no stage sees a gradient inside the function",
+                fix="call the block outside the function, or move the function into a block",
             )
         return follower.block(self, name, lambda *a, **k: module_call(self, *a, **k), args, kwargs)
 
@@ -74,14 +74,14 @@ def _functions(replaced: Replaced) -> Any:
 
 
 def _checkpointed(run: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
-    """Run what a reentrant checkpoint would: without gradients if no argument wants one, as is its way."""
+    """Run the function of a reentrant checkpoint: without gradients if no argument requires grad, as it does."""
     wanted = torch.is_grad_enabled() and any(one.requires_grad for one in tensors_in(args))
     with torch.set_grad_enabled(wanted):
         return run(*args)
 
 
 def _told(replaced: Replaced) -> Attributes | None:
-    """Return whom to tell of attributes in this thread, if anybody is to hear of them."""
+    """Return the object to notify of attributes in this thread, if any."""
     follower: Follower | None = replaced.watcher
     return None if follower is None else follower.attributes
 
@@ -103,7 +103,7 @@ def _reading(replaced: Replaced) -> Any:
 
 def _changing(replaced: Replaced) -> Any:
     def change(self: nn.Module, key: str, *value: Any) -> None:
-        """Set an attribute to the one value that is given, or delete it if there is none."""
+        """Set an attribute to the one given value, or delete it if there is none."""
         before = object.__getattribute__(self, "__dict__").get(key, MISSING)
         replaced.found(self, key, *value)
         now, told = value[0] if value else MISSING, _told(replaced)
@@ -129,7 +129,7 @@ def _is_part(module: nn.Module, key: str) -> bool:
 
 
 def node_like(node: Any) -> Any:
-    """Return what stands for a node of autograd's graph, which nobody may put a hook on: no piece would have it."""
+    """Return a replacement for a node of autograd's graph that refuses hooks, because no piece would have them."""
     return type(type(node).__name__, (_Node,), {})(node)
 
 
@@ -140,13 +140,13 @@ class _Node:
     def __getattr__(self, key: str) -> Any:
         if key in ("register_hook", "register_prehook"):
             raise ModelError(
-                "the model's forward puts a hook on a node of the graph between its blocks",
-                expected="hooks on parameters or modules, or inside of a block",
+                "the model's forward registers a hook on a node of the autograd graph between its blocks",
+                expected="hooks on parameters or modules, or inside a block",
                 fix="move it into a block",
             )
         return getattr(self._node, key)
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was changed in place, where anybody counts."""
+    """Return how often a tensor was changed in place, if it is counted."""
     return 0 if tensor.is_inference() else tensor._version

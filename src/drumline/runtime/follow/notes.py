@@ -1,7 +1,7 @@
-"""What is noted of a forward that is followed: its values, the calls that make them, and where no cut may stand.
+"""The notes of a trace: the values of a forward, the calls that create them, and where no cut is possible.
 
-A tensor is a value of the graph: an input, made by a call, part of the model's state, or there before. One that a block
-made and did not return is none, and using it elsewhere is refused, or bars cuts.
+A tensor is a value of the graph: an input, the result of a call, part of the model's state, or one that existed before.
+A tensor that a block created but did not return is not a value: using it elsewhere is refused, or prevents cuts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from drumline.runtime.weights.catalogue import whole_name
 
 
 class Unseen(ModelError):
-    """A tensor that a block made and did not return is used outside of it."""
+    """A tensor that a block created but did not return is used outside it."""
 
     def __init__(self, error: str, *, expected: str = "", fix: str = "", block: str = "") -> None:
         self.block = block
@@ -29,16 +29,16 @@ class Unseen(ModelError):
 
 
 class Notes:
-    """The graph of a forward in the making."""
+    """The graph of a forward while it is traced."""
 
     def __init__(self, skeleton: Skeleton) -> None:
         self.skeleton = skeleton
         self.graph = CallGraph()
-        self.numbers: dict[int, int] = {}  # of values, by their tensor's id
-        self.kept: list[Any] = []  # what must live on, so that no id is taken twice
+        self.numbers: dict[int, int] = {}  # numbers of values, by the tensor's id
+        self.kept: list[Any] = []  # kept alive, so that no id is reused
         self.storages: dict[int, int] = {}
-        self.made_by: dict[int, int] = {}  # the call that made a value
-        self.where: dict[int, int] = {}  # tensors made inside of blocks: the call
+        self.made_by: dict[int, int] = {}  # the call that created a value
+        self.where: dict[int, int] = {}  # tensors created inside blocks: the call
         self.base = _autocast(skeleton.device.type)
         self.gradients = torch.is_grad_enabled()
 
@@ -53,7 +53,7 @@ class Notes:
         return number
 
     def number(self, tensor: Tensor, what: str) -> int:
-        """Return a tensor's value; one that is part of the model or was there before becomes one."""
+        """Return the value of a tensor; a part of the model, or a tensor that existed before, becomes one."""
         if id(tensor) in self.numbers:
             return self.numbers[id(tensor)]
         if id(tensor) in self.skeleton.states:
@@ -61,37 +61,37 @@ class Notes:
         if not isinstance(tensor, FakeTensor) and id(tensor) not in self.where:
             if tensor.requires_grad and tensor.is_leaf:
                 raise ModelError(
-                    f"{what} uses a tensor of shape {tuple(tensor.shape)} that wants a gradient and is no parameter of "
+                    f"{what} uses a tensor of shape {tuple(tensor.shape)} that requires grad but is not a parameter of "
                     f"the model{self.kept_in(tensor)}",
-                    expected="what is trained to be a parameter",
+                    expected="every trained tensor to be a parameter",
                     fix="register it: self.scale = nn.Parameter(scale)",
                 )
             return self.new(tensor, constant=tensor)
         if (made := self.where.get(id(tensor))) is not None:
             block = self.graph.calls[made].block
-            self.bar(made, f"{what} uses a tensor that {block!r} made and did not return{self.kept_in(tensor)}")
+            self.bar(made, f"{what} uses a tensor that {block!r} created but did not return{self.kept_in(tensor)}")
             raise Unseen(
                 self.graph.barriers[-1].reason,
-                expected="blocks that return what others use",
-                fix=f"return it from {block!r}, or use it inside",
+                expected="blocks that return every tensor used elsewhere",
+                fix=f"return it from {block!r}, or use it only inside that block",
                 block=block,
             )
         raise ModelError(
-            f"{what} takes a tensor that was made where it could not be followed",
-            expected="tensors made by torch functions, and not by torch.vmap or another transform of torch.func",
-            fix="make it inside of a block: move it into a block, or register it as a buffer",
+            f"{what} takes a tensor that was created where Drumline cannot trace it",
+            expected="tensors created by torch functions, but not inside torch.vmap or another torch.func transform",
+            fix="move it into a block, or register it as a buffer",
         )
 
     def kept_in(self, tensor: Tensor) -> str:
-        """Return in words where the model keeps a tensor, if it does."""
+        """Return where the model keeps a tensor, in words, if it does."""
         for name, module in self.skeleton.model.named_modules():
             for key, one in vars(module).items():
                 if one is tensor:
-                    return f" (it is kept as {whole_name(name, key)})"
+                    return f" (the model keeps it as {whole_name(name, key)})"
         return ""
 
     def bar(self, first: int, reason: str, last: int | None = None) -> None:
-        """Let no cut stand after call `first` and up to call `last`, the next one unless given."""
+        """Forbid cuts after call `first` and up to call `last`, by default the next one."""
         self.graph.barriers.append(Barrier(first, len(self.graph.calls) if last is None else last, reason))
 
     def note(
@@ -104,7 +104,7 @@ class Notes:
         block: str = "",
         reads: Sequence[str] = (),
     ) -> None:
-        """Note a call, of a function or of a block, with what it took, made and changed."""
+        """Record a call of a function or block, with what it took, created and changed."""
         what = f"{block!r}" if block else f"the model, in {getattr(func, '__name__', func)}"
         tensors, form = pack((args, kwargs))
         refuse_objects(form, what)
@@ -128,12 +128,12 @@ class Notes:
         )
 
     def _alone(self, changed: int, what: str) -> None:
-        """Forbid cuts between a value that is changed in place and the others that share its memory."""
+        """Forbid cuts between a value that is changed in place and others that share its memory."""
         values = self.graph.values
         shared = [one for one, value in enumerate(values) if value.storage == values[changed].storage]
         if len(shared) > 1:
             first = min(self.made_by.get(one, 0) for one in shared)
-            self.bar(first, f"{what} changes a tensor in place of which other values are views")
+            self.bar(first, f"{what} changes in place a tensor that shares memory with other values")
 
 
 def _autocast(device: str) -> Autocast:

@@ -1,12 +1,11 @@
-"""What a followed forward may not do between its blocks, or to them: no piece would do it. And where it did it.
+"""What a traced forward must not do between its blocks or to them, because no piece would do it; and where it does it.
 
-Of what is going on around a call, whether gradients are on and what autocast does is noted with every call and kept in
-the pieces. All else that a forward switches on around its blocks would be missing when the pieces run, so it is refused
-by name.
+Each call records whether gradients are on and what autocast does, and the pieces repeat this. Anything else that a
+forward switches on around its blocks would be missing when the pieces run, so it is refused by name.
 
-When the pieces run, the blocks have the hooks that they had before. A hook that a forward puts on a block while it
-runs, as those that collect features do, may therefore look at what the block returns, which is followed as everything
-else is; it may not change it.
+When the pieces run, blocks have the hooks that they had before. So a hook that the forward registers on a block while
+it runs, such as one that collects features, may read what the block returns, which is traced like everything else. It
+must not change it.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from drumline.runtime.backward.guards import transformed
 
 FORWARD = ("_forward_hooks", "_forward_pre_hooks")
 BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
-HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)  # of all kinds that a module has
-_HARMLESS = ("torch.utils.checkpoint", "torch.autograd.graph")  # what they keep is what they give back
+HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)  # every kind of module hook
+_HARMLESS = ("torch.utils.checkpoint", "torch.autograd.graph")  # these restore exactly what they save
 
 
 def around() -> list[str]:
-    """Return in words what is switched on here that a piece would not know of.
+    """Return, in words, what is switched on here that a piece would not repeat.
 
     >>> with torch.autograd.graph.saved_tensors_hooks(print, print):
     ...     around()
@@ -41,7 +40,7 @@ def around() -> list[str]:
     """
     found = []
     if transformed():
-        found.append("a transform of torch.func, such as torch.vmap")
+        found.append("a torch.func transform, such as torch.vmap")
     saved: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if saved is not None and getattr(saved[0], "__module__", "") not in _HARMLESS:
         found.append("torch.autograd.graph.saved_tensors_hooks")
@@ -50,42 +49,42 @@ def around() -> list[str]:
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]  # type: ignore[no-untyped-call]
     found += [f"the mode {type(one).__name__}" for one in modes if not isinstance(one, DeviceContext)]
     if torch.get_default_dtype() is not torch.float32:
-        found.append(f"the default type {torch.get_default_dtype()}")
+        found.append(f"the default dtype {torch.get_default_dtype()}")
     return found
 
 
 def refuse_around(block: str, known: Collection[str]) -> None:
-    """Refuse a call of a block with more going on around it than when following began."""
+    """Refuse a call of a block with more switched on around it than when tracing began."""
     more = [one for one in around() if one not in known]
     if more:
         raise ModelError(
-            f"the model's forward calls {block!r} inside of {more[0]}",
-            expected="blocks that are called by themselves",
-            fix="call it as it is, or move what is around it into the block",
+            f"the model's forward calls {block!r} inside {more[0]}",
+            expected="blocks that are called directly",
+            fix="call it directly, or move the surrounding code into the block",
         )
 
 
 def refuse_backward_hooks(model: nn.Module, inside: frozenset[str]) -> None:
-    """Refuse backward hooks on modules that are followed inside: no piece is that module, to see its gradients."""
+    """Refuse backward hooks on modules that are traced inside: no piece is that module and could see its gradients."""
     shared = nn.modules.module
     if shared._global_backward_hooks or shared._global_backward_pre_hooks:
         raise ModelError(
-            "there is a global backward hook of modules",
-            expected="none: the model itself and its containers are no modules of any stage, and would go without",
-            fix="put it on the blocks: block.register_full_backward_hook(...)",
+            "a global module backward hook is registered",
+            expected="no global hook: it would not run on the model itself and its containers, which are in no stage",
+            fix="register it on the blocks: block.register_full_backward_hook(...)",
         )
     for name, module in model.named_modules(remove_duplicate=False):
         if name in inside and any(getattr(module, kind) for kind in BACKWARD):
             where = f"the container {name!r}" if name else "the model itself"
             raise ModelError(
                 f"there is a backward hook on {where}, a {type(module).__name__}",
-                expected="backward hooks on blocks, or on modules and parameters inside of them",
-                fix="put it on a block: on the last one for the gradient of the output, on the first for the input's",
+                expected="backward hooks on blocks, or on modules and parameters inside them",
+                fix="register it on the last block for the output's gradient, or on the first for the input's",
             )
 
 
 class LocalHooks:
-    """The hooks of a model's modules as they were; whatever comes later is looked after."""
+    """The original hooks of a model's modules; hooks added later are checked."""
 
     def __init__(self, model: nn.Module) -> None:
         self._before = {
@@ -94,7 +93,7 @@ class LocalHooks:
         }
 
     def look_after(self, block: nn.Module, name: str) -> None:
-        """Let hooks that the forward put on a block only look, and refuse what else it did to its hooks."""
+        """Allow hooks that the forward puts on a block to read only, and refuse other changes of its hooks."""
         for module in block.modules():
             for kind, before in self._before.get(module, {}).items():
                 now = vars(module)[kind]
@@ -108,7 +107,7 @@ class LocalHooks:
 
 
 class _Looks:
-    """A hook that is to return nothing."""
+    """A hook that must return nothing."""
 
     def __init__(self, hook: Callable[..., Any], name: str) -> None:
         self.hook = hook
@@ -121,9 +120,9 @@ class _Looks:
 
 def _refusal(name: str) -> ModelError:
     return ModelError(
-        f"the model's forward puts a hook on {name!r}, or takes one away, that changes what the block does",
-        expected="hooks that are there before the forward begins, or only look at what blocks return",
-        fix="put it on the block outside of the forward, or do its work between the blocks",
+        f"the model's forward adds or removes a hook on {name!r} that changes what the block does",
+        expected="hooks registered before the forward, or hooks that only read what blocks return",
+        fix="register it outside the forward, or do its work between the blocks",
     )
 
 
@@ -134,60 +133,60 @@ def refuse_function(func: Callable[..., Any]) -> None:
     """Refuse functions between blocks whose effect no piece would have."""
     if name_of(func) in ("register_hook", "register_post_accumulate_grad_hook"):
         raise ModelError(
-            f"the model's forward puts a hook on a tensor between its blocks{line_here()}",
-            expected="hooks on parameters or modules, or inside of a block",
+            f"the model's forward registers a hook on a tensor between its blocks{line_here()}",
+            expected="hooks on parameters or modules, or inside a block",
             fix="move it into a block",
         )
     if func in _ENGINE:
         raise ModelError(
             f"the model's forward takes a gradient between its blocks{line_here()}",
-            expected="gradients that are taken inside of a block, from what is there",
-            fix="move it into a block, with all that the gradient goes through",
+            expected="gradients taken inside a block, of what that block computes",
+            fix="move it into a block, with everything that the gradient flows through",
         )
     if (name := property_of(func, "__set__")) in ("data", "grad"):
         raise ModelError(
-            f"the model's forward sets `.{name}` of a tensor between its blocks{line_here()}",
-            expected="tensors that are changed in place: x.copy_(...)",
+            f"the model's forward assigns to `.{name}` of a tensor between its blocks{line_here()}",
+            expected="in-place changes: x.copy_(...)",
             fix="move it into a block",
         )
 
 
 def refuse_changed(name: str, before: Any, after: Any) -> None:
-    """Refuse a block that puts something into a list or dict that it is given, or takes something out."""
+    """Refuse a block that adds to or removes from a list or dict among its arguments."""
     (tensors, form), (others, other_form) = before, after
     if form != other_form or [id(one) for one in tensors] != [id(one) for one in others]:
         raise ModelError(
-            f"{name!r} changes a list or dict that it is given",
-            expected="blocks that leave their arguments as they are",
-            fix="return what is new from the block, and put it into the list between the blocks",
+            f"{name!r} changes a list or dict among its arguments",
+            expected="blocks that leave their arguments unchanged",
+            fix="return the new items from the block, and add them to the list between the blocks",
         )
 
 
 def refuse_others(module: nn.Module, name: str, states: Mapping[int, str]) -> None:
-    """Refuse a block that is called with other parameters or buffers than those the model has."""
+    """Refuse a block that is called with parameters or buffers other than the model's."""
     for key, one in (*module.named_parameters(), *module.named_buffers()):
         if id(one) not in states:
             raise ModelError(
-                f"the model's forward calls {name!r} with other parameters or buffers than its own, as {key!r}",
-                expected="blocks that are called with what they hold",
-                fix="call torch.func.functional_call, or what exchanges them, inside of a block",
+                f"the model's forward calls {name!r} with parameters or buffers that are not its own, such as {key!r}",
+                expected="blocks that use their own parameters and buffers",
+                fix="call torch.func.functional_call, or whatever replaces them, inside a block",
             )
 
 
 def refuse_marked(tensors: Iterable[Tensor], own: Collection[str], what: str) -> None:
-    """Refuse attributes that were put on tensors beside their own: they do not travel, and no piece puts them there."""
+    """Refuse custom attributes on tensors: they do not travel, and no piece sets them."""
     for one in tensors:
         marks = [key for key in vars(one) if key not in own and not key.startswith("__")]
         if marks:
             raise ModelError(
                 f"{what} a tensor with the attribute {marks[0]!r} on it",
-                expected="tensors without attributes of their own",
-                fix="pass it beside the tensor",
+                expected="tensors without custom attributes",
+                fix="pass the value next to the tensor, as another argument",
             )
 
 
 def name_of(func: Any) -> str:
-    """Return the name of a function, where it has one.
+    """Return the name of a function, if it has one.
 
     >>> name_of(torch.add)
     'add'
@@ -197,7 +196,7 @@ def name_of(func: Any) -> str:
 
 
 def property_of(func: Any, access: str = "__get__") -> str:
-    """Return the name of the property of tensors that a function gets or sets, if it does."""
+    """Return the name of the tensor property that a function gets or sets, if any."""
     name: str = getattr(getattr(func, "__self__", None), "__name__", "") if name_of(func) == access else ""
     return name
 
@@ -206,12 +205,12 @@ _OTHERS = (Path(torch.__file__).parent, Path(__file__).parent.parent)
 
 
 def line_of(error: Exception) -> str:
-    """Return the line of the model's own code that an error came up in."""
+    """Return the line of the model's own code that raised an error."""
     return _own_line(traceback.extract_tb(error.__traceback__))
 
 
 def line_here() -> str:
-    """Return the line of the model's own code that runs now."""
+    """Return the line of the model's own code that is running."""
     return _own_line(traceback.extract_stack())
 
 

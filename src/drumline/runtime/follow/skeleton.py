@@ -1,16 +1,16 @@
-"""A copy of a model without its memory: all of its code and structure, none of its numbers.
+"""A copy of a model without its memory: all of its code and structure, none of its values.
 
-Parameters and buffers are stand-ins that know their shape, type and device. Running the copy costs no memory to speak
-of and changes nothing in the model itself, so every rank can follow the whole model's forward while it holds only its
-own part of it.
+Parameters and buffers are stand-ins that know their shape, dtype and device. Running the copy needs almost no memory
+and changes nothing in the model itself. So every rank can trace the whole model's forward while it holds only its own
+part.
 
-`copy.deepcopy` leaves functions as they are. A hook that appends to `model.features` through a variable of its own
-would append to the model's list, while the copy reads its own. So functions are copied too, where they have captured
-something that the model has as an attribute; all else that they captured stays what it is.
+`copy.deepcopy` does not copy functions. A hook that appends to `model.features` through a captured variable would
+append to the model's list, while the copy reads its own. So functions are copied too if they captured something that
+is an attribute of the model; their other captured variables stay the same.
 
-What a block returns is found by running it on stand-ins, or in the end on zeros. Hooks of the block run in any case, on
-stand-ins, as they will when it really runs. What blocks return that were run on zeros is remembered for others like
-them: only the forward of these is left out.
+Running a block on stand-ins, or if necessary on zeros, shows what it returns. Its hooks always run, on stand-ins, as
+they will in real runs. Results of blocks that ran on zeros are remembered for similar blocks: only the forward of these
+is skipped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _dispatch: dict[Any, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined
 
 
 def copied(model: M, memo: dict[int, Any]) -> M:
-    """Return a deep copy of a model, with the functions that hold on to parts of it.
+    """Return a deep copy of a model, including functions that refer to parts of it.
 
     >>> class Keeps(nn.Module):
     ...     def __init__(self):
@@ -91,7 +91,7 @@ _FUNCTIONS, _METHODS = Patch(_dispatch, FunctionType, _of_function), Patch(_disp
 
 
 class Meta(NamedTuple):
-    """What is known of a tensor without its numbers; without strides it is contiguous."""
+    """What is known about a tensor without its values; without strides it is contiguous."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -100,7 +100,7 @@ class Meta(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Meta:
-        """Return that of a tensor.
+        """Return the description of a tensor.
 
         >>> Meta.of(torch.ones(2, 3).t()).strides
         (1, 3)
@@ -110,12 +110,12 @@ class Meta(NamedTuple):
 
 
 class Skeleton:
-    """The copy, and what stands for what in it."""
+    """The copy, and what its stand-ins represent."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.device = device
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.states: dict[int, str] = {}  # the first name of each parameter and buffer, by its stand-in's id
+        self.states: dict[int, str] = {}  # first names of parameters and buffers, by the stand-in's id
         memo: dict[int, Any] = {}
         with self.mode:
             for name, tensor in named_tensors(model):
@@ -128,12 +128,12 @@ class Skeleton:
         except Exception as error:
             raise ModelError(
                 f"the model, a {type(model).__name__}, cannot be copied: {error}",
-                expected="a model that copy.deepcopy takes, whose copy is followed to see how it can be cut",
-                fix="pass an nn.Sequential or a list of blocks, which are not copied",
+                expected="a model that copy.deepcopy can copy: Drumline traces the copy to see where it can cut",
+                fix="pass an nn.Sequential or a list of blocks, which Drumline does not copy",
             ) from error
         _without_cache(self.model)
         self.names = {id(module): name for name, module in self.model.named_modules()}
-        # What blocks return that cannot run on stand-ins, by what such blocks have in common.
+        # Results of blocks that cannot run on stand-ins, by what such blocks have in common.
         self._known: dict[Any, tuple[Any, tuple[int | Meta, ...]]] = {}
 
     def _like(self, tensor: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class Skeleton:
         return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
     def fakes(self, metas: Iterable[Meta]) -> list[Tensor]:
-        """Return new stand-ins for tensors like these; one that wants a gradient has a place in a graph."""
+        """Return new stand-ins for tensors like these; one that requires grad has a place in a graph."""
         with self.mode:
             return [self._fake(one) for one in metas]
 
@@ -154,7 +154,7 @@ class Skeleton:
         return made.requires_grad_().clone() if wants_gradient and torch.is_grad_enabled() else made
 
     def run(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return what a block makes, hooks and all: on stand-ins, or in the end on zeros or from memory."""
+        """Return the output of a block with its hooks: on stand-ins, else on zeros or from memory."""
         tensors, form = pack((args, kwargs))
         metas = tuple(Meta.of(one) for one in tensors)
         around = (module.training, torch.is_grad_enabled(), torch.is_autocast_enabled(self.device.type))
@@ -173,13 +173,13 @@ class Skeleton:
             given, fakes = pack((args, kwargs))[0], iter(self.fakes(one for one in outputs if isinstance(one, Meta)))
             return unpack([next(fakes) if isinstance(one, Meta) else given[one] for one in outputs], made_form)
 
-        with put_in([(vars(module), "forward", remembered)]):  # so that calling it runs its hooks all the same
+        with put_in([(vars(module), "forward", remembered)]):  # so that the call still runs its hooks
             return call(*args, **kwargs)
 
     def _on_zeros(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, tuple[int | Meta, ...]]:
-        """Run one block on zeros, for what it returns can be seen in no other way.
+        """Run one block on zeros, because nothing else shows what it returns.
 
-        Returns the form of that, and for each tensor in it which of the inputs it is, or what is known of it.
+        Return the form of the result and, for each tensor in it, the input that it is, or its description.
         """
         tensors, form = pack((args, kwargs))
         own: list[tuple[dict[str, Any], str, Tensor]] = [
@@ -190,13 +190,13 @@ class Skeleton:
             if one is not None
         ]
         with unset_fake_temporarily():
-            # What is no stand-in has numbers of its own, by which the block may decide.
+            # Tensors that are not stand-ins have values, on which the block may branch.
             zeros = {
                 id(one): self._zeros(one) if isinstance(one, FakeTensor) else one
                 for one in (*tensors, *(one for _, _, one in own))
             }
             entries: list[tuple[dict[str, Any], str, Any]] = [(table, name, zeros[id(one)]) for table, name, one in own]
-            # Hooks are to see stand-ins.
+            # Hooks must see stand-ins.
             entries += [(vars(module), kind, OrderedDict()) for kind in (*FORWARD, *BACKWARD)]
             with put_in(entries):
                 given, named = unpack([zeros[id(one)] for one in tensors], form)
@@ -212,14 +212,14 @@ class Skeleton:
 
 
 def _without_cache(model: nn.Module) -> None:
-    """Switch off what Hugging Face models keep for generating text: it is of no use in training."""
+    """Switch off the caches that Hugging Face models keep for generating text: training does not need them."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False) is True:
             config.use_cache = False
 
 
-# Keep torch from logging that a function cannot run on stand-ins: there is another way.
+# Stop torch from logging that a function cannot run on stand-ins: there is another way.
 _QUIET = [
     Patch(logging.getLogger(f"torch._subclasses.{name}"), "disabled", lambda _: True)
     for name in ("fake_tensor", "fake_impls")
@@ -227,6 +227,6 @@ _QUIET = [
 
 
 def _kind(module: nn.Module) -> str:
-    """Return what modules have in common that return the same kind of thing."""
+    """Return what modules with the same kind of result have in common."""
     shapes = [(name, tuple(one.shape), one.dtype) for name, one in module.named_parameters()]
     return f"{type(module)} {module} {shapes}"

@@ -1,14 +1,14 @@
-"""Following a model's forward: which blocks it calls, what it computes between them, and which tensors go where.
+"""Trace a model's forward: which blocks it calls, what it computes between them, and which tensors go where.
 
-The forward runs once on a `Skeleton`, with two watchers. Calls of blocks are noted whole, whatever goes on inside. All
-other calls into torch are noted one by one; Python's own flow of control is not, so a graph belongs to one kind of
-input (structure, shapes, plain values), and another kind is followed anew.
+The forward runs once on a `Skeleton`, with two watchers. Calls of blocks are recorded whole, whatever happens inside.
+All other calls into torch are recorded one by one. Python's control flow is not, so a graph belongs to one kind of
+input (structure, shapes, plain values), and another kind is traced again.
 
-Between blocks only what depends on the inputs or on parameters is a stand-in. The rest (positions counted up from
-nothing) is real, so that the model may decide by it.
+Between blocks, only what depends on the inputs or on parameters is a stand-in. The rest (positions counted from
+nothing) is real, so that the model may branch on it.
 
-Inside a block the watcher only looks for what would break a cut: a tensor that another block made and that did not come
-in through the block's arguments.
+Inside a block, the watcher only looks for what would break a cut: a tensor that another block created and that is not
+among the block's arguments.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ from drumline.runtime.weights.catalogue import whole_name
 
 
 def trace(skeleton: Skeleton, inside: frozenset[str], kind: Kind) -> tuple[CallGraph, list[AttributeName]]:
-    """Follow the model's forward on inputs of this kind; returns its graph, and which attributes decided it.
+    """Trace the model's forward on inputs of this kind; return its graph, and the attributes that it depends on.
 
-    It is followed as it will run: with gradients if it trains, and under autocast to a type if one is given.
+    It is traced as it will run: with gradients if it trains, and under autocast to a dtype if one is given.
     """
     refuse_backward_hooks(skeleton.model, inside)
     device = skeleton.device.type
@@ -78,7 +78,7 @@ def trace(skeleton: Skeleton, inside: frozenset[str], kind: Kind) -> tuple[CallG
 
 
 class Decides(ModelError):
-    """The forward decides by numbers; `inputs` are the places of those that they were made of."""
+    """The forward branches on values; `inputs` are the positions of the inputs that they depend on."""
 
     def __init__(self, error: str, *, expected: str = "", fix: str = "", inputs: Sequence[int] = ()) -> None:
         self.inputs = inputs
@@ -90,20 +90,20 @@ class _Tracer(Notes, TorchFunctionMode):
         Notes.__init__(self, skeleton)
         TorchFunctionMode.__init__(self)
         self.inside = inside
-        self.within: list[str] = []  # the block that runs now
-        self.taken: set[int] = set()  # tensors that came in through the running block's arguments
+        self.within: list[str] = []  # the current block
+        self.taken: set[int] = set()  # tensors among the current block's arguments
         self.reads: set[str] = set()
-        self.drawn: dict[int, bool] = {}  # random tensors made between blocks: whether evenly from 0 to 1
+        self.drawn: dict[int, bool] = {}  # random tensors created between blocks: whether uniform from 0 to 1
         self.broken = ""  # the block that failed
-        self.read: tuple[Tensor, ...] = ()  # what was last asked for its numbers, between blocks
+        self.read: tuple[Tensor, ...] = ()  # tensors whose values were read last, between blocks
         self.thread = threading.get_ident()
         self.names = skeleton.names
         self.attributes = Attributes(skeleton.names, self._who)
-        self.function = ""  # the autograd function that runs now, between blocks
-        self.nodes: dict[int, Any] = {}  # what stands for nodes of autograd's graph: the same for the same
+        self.function = ""  # the current autograd function, between blocks
+        self.nodes: dict[int, Any] = {}  # replacements for nodes of autograd's graph, one each
         self.surroundings = Surroundings(one for name, one in skeleton.model.named_modules() if name in inside)
         self.variables = self.surroundings.now()
-        self.chance = HostChance()  # where Python's random numbers stood when the last block ended
+        self.chance = HostChance()  # Python's random state when the last block ended
         self.marks = frozenset(vars(skeleton.fakes([Meta(torch.Size((1,)), torch.float32)])[0]))
         for tensor in inputs:
             self.graph.inputs.append(self.new(tensor))
@@ -122,7 +122,7 @@ class _Tracer(Notes, TorchFunctionMode):
         return self._noted(func, args, named)
 
     def _inside(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function inside of a block, looking for tensors that did not come in through its arguments."""
+        """Run a function inside a block, looking for tensors that are not among its arguments."""
         given = tensors_in((args, kwargs))
         for one in given:
             self._look(one)
@@ -136,7 +136,7 @@ class _Tracer(Notes, TorchFunctionMode):
         return made
 
     def _ask(self, func: Callable[..., Any], given: Sequence[Tensor]) -> None:
-        """Bar cuts before a block that asks how what it is given came to be: behind a cut it begins there."""
+        """Forbid cuts before a block that asks how its input was computed: after a cut, the input has no history."""
         asked = property_of(func)
         if asked not in ("grad_fn", "is_leaf") or id(given[0]) not in self.taken:
             return
@@ -144,7 +144,7 @@ class _Tracer(Notes, TorchFunctionMode):
             has_past = given[0].grad_fn is not None
         number = self.numbers.get(id(given[0]))
         if has_past and number is not None:
-            reason = f"{self.within[-1]!r} asks for {asked} of what it is given, which a cut would change"
+            reason = f"{self.within[-1]!r} reads {asked} of its input, which a cut would change"
             self.bar(self.made_by.get(number, 0), reason)
 
     def _look(self, tensor: Tensor) -> None:
@@ -160,7 +160,7 @@ class _Tracer(Notes, TorchFunctionMode):
                 self.taken.add(id(tensor))
         elif (made := self.where.get(id(tensor))) is not None:
             other = self.graph.calls[made].block
-            reason = f"{block!r} reads a tensor that {other!r} made and did not return{self.kept_in(tensor)}"
+            reason = f"{block!r} reads a tensor that {other!r} created but did not return{self.kept_in(tensor)}"
             self.bar(made, reason)
             self.taken.add(id(tensor))
 
@@ -171,13 +171,13 @@ class _Tracer(Notes, TorchFunctionMode):
         given = tensors_in((args, kwargs))
         if self.drawn and name_of(func) in _READS and any(id(one) in self.drawn for one in given):
             raise ModelError(
-                f"the model's forward decides by a random number between its blocks{line_here()}",
-                expected="decisions that are the same in every step, between blocks",
-                fix="draw it inside of a block, or switch it off (layerdrop=0)",
+                f"the model's forward branches on a random number between its blocks{line_here()}",
+                expected="the same branches in every step, between blocks",
+                fix="draw it inside a block, or switch it off (layerdrop=0)",
             )
         for one in given:
             if id(one) in self.where and not isinstance(one, FakeTensor):
-                self.number(one, f"the model, in {name_of(func)}")  # raises, unless the block returned it
+                self.number(one, f"the model, in {name_of(func)}")  # raises unless the block returned it
         if name_of(func) in _READS:
             self.read = tuple(given)
         versions = [version_of(one) for one in given]
@@ -193,18 +193,18 @@ class _Tracer(Notes, TorchFunctionMode):
         return made
 
     def _follow_chance(self, func: Callable[..., Any], args: tuple[Any, ...], made: Any) -> None:
-        """Remember random tensors that Python could decide by, and what is made of them."""
+        """Remember random tensors on which Python could branch, and what is computed from them."""
         given = [one for one in tensors_in(args) if id(one) in self.drawn]
         if name_of(func).strip("_") in _COMPARES and given and self.drawn[id(given[0])] and len(args) == 2:
             bound = args[1] if args[0] is given[0] else args[0]
             if isinstance(bound, int | float) and not 0 < bound < 1:
-                return  # it comes out alike, whatever is drawn
+                return  # the result is the same whatever is drawn
         if given or may_draw(func):
             evenly = func is torch.rand
             self.drawn.update((id(one), evenly) for one in tensors_in(made) if not isinstance(one, FakeTensor))
 
     def block(self, module: nn.Module, name: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run a block and note it as one call."""
+        """Run a block and record it as one call."""
         self._begin(module, name)
         before = pack((args, kwargs))
         given = tensors_in((args, kwargs))
@@ -232,34 +232,34 @@ class _Tracer(Notes, TorchFunctionMode):
         return made
 
     def _begin(self, module: nn.Module, name: str) -> None:
-        """Refuse to run a block in other surroundings than its own."""
+        """Refuse to run a block in different surroundings than its own."""
         self._look_around()
         refuse_around(name, self.around)
         self.hooks.look_after(module, name)
         refuse_others(module, name, self.skeleton.states)
 
     def _look_around(self) -> None:
-        """Refuse what has changed since the last block, and could not be repeated."""
+        """Refuse changes since the last block that cannot be repeated."""
         if self.chance.has_moved():
             raise ModelError(
-                "the model's forward draws random numbers of Python's or numpy's between its blocks",
-                expected="a forward that does the same in every step, between blocks",
-                fix="draw them inside of a block, or switch it off (layerdrop=0, apply_spec_augment=False)",
+                "the model's forward draws random numbers from Python or NumPy between its blocks",
+                expected="a forward that does the same between its blocks in every step",
+                fix="draw them inside a block, or switch it off (layerdrop=0, apply_spec_augment=False)",
             )
         if name := self.surroundings.changed(self.variables):
             raise ModelError(
-                f"the model's forward, or one of its blocks, changes {name}, which is read between blocks",
-                expected="variables outside of the model that stay as they are while the forward runs",
-                fix="collect what blocks return in a variable of the forward's own; count outside of the forward",
+                f"the model's forward, or one of its blocks, changes {name}, which the forward reads between blocks",
+                expected="variables outside the model that stay unchanged while the forward runs",
+                fix="collect what blocks return in a local variable of the forward; count outside the forward",
             )
         self.attributes.look()
 
     def _unmarked(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the stand-ins for values: parameters may have attributes of their own."""
+        """Return the stand-ins for values: parameters may have custom attributes."""
         return [one for one in tensors if isinstance(one, FakeTensor) and id(one) not in self.skeleton.states]
 
     def applied(self, cls: Any, apply: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run a custom autograd function and note it as one call."""
+        """Run a custom autograd function and record it as one call."""
         given = tensors_in((args, kwargs))
         self.function = cls.__name__
         try:
@@ -274,7 +274,7 @@ class _Tracer(Notes, TorchFunctionMode):
 
     @contextmanager
     def watching(self, *, train: bool) -> Iterator[None]:
-        """Watch all that goes on, in the mode wanted."""
+        """Watch everything that happens, in the requested mode."""
         model = self.skeleton.model
         before = [(module, dict(vars(module))) for module in model.modules()]
         parts = [(own[kind], dict(own[kind])) for _, own in before for kind in _PARTS if kind in own]
@@ -297,19 +297,19 @@ class _Tracer(Notes, TorchFunctionMode):
                 part.update(content)
 
     def _refuse_exchanged(self, buffers: Sequence[tuple[nn.Module, Mapping[str, Any]]]) -> None:
-        """Refuse a forward that puts another tensor in a buffer's place between blocks: only the copy would see it."""
+        """Refuse a forward that replaces a buffer between blocks: only the copy would see the new tensor."""
         for module, before in buffers:
             name = self.skeleton.names[id(module)]
             for key, buffer in module._buffers.items():
                 if name in self.inside and buffer is not before.get(key):
                     raise ModelError(
-                        f"the model's forward puts another tensor in the place of the buffer {whole_name(name, key)!r}",
-                        expected="buffers that are changed in place, between blocks",
-                        fix=f"write self.{key}.copy_(...), or do it inside of a block",
+                        f"the model's forward replaces the buffer {whole_name(name, key)!r} by another tensor",
+                        expected="in-place changes of buffers between blocks",
+                        fix=f"write self.{key}.copy_(...), or do it inside a block",
                     )
 
     def finish(self, made: Any) -> None:
-        """Note what the model returned, and refuse what could not be repeated."""
+        """Record what the model returned, and refuse what cannot be repeated."""
         self._look_around()
         self.attributes.judge(lambda call: self.graph.calls[call].block, self.bar)
         tensors, self.graph.output_form = pack(made)
@@ -317,22 +317,22 @@ class _Tracer(Notes, TorchFunctionMode):
         self.graph.outputs = tuple(self.number(one, "the model's output") for one in tensors)
 
     def failed(self, error: Exception) -> ModelError:
-        """Return the error to raise for one that came up while following."""
+        """Return the error to raise for one that occurred while tracing."""
         block = self.within[-1] if self.within else self.broken
         where = f" in {block!r}" if block else " between its blocks"
         kind = type(error).__name__
         if "DataDependent" in kind or "DynamicOutputShape" in kind:
             read = [self.numbers[id(one)] for one in self.read if id(one) in self.numbers and not block]
             return Decides(
-                f"the model's forward decides by the numbers in a tensor{where}{line_of(error)}",
-                expected="decisions by shapes and plain values only, between blocks",
+                f"the model's forward branches on the values of a tensor{where}{line_of(error)}",
+                expected="branches on shapes and plain values only, between blocks",
                 fix="move it into a block",
                 inputs=sorted(self.graph.inputs.index(one) for one in self.graph.origins(read)[0]),
             )
-        told = f"while it was followed: {kind}: {error}{line_of(error)}"
+        told = f"while Drumline traced it: {kind}: {error}{line_of(error)}"
         return ModelError(f"the model's forward failed{where} {told}")
 
 
 _READS = ("__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy", "__array__")
 _COMPARES = ("lt", "le", "gt", "ge")
-_PARTS = ("_parameters", "_buffers", "_modules", *HOOKS)  # the dicts that a module consists of
+_PARTS = ("_parameters", "_buffers", "_modules", *HOOKS)  # the dicts of a module

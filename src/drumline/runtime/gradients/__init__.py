@@ -1,1 +1,1 @@
-"""What becomes of gradients at the end of a step: exchanged, clipped, looked at."""
+"""What happens to gradients at the end of a step: exchange, clipping, checks."""

@@ -1,9 +1,9 @@
-"""What is looked at in gradients at the end of a step: their global norm, and whether they are finite.
+"""Check gradients at the end of a step: their global norm, and whether they are finite.
 
-The norms per parameter of all ranks are reduced in the order of the unsplit model.
+The per-parameter norms of all ranks are reduced in the order of the unsplit model.
 
-A witness sees what one microbatch of a step did on one rank: its part of each gradient, and the output that the loss
-took.
+A witness sees what one microbatch of a step did on one rank: its part of each gradient, and the output passed to the
+loss.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from drumline.runtime.values import mapped
 
 
 def check(max_norm: Any, norm_type: Any) -> None:
-    """Refuse what is no norm.
+    """Refuse values that are not a norm.
 
     >>> check(-1.0, 2.0)
     Traceback (most recent call last):
-    drumline.core.errors.UsageError: max_norm is -1.0; expected a number of 0 or more
+    drumline.core.errors.UsageError: max_norm is -1.0; expected a number of at least 0
     """
     if not isinstance(max_norm, int | float | Tensor) or not max_norm >= 0:
-        raise UsageError(f"max_norm is {max_norm!r}", expected="a number of 0 or more")
+        raise UsageError(f"max_norm is {max_norm!r}", expected="a number of at least 0")
     if not isinstance(norm_type, int | float) or not norm_type > 0:
-        raise UsageError(f"norm_type is {norm_type!r}", expected="a number above 0; inf for the largest")
+        raise UsageError(f"norm_type is {norm_type!r}", expected="a positive number, or inf for the largest gradient")
 
 
 def norms_of(parameters: Iterable[nn.Parameter], norm_type: float) -> list[float | None]:
-    """Return each parameter's gradient norm, None where it has no gradient."""
+    """Return each parameter's gradient norm, None if it has no gradient."""
     listed = list(parameters)
     present = [_numbers(one.grad) for one in listed if one.grad is not None]
     norms = iter(
@@ -44,7 +44,7 @@ def norms_of(parameters: Iterable[nn.Parameter], norm_type: float) -> list[float
 
 
 def _numbers(gradient: Tensor) -> Tensor:
-    """Return a gradient, of a sparse one the numbers in it, each place once.
+    """Return a gradient; for a sparse one its values, each position once.
 
     >>> _numbers(torch.tensor([0.0, 3.0]).to_sparse())
     tensor([3.])
@@ -75,11 +75,11 @@ def scale(parameters: Iterable[nn.Parameter], total: Tensor, max_norm: float) ->
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool | Tensor:
-    """Whether no tensor holds a NaN or an infinity; on an accelerator a tensor, so that nobody waits for it here.
+    """Whether no tensor holds a NaN or an infinity; on an accelerator a tensor, so that nothing waits for it here.
 
     >>> all_finite([torch.ones(3)]), all_finite([torch.ones(3), torch.tensor([1.0, float("nan")])])
     (True, False)
-    >>> all_finite([torch.full((2,), 3e38)])  # though their sum is not
+    >>> all_finite([torch.full((2,), 3e38)])  # although their sum is infinite
     True
     """
     if not tensors:
@@ -90,15 +90,15 @@ def all_finite(tensors: Sequence[Tensor]) -> bool | Tensor:
         norms = torch._foreach_norm(list(tensors), float("inf"))
         kinds = {norm.dtype for norm in norms}
         return torch.stack(norms if len(kinds) == 1 else [norm.float() for norm in norms]).isfinite().all()
-    # On a host a sum is the cheapest pass that no NaN or infinity survives; one that overflows is looked at closely.
+    # On a host, a sum is the cheapest pass that shows any NaN or infinity; if it overflows, check every element.
     sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors])
     return bool(sums.isfinite().all()) or all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 class Witness:
-    """Watches a rank's stages at one microbatch; the step goes on as ever.
+    """Watches a rank's stages at one microbatch; the step runs as usual.
 
-    A gradient that equals the `expected` one in all bits is noted as that tensor itself, so that it is not copied.
+    A gradient that equals the `expected` one in all bits is stored as that tensor itself, without a copy.
     """
 
     def __init__(self, microbatch: int, expected: Mapping[nn.Parameter, Tensor] | None = None) -> None:
@@ -108,7 +108,7 @@ class Witness:
         self.output: Any = None
 
     def adding(self, stage: Stage, run: Callable[..., Any], *given: Any) -> Any:
-        """Run what adds to a stage's gradients, and note what was added."""
+        """Run a function that adds to a stage's gradients, and record what it added."""
         before = {one: None if one.grad is None else one.grad.detach().clone() for one in stage.parameters}
         made = run(*given)
         for one, earlier in before.items():
@@ -119,7 +119,7 @@ class Witness:
 
     @staticmethod
     def _kept(gradient: Tensor, earlier: Tensor | None, expected: Tensor | None) -> Tensor:
-        """Return what was added, on the host, where there is room for it until the step has ended."""
+        """Return what was added, on the host, which has room for it until the step ends."""
         if earlier is not None:
             return (gradient - earlier).cpu()
         if expected is not None and _same_bits(gradient, expected):
@@ -127,7 +127,7 @@ class Witness:
         return gradient.to("cpu", copy=True)
 
     def listening(self, stage: Stage, run: Callable[..., Any], *given: Any) -> Any:
-        """Run a stage's forward, and note what its loss is computed of."""
+        """Run a stage's forward, and record the input of its loss."""
         loss = stage.loss
         if loss is None:
             return run(*given)

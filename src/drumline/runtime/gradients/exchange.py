@@ -1,11 +1,11 @@
-"""Gradients of what several ranks hold: exchanged between them, and summed in one order, so that all get the same bits.
+"""Exchange gradients of tensors that several ranks hold, and sum them in one order, so that all get the same bits.
 
     rank 0, 2REDUCE_GRAD  ──── gradients of its copy of stage 2 ────►  rank 3, at its own 2REDUCE_GRAD
     rank 0, its row ended ──── gradients of tied parameters ────────►  every other rank that holds them
 
-The two copies of a stage offer their gradients where the program says so. A tied parameter's gradient is whole only
-when all stages of the rank are done, so it is offered at the row's end. All are taken up then: of two copies the home's
-comes first in the sum, a tied parameter's are added by rank.
+The two copies of a stage offer their gradients where the program says so. The gradient of a tied parameter is complete
+only when all stages of the rank are done, so it is offered at the end of the row. All are then taken and summed: of two
+copies, the owner's comes first; parts of a tied parameter are added in order of rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BEFORE_ALL_STEPS = -1
 
 
 class GradientExchange:
-    """One rank's part in the exchanges of a step; without `ties` only copies of whole stages are exchanged."""
+    """One rank's part in the exchanges of a step; without `ties`, only copies of whole stages are exchanged."""
 
     def __init__(
         self, rank: int, stages: Mapping[int, Stage], channel: Channel, placement: Placement, ties: Ties | None = None
@@ -56,7 +56,7 @@ class GradientExchange:
         self.renew()
 
     def renew(self) -> None:
-        """Follow parameters that were exchanged for others."""
+        """Follow parameters that were replaced."""
         blocks = [(index, block) for index, stage in self.stages.items() for block in stage.blocks]
         if self.ties is not None and self.tied:
             found = self.ties.on(blocks)
@@ -82,7 +82,7 @@ class GradientExchange:
         self._offered.append((action, stage, other, now))
 
     def finish(self, clock: Clock, draft: Draft) -> Generator[Wait, None, None]:
-        """Offer what is tied, then take up and sum everything; yields whenever a message has to be waited for."""
+        """Offer tied gradients, then take and sum all of them; yield whenever it must wait for a message."""
         self._refuse_changes()
         start = clock.now()
         for other, both in self._partners.items():
@@ -106,19 +106,19 @@ class GradientExchange:
             draft.exchanges.extend((_meeting(self.tied).stage, start, clock.now()))
 
     def _add(self, totals: dict[str, Tensor | None], rank: int, name: str, part: Any) -> None:
-        """Add a rank's part of a tied parameter's gradient, which is False where it has frozen the parameter."""
+        """Add a rank's part of a tied parameter's gradient; False means that the rank has frozen the parameter."""
         trains = self._by_name[name].requires_grad
         if trains is (part is False):
             state = ("frozen", "trained") if trains else ("trained", "frozen")
             raise MismatchError(
-                f"{name} is {state[0]} on rank {rank} and {state[1]} on another that holds it",
+                f"{name} is {state[0]} on rank {rank} and {state[1]} on another rank that holds it",
                 expected="the same on all ranks",
             )
         if trains:
             totals[name] = _added(totals.get(name), part)
 
     def _own(self, stage: Stage) -> list[nn.Parameter]:
-        """Return what the copies of a stage exchange: its parameters without those that are tied."""
+        """Return what the copies of a stage exchange: its parameters without tied ones."""
         apart = set(self._by_name.values())
         return [one for one in stage.parameters if one not in apart]
 
@@ -148,14 +148,14 @@ class GradientExchange:
             if before != now:
                 assert self.ties is not None
                 raise ModelError(
-                    f"a forward changes the buffer {self.ties.first(place.name)}, of which several ranks have a copy",
-                    expected="buffers that stay as they are, where several ranks hold them",
-                    fix="give each block a buffer of its own, and choose a schedule with one copy of every stage",
+                    f"a forward changes the buffer {self.ties.first(place.name)}, which several ranks hold",
+                    expected="buffers that stay unchanged if several ranks hold them",
+                    fix="give each block its own buffer, and choose a schedule with one copy of each stage",
                 )
 
 
 def share(exchange: GradientExchange) -> Generator[Wait, None, None]:
-    """Give the rank's copies the values that their homes have, and other ranks' copies those of its own."""
+    """Give the rank's copies the values of their owners, and other ranks' copies the values of its own tensors."""
     assert exchange.ties is not None
     rank, channel, copied = exchange.rank, exchange.channel, exchange.ties.copied(exchange.rank)
     found = exchange.ties.on((index, block) for index, stage in exchange.stages.items() for block in stage.blocks)
@@ -176,32 +176,32 @@ def share(exchange: GradientExchange) -> Generator[Wait, None, None]:
 
 
 def _meeting(tensors: Sequence[HeldTensor]) -> Action:
-    """Return the name under which two ranks meet: that of the first stage that holds any of the tensors."""
+    """Return the action under which two ranks meet: that of the first stage that holds any of the tensors."""
     return Action(min(one.stages[0] for one in tensors), Op.REDUCE_GRAD)
 
 
 def _part(parameter: nn.Parameter) -> Any:
-    """Return a rank's part of a parameter's gradient: None where there is none, False where it is frozen."""
+    """Return a rank's part of a parameter's gradient: None if there is none, False if it is frozen."""
     gradient = parameter.grad if parameter.requires_grad else False
     return gradient.coalesce() if isinstance(gradient, Tensor) and gradient.layout is torch.sparse_coo else gradient
 
 
 def _told(part: Any) -> Any:
-    """Return what is told of a part to other ranks."""
+    """Return what to tell other ranks about a part."""
     if isinstance(part, Tensor) and part.layout is torch.sparse_coo:
         return part.indices(), part.values(), tuple(part.shape)
     return part
 
 
 def _heard(delivery: Delivery) -> list[Any]:
-    """Return what another rank told of its parameters."""
+    """Return what another rank told about its parameters."""
     sparse = partial(torch.sparse_coo_tensor, is_coalesced=True, check_invariants=False)
     return [sparse(*one) if isinstance(one, tuple) else one for one in unpack(delivery.tensors, delivery.form)]
 
 
 @torch.no_grad()
 def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    """Return the sum of two gradients, either of which may be missing; a new tensor unless one is."""
+    """Return the sum of two gradients, either of which may be missing; a new tensor unless one is missing."""
     if total is None or gradient is None:
         return gradient if total is None else total
     if total.layout is not torch.strided and gradient.layout is torch.strided:
@@ -210,12 +210,12 @@ def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
 
 
 def _sum_copies(parameters: Sequence[nn.Parameter], theirs: Sequence[Any], *, at_home: bool) -> None:
-    """Sum the gradients of two copies of a stage, the home's first."""
+    """Sum the gradients of two copies of a stage, the owner's first."""
     for parameter, other in zip(parameters, theirs, strict=True):
         own = _part(parameter)
         _put(parameter, _added(own, other) if at_home else _added(other, own))
 
 
 def _put(parameter: nn.Parameter, total: Tensor | None) -> None:
-    """Let a sum be a parameter's gradient; without a part of its own it may be another rank's tensor, and is copied."""
+    """Set a parameter's gradient to a sum; copy it if it may be another rank's tensor."""
     parameter.grad = total.clone() if parameter.grad is None and total is not None else total

@@ -1,1 +1,1 @@
-"""What a loss is made of, and how much each part of it counts in a microbatch."""
+"""The parts of a loss, and how much each counts in a microbatch."""

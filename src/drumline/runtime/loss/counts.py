@@ -1,13 +1,13 @@
-"""How much each part of a loss counts in a microbatch: told from the labels that its calls really get.
+"""How much each part of a loss counts in a microbatch, from the labels that its calls really get.
 
           microbatch   0     1     2     3
 words that count      18    17     0     9      one mean: shares 18/44, 17/44, 0, 9/44
-sentences              2     2     1     1      a second mean: both are multiplied by factors of their own
+sentences              2     2     1     1      a second mean: each is multiplied by its own factors
 
-What a loss compares with is made of the inputs by plain functions (shifted, flattened, clamped). Those calls are
-written out as a function of the inputs, so that all microbatches can be counted before the first of them has run.
+The targets of a loss are computed from the inputs by plain functions (shifted, flattened, clamped). Those calls are
+written out as a function of the inputs, so that all microbatches can be counted before the first one runs.
 
-A loss function is watched while it runs: its calls into torch are the graph that a followed model would have.
+A loss function is watched while it runs: its calls into torch form a graph like that of a traced model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from drumline.runtime.values import found_in, pack, tensors_in
 
 
 def watched(loss_fn: Callable[..., Tensor], output: Any, target: Any) -> tuple[Tensor, CallGraph, int]:
-    """Call a loss function and return its value, its calls, and how many of the graph's inputs are the output's.
+    """Call a loss function; return its value, its calls, and how many of the graph's inputs belong to the output.
 
     >>> from torch.nn.functional import mse_loss
     >>> loss, graph, _ = watched(mse_loss, torch.zeros(2), torch.ones(2))
@@ -52,7 +52,7 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.graph = CallGraph()
         self.numbers: dict[int, int] = {}
-        self.kept: list[Any] = []  # so that no id is taken twice
+        self.kept: list[Any] = []  # kept alive, so that no id is reused
 
     def new(self, tensor: Tensor, constant: Any = None) -> int:
         number = len(self.graph.values)
@@ -62,7 +62,7 @@ class _Watch(TorchFunctionMode):
         return number
 
     def number(self, tensor: Tensor) -> int:
-        """Return a tensor's value; one that was there before is a constant."""
+        """Return the value of a tensor; one that existed before is a constant."""
         found = self.numbers.get(id(tensor))
         return self.new(tensor, constant=tensor) if found is None else found
 
@@ -104,7 +104,7 @@ _ALONG = (
 
 
 class Counts:
-    """Counts the parts of one graph's loss; `piece` is where a parameter that weighs classes is found."""
+    """Counts the parts of one graph's loss; `piece` holds parameters that weight classes."""
 
     def __init__(self, walk: Walk) -> None:
         graph, self.terms = walk.graph, walk.terms
@@ -112,12 +112,12 @@ class Counts:
         _, calls = graph.origins(wanted)
         emitter = Emitter(graph)
         self._places = {value: at for at, value in enumerate(wanted)}
-        # All that is wanted is returned, parameters and constants too.
+        # Return everything that is needed, including parameters and constants.
         returns = f"({''.join(f'{emitter.expression(None, [value])}, ' for value in wanted)})"
         self._run = emitter.function(graph.inputs, sorted(calls), returns, kept=wanted)
 
     def of(self, inputs: Sequence[Tensor], piece: Any = None) -> list[Count | None]:
-        """Return what every part counts for these inputs; None for a sum, of which all microbatches' are added."""
+        """Return what every part counts for these inputs; None for a sum, whose microbatches are added."""
         with torch.no_grad():
             made = self._run(piece, *inputs)
             return [self._count(term, made) for term in self.terms]
@@ -126,7 +126,7 @@ class Counts:
         if term.labels is not None:
             target = made[self._places[term.labels.target]]
             if target.is_floating_point():
-                return term.num_bytes  # chances of classes: every row counts
+                return term.num_bytes  # class probabilities: every row counts
             weight = None if term.labels.weight is None else made[self._places[term.labels.weight]]
             return labels_counted(target, term.labels.ignored, weight)
         if term.divided is not None:
@@ -142,7 +142,7 @@ def _needed(term: Term) -> list[int]:
 
 
 def labels_counted(target: Tensor, ignored: int, weight: Tensor | None = None) -> Tensor:
-    """Return how many labels are not ignored, or what their classes weigh together.
+    """Return the number of labels that are not ignored, or the total weight of their classes.
 
     >>> labels_counted(torch.tensor([1, -100, 0]), -100)
     tensor(2)
@@ -157,7 +157,7 @@ def labels_counted(target: Tensor, ignored: int, weight: Tensor | None = None) -
 
 
 def mixed_by(walk: Walk) -> list[str]:
-    """Return the calls on the way to a loss that may not go row by row, for a closer look."""
+    """Return the calls on the path to a loss that may not work row by row, for a closer look."""
     found = dict.fromkeys(
         name_of(walk.graph.calls[at])
         for term in walk.terms
@@ -178,13 +178,13 @@ def _is_row_by_row(walk: Walk, at: int) -> bool:
 
 
 def _keeps_rows(index: Any) -> bool:
-    """Whether an index leaves the first dimension as it is."""
+    """Whether an index keeps the first dimension."""
     first = index[0] if isinstance(index, tuple) and index else index
     return first is ... or first == slice(None)
 
 
 def _works_inside(call: Call) -> bool:
-    """Whether a call names dimensions, all of them behind the first."""
+    """Whether a call names dimensions, none of which is the first."""
     args, kwargs = arguments_of(call)
     named = [kwargs[key] for key in ("dim", "axis", "dims") if key in kwargs] or list(args[1:])
     flat = [one for each in named for one in (each if isinstance(each, tuple | list) else [each])]
@@ -194,7 +194,7 @@ def _works_inside(call: Call) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Weighing:
-    """Each microbatch's share, and where one share cannot be right for all parts of the loss, factors for these."""
+    """Each microbatch's share, and factors for parts of the loss if one share cannot be right for all of them."""
 
     shares: Sequence[Count]
     factors: Mapping[int, Sequence[float]] = field(default_factory=dict)
@@ -203,7 +203,7 @@ class Weighing:
 def weighed(counts: Sequence[Sequence[Count | None]], rows: Sequence[int], *, others: bool = False) -> Weighing:
     """Return the microbatches' shares from what every part counts in each, None for a sum.
 
-    With `others`, parts that nothing is known of, microbatches count by their rows.
+    With `others`, parts of unknown kind, microbatches count by their rows.
 
     >>> weighed([[3], [1]], [2, 2]).shares
     [0.75, 0.25]
@@ -226,14 +226,14 @@ def weighed(counts: Sequence[Sequence[Count | None]], rows: Sequence[int], *, ot
 
 
 def _parts(column: Sequence[Count | None]) -> list[Count]:
-    """Return what part of the whole each microbatch's count is; all of a sum's are added as they are."""
+    """Return each microbatch's part of the total count; those of a sum are added as they are."""
     counts = [one for one in column if one is not None]
     if len(counts) < len(column):
         return [1.0] * len(column)
     total = sum(counts[1:], start=counts[0])
     if not isinstance(total, Tensor) and not total > 0:
         raise BatchError(
-            f"the microbatches' loss weights are {counts}", expected="numbers of 0 or more, not all of them 0"
+            f"the microbatches' loss weights are {counts}", expected="numbers of at least 0, not all of them 0"
         )
     return [one / total for one in counts]
 

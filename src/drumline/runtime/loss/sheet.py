@@ -1,7 +1,7 @@
-"""The parts of a loss, each multiplied by what it counts in the microbatch that runs.
+"""Multiply the parts of a loss by their factors in the current microbatch.
 
-Where a model adds up means over different things (words and sentences), one share for a whole microbatch cannot be
-right for all of them. The calls that make the parts are written as `Scaled`, which looks its factor up.
+If a model adds means over different counts (words and sentences), one share per microbatch cannot be right for all of
+them. The calls that compute the parts are written as `Scaled`, which looks up its factor.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ Factors = Sequence[float | Tensor]
 
 
 class Sheet:
-    """Every microbatch's factors for the parts of its loss, while a step runs that needs some."""
+    """Every microbatch's factors for the parts of its loss, during a step that needs them."""
 
     def __init__(self) -> None:
         self.factors: Mapping[int, Factors] = {}
-        self.now: int | None = None  # the microbatch that runs
+        self.now: int | None = None  # the current microbatch
 
     def fill(self, factors: Mapping[int, Factors]) -> None:
-        """Take a step's factors; none where one share is right for all parts."""
+        """Store a step's factors; none if one share is right for all parts."""
         self.factors, self.now = factors, None
 
     def factor(self, part: int) -> float | Tensor | None:
-        """Return what a part is multiplied by now; None for nothing."""
+        """Return the current factor of a part; None for no factor."""
         found = self.factors.get(-1 if self.now is None else self.now)
         return None if found is None else found[part]
 
 
 class Scaled:
-    """A call that makes a part of a loss, multiplied by what that counts."""
+    """A call that computes a part of a loss, multiplied by its factor."""
 
     def __init__(self, function: Callable[..., Any], part: int, sheet: Sheet) -> None:
         self.function = function
@@ -48,12 +48,12 @@ class Scaled:
         self.__name__ = getattr(function, "__name__", "loss")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the call, and multiply what it makes."""
+        """Run the call, and multiply its result."""
         return _multiplied(self.function, args, kwargs, self.sheet.factor(self.part))
 
 
 def stay_out_of_compiled_code() -> None:
-    """Keep torch.compile from following a `Scaled`: asked by who compiles, as it imports all of torch's compiler."""
+    """Keep torch.compile from tracing a `Scaled`; only code that compiles calls this, as it imports the compiler."""
     if not hasattr(Scaled.__call__, "_torchdynamo_disable"):
         disable: Any = torch.compiler.disable  # untyped
         setattr(Scaled, "__call__", disable(Scaled.__call__))  # noqa: B010 - mypy wants no assignment
@@ -62,7 +62,7 @@ def stay_out_of_compiled_code() -> None:
 def _multiplied(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], factor: float | Tensor | None
 ) -> Any:
-    """Make a call and multiply its value; where the part counts nothing, zero stands for a mean over nothing, NaN."""
+    """Run a call and multiply its value; if the part counts nothing, return zero instead of an empty mean's NaN."""
     if isinstance(factor, float) and factor == 0.0:
         given = [one for one in pack((args, dict(kwargs)))[0] if one.requires_grad]
         return sum(((one.float() * 0.0).nan_to_num().sum() for one in given), torch.zeros(()))
@@ -71,10 +71,10 @@ def _multiplied(
 
 
 class Multiplying(TorchFunctionMode):
-    """Multiplies the parts of a loss where a model computes it by itself, in one microbatch.
+    """Multiplies the parts of a loss if a model computes it itself, in one microbatch.
 
-    A part is told by its function, and by how many calls of that function come before it in the graph. What blocks call
-    inside of themselves, and what their hooks call, is not in the graph and does not count.
+    A part is identified by its function, and by how many calls of that function precede it in the graph. Calls inside
+    blocks and in their hooks are not in the graph and do not count.
     """
 
     def __init__(self, walk: Walk, factors: Factors, model: nn.Module) -> None:
@@ -94,7 +94,7 @@ class Multiplying(TorchFunctionMode):
                 self._parts[function, number] = by_call[at]
 
     def __enter__(self) -> Multiplying:
-        """Watch when blocks begin and end, their own hooks included."""
+        """Start watching when blocks begin and end, including their hooks."""
         for block in self._blocks:
             self._handles.append(block.register_forward_pre_hook(self._begins, prepend=True))
             self._handles.append(block.register_forward_hook(self._ends, always_call=True))
@@ -102,7 +102,7 @@ class Multiplying(TorchFunctionMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Watch no more."""
+        """Stop watching."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         for handle in self._handles:
             handle.remove()
@@ -116,7 +116,7 @@ class Multiplying(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Count the call, and multiply what it makes if it is a part."""
+        """Count the call, and multiply its result if it is a part."""
         if self._depth:
             return func(*args, **(kwargs or {}))
         number = self._calls[func] = self._calls.get(func, -1) + 1
@@ -124,7 +124,7 @@ class Multiplying(TorchFunctionMode):
 
 
 def scale(walk: Walk, sheet: Sheet) -> None:
-    """Let the calls that make the parts of a loss look up what these count."""
+    """Let the calls that compute the parts of a loss look up their factors."""
     for part, term in enumerate(walk.terms):
         call = walk.graph.calls[term.call]
         if call.function is not None:

@@ -1,12 +1,12 @@
-"""What a loss is made of, read from the calls that made it: means and sums, added up.
+"""The parts of a loss, found from the calls that compute it: a sum of means and sums.
 
     cross_entropy(logits, labels) ──► 7 ──┐
                                           add ──► 12 ──► the loss        two means, over different things
     mse_loss(scores, wanted) ──► 9 ── mul ┘
 
-The mean over a batch is the mean of its microbatches' means, each weighed by how much it counts. So from the loss back
-over sums and constant factors, every part must end in a call that says what it is a mean or a sum of: one of torch's
-own losses, `mean`, `sum`, or a sum that is divided by a count of the inputs. Whatever else is found is named.
+The mean over a batch is the mean of its microbatches' means, each weighted by what it counts. So from the loss back
+through sums and constant factors, every part must end in a call that says what it is a mean or a sum of: one of torch's
+losses, `mean`, `sum`, or a sum divided by a count of the inputs. Anything else that is found is named.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SUMS = {
 _PRODUCTS = {"mul", "__mul__", "__rmul__", "mul_", "__imul__", "multiply"}
 _QUOTIENTS = {"div", "__truediv__", "true_divide", "div_", "__itruediv__", "divide"}
 _COUNTS = _PASSED_ON | _PRODUCTS | {"add", "__add__", "__radd__", "clamp", "clamp_min", "maximum", "max", "clip"}
-_SCALAR = 8  # the most bytes of one number
+_SCALAR = 8  # most bytes of one number
 _BY_LABEL = (functional.cross_entropy, functional.nll_loss)
 _BY_ELEMENT = (
     functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss,
@@ -46,14 +46,14 @@ _BY_ELEMENT = (
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Stands for one of a graph's values among a call's arguments."""
+    """Represents one of a graph's values among a call's arguments."""
 
     value: int
 
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """What a loss by labels counts: those that are not ignored, by the weight of their class if there is one."""
+    """What a loss over labels counts: those that are not ignored, weighted by class if there are class weights."""
 
     target: int
     ignored: int
@@ -62,37 +62,37 @@ class Labels:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One part of a loss: the call that makes it, and what it is a mean over; a sum if there is nothing."""
+    """One part of a loss: the call that computes it, and what it is a mean over; a sum if nothing."""
 
     call: int
     labels: Labels | None = None
-    divided: int | None = None  # the count that a sum is divided by
-    num_bytes: int | None = None  # of the elements that it is a mean over
-    data: tuple[int, ...] = ()  # what it is computed from
+    divided: int | None = None  # the count by which a sum is divided
+    num_bytes: int | None = None  # of the elements that it averages
+    data: tuple[int, ...] = ()  # the values from which it is computed
 
     @property
     def is_sum(self) -> bool:
-        """Whether the microbatches' are simply added."""
+        """Whether the microbatches' values are simply added."""
         return self.labels is None and self.divided is None and self.num_bytes is None
 
 
 def name_of(call: Call) -> str:
-    """Return the name of what is called."""
+    """Return the name of the called function."""
     name: str = call.block or getattr(call.function, "__name__", str(call.function))
     return name
 
 
 def arguments_of(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what a call is given, with `Ref`s for tensors."""
+    """Return the arguments of a call, with `Ref`s for tensors."""
     refs: Any = [Ref(value) for value in call.takes]
     args, kwargs = unpack(refs, call.form)
     return args, kwargs
 
 
 class Walk:
-    """The way back from a graph's loss: its parts, and the names of calls that are neither a mean nor a sum.
+    """The path back from a graph's loss: its parts, and the names of calls that are neither a mean nor a sum.
 
-    `fixed` are inputs that are alike in all microbatches, `known` those before.
+    `fixed` are inputs that are the same in all microbatches, `known` those known before the step.
     """
 
     def __init__(self, graph: CallGraph, loss: int, known: Collection[int], fixed: Collection[int] = ()) -> None:
@@ -109,7 +109,7 @@ class Walk:
         self.others: list[str] = []
         self._value(loss)
         if self._has_constant and any(one.is_sum for one in self.terms):
-            self.others.append("a constant beside a sum")  # would be added once for every microbatch
+            self.others.append("a constant beside a sum")  # would be added once per microbatch
 
     def _value(self, value: int) -> None:
         for at in self.changes.get(value, ()):
@@ -119,7 +119,7 @@ class Walk:
             return
         made = self.graph.made_at.get(value, -1)
         if made >= 0:
-            # Zeros that a loss is added to are made of nothing.
+            # Zeros to which a loss is added depend on nothing.
             if value not in self.changes or self.graph.calls[made].takes:
                 self._call(made)
         elif self.graph.is_carried(value):
@@ -155,7 +155,7 @@ class Walk:
             self.others.append(name)
 
     def _term(self, at: int) -> Term | None:
-        """Return the term that a call makes, if it says what it is a mean or a sum of."""
+        """Return the term that a call computes, if it says what it is a mean or a sum of."""
         call = self.graph.calls[at]
         name = name_of(call)
         if call.function in _BY_LABEL or call.function in _BY_ELEMENT:
@@ -169,14 +169,14 @@ class Walk:
         return None
 
     def _is_of_losses(self, call: Call) -> bool:
-        """Whether a mean or sum is taken over a few losses that were put together."""
+        """Whether a mean or sum is taken over a few losses that were combined."""
         made = self.graph.made_at.get(call.takes[0], -1) if call.takes else -1
         if made < 0 or name_of(self.graph.calls[made]) not in ("stack", "cat"):
             return False
         return all(self.graph.values[one].num_bytes <= _SCALAR for one in self.graph.calls[made].takes)
 
     def _quotient(self, at: int, call: Call) -> Term | None:
-        """Return the term of a sum that is divided by a sum over the inputs: a mean over what that counts."""
+        """Return the term of a sum divided by a sum over the inputs: a mean over what that counts."""
         top, bottom = call.takes
         count = self._count(bottom) if self.is_known(bottom) else None
         if count is None:
@@ -187,7 +187,7 @@ class Walk:
         return Term(at, divided=count, data=tuple(value for one in above.terms for value in one.data))
 
     def _count(self, value: int) -> int | None:
-        """Return the sum that a value is, up to factors and a least value; None if it is none."""
+        """Return the sum that a value is, up to factors and a minimum; None if it is not a sum."""
         made = self.graph.made_at.get(value, -1)
         if made < 0 or value in self.changes:
             return None
@@ -198,7 +198,7 @@ class Walk:
         return self._count(varying[0]) if name_of(call) in _COUNTS and len(varying) == 1 else None
 
     def _of_torch(self, at: int, call: Call) -> Term | None:
-        """Return the term of one of torch's own losses."""
+        """Return the term of one of torch's losses."""
         assert call.function is not None
         given = _bound(call.function, call)
         if given is None or given.get("size_average") is not None or given.get("reduce") is not None:
@@ -222,11 +222,11 @@ class Walk:
         return Term(at, labels=labels, num_bytes=by_element.num_bytes, data=data)
 
     def is_fixed(self, value: int) -> bool:
-        """Whether a value is the same in all microbatches: a constant, a parameter, or made of fixed inputs."""
+        """Whether a value is the same in all microbatches: a constant, a parameter, or computed from fixed inputs."""
         return self._comes_from(value, self.fixed)
 
     def is_known(self, value: int) -> bool:
-        """Whether plain functions make a value of inputs that are known before the step runs."""
+        """Whether plain functions compute a value from inputs that are known before the step runs."""
         return self._comes_from(value, self.known | self.fixed)
 
     def _comes_from(self, value: int, allowed: Collection[int]) -> bool:
@@ -241,7 +241,7 @@ class Walk:
         return all(self.graph.calls[at].is_plain for at in calls)
 
     def data_calls(self, term: Term) -> Iterator[int]:
-        """Yield the calls between what blocks or unknown inputs gave and a term."""
+        """Yield the calls between a term and the results of blocks or unknown inputs."""
         todo, seen = list(term.data), set()
         while todo:
             value = todo.pop()
@@ -266,7 +266,7 @@ def _bound(function: Callable[..., Any], call: Call) -> dict[str, Any] | None:
 
 
 def loss_place(form: Any) -> int | None:
-    """Return which of an output's tensors is its loss: the one called `loss`, the only one, or the first of a tuple.
+    """Return which of an output's tensors is its loss: the one named `loss`, the only one, or the first of a tuple.
 
     >>> loss_place(("dict", ("logits", "loss"), 0, 1)), loss_place(None), loss_place(("tuple", 0, 1))
     (1, 0, 0)

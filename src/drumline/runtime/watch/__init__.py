@@ -1,1 +1,1 @@
-"""What a model depends on beside its inputs, looked at before every step."""
+"""Check before every step what a model depends on besides its inputs."""

@@ -1,7 +1,7 @@
-"""What a value is at the moment, cheap to take and to compare: whether it has changed since can be asked in every step.
+"""The current state of a value, cheap to take and compare, so that every step can check whether it has changed.
 
-Numbers and text are told apart by type and value, containers and plain objects by what is inside, tensors by identity
-and by how often they were changed in place, all else by identity.
+Numbers and text are compared by type and value, containers and plain objects by their contents, tensors by identity and
+by how often they were changed in place, everything else by identity.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _CHANGING = (list, deque, set, dict, np.ndarray, array, bytearray, partial)
 _SETTLED = (*PLAIN, tuple, frozenset)
 _DEPTH = 6
 _SIZED = (list, tuple, deque, dict, set, frozenset)
-_MOST = 1024  # entries: of more it is only looked at which they are
-_MANY = 65536  # entries: of more only the number is looked at
+_MOST = 1024  # entries: with more, only their identities are compared
+_MANY = 65536  # entries: with more, only their number is compared
 _WHOLE = (nn.Module, Tensor, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
 LIBRARIES = frozenset({"torch", "numpy", "transformers", "builtins"}) | sys.stdlib_module_names
 
 
 class _Same:
-    """An object that is itself alone: it lives on here, so that no other one gets its id."""
+    """An object compared by identity; it is kept alive here, so that its id is not reused."""
 
     __slots__ = ("itself", "version")
 
@@ -45,7 +45,7 @@ class _Same:
 
 
 class _Entries:
-    """The very entries of a long container; they live on here, so that no others get their ids."""
+    """The entries of a long container by identity; they are kept alive here, so that their ids are not reused."""
 
     __slots__ = ("kept",)
 
@@ -59,7 +59,7 @@ class _Entries:
 
 
 def fingerprint(value: Any, depth: int = _DEPTH) -> Any:
-    """Return what a value is now; equal as long as nothing about it changes.
+    """Return the state of a value; equal as long as nothing about it changes.
 
     >>> settings = {"scale": 1}
     >>> before = fingerprint(settings)
@@ -89,7 +89,7 @@ def fingerprint(value: Any, depth: int = _DEPTH) -> Any:
 
 
 def _contents(value: Any, kind: type, depth: int) -> Any:
-    """Return what a container is: of its own kind, or of a class that is made from one."""
+    """Return the state of a container, or of a subclass of one."""
     own = () if kind in _KINDS else (_Same(value),)
     if len(value) > _MOST:
         return (_Same(value), _Entries(value) if len(value) <= _MANY else len(value))
@@ -101,7 +101,7 @@ def _contents(value: Any, kind: type, depth: int) -> Any:
 
 
 def _numbers(value: Any) -> Any:
-    """Return what an array is: all of its bytes, or of a large one some."""
+    """Return the state of an array: all of its bytes, or some of a large one's."""
     if value.__class__ is np.ndarray and value.dtype.hasobject:
         return _Same(value)
     if not isinstance(value, np.ndarray):
@@ -111,7 +111,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _fields(value: Any) -> dict[str, Any] | None:
-    """Return the fields of an object of somebody's own class, those of the class that are plain included."""
+    """Return the fields of a user-defined object, including plain ones of its class."""
     if isinstance(value, _WHOLE):
         return None
     fields: dict[str, Any] = dict(getattr(value, "__dict__", ()))
@@ -128,7 +128,7 @@ def _fields(value: Any) -> dict[str, Any] | None:
 
 
 def only_named(before: Any, now: Any) -> bool:
-    """Whether an object only got words where it had nothing, as a config whose kind of problem is found out once.
+    """Whether an object only gained text where it had nothing, such as a config that detects its problem type once.
 
     >>> from types import SimpleNamespace
     >>> config = SimpleNamespace(kind=None)
@@ -147,9 +147,9 @@ def only_named(before: Any, now: Any) -> bool:
 
 
 def can_change(value: Any) -> bool:
-    """Whether a value may become another one without being exchanged.
+    """Whether a value can change without being replaced.
 
-    An object of somebody's own class, such as a config, may: its fields are plain attributes.
+    A user-defined object, such as a config, can: its fields are plain attributes.
 
     >>> can_change([1]), can_change((1, 2)), can_change("a")
     (True, False, False)

@@ -1,17 +1,17 @@
-"""What a cut model depends on beside its inputs, looked at before every step: whether all is as it was.
+"""Check before every step whether everything that a cut model depends on besides its inputs is unchanged.
 
-    modes, hooks, what is frozen, attributes and variables that the forward reads between blocks     followed again
-    another buffer in the place of one that is used between blocks                                    taken over
-    another module in the place of one, another parameter                                             refused
+    modes, hooks, what is frozen, attributes and variables that the forward reads between blocks     traced again
+    another buffer in place of one used between blocks                                                adopted
+    another module in place of one, another parameter                                                 refused
 
-The modules are those of the user's own model, as long as anybody has it: one that is gone does not change any more.
+The modules are those of the user's model, as long as it lives: a model that is gone no longer changes.
 
-Variables outside of a model that its forward may read are globals, and what functions have captured:
+Variables outside a model that its forward may read are globals, and variables captured by functions:
 
     SCALE = 1.0                                     read by name in forward, or in a function that forward calls
     def forward(self, x): return x * SCALE
 
-Which they are is read off the functions' code, without running it. Those of libraries are left out.
+They are found from the functions' code, without running it. Those of libraries are ignored.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LIBRARIES = LIBRARIES | {"drumline"}
 
 
 class Surroundings:
-    """The variables that some modules' code may read, and what they were.
+    """The variables that some modules' code may read, and their states.
 
     >>> __name__ = "mine"  # not a part of this library
     >>> scale = [1.0]
@@ -63,17 +63,17 @@ class Surroundings:
                 self._follow(function)
 
     def now(self) -> list[Any]:
-        """Return what all of them are."""
+        """Return the states of all of them."""
         return [fingerprint(read()) for read in self._readers.values()]
 
     def changed(self, before: Sequence[Any]) -> str:
-        """Return the name of a variable that is another one than it was, if there is any."""
+        """Return the name of a variable that has changed, if any."""
         pairs = zip(self._readers, before, self.now(), strict=True)
         return next((name or "a variable of a closure" for (_, name), one, now in pairs if one != now), "")
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Give lists, dicts and sets their content back afterwards, and forget what functions remembered meanwhile."""
+        """Restore the contents of lists, dicts and sets afterwards, and clear function caches."""
         values = [read() for read in self._readers.values()]
         copies = [(one, copy(one)) for one in values if isinstance(one, list | dict | set)]
         sizes = [one.cache_info().currsize for one in self._caches.values()]
@@ -131,7 +131,7 @@ def _is_watched(value: Any) -> bool:
 
 
 def _is_known(thing: Any) -> bool:
-    """Whether a module, class or function is a library's."""
+    """Whether a module, class or function belongs to a library."""
     name = thing.__name__ if isinstance(thing, ModuleType) else getattr(thing, "__module__", None) or ""
     return name.partition(".")[0] in _LIBRARIES
 
@@ -148,7 +148,7 @@ def _functions_of(module: nn.Module) -> Iterator[Any]:
 
 
 def code_of(module: nn.Module) -> list[Any]:
-    """Return which functions a module has, of its own and of its classes, libraries' left out."""
+    """Return the functions of a module, its own and those of its classes, without libraries' functions."""
     kind = type(module)
     found: list[Any] = [kind]
     found += [one for one in vars(module).values() if isinstance(one, FunctionType | MethodType)]
@@ -166,7 +166,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def _of_function(function: FunctionType) -> Reader:
-    """Return what reads how a function may change: its code, its defaults and its attributes."""
+    """Return a reader of what can change in a function: its code, its defaults and its attributes."""
     return lambda: (function.__code__, function.__defaults__, function.__kwdefaults__, function.__dict__)
 
 
@@ -177,7 +177,7 @@ Table = dict[str, Tensor | None]
 
 
 class Watch:
-    """A model's modules and what they were; `inside` are those that are followed inside, whose code is looked at too.
+    """A model's modules and their states; `inside` are those traced inside, whose code is checked too.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
     >>> watch = Watch(model.named_modules(), frozenset({""}))
@@ -201,13 +201,13 @@ class Watch:
                 yield name, seen, module
 
     def read(self, places: Iterable[AttributeName]) -> None:
-        """Look after these attributes too, which decided how the model was followed."""
+        """Also check these attributes, on which the trace depends."""
         named = {name: seen for name, seen in self._modules if name in {place[0] for place in places}}
         self._places.update((place, named[place[0]]) for place in places if place[0] in named)
         self._before = self._now()
 
     def begin(self) -> None:
-        """Take parameters and buffers between blocks to be what they are now."""
+        """Record the current parameters and buffers between blocks as the expected ones."""
         self._tables = [
             (name, seen, dict(module._parameters), dict(module._buffers))
             for name, seen, module in self._alive()
@@ -215,12 +215,12 @@ class Watch:
         ]
 
     def has_changed(self) -> bool:
-        """Whether anything is not as it was when this was last asked; refuses modules that were exchanged."""
+        """Whether anything has changed since the last call; refuse replaced modules."""
         self.refuse_exchanged()
         before, self._before = self._before, self._now()
         if before == self._before:
             return False
-        self._surroundings = self._around()  # other code may read others
+        self._surroundings = self._around()  # other code may read other variables
         self._before = self._now()
         return True
 
@@ -243,7 +243,7 @@ class Watch:
         return found + self._surroundings.now()
 
     def refuse_exchanged(self) -> None:
-        """Refuse other modules than there were."""
+        """Refuse modules that were replaced, added or removed."""
         for name, seen, before in self._children:
             module = seen()
             if module is None or _children(module) == before:
@@ -252,13 +252,13 @@ class Watch:
             keys = [key for key in {**dict(before), **dict(now)} if dict(before).get(key) != dict(now).get(key)]
             whole = whole_name(name, keys[0])
             raise ModelError(
-                f"the module {whole!r} was exchanged, added or taken away since the pipeline was made",
-                expected="the modules that the model was cut with",
-                fix="make a new pipeline",
+                f"the module {whole!r} was replaced, added or removed after the pipeline was created",
+                expected="the modules with which the model was cut",
+                fix="create a new pipeline",
             )
 
     def exchanged(self) -> list[tuple[str, Tensor]]:
-        """Return the buffers between blocks in whose place there is another tensor; refuses other parameters."""
+        """Return the buffers between blocks that were replaced by another tensor; refuse replaced parameters."""
         found = []
         for at, (name, seen, parameters, buffers) in enumerate(self._tables):
             module = seen()
@@ -267,9 +267,9 @@ class Watch:
             for key, one in module._parameters.items():
                 if one is not parameters.get(key):
                     raise ModelError(
-                        f"the parameter {whole_name(name, key)!r} was exchanged since the pipeline was made",
-                        expected="the parameters that the model was cut with, where they are used between blocks",
-                        fix="change it in place, with load_state_dict, or make a new pipeline",
+                        f"the parameter {whole_name(name, key)!r} was replaced after the pipeline was created",
+                        expected="the original parameter, because the forward uses it between blocks",
+                        fix="change it in place, use load_state_dict, or create a new pipeline",
                     )
             new = [(key, one) for key, one in module._buffers.items() if one is not buffers.get(key)]
             if new:
@@ -284,7 +284,7 @@ def _children(module: nn.Module) -> Sequence[tuple[str, int]]:
 
 
 def _attribute(module: nn.Module, key: str) -> Any:
-    """Return an attribute as it is, without running any code: the module's own, or a plain one of its class."""
+    """Return an attribute without running any code: the module's own, or a plain one of its class."""
     own = module.__dict__
     if key in own:
         return own[key]
@@ -296,7 +296,7 @@ def _attribute(module: nn.Module, key: str) -> Any:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks of its own.
+    """Whether a module has its own hooks.
 
     >>> has_hooks(nn.ReLU())
     False
@@ -305,10 +305,10 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def refuse_hooks(root: nn.Module) -> None:
-    """Refuse hooks on an nn.Sequential whose blocks are run one by one, without it."""
+    """Refuse hooks on an nn.Sequential whose blocks run one by one, without it."""
     if has_hooks(root):
         raise ModelError(
-            "the model is an nn.Sequential with hooks of its own, and is no module of any stage",
-            expected="hooks on its blocks, or an example with which the model is followed, hooks included",
-            fix="put the hook on a block, or pass example= to Pipeline before it is made",
+            "the model is an nn.Sequential with its own hooks, which no stage would run",
+            expected="hooks on its blocks, or an example with which to trace the model, hooks included",
+            fix="register the hook on a block, or pass example= to Pipeline",
         )

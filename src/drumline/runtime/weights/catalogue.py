@@ -1,8 +1,8 @@
-"""All tensors of a model, each once, under every name that it has, and where in the modules it stands.
+"""All tensors of a model, each once with all of its names, and its places in the modules.
 
 A parameter that two modules share (an embedding and the head tied to it) is one entry with two names and two places.
-Its owner is the module where it stands first. Names are those of the unsplit model, so an entry is called the same on
-every rank, whatever the cut.
+Its owner is the module of its first place. Names are those of the unsplit model, so an entry has the same name on every
+rank, whatever the cut.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ class Place(NamedTuple):
 
     @property
     def table(self) -> dict[str, Any]:
-        """The module's table that the slot is in."""
+        """The module's table that contains the slot."""
         return self.module._parameters if self.is_parameter else self.module._buffers
 
     @property
     def tensor(self) -> Tensor | None:
-        """What is there now."""
+        """The current tensor."""
         return self.table.get(self.key)
 
     @property
     def saved(self) -> bool:
-        """Whether what stands here belongs to the state that is saved."""
+        """Whether the tensor here belongs to the saved state."""
         return self.key not in self.module._non_persistent_buffers_set
 
 
 def places_in(block: Block) -> Iterator[Place]:
-    """Yield the places of a block's tensors, one that stands in several places once for each.
+    """Yield the places of a block's tensors; a tensor in several places once for each.
 
     >>> layer = nn.Linear(2, 2, bias=False)
     >>> [place.name for place in places_in(Block("3", nn.Sequential(layer, layer)))]
@@ -57,7 +57,7 @@ def places_in(block: Block) -> Iterator[Place]:
 
 
 def whole_name(path: str, key: str) -> str:
-    """Return the name of what a module at a path holds; the model's own path is empty.
+    """Return the full name of what a module at a path holds; the model's own path is empty.
 
     >>> whole_name("layers.0", "weight"), whole_name("", "weight")
     ('layers.0.weight', 'weight')
@@ -66,13 +66,13 @@ def whole_name(path: str, key: str) -> str:
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return a model's parameters and then its buffers, each under every name that it has."""
+    """Return a model's parameters and then its buffers, each with every name that it has."""
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One tensor, its names and its places, first the owner's."""
+    """One tensor, its names and its places, the owner's first."""
 
     tensor: Tensor
     names: list[str] = field(default_factory=list)
@@ -85,28 +85,28 @@ class Entry:
 
     @property
     def owner(self) -> nn.Module:
-        """The module where the tensor stands first."""
+        """The module of the tensor's first place."""
         return self.places[0].module
 
     @property
     def saved(self) -> bool:
-        """Whether files of weights hold it, as the owner says."""
+        """Whether weights files contain it, as the owner says."""
         return self.places[0].saved
 
     @property
     def kind(self) -> str:
-        """What it is, in words."""
+        """Its kind, in words."""
         return "parameter" if isinstance(self.tensor, nn.Parameter) else "buffer"
 
     def put(self, tensor: Tensor) -> None:
-        """Let another tensor stand in all places."""
+        """Put another tensor into all places."""
         for place in self.places:
             place.table[place.key] = tensor
         self.tensor = tensor
 
 
 class Catalogue:
-    """The tensors and modules of some blocks, and of the model that they were cut from.
+    """The tensors and modules of some blocks, and of the model from which they were cut.
 
     >>> model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU(), nn.Linear(2, 2, bias=False))
     >>> model[2].weight = model[0].weight
@@ -139,7 +139,7 @@ class Catalogue:
 
 
 def with_memory(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor like one on the meta device, with memory: a parameter stays one, with all that was said of it."""
+    """Return a tensor with memory like one on the meta device; a parameter stays one, with all its settings."""
     made = torch.empty_like(tensor, device=device, requires_grad=False)
     if isinstance(tensor, nn.Parameter):
         made = torch.Tensor._make_subclass(type(tensor), made, tensor.requires_grad)

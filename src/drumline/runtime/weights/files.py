@@ -1,11 +1,11 @@
-"""Weights on disk: which tensors there are, and any one of them read by itself, straight to where it belongs.
+"""Weights on disk: list their tensors, and read any of them alone, directly to its destination.
 
-Files are read, not mapped: what is mapped counts as this process's memory as soon as it is touched. A tensor for the
-host goes from the file into its own memory; one for another device, or of another type, passes through a small buffer.
+Files are read, not mapped: mapped pages count as this process's memory as soon as they are touched. A tensor for the
+host goes from the file into its own memory; one for another device or dtype passes through a small buffer.
 
-    folder/model.safetensors.index.json    which tensor stands in which file
+    folder/model.safetensors.index.json    which tensor is in which file
     folder/model-00001-of-00002.safetensors
-    │ 8 bytes: n │ n bytes of JSON: name → type, shape, from, to │ the tensors' bytes │
+    │ 8 bytes: n │ n bytes of JSON: name → dtype, shape, from, to │ the tensors' bytes │
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SIZE = struct.Struct("<Q")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _INDEX = Kind("index", ModelError, 'JSON with a "weight_map"', 64 * MIB)
-_WEIGHTS = Kind("file of weights", ModelError, "a whole file of weights")
+_WEIGHTS = Kind("weights file", ModelError, "a complete weights file")
 _TORCH_ENDINGS = (".bin", ".pt", ".pth")
 TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -44,7 +44,7 @@ TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor in a file: `start` is where its first element stands, `stride` how elements follow, None in order."""
+    """One tensor in a file: `start` is the offset of its first element; `stride` is None if contiguous."""
 
     file: Path
     name: str
@@ -69,7 +69,7 @@ class Stored:
         return flat.as_strided(self.shape, self.stride)
 
     def into(self, target: Tensor) -> None:
-        """Read the tensor into a target of the same shape, whatever its device and type."""
+        """Read the tensor into a target of the same shape, on any device and of any dtype."""
         if self.stride is not None or not target.is_contiguous():
             target.copy_(self.read())
             return
@@ -86,7 +86,7 @@ class Stored:
                 flat[at : at + part.numel()].copy_(part)
 
     def _fill(self, source: BinaryIO, flat: Tensor, at: int) -> None:
-        """Read elements from number `at` on, as many as there is room for."""
+        """Read elements from number `at` on, as many as fit."""
         if not flat.numel():
             return
         rest = memoryview(flat.view(torch.uint8).numpy().data)
@@ -95,7 +95,7 @@ class Stored:
             number = source.readinto(rest)  # type: ignore[attr-defined]
             if not number:
                 raise ModelError(
-                    f"{self.file} ends within the tensor {self.name!r}", expected="a whole file", fix="copy it anew"
+                    f"{self.file} ends within the tensor {self.name!r}", expected="a complete file", fix="copy it again"
                 )
             rest = rest[number:]
 
@@ -103,8 +103,8 @@ class Stored:
 class Weights:
     """The tensors of a folder of weights, or of one file: `.safetensors`, or torch's `.bin`, `.pt`, `.pth`.
 
-    Tensors that the model has no place for are an error, unless their names match one of `ignore`; so are those that
-    the model lacks, unless they match one of `fresh`: these are initialised. Patterns are those of a shell: `head.*`.
+    Extra tensors in the files are an error, unless their names match a shell pattern in `ignore`, such as `head.*`.
+    Missing tensors are an error, unless they match a pattern in `fresh`: these are initialised.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -122,14 +122,14 @@ class Weights:
         for one in _found(self.path):
             first = self.tensors.setdefault(one.name, one)
             if first is not one:
-                raise ModelError(f"{first} stands in {one.file} too", expected="every tensor in one file")
+                raise ModelError(f"{first} is in {one.file} too", expected="each tensor in only one file")
 
     def ignores(self, name: str) -> bool:
-        """Whether a tensor that the model has no place for is none it needs."""
+        """Whether to ignore a tensor that the model has no place for."""
         return any(fnmatchcase(name, pattern) for pattern in self.ignore)
 
     def leaves_fresh(self, name: str) -> bool:
-        """Whether a tensor that is not in the files is to be initialised."""
+        """Whether to initialise a tensor that is not in the files."""
         return any(fnmatchcase(name, pattern) for pattern in self.fresh)
 
     def described(self) -> list[tuple[str, tuple[int, ...], str]]:
@@ -152,7 +152,7 @@ def _found(path: Path) -> Iterator[Stored]:
     else:
         beside = sorted(one.name for one in path.parent.iterdir()) if path.parent.is_dir() else []
         raise ModelError(
-            f"there are no weights at {path}",
+            f"no weights found at {path}",
             expected="a folder or a file on this machine",
             fix=nearest(path.name, beside) if 0 < len(beside) <= 20 else "",
         )
@@ -173,27 +173,27 @@ def _in_folder(folder: Path) -> Iterator[Stored]:
         if files:
             return
     raise ModelError(
-        f"the folder {folder} holds no weights",
-        expected=f"one of {', '.join((*_INDEXES, *_SINGLE))}, or files that end with .safetensors, .bin, .pt or .pth",
+        f"the folder {folder} contains no weights",
+        expected=f"one of {', '.join((*_INDEXES, *_SINGLE))}, or files ending in .safetensors, .bin, .pt or .pth",
     )
 
 
 def _indexed(index: Path) -> Iterator[Stored]:
-    """Yield the tensors of the files that an index names, where it says that they are."""
+    """Yield the tensors of the files that an index names, each from the file that it says."""
     try:
         table = Parsed(read_object(index, _INDEX), _INDEX)["weight_map"]
         where = {name: table[name].text() for name in table.only(table.value).value}
     except ModelError as error:
-        raise ModelError(f"{index} is not an index of weights: {error.error}", expected=error.expected) from None
+        raise ModelError(f"{index} is not a weights index: {error.error}", expected=error.expected) from None
     files = sorted(set(where.values()))
     for file in files:
         if not (index.parent / file).is_file():
-            raise ModelError(f"{index} names {file}, which is not there", fix="fetch the missing file")
+            raise ModelError(f"{index} names {file}, which does not exist", fix="fetch the missing file")
         inside = {one.name: one for one in _in_file(index.parent / file)}
         for name in (name for name, place in where.items() if place == file):
             if name not in inside:
                 raise ModelError(
-                    f"{index} says that {name!r} is in {file}, and it is not", fix="fetch the file or the index anew"
+                    f"{index} says that {name!r} is in {file}, but it is not", fix="fetch the file or the index again"
                 )
             yield inside[name]
 
@@ -203,7 +203,7 @@ def _in_file(file: Path) -> Iterator[Stored]:
         return _in_safetensors(file)
     if file.suffix in _TORCH_ENDINGS:
         return _in_torch(file)
-    raise ModelError(f"{file} is not a file of weights by its name", expected=".safetensors, .bin, .pt or .pth")
+    raise ModelError(f"{file} does not have the name of a weights file", expected=".safetensors, .bin, .pt or .pth")
 
 
 def _in_safetensors(file: Path) -> Iterator[Stored]:
@@ -212,49 +212,49 @@ def _in_safetensors(file: Path) -> Iterator[Stored]:
         head = source.read(_SIZE.size)
         (length,) = _SIZE.unpack(head) if len(head) == _SIZE.size else (size + 1,)
         if length > min(size - _SIZE.size, _MAX_HEADER_BYTES):
-            raise ModelError(f"{file} is not a safetensors file, or not a whole one", fix="copy it anew")
+            raise ModelError(f"{file} is not a complete safetensors file", fix="copy it again")
         header = source.read(length)
-    not_this = f"the header of {file} is not that of a safetensors file"
+    not_this = f"{file} does not have the header of a safetensors file"
     try:
         entries = parse_object(header, _WEIGHTS)
     except ModelError as error:
-        raise ModelError(f"{not_this}: {error.error}", fix="copy it anew") from None
+        raise ModelError(f"{not_this}: {error.error}", fix="copy it again") from None
     try:
         entries.pop("__metadata__", None)
         for name, entry in entries.items():
             begin, end = (_SIZE.size + length + int(at) for at in entry["data_offsets"])
             shape = tuple(map(int, entry["shape"]))
             if entry["dtype"] not in TYPES:
-                raise ModelError(f"{name!r} of {file} has the type {entry['dtype']}", expected=", ".join(TYPES))
+                raise ModelError(f"{name!r} of {file} has the dtype {entry['dtype']}", expected=", ".join(TYPES))
             one = Stored(file, name, TYPES[entry["dtype"]], shape, begin)
             fits = _SIZE.size + length <= begin <= end <= size and min(shape, default=0) >= 0
             if not fits or end - begin != math.prod(shape) * one.dtype.itemsize:
-                raise ModelError(f"{one} does not fit into the file", expected="a whole file", fix="copy it anew")
+                raise ModelError(f"{one} does not fit into the file", expected="a complete file", fix="copy it again")
             yield one
     except ModelError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-        raise ModelError(not_this, fix="copy it anew") from error
+        raise ModelError(not_this, fix="copy it again") from error
 
 
 def _in_torch(file: Path) -> Iterator[Stored]:
     with opened(file, _WEIGHTS):
         pass  # torch would wait for a pipe
     try:
-        # On the meta device torch reads the names alone, and notes where in the file each storage begins.
+        # On the meta device, torch reads only the names, and records where in the file each storage begins.
         found = torch.load(file, map_location="meta", weights_only=True, mmap=True)
     except Exception as error:
         raise ModelError(
             f"torch cannot read {file}: {str(error).splitlines()[0]}",
-            expected="a dict of tensors that torch.save wrote in its present format",
-            fix="write it anew: torch.save(model.state_dict(), file)",
+            expected="a dict of tensors written by torch.save in its current format",
+            fix="save it again: torch.save(model.state_dict(), file)",
         ) from error
     if not isinstance(found, Mapping) or not all(isinstance(one, Tensor) for one in found.values()):
         what = f"a dict with {', '.join(map(str, found))}"[:200] if isinstance(found, Mapping) else type(found).__name__
         raise ModelError(
             f"{file} holds {what}",
-            expected="a dict of tensors by name",
-            fix="write model.state_dict() and nothing else",
+            expected="a dict from names to tensors",
+            fix="save model.state_dict() and nothing else",
         )
     for name, one in found.items():
         start = one.untyped_storage()._checkpoint_offset

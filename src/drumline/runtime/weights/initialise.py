@@ -1,14 +1,14 @@
-"""Values for tensors that have none: every module's own initialiser, with random numbers of the module's own.
+"""Values for tensors that have none: every module's own initialiser, with its own random numbers.
 
-Modules come children first, as their constructors would have run. An initialiser is
+Modules run children first, as their constructors would have. An initialiser is
 
-- `_init_weights(module)` of the module itself or the nearest one above, as Hugging Face models have it;
-- where that leaves something out, or there is none: the module's `reset_parameters()` or `_reset_parameters()`.
+- `_init_weights(module)` of the module itself or its nearest parent, as in Hugging Face models;
+- if there is none, or it skips a tensor: the module's `reset_parameters()` or `_reset_parameters()`.
 
-Every draw is seeded from (seed, module name, how many the initialiser made before). One into a tensor of another rank,
-which is on the meta device, counts too. So the same model comes out whatever the cut, and whichever ranks hold it.
+Every draw is seeded from (seed, module name, number of earlier draws of the initialiser). Draws into a tensor of
+another rank, which is on the meta device, count too. So the same model results from any cut, on any ranks.
 
-Whether a tensor got a value is seen, not assumed: it is filled with NaN before, and looked at afterwards.
+Whether a tensor got a value is checked, not assumed: it is filled with NaN before, and compared afterwards.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def initialise(
 ) -> None:
     """Give the wanted entries, which have memory, their first values.
 
-    `parents` lets modules above the owners run too, which may change what their children drew.
+    With `parents`, modules above the owners run too; they may change what their children drew.
     """
     run = _Run(catalogue, wanted, seed, device)
     owners = run.owned
@@ -51,7 +51,7 @@ def initialise(
 
 
 class _Run:
-    """One initialisation: what is wanted, and what it looked like before."""
+    """One initialisation: the wanted entries, and their state before."""
 
     def __init__(self, catalogue: Catalogue, wanted: Sequence[Entry], seed: int, device: torch.device) -> None:
         self.names = catalogue.modules
@@ -93,7 +93,7 @@ class _Run:
         self._adopt(module)
 
     def _adopt(self, module: nn.Module) -> None:
-        """Take over buffers that an initialiser exchanged for others."""
+        """Adopt buffers that an initialiser replaced."""
         for entry in self.owned.get(module, ()):
             place = entry.places[0]
             found = place.table[place.key]
@@ -104,7 +104,7 @@ class _Run:
                 self.versions[entry] = -1
 
     def _foreign_put_aside(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Let the module write what it does not own, or what is not wanted, to nowhere."""
+        """Discard what the module writes to tensors that it does not own or that are not wanted."""
         tables: list[dict[str, Any]] = [module._parameters, module._buffers]
         return put_in(
             (table, slot, with_memory(one, torch.device("meta")))
@@ -115,16 +115,16 @@ class _Run:
 
     @contextmanager
     def _values_kept(self, module: nn.Module) -> Iterator[None]:
-        """Refuse an initialiser that writes over values of its children that are there already."""
+        """Refuse an initialiser that overwrites existing values of its children."""
         below = (one for part in module.children() for one in (*part.parameters(), *part.buffers()))
         others = [one for one in below if not one.is_meta and not self._is_wanted(one)]
         before = [one._version for one in others]
         yield
         if before != [one._version for one in others]:
             raise ModelError(
-                f"the initialiser of {self.names[module] or 'the model'} ({type(module).__name__}) writes over tensors "
-                "that have values",
-                expected="a model that is on the meta device as a whole",
+                f"the initialiser of {self.names[module] or 'the model'} ({type(module).__name__}) overwrites tensors "
+                "that already have values",
+                expected="a model that is entirely on the meta device",
             )
 
     def _is_wanted(self, tensor: Tensor) -> bool:
@@ -142,7 +142,7 @@ class _Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and saying so to the compiler would import it: seconds, 40 MB
+        return False  # nothing is compiled here; telling the compiler would import it: seconds, 40 MB
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -170,7 +170,7 @@ def _children_first(modules: Mapping[nn.Module, str]) -> Iterator[nn.Module]:
 
 
 def _above(catalogue: Catalogue) -> dict[nn.Module, Initialiser | None]:
-    """Return for every module the nearest `_init_weights`, its own or that of a module above."""
+    """Return the nearest `_init_weights` of every module, its own or that of a parent."""
     found: dict[nn.Module, Initialiser | None] = {}
 
     def visit(module: nn.Module, inherited: Initialiser | None) -> None:
@@ -204,7 +204,7 @@ def _has_nan(tensor: Tensor) -> bool:
 
 
 def _emptied(tensor: Tensor) -> int:
-    """Make a tensor look untouched; returns its version."""
+    """Make a tensor look untouched; return its version."""
     if _has_nan(tensor):
         tensor.detach().fill_(torch.nan)
     return tensor._version
@@ -214,12 +214,12 @@ def _refusal(entry: Entry) -> ModelError:
     kind = type(entry.owner).__name__
     if entry.kind == "buffer" and not entry.saved:
         return ModelError(
-            f"the buffer {entry.name} of {kind} is on the meta device, and no file of weights holds it",
+            f"the buffer {entry.name} of {kind} is on the meta device, and no weights file contains it",
             expected="a module that can compute it",
-            fix="give the module a reset_parameters() that does, or make the buffer on the host: device='cpu'",
+            fix="add a reset_parameters() that computes it, or create the buffer on the host: device='cpu'",
         )
     return ModelError(
         f"the {entry.kind} {entry.name} is on the meta device, and {kind} has no initialiser for it",
-        expected="reset_parameters() in the module, or _init_weights(module) in one above it",
-        fix="add one, or pass weights= to read it from files",
+        expected="reset_parameters() in the module, or _init_weights(module) in a parent module",
+        fix="add one of these, or pass weights= to read it from files",
     )

@@ -1,13 +1,13 @@
-"""Memory and values for the blocks of one rank, and for nothing else.
+"""Give memory and values to the blocks of one rank, and to nothing else.
 
-A model built under `torch.device("meta")` has shapes and no memory. What this rank holds is given memory, and values
-from files of weights or from the modules' own initialisers. Everything else stays on the meta device: all ranks know
-the whole model's names and shapes, so that all of them see the same error where files and model disagree.
+A model built under `torch.device("meta")` has shapes and no memory. What this rank holds gets memory, and values from
+weights files or from the modules' own initialisers. Everything else stays on the meta device: all ranks know the whole
+model's names and shapes, so all of them raise the same error if files and model disagree.
 
-The names in files are usually those in the model. A file may hold a model inside of another (`layers.0` for
-`model.layers.0`) or the other way round: one prefix may be put on or taken off. Hugging Face models come with rules of
-their own, for files older than the model's code: other names, or several tensors that are made into one, as a layer's
-experts are.
+The names in files are usually those in the model. A file may contain a model inside another (`layers.0` for
+`model.layers.0`) or the other way round, so one prefix may be added or removed. Hugging Face models bring their own
+rules for files older than the model's code: other names, or several tensors that are merged into one, such as a layer's
+experts.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from drumline.runtime.weights.initialise import initialise
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Conversion:
-    """Several tensors of files that are made into one or more of the model's, all at once."""
+    """Several tensors of files that are converted to one or more of the model's, all at once."""
 
     names: tuple[str, ...]
     make: Callable[[], Mapping[str, Tensor]]
 
 
-# Where each tensor of the model comes from, by its name there.
+# The source of each tensor of the model, by its name in the model.
 Sources = dict[str, Stored | Conversion]
 
 
 def sources_of(
     stored: Mapping[str, Stored], names: Collection[str], root: nn.Module | None
 ) -> tuple[Sources, list[Stored]]:
-    """Return where the model's tensors of these names come from, and those of the files that it has no place for."""
+    """Return the sources of the model's tensors with these names, and file tensors without a place in the model."""
     rules = _rules(root)
     if rules is not None:
         sources, left = rules.sort(stored, names)
@@ -57,7 +57,7 @@ def sources_of(
 def _prefixed(
     stored: Mapping[str, Stored], names: Collection[str], prefixes: Sequence[str] | None
 ) -> tuple[Sources, list[str]]:
-    """Match names as they are, then those left over with one prefix put on or taken off; returns what is left too."""
+    """Match names directly, then the remaining ones with one prefix added or removed; also return those left over."""
     sources: Sources = {name: one for name, one in stored.items() if name in names}
     left = [name for name in stored if name not in names]
     known = set(names) - set(sources)
@@ -86,7 +86,7 @@ class _Rules:
     converters: list[Any]
 
     def sort(self, stored: Mapping[str, Stored], names: Collection[str]) -> tuple[Sources, list[str]]:
-        """Find each tensor's place in the model, as transformers does; returns the names without one too."""
+        """Find each tensor's place in the model, as transformers does; also return the names without one."""
         places = dict.fromkeys(names, True)
         plain: Sources = {}
         converted: Sources = {}
@@ -110,7 +110,7 @@ class _Rules:
         prefix = self.model.base_model_prefix
         rename = self.library.rename_source_key
         target, pattern = rename(name, self.renamings, self.converters, prefix, places)
-        if target not in places and name in places:  # one that a rule would have changed by mistake
+        if target not in places and name in places:  # a rule would have changed it by mistake
             target, pattern = rename(name, [], [], prefix, places)
         return target, pattern
 
@@ -126,21 +126,21 @@ class _Rules:
                 made = one.convert(target, model=self.model, config=self.model.config)
             except Exception as error:
                 listed = ", ".join(str(stored) for _, stored in sources[:3])
-                raise ModelError(f"{target!r} cannot be made from {listed}, ...: {error}") from error
+                raise ModelError(f"cannot build {target!r} from {listed}, ...: {error}") from error
             return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
 
         return Conversion(names, make)
 
 
 def _rules(root: nn.Module | None) -> _Rules | None:
-    """Return the rules of a Hugging Face model, if the library has any; a model of it has imported it already."""
+    """Return the rules of a Hugging Face model, if the library has any; such a model has already imported it."""
     library: Any = sys.modules.get("transformers")
     if library is None or not isinstance(root, library.PreTrainedModel):
         return None
     try:
         from transformers import core_model_loading
         from transformers.conversion_mapping import get_model_conversion_mapping
-    except ImportError:  # before its fifth version
+    except ImportError:  # before version 5
         return None
     mapping = get_model_conversion_mapping(root)
     return _Rules(
@@ -151,7 +151,7 @@ def _rules(root: nn.Module | None) -> _Rules | None:
     )
 
 
-# Older files hold what modules compute themselves today.
+# Older files contain tensors that modules now compute themselves.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
 
 
@@ -164,9 +164,9 @@ def materialise(
     device: torch.device,
     seed: int,
 ) -> None:
-    """Give memory and values to what stands in `mine`, some of the model's `blocks`, which were cut from `root`.
+    """Give memory and values to the blocks in `mine`, some of the model's `blocks`, which were cut from `root`.
 
-    With weights, tensors that have values already are given those of the files.
+    With weights, tensors that already have values get those of the files.
     """
     tensors = (one for block in mine for one in (*block.module.parameters(), *block.module.buffers()))
     if weights is None and not any(one.is_meta for one in tensors):
@@ -191,7 +191,7 @@ def materialise(
             _load(loaded, sources)
     except BaseException:
         for entry, tensor in before:
-            entry.put(tensor)  # nothing is left that looks as if it had values
+            entry.put(tensor)  # leave nothing that looks as if it had values
         raise
     finally:
         _renew_flat_weights(mine)
@@ -205,7 +205,7 @@ def _name_in(sources: Sources, entry: Entry) -> str | None:
 def _check(
     catalogue: Catalogue, needed: Sequence[Entry], sources: Sources, unused: Sequence[Stored], weights: Weights
 ) -> None:
-    """Refuse files that lack a tensor, hold one too many, or one of another shape or kind."""
+    """Refuse files that lack a tensor, contain an extra one, or have another shape or dtype."""
     missing = [entry for entry in needed if entry.saved and _name_in(sources, entry) is None]
     missing = [entry for entry in missing if not any(map(weights.leaves_fresh, entry.names))]
     unused = [one for one in unused if not _is_expected(one.name, catalogue, weights)]
@@ -213,7 +213,7 @@ def _check(
         name = missing[0].name
         raise ModelError(
             f"{weights.path} has no tensor for the {missing[0].kind} {name}{_more(missing)}",
-            expected="all of the model's",
+            expected="a tensor for every parameter and persistent buffer of the model",
             fix=nearest(name, [one.name for one in unused])
             if unused
             else f"to initialise it: weights=dl.Weights(..., fresh=[{name!r}])",
@@ -222,8 +222,8 @@ def _check(
         name = unused[0].name
         raise ModelError(
             f"the model has no place for the tensor {unused[0]}{_more(unused)}",
-            expected="the files of this very model",
-            fix=f"to leave it out: weights=dl.Weights(..., ignore=[{name!r}])",
+            expected="the weights files of this model",
+            fix=f"to ignore it: weights=dl.Weights(..., ignore=[{name!r}])",
         )
     for entry in needed:
         source = sources.get(_name_in(sources, entry) or "")
@@ -232,7 +232,7 @@ def _check(
 
 
 def _is_expected(name: str, catalogue: Catalogue, weights: Weights) -> bool:
-    """Whether a tensor that the model has no place for is harmless: ignored, or computed by the model itself."""
+    """Whether a tensor without a place in the model is harmless: ignored, or computed by the model itself."""
     patterns = getattr(catalogue.root, "_keys_to_ignore_on_load_unexpected", None) or ()
     return (
         weights.ignores(name)
@@ -245,12 +245,12 @@ def _is_expected(name: str, catalogue: Catalogue, weights: Weights) -> bool:
 def _check_fit(entry: Entry, source: Stored | str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if shape != tuple(entry.tensor.shape):
         raise ModelError(
-            f"the tensor {source} has the shape {shape}",
-            expected=f"{tuple(entry.tensor.shape)}, as {entry.name} has it",
+            f"the tensor {source} has shape {shape}",
+            expected=f"{tuple(entry.tensor.shape)}, the shape of {entry.name}",
         )
     wanted = entry.tensor.dtype
     if dtype != wanted and not (dtype.is_floating_point and wanted.is_floating_point and min(dtype.itemsize, 2) == 2):
-        raise ModelError(f"the tensor {source} is of {dtype}", expected=f"{wanted}, as {entry.name} is")
+        raise ModelError(f"the tensor {source} has dtype {dtype}", expected=f"{wanted}, the dtype of {entry.name}")
 
 
 def _more(others: Sequence[object]) -> str:
@@ -258,7 +258,7 @@ def _more(others: Sequence[object]) -> str:
 
 
 def _load(entries: Iterable[Entry], sources: Sources) -> None:
-    """Read every entry's value; what is converted together is converted once."""
+    """Read every entry's value; tensors that are converted together are converted once."""
     together: dict[Conversion, list[tuple[str, Entry]]] = {}
     for entry in entries:
         name = _name_in(sources, entry)
@@ -283,8 +283,8 @@ def _check_same(entry: Entry, sources: Sources) -> None:
         alike = (other.file, other.start, other.shape) == (found[0].file, found[0].start, found[0].shape)
         if not alike and not torch.equal(other.read().to(entry.tensor.device, entry.tensor.dtype), entry.tensor):
             raise ModelError(
-                f"the model has one tensor for {found[0].name} and {other.name}, and {other.file} has two that differ",
-                fix="build the model with weights that are not tied",
+                f"the model has one tensor for {found[0].name} and {other.name}, but {other.file} has two that differ",
+                fix="build the model with untied weights",
             )
 
 
@@ -295,9 +295,9 @@ def _refuse_hidden(catalogue: Catalogue, blocks: Sequence[Block]) -> None:
             for name, one in vars(module).items():
                 if isinstance(one, Tensor) and one.is_meta:
                     raise ModelError(
-                        f"{catalogue.modules[module]}.{name} of {type(module).__name__} is on the meta device, and "
+                        f"{catalogue.modules[module]}.{name} of {type(module).__name__} is on the meta device, but is "
                         "neither a parameter nor a buffer",
-                        fix="register it as a buffer, or make it on the host: device='cpu'",
+                        fix="register it as a buffer, or create it on the host: device='cpu'",
                     )
 
 

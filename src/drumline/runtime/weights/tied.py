@@ -1,16 +1,16 @@
-"""Tensors that several blocks hold, such as an embedding's weight that is also the head's: who has them, and whose.
+"""Tensors that several blocks hold, such as a weight shared by embedding and head: who holds and who owns them.
 
     block 0, Embedding   weight ─┐
     block 9, Linear      weight ─┴─ one tensor, of stages 0 and 3: "0.weight" is its name, "9.weight" another for it
 
-They are found by identity, before anything is moved or copied. A tensor goes by its first name in the unsplit model;
-its home is the home rank of the first stage that holds it. Blocks of one rank that hold it have one object between
-them. Every other rank has a copy, which is kept equal to the last bit.
+They are found by identity, before anything is moved or copied. A tensor is known by its first name in the unsplit
+model; its owner is the home rank of the first stage that holds it. Blocks of one rank share one object. Every other
+rank has a copy, which is kept equal to the last bit.
 
-Blocks of one rank are copies where another rank of the same process is home to tensors in them (`Copies`). Between
-processes every rank has a model of its own. Ranks that take turns in one process have one model between them, so
-whatever several of them hold is copied: all of a stage's second copy, and tied tensors, whose blocks otherwise keep the
-user's own. The copies are not the user's: before every step they follow what he has.
+A rank's blocks are copies if another rank of the same process owns tensors in them (`Copies`). With several processes,
+every rank has its own model. Ranks that take turns in one process share one model, so everything that several of them
+hold is copied: all of a stage's second copy, and tied tensors, whose blocks otherwise keep the user's own. The copies
+do not belong to the user: before every step they follow the user's tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from drumline.runtime.weights.catalogue import Place, named_tensors, places_in
 
 @dataclass(frozen=True, slots=True)
 class HeldTensor:
-    """A parameter or buffer of the model: its names, the stages and ranks that hold it, and the rank whose it is."""
+    """A parameter or buffer of the model: its names, the stages and ranks that hold it, and the rank that owns it."""
 
     names: tuple[str, ...]
     stages: tuple[int, ...]
@@ -46,7 +46,7 @@ class HeldTensor:
 
     @property
     def name(self) -> str:
-        """The name it goes by: the first in the unsplit model."""
+        """Its first name in the unsplit model."""
         return self.names[0]
 
     @property
@@ -63,7 +63,7 @@ class HeldTensor:
 class Ties:
     """All tensors of a model that is cut into stages, and which of them are held more than once.
 
-    The first of a tensor's names is the one that `model` has for it, or where that is a list, that of the first block.
+    A tensor's first name is that in `model` or, if the model is a list, that of the first block.
 
     >>> layer = nn.Linear(2, 2, bias=False)
     >>> ties = Ties([[Block("0", layer)], [Block("1", nn.ReLU()), Block("2", layer)]], Placement.linear(2))
@@ -73,7 +73,7 @@ class Ties:
 
     def __init__(self, cuts: Sequence[Sequence[Block]], placement: Placement, model: object = None) -> None:
         self.placement = placement
-        self._known: dict[int, list[str]] = {}  # the model's own names, which blocks need not have all of
+        self._known: dict[int, list[str]] = {}  # the model's own names; blocks may lack some of them
         if isinstance(model, nn.Module):
             for name, one in named_tensors(model):
                 self._known.setdefault(id(one), []).append(name)
@@ -98,19 +98,19 @@ class Ties:
         )
 
     def _refuse_statistics(self, cuts: Sequence[Sequence[Block]]) -> None:
-        """Refuse running statistics that several stages change: each would see part of it, or another order."""
+        """Refuse running statistics that several stages change: each would see part of the batch, or another order."""
         for place in (one for blocks in cuts for block in blocks for one in places_in(block)):
             if isinstance(place.module, nn.modules.batchnorm._NormBase) and not place.is_parameter:
                 held = self._by_name[place.name]
                 if held.is_tied:
                     raise ModelError(
                         f"stages {', '.join(map(str, held.stages))} share running statistics, {held.name}",
-                        expected="a normalisation of its own in every stage, or one without running statistics",
+                        expected="a separate normalisation layer in each stage, or one without running statistics",
                     )
 
     @property
     def described(self) -> list[str]:
-        """What is held more than once, as text."""
+        """The tensors that are held more than once, as text."""
         return [" = ".join(one.names) for one in self.tensors if one.num_places > 1 or len(one.names) > 1]
 
     @property
@@ -119,16 +119,16 @@ class Ties:
         return sorted({edge for one in self.tensors if one.is_tied for edge in permutations(one.ranks, 2)})
 
     def find(self, name: str) -> HeldTensor | None:
-        """Return the tensor of this name, by whichever of its names, if it was there when the model was cut."""
+        """Return the tensor with this name, or any of its names, if it existed when the model was cut."""
         return self._by_name.get(name)
 
     def first(self, name: str) -> str:
-        """Return the name that a tensor goes by."""
+        """Return the first name of a tensor."""
         held = self._by_name.get(name)
         return name if held is None else held.name
 
     def home(self, name: str, stage: int) -> int:
-        """Return the home of a tensor that a stage holds under this name."""
+        """Return the owner of a tensor that a stage holds under this name."""
         held = self._by_name.get(name)
         return self.placement.homes[stage] if held is None else held.home
 
@@ -137,9 +137,9 @@ class Ties:
         return [one for one in self.tensors if one.is_copied and rank in one.ranks]
 
     def on(self, blocks: Iterable[tuple[int, Block]]) -> dict[str, tuple[int, Tensor]]:
-        """Return the tensors of some blocks, which come with their stages: each once, with its home, by its first name.
+        """Return the tensors of some blocks, given with their stages: each once, with its owner, by its first name.
 
-        Refuses a tensor that was one and has become two.
+        Refuse a tensor that was one and is now two.
         """
         found: dict[str, tuple[int, Tensor]] = {}
         names: dict[int, str] = {}
@@ -151,13 +151,13 @@ class Ties:
                 _, one = found.setdefault(name, (self.home(place.name, stage), tensor))
                 if one is not tensor or (first != name and place.name in self._by_name):
                     raise ModelError(
-                        f"{name} and {place.name} were one tensor when the pipeline was made, and are two now",
-                        fix="tie them again, or make a new pipeline",
+                        f"{name} and {place.name} were one tensor when the pipeline was created, and are two now",
+                        fix="tie them again, or create a new pipeline",
                     )
         return found
 
     def join(self, blocks: Iterable[Block]) -> None:
-        """Let blocks of one rank hold one object between them again, where moving them has made two of it."""
+        """Let blocks of one rank share one object again, if moving them has created two."""
         first: dict[str, Tensor] = {}
         for place in (one for block in blocks for one in places_in(block)):
             held, tensor = self._by_name.get(place.name), place.tensor
@@ -192,14 +192,12 @@ class Copies:
             if ties.home(place.name, stage) == rank
         )
         self._memo: dict[int, Any] = {id(tensor): tensor for tensor in own}
-        self._tables: list[
-            tuple[str, Table, Table, frozenset[str]]
-        ] = []  # the user's, ours, and what they have in common
+        self._tables: list[tuple[str, Table, Table, frozenset[str]]] = []  # the user's, ours, and what they share
         self._modules: list[tuple[nn.Module, nn.Module]] = []
-        self._attributes: list[tuple[str, Table, Table, Table, Any]] = []  # the user's, ours, and what they last were
+        self._attributes: list[tuple[str, Table, Table, Table, Any]] = []  # the user's, ours, and their last values
 
     def of(self, stage: int, blocks: Sequence[Block]) -> tuple[Block, ...]:
-        """Return the blocks of a stage, those that cannot be the user's own as copies."""
+        """Return the blocks of a stage, with copies of those that cannot be the user's own."""
         second = self.ties.placement.homes[stage] != self.rank
         return tuple(self._copied(block) if second or self._holds_others(stage, block) else block for block in blocks)
 
@@ -212,7 +210,7 @@ class Copies:
             self._modules.append((original, ours))
             if not isinstance(original, Piece):  # which is not the user's
                 space, copied = vars(original), vars(ours)
-                copied.update({kind: space[kind] for kind in HOOKS if kind in space})  # hooks come and go for both
+                copied.update({kind: space[kind] for kind in HOOKS if kind in space})  # both share their hooks
                 self._attributes.append((block.name, space, copied, _plain(space), _changing(space)))
             for theirs, own in ((original._parameters, ours._parameters), (original._buffers, ours._buffers)):
                 common = frozenset(key for key, tensor in theirs.items() if tensor is own[key])
@@ -221,7 +219,7 @@ class Copies:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Let the copies be what the user's modules are now: their values, what is frozen, the mode, the hooks."""
+        """Update the copies from the user's modules: values, what is frozen, mode, hooks."""
         for original, ours in self._modules:
             ours.training = original.training
         for at in range(len(self._attributes)):
@@ -238,9 +236,9 @@ class Copies:
             self._attributes[at] = (block, theirs, own, now, changing)
         if changing and _changing(theirs) != changing:
             raise ModelError(
-                f"a list, dict or set that is an attribute of block {block!r} has changed since the pipeline was made",
-                expected="the same content, where ranks of one process hold copies of a block",
-                fix="make a new pipeline",
+                f"a list, dict or set in an attribute of block {block!r} has changed since the pipeline was created",
+                expected="unchanged contents, because ranks in this process hold copies of the block",
+                fix="create a new pipeline",
             )
 
     def _follow_tensors(self) -> None:
@@ -248,9 +246,9 @@ class Copies:
         for block, theirs, own, common in self._tables:
             if theirs.keys() != own.keys():
                 raise ModelError(
-                    f"block {block!r} has other parameters or buffers than when the pipeline was made",
-                    expected="the same, where ranks of one process hold copies of a block",
-                    fix="make a new pipeline",
+                    f"block {block!r} no longer has the parameters or buffers it had when the pipeline was created",
+                    expected="the same tensors, because ranks in this process hold copies of the block",
+                    fix="create a new pipeline",
                 )
             for key, tensor in theirs.items():
                 if key in common:
@@ -270,7 +268,7 @@ def _changing(attributes: Table) -> list[Any]:
 
 
 def _follow(copied: Tensor, original: Tensor) -> None:
-    """Give a copy the original's values, whether it trains, and its hooks."""
+    """Give a copy the original's values, requires_grad and hooks."""
     if (copied.shape, copied.dtype, copied.device) == (original.shape, original.dtype, original.device):
         copied.copy_(original)
     else:
