@@ -86,7 +86,7 @@ def test_a_file_that_is_no_machine_is_refused_by_its_name(tmp_path: Path) -> Non
         with pytest.raises(PlanError, match=rf"{place.name}.*a JSON file that describes a machine"):
             load(place)
     path.write_text("[]", encoding="utf-8")
-    with pytest.raises(PlanError, match="JSON of a list, no object"):
+    with pytest.raises(PlanError, match="the JSON holds a list, not an object"):
         load(path)
 
 

@@ -109,5 +109,5 @@ def test_damage_is_named_with_its_file(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="weight_bytes is -1"):
         ModelProfile.from_json(json.dumps(table))
     for text in ("", "[]", "{", "3"):
-        with pytest.raises(PlanError, match=r"not JSON|JSON of a|not a profile"):
+        with pytest.raises(PlanError, match=r"not JSON|the JSON holds a|not a profile"):
             ModelProfile.from_json(text)

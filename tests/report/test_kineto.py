@@ -316,7 +316,7 @@ def test_other_text_behind_pp_is_no_action(tmp_path: Path) -> None:
     timeline = load(by_hand(tmp_path, rows)).step()
     assert timeline.ran.format() == "0F0,0B0"
     assert [one.why for one in timeline.causes] == [
-        "nothing that was measured says what the rank did",
+        "no measurement says what the rank did",
         "the rank is busy with PP::fwd_send (stage 0); 0B0 comes behind it",
     ]
 
