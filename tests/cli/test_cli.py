@@ -129,7 +129,7 @@ def test_a_python_file_brings_its_own_schedule(tmp_path: Path, capsys: pytest.Ca
         code, found = run_json(capsys, "simulate", f"{path}:b", *COUNTS)
         assert (code, found["error"]) == (
             2,
-            f"{path} failed with ScheduleError: the schedule 'own-a' is registered already; choose another name",
+            f"{path} failed with ScheduleError: a schedule named 'own-a' is already registered; choose another name",
         )
         path.write_text(OWN.format("b") + OWN.format("c"))
         assert "registers own-b, own-c" in run_json(capsys, "check", str(path), *COUNTS)[1]["error"]

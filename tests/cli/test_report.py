@@ -64,7 +64,5 @@ def test_what_makes_no_sense_is_refused(
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "report", tmp_path)
     assert code == 2
-    assert (
-        err
-        == f"drumline: {tmp_path} does not contain a run\n  expected a folder with config.json; pass the run's own folder\n"
-    )
+    says = "expected a folder with config.json; pass the run's own folder"
+    assert err == f"drumline: {tmp_path} does not contain a run\n  {says}\n"

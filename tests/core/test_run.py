@@ -61,7 +61,7 @@ def test_a_run_without_a_step_says_so(tmp_path: Path) -> None:
     write_run(tmp_path, steps=())
     run = read_run(tmp_path)
     assert run.num_steps == 0
-    with pytest.raises(RecordError, match="no step in .* is complete on all ranks yet"):
+    with pytest.raises(RecordError, match=r"no step in .* is complete on all ranks yet"):
         run.timeline()
 
 

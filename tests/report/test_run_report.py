@@ -134,7 +134,7 @@ def test_a_step_of_many_spans_is_reported(tmp_path: Path) -> None:
 
 def test_a_run_without_a_complete_step_is_refused(tmp_path: Path) -> None:
     path = write_simulated_run(tmp_path / "run", PROGRAM, COSTS, num_steps=0)
-    with pytest.raises(RecordError, match="no step in .* is complete on all ranks yet"):
+    with pytest.raises(RecordError, match=r"no step in .* is complete on all ranks yet"):
         report_of(read_run(path))
 
 
