@@ -32,7 +32,7 @@ def test_plan_prints_the_choice_and_its_reasons(capsys: pytest.CaptureFixture[st
     code, out, err = run(capsys, *SMALL, *FAST)
     assert (code, err) == (0, "")
     assert out.startswith("gpt-1.7b on 8 x A100 40 GB in 1 node, 16 sequences of 2048 tokens a step\nRun TP")
-    for words in ("Why the others lose:", "What more would buy:", "one more GiB a device", "--launch torchtitan"):
+    for words in ("Why the others lose:", "What more would buy:", "one more GiB per device", "--launch torchtitan"):
         assert words in out
     _, out, _ = run(capsys, *SMALL, *FAST, "--brief", "--launch", "torchtitan")
     assert "On every node: torchrun --standalone --nproc-per-node 8" in out
@@ -129,7 +129,7 @@ def test_nodes_and_their_devices_make_the_cluster(capsys: pytest.CaptureFixture[
         ),
         (
             (*SMALL, "--tensor", "2", "--pipeline", "2", "--data", "4"),
-            "TP 2 x PP 2 x DP 4 is 16 devices, and the cluster has 8",
+            "TP 2 x PP 2 x DP 4 needs 16 devices, but the cluster has 8",
             "use DP 2",
         ),
         ((*SMALL, "--recompute", "ful"), "recompute is pinned to 'ful'", "did you mean full?"),
@@ -140,7 +140,7 @@ def test_nodes_and_their_devices_make_the_cluster(capsys: pytest.CaptureFixture[
         ((*SMALL, "--brief", "--out", "plan.html"), "--out is plan.html, with --brief", "leave --brief out"),
         ((*SMALL, "--brief", "--launch", "megatron", "--out", "plan.toml"), "megatron takes plan.args", "plan.args"),
         (("missing.json", *SMALL[1:]), "missing.json", ""),
-        ((*SMALL, "--microbatch", "3"), "a batch of 16 sequences in microbatches of 3", ""),
+        ((*SMALL, "--microbatch", "3"), "microbatches of 3 do not divide a batch of 16 sequences", ""),
         (
             (*SMALL, "--schedules", "zb-v", "--stages-per-rank", "3"),
             "admits schedule zb-v, stages per rank 3",
