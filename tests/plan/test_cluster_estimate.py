@@ -270,5 +270,5 @@ def test_heads_and_sequences_must_divide() -> None:
         PlanError, match="the number of heads of dense, 30, is not divisible by 4 tensor-parallel ranks"
     ):
         estimate(odd, cluster("a100-80", 4), Layout(batch=4, tensor=4))
-    with pytest.raises(PlanError, match="sequences of 2047 tokens on 2 ranks"):
+    with pytest.raises(PlanError, match="2 ranks cannot share sequences of 2047 tokens"):
         estimate(replace(DENSE, sequence=2047), cluster("a100-80", 2), Layout(batch=4, context=2))
