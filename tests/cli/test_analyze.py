@@ -155,9 +155,9 @@ def test_a_trace_that_contradicts_the_rules_is_shown_and_gives_1(
 def test_bad_input_is_told_in_one_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, str(tmp_path))
     assert (code, out) == (2, "")
-    assert err.startswith(f"drumline: {tmp_path}: no trace in this folder\n  expected files that end in .json")
+    assert err.startswith(f"drumline: {tmp_path} contains no trace\n  expected files that end in .json")
     code, found = run_json(capsys, str(tmp_path))
     assert code == 2
-    assert found["error"] == f"{tmp_path}: no trace in this folder"
+    assert found["error"] == f"{tmp_path} contains no trace"
     assert found["expected"]
     assert found["fix"]

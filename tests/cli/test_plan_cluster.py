@@ -31,8 +31,13 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
 def test_plan_prints_the_choice_and_its_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, *SMALL, *FAST)
     assert (code, err) == (0, "")
-    assert out.startswith("gpt-1.7b on 8 x A100 40 GB in 1 node, 16 sequences of 2048 tokens a step\nRun TP")
-    for words in ("Why the others lose:", "What more would buy:", "one more GiB per device", "--launch torchtitan"):
+    assert out.startswith("gpt-1.7b on 8 x A100 40 GB in 1 node, 16 sequences of 2048 tokens per step\nRun TP")
+    for words in (
+        "Why the others lose:",
+        "What more hardware would gain:",
+        "one more GiB per device",
+        "--launch torchtitan",
+    ):
         assert words in out
     _, out, _ = run(capsys, *SMALL, *FAST, "--brief", "--launch", "torchtitan")
     assert "On every node: torchrun --standalone --nproc-per-node 8" in out
@@ -43,7 +48,7 @@ def test_plan_says_that_latent_attention_is_planned_as_plain_heads(capsys: pytes
     for name, said in (("deepseek-v3", True), ("mixtral-8x7b", False)):
         pins = words if said else words[:-3]
         _, out, _ = run(capsys, name, *pins, "--microbatch", "1", "--zero", "1", "--schedules", "1f1b", "--brief")
-        assert ("Latent attention is planned as plain heads with as many parameters." in out) is said
+        assert ("Latent attention is planned as plain heads with the same number of parameters." in out) is said
 
 
 def test_json_has_every_part(capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,7 +47,7 @@ def odd_file(path: Path, kind: str) -> str:
         return "is a pipe, not a regular file"
     if kind == "folder":
         path.mkdir()
-        return "a folder|no trace in this folder"
+        return "a folder|contains no trace"
     if kind == "dangling":
         path.symlink_to(path.with_name("nowhere"))
         return "cannot read .*: No such file"

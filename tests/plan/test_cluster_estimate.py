@@ -240,7 +240,7 @@ def test_ends_get_fewer_layers_where_they_do_not_divide() -> None:
         ({"batch": 15}, "a batch of 15 does not split into data 2 x microbatch 1; expected a multiple of 2; use 14"),
         (
             {"microbatch": 16},
-            "does not split into data 2 x microbatch 16; expected a multiple of 32; use 32",
+            "a batch of 16 does not split into data 2 x microbatch 16; expected a multiple of 32; use 32",
         ),
         ({"pipeline": 0}, "pipeline is 0; expected a whole number of 1 or more"),
         ({"tensor": 2.0}, "tensor is 2.0; expected a whole number of 1 or more"),

@@ -91,7 +91,7 @@ def test_a_trace_that_begins_within_a_step_is_refused_plainly(tmp_path: Path) ->
         trace = json.loads(path.read_text())
         trace["traceEvents"] = [one for one in trace["traceEvents"] if one["ts"] >= middle]
         path.write_text(json.dumps(trace))
-    with pytest.raises(TraceError, match="it begins within a step: its first backward comes before any forward"):
+    with pytest.raises(TraceError, match="begins in the middle of a step: its first backward comes before any forward"):
         load([tmp_path])
 
 

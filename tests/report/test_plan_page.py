@@ -188,7 +188,7 @@ def test_a_brief_plan_is_text_too() -> None:
     found = plan(small_transformer(), small_cluster(memory=1.2 * GIB), batch=32, evaluate=Rough())
     text = plan_text(brief(found))
     assert "Why the others lose" in text
-    assert "What more would buy" not in text
+    assert "What more hardware would gain" not in text
 
 
 def test_pictures_are_svg_with_every_layout() -> None:

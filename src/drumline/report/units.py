@@ -7,7 +7,7 @@ from drumline.core.program import Program
 
 
 def duration(seconds: float) -> str:
-    """Return seconds for people.
+    """Format seconds for people.
 
     >>> duration(0.00123), duration(2.5), duration(4.2e-5)
     ('1.23 ms', '2.5 s', '42 us')
@@ -21,7 +21,7 @@ def duration(seconds: float) -> str:
 
 
 def ms(seconds: float) -> str:
-    """Return seconds as milliseconds, whatever their size: several of them stand beside each other.
+    """Format seconds as milliseconds, whatever their size, for numbers that are compared.
 
     >>> ms(2.5)
     '2.5e+03 ms'
@@ -30,7 +30,7 @@ def ms(seconds: float) -> str:
 
 
 def size_text(num_bytes: float) -> str:
-    """Return a size for people.
+    """Format a size for people.
 
     >>> size_text(512), size_text(3.25 * 2**30)
     ('512 B', '3.25 GiB')
@@ -43,7 +43,7 @@ def size_text(num_bytes: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share with one decimal, never minus zero.
+    """Format a share with one decimal, never minus zero.
 
     >>> percent(0.1234), percent(-0.0001)
     ('12.3%', '0.0%')
@@ -52,7 +52,7 @@ def percent(share: float) -> str:
 
 
 def counts(program: Program) -> str:
-    """Return how large a program is.
+    """Return the size of a program in words.
 
     >>> counts(Program.parse("0F0,0B0"))
     '1 rank, 1 stage, 1 microbatch'

@@ -1,7 +1,7 @@
 """Plain charts as a standalone SVG.
 
-chart    curves and points: what a formula or the simulator says, and what was measured, on one sheet
-bars     stacked bars: one bar a row, its parts in the order of the legend
+chart    curves and points: formulas, simulations and measurements on one sheet
+bars     stacked bars: one bar per row, its parts in the order of the legend
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from drumline.core.errors import UsageError
 from drumline.report.draw.palette import MUTED, TRACK
 from drumline.report.draw.sheet import Axis, circle, level, number, rect, sheet, text, upright
 
-# Okabe and Ito's hues at full strength: lines are thin.
+# Okabe and Ito's hues at full strength, because lines are thin.
 HUES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#17212b")
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 24, 54, 46
-_ENTRY = 18  # height of a line of the legend
+_ENTRY = 18  # height of a legend line
 _NAMES, _ABOVE = 190, 60  # room for the names of bars, and above them
 _LONGEST = 28  # letters of a name that fit
 
@@ -43,9 +43,9 @@ def chart(
     log_x: bool = False,
     x_from: float | None = None,
 ) -> str:
-    """Return an SVG document with all series; a point's own numbers are its tooltip. `log_x` doubles from mark to mark.
+    """Return an SVG document with all series; tooltips show each point's numbers. `log_x` doubles from mark to mark.
 
-    The first x is that of the first point, or `x_from`.
+    The x axis begins at the first point, or at `x_from`.
 
     >>> bound = Series("M / (M + 1)", [(1, 0.5), (4, 0.8)])
     >>> picture = chart([bound], title="Bound", x_label="M", y_label="utilisation")
@@ -54,9 +54,9 @@ def chart(
     """
     points = [point for one in series for point in one.points]
     if not points or not all(math.isfinite(x) and math.isfinite(y) for x, y in points):
-        raise UsageError("a chart without points, or with one that is not finite", expected="numbers to draw")
+        raise UsageError("the chart has no points, or one that is not finite", expected="finite numbers to draw")
     if log_x and min(x for x, _ in points) <= 0:
-        raise UsageError(f"x is {min(x for x, _ in points):g} on an axis that doubles", expected="x above 0")
+        raise UsageError(f"x is {min(x for x, _ in points):g} on a logarithmic axis", expected="x above 0")
     xs, ys = zip(*points, strict=True)
     first = min(xs) if x_from is None else min(x_from, *xs)
     across = Axis(first, max(xs), _LEFT, width - _RIGHT, log_x)
@@ -97,7 +97,7 @@ def _stroke(series: Series, hue: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A row: its name, its parts by the names of the legend, and what stands behind it."""
+    """A row: its name, its parts by the names in the legend, and a note after it."""
 
     name: str
     parts: Mapping[str, float]
@@ -115,9 +115,9 @@ def bars(
     right: int = 90,
     unit: str = "",
 ) -> str:
-    """Return the bars, `row` pixels each; `hues` are the parts' colours, in the order of drawing.
+    """Draw the bars, `row` pixels each; `hues` are the parts' colours, in drawing order.
 
-    Notes stand in the `right` margin; `unit` is that of the numbers that parts show when they are pointed at.
+    Notes go in the `right` margin; `unit` is the unit of the numbers in tooltips.
 
     >>> picture = bars([Bar("TP8", {"busy": 2.0, "idle": 1.0}, "3 s")], {"busy": "#009e73", "idle": "#999999"},
     ...                title="A step", x_label="seconds")
@@ -125,7 +125,7 @@ def bars(
     (2, True)
     """
     if not rows:
-        raise UsageError("no bars", expected="something to draw")
+        raise UsageError("there are no bars", expected="something to draw")
     axis = Axis(0, max(sum(one.parts.values()) for one in rows) or 1.0, _NAMES, width - right)
     bottom = _ABOVE + row * len(rows)
     shown = [part for part in hues if any(one.parts.get(part, 0.0) > 0 for one in rows)]

@@ -1,9 +1,9 @@
-"""Bubble against memory as a picture: the searched front as a line, hand-made schedules as dots, the bound as a shade.
+"""Bubble against memory as a picture: the searched front as a line, hand-made schedules as dots, the bound shaded.
 
 bubble
 │ ●──┐            ○ 1f1b
 │    ●────┐  ○ zb-h1
-│▒▒▒▒▒▒▒▒▒●──────────●        below the shade nothing is possible
+│▒▒▒▒▒▒▒▒▒●──────────●        no program can lie in the shaded area
 └──────────────────────── memory
 """
 
@@ -24,7 +24,7 @@ _LINE, _DOT = SHADES[Op.FORWARD].edge, SHADES[Op.BACKWARD_INPUT].odd
 
 
 class _Plane(NamedTuple):
-    """Where memory lies across the sheet, and bubble from the bottom up."""
+    """Maps memory to the horizontal axis, and bubble to the vertical axis."""
 
     memory: Axis
     bubble: Axis
@@ -44,12 +44,12 @@ def pareto_svg(picture: Pareto, *, width: int = 800, height: int = 420) -> str:
     """
     front, others = picture.front, _shown(picture)
     most = max(*(point.memory for point in (*front, *others)), *(point.limit or 0.0 for point in picture.searched))
-    # What idles more than the smallest searched program is off the sheet; dots up there stick to its upper edge.
+    # Points that idle more than the smallest searched program are off the sheet; they are drawn at its upper edge.
     bubble = Axis(0, max(point.bubble for point in front) * 1.08 or 1.0, height - _BOTTOM, _TOP)
     plane = _Plane(Axis(0, most * 1.08, _LEFT, width - _RIGHT), bubble)
     lines = [*_axes(plane, picture.unit), *_shade(plane, picture), *_front(plane, front)]
     lines += [line for point in others for line in _dot(plane, point)]
-    about = "line: searched; dots: hand-made schedules; shade: below the bound, where nothing is possible"
+    about = "line: searched; dots: hand-made schedules; shaded: below the bound, where no program can lie"
     return sheet(lines, width=width, height=height, title=_title(picture), about=about)
 
 
@@ -58,7 +58,7 @@ def _title(picture: Pareto) -> str:
 
 
 def pareto_page(picture: Pareto) -> str:
-    """Return the picture as one HTML page that opens from disk, with its numbers below.
+    """Return the picture as an HTML page that opens from disk, with its numbers below.
 
     >>> from drumline.core.costs import Costs
     >>> from drumline.plan.search.pareto import pareto
@@ -70,7 +70,7 @@ def pareto_page(picture: Pareto) -> str:
 
 
 def pareto_table(picture: Pareto, *, width: int = 120) -> str:
-    """Return the front as a table: at each memory the best hand-made schedule that fits beside what was searched.
+    """Return the front as a table: for each memory, the searched program and the best hand-made one that fits.
 
     >>> from drumline.core.costs import Costs
     >>> from drumline.plan.search.pareto import pareto
@@ -91,7 +91,7 @@ def pareto_table(picture: Pareto, *, width: int = 120) -> str:
 
 
 def _shown(picture: Pareto) -> list[Point]:
-    """Return the hand-made schedules to draw: of several in one place only the first."""
+    """Return the hand-made schedules to draw; only the first of several at the same place."""
     seen: dict[tuple[float, float], Point] = {}
     for point in picture.hand_made:
         seen.setdefault((round(point.memory, 9), round(point.bubble, 9)), point)
@@ -103,11 +103,11 @@ def _axes(plane: _Plane, unit: str) -> Iterator[str]:
     written = size_text if unit == "bytes" else "{:g}".format
     yield from upright(plane.memory, plane.bubble.end, bottom + 5, most=10, written=written)
     yield from level(plane.bubble, left, right, most=8, written=lambda mark: f"{100 * mark:.3g}%")
-    yield text(right, bottom + 40, f"{unit} a rank holds", anchor="end", fill=MUTED)
+    yield text(right, bottom + 40, f"{unit} held by a rank", anchor="end", fill=MUTED)
 
 
 def _shade(plane: _Plane, picture: Pareto) -> Iterator[str]:
-    """Draw what no program reaches, from the smallest limit that was searched to the largest."""
+    """Shade what no program reaches, from the smallest searched limit to the largest."""
     limits = sorted({point.limit or 0.0 for point in picture.searched})
     places = [plane.place(limit, picture.possible(limit)) for limit in limits]
     bottom = number(plane.bubble.start)
