@@ -120,7 +120,7 @@ def test_nodes_and_their_devices_make_the_cluster(capsys: pytest.CaptureFixture[
     assert (cluster["num_devices"], cluster["devices_per_node"]) == (8, 2)
     assert {one["layout"]["tensor"] for one in json.loads(out)["best"]} <= {1, 2}
     error = refused(capsys, *words[:-1], "--nodes", "4", "--gpus-per-node", "2", "--gpus", "9")
-    assert error["error"] == "--nodes 4 x --gpus-per-node 2 are 8 devices, --gpus is 9"
+    assert error["error"] == "--nodes 4 x --gpus-per-node 2 is 8 devices, not --gpus 9"
 
 
 @pytest.mark.parametrize(
@@ -142,14 +142,14 @@ def test_nodes_and_their_devices_make_the_cluster(capsys: pytest.CaptureFixture[
         (("gpt-1.7b", "--gpus", "8", "--batch", "16"), "--hardware is missing", "for example"),
         ((*SMALL, "--tensor", "0"), "--tensor is 0", ""),
         ((*SMALL, "--out", "plan.pdf"), "--out is plan.pdf", ""),
-        ((*SMALL, "--brief", "--out", "plan.html"), "--out is plan.html, with --brief", "leave --brief out"),
+        ((*SMALL, "--brief", "--out", "plan.html"), "--out is plan.html, with --brief", "omit --brief"),
         ((*SMALL, "--brief", "--launch", "megatron", "--out", "plan.toml"), "megatron takes plan.args", "plan.args"),
         (("missing.json", *SMALL[1:]), "missing.json", ""),
         ((*SMALL, "--microbatch", "3"), "microbatches of 3 do not divide a batch of 16 sequences", ""),
         (
             (*SMALL, "--schedules", "zb-v", "--stages-per-rank", "3"),
-            "admits schedule zb-v, stages per rank 3",
-            "2 of zb-v",
+            "allows schedule zb-v, stages per rank 3",
+            "2 for zb-v",
         ),
     ],
 )

@@ -106,7 +106,7 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, capsys: pytest.Cap
     old.write_text(json.dumps({"format": "drumline profile", "version": 0}))
     code, _, err = run(capsys, "plan", str(old), "--ranks", "2", "--batch", "8")
     assert code == 2
-    assert "a profile of version 0" in err
+    assert "the profile has version 0" in err
     old.write_text('{"format": "drumline profile", ')
     code, out, _ = run(capsys, "plan", str(old), "--ranks", "2", "--batch", "8", "--json")
     assert code == 2
@@ -127,7 +127,7 @@ def test_a_profile_is_shown_and_drawn_again(profile: str, tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("--microbatch-sizes", "0,1"), "has a size below 1"),
+        (("--microbatch-sizes", "0,1"), "contains a size below 1"),
         (("--microbatch-sizes", "a"), "is not a whole number"),
         (("--out", "profile.docx"), "--out is profile.docx"),
     ],

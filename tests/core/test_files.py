@@ -227,6 +227,6 @@ def test_what_cannot_be_read_is_bad_input(
 def test_what_cannot_be_written_is_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["show", "1f1b", "--ranks", "2", "--microbatches", "2", "--format", "csv", "--out"]
     assert main([*words, str(tmp_path / "no" / "folder.csv")]) == 2
-    assert "folder.csv cannot be written: No such file or directory" in capsys.readouterr().err
+    assert f"cannot write {tmp_path / 'no' / 'folder.csv'}: No such file or directory" in capsys.readouterr().err
     assert main(["check", str(tmp_path / "none.csv")]) == 2
     assert f"cannot read {tmp_path / 'none.csv'}: No such file or directory" in capsys.readouterr().err

@@ -118,7 +118,7 @@ def test_the_report_says_how_steps_were_told_apart(tmp_path: Path, capsys: pytes
     assert main(["analyze", str(folder), "--step", "1"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "1f1b: 2 ranks, 2 stages, 8 microbatches; step 1 of 0 to 2" in shown
-    assert "each ends where the pipeline has run empty on all ranks" in shown
+    assert "a step ends where the pipeline has run empty on all ranks" in shown
 
 
 def test_marked_steps_of_different_lengths_are_all_complete(tmp_path: Path) -> None:

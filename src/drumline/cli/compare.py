@@ -1,4 +1,4 @@
-"""`drumline compare`: all schedules for one model on given ranks, best first."""
+"""`drumline compare`: compare all schedules for one model on given ranks, best first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXAMPLE = "drumline compare --ranks 4 --microbatches 16 --comm 0.1 --out compare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the verb takes."""
+    """Declare the arguments."""
     flags.add_counts(parser)
     flags.add_frozen(parser)
     flags.add_costs(parser)
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     flags.check_counts(args, "ranks", "microbatches", "stages_per_rank")
     ranks, microbatches = args.ranks or flags.RANKS, args.microbatches or flags.MICROBATCHES
     if args.frozen and max(args.frozen) >= ranks:
-        raise UsageError(f"--frozen names stage {max(args.frozen)}", expected=f"stages 0 to {ranks - 1}, one a rank")
+        raise UsageError(f"--frozen names stage {max(args.frozen)}", expected=f"stages 0 to {ranks - 1}, one per rank")
     costs = flags.costs_of(args)
     rows = compare(
         ranks,
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     progress("")
     if not rows:
         raise ScheduleError(
-            f"no schedule admits {ranks} ranks and {microbatches} microbatches",
+            f"no schedule supports {ranks} ranks and {microbatches} microbatches",
             expected=rows.left_out[0].reason.expected if rows.left_out else "",
             fix="try smaller counts",
         )
