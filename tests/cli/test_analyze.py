@@ -65,7 +65,7 @@ def test_the_report_has_the_figures_of_the_step(
     for rank in range(3):
         cells = lines[heading + 1 + rank].split()
         assert cells[:3] == [str(rank), str(rank), f"{timeline.busy[rank]:.4g}"]
-    assert out.rstrip().endswith(f"in place of {best.makespan:.3g} ms.")  # the advice: equal stages
+    assert out.rstrip().endswith(f"instead of {best.makespan:.3g} ms.")  # the advice: equal stages
 
 
 def test_no_line_is_wider_than_the_terminal(

@@ -62,7 +62,7 @@ def _above(told: Explanation) -> str:
 
 def _below(told: Explanation, reasons: Reasons) -> str:
     plan = told.plan
-    header = ["", "mesh", *text.VOLUMES, "per step", "fits"]
+    header = ["", "mesh", *text.VOLUMES, "step", "fits"]
     parts = [
         _best(told),
         _changes(reasons),

@@ -43,7 +43,7 @@ def plan_text(told: Explanation, *, width: int = 100, framework: str = "drumline
     """Return a plan as text, without what was not computed (`--brief`)."""
     parts = [_wrapped(headline(told.plan), width), _items(told.plan.chosen, width), _best(told, width)]
     if told.reasons is not None:
-        traffic = ["bytes sent per step", "mesh", *VOLUMES, "per step", "fits"]
+        traffic = ["sent per step", "mesh", *VOLUMES, "step", "fits"]
         parts += [
             _wrapped(["What more hardware would gain:", *(f"- {one}" for one in told.reasons.margins)], width),
             table(SCALING, scaling_rows(told.plan, told.reasons), width=width),
