@@ -38,7 +38,7 @@ def command(*words: object) -> str:
     with redirect_stdout(out), redirect_stderr(err):
         code = main([str(word) for word in words])
     if code == 2:
-        assert "cannot be written" not in err.getvalue(), err.getvalue()
+        assert "cannot write" not in err.getvalue(), err.getvalue()
         raise Refused(err.getvalue() or out.getvalue())
     assert code in (0, 1), f"exit code {code}: {err.getvalue()}"
     if "--json" in words:

@@ -151,7 +151,7 @@ def test_a_large_picture_comes_before_its_explanations_and_says_so(page: Any, se
     timeline = simulate(generate("1f1b", num_ranks=16, num_microbatches=100))
     assert float(figure(page, "makespan")) == timeline.makespan
     assert page.evaluate("drumline.stats().drawn") == 3200
-    assert "What it waited for is being worked out." in said(page, 8, 8.5)
+    assert "Still computing what it waited for." in said(page, 8, 8.5)
     page.keyboard.press("c")
     assert page.evaluate("drumline.stats().critical") == 0
     held.routes[0].continue_()
@@ -170,7 +170,7 @@ def test_explanations_of_an_older_picture_are_dropped(page: Any, server: Explore
     held.wait(2)
     held.routes[0].fulfill(json={"why": {"rows": [], "critical": {}, "queues": []}})
     page.wait_for_timeout(100)
-    assert "is being worked out" in said(page, 8, 17)
+    assert "Still computing what it waited for." in said(page, 8, 17)
     held.routes[1].continue_()
     explained(page)
     assert "Waited 16: the pipeline fills" in said(page, 8, 17)

@@ -53,17 +53,19 @@ def test_the_report_has_the_figures_of_the_step(
     lines = out.splitlines()
     first = "1f1b: 3 ranks, 3 stages, 4 microbatches; step 0 of 0 to 1, actions found by labels PP:"
     assert lines[0] == first
-    assert f"pipeline {timeline.makespan:.4g} ms of it, bubble {timeline.bubble:.2%} of the pipeline" in out
+    assert (
+        f"of which the pipeline takes {timeline.makespan:.4g} ms, bubble {timeline.bubble:.2%} of the pipeline" in out
+    )
     best = simulate(timeline.program, Costs(forward=[1, 2, 1], backward=[2, 4, 2]))
     assert f"at best {best.makespan:.4g} ms, bubble {best.bubble:.2%}" in out
-    assert "slowest stage: 1, on rank 1; a microbatch takes 6 ms, 1.50 of the mean" in out
+    assert "slowest stage: 1, on rank 1; a microbatch takes 6 ms, 1.50 times the mean" in out
     assert "clocks: one host, one clock" in out
     heading = next(at for at, line in enumerate(lines) if line.startswith("rank  stages"))
     assert lines[heading].split()[:4] == ["rank", "stages", "busy", "idle"]
     for rank in range(3):
         cells = lines[heading + 1 + rank].split()
         assert cells[:3] == [str(rank), str(rank), f"{timeline.busy[rank]:.4g}"]
-    assert out.rstrip().endswith(f"in place of {best.makespan:.3g} ms.")  # the advice: equal stages
+    assert out.rstrip().endswith(f"instead of {best.makespan:.3g} ms.")  # the advice: equal stages
 
 
 def test_no_line_is_wider_than_the_terminal(
@@ -147,7 +149,7 @@ def test_a_trace_that_contradicts_the_rules_is_shown_and_gives_1(
     path = save(tmp_path / "rank0.json", [mark("PP:0B0", 0, 1), mark("PP:0F0", 1, 2)])
     code, out, _ = run(capsys, str(path))
     assert code == 1
-    assert "The traces contradict the rules of a pipeline:\nrank 0, position 0: 0B0 runs before 0F0" in out
+    assert "The traces break the rules of a pipeline:\nrank 0, position 0: 0B0 runs before 0F0" in out
     assert "at best" not in out
     assert run_json(capsys, str(path))[1]["ideal"] is None
 
@@ -155,9 +157,9 @@ def test_a_trace_that_contradicts_the_rules_is_shown_and_gives_1(
 def test_bad_input_is_told_in_one_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, str(tmp_path))
     assert (code, out) == (2, "")
-    assert err.startswith(f"drumline: {tmp_path}: no trace in this folder\n  expected files that end in .json")
+    assert err.startswith(f"drumline: {tmp_path} contains no trace\n  expected files that end in .json")
     code, found = run_json(capsys, str(tmp_path))
     assert code == 2
-    assert found["error"] == f"{tmp_path}: no trace in this folder"
+    assert found["error"] == f"{tmp_path} contains no trace"
     assert found["expected"]
     assert found["fix"]

@@ -129,7 +129,7 @@ def test_a_python_file_brings_its_own_schedule(tmp_path: Path, capsys: pytest.Ca
         code, found = run_json(capsys, "simulate", f"{path}:b", *COUNTS)
         assert (code, found["error"]) == (
             2,
-            f"{path} failed with ScheduleError: the schedule 'own-a' is registered already; choose another name",
+            f"{path} failed with ScheduleError: a schedule named 'own-a' is already registered; choose another name",
         )
         path.write_text(OWN.format("b") + OWN.format("c"))
         assert "registers own-b, own-c" in run_json(capsys, "check", str(path), *COUNTS)[1]["error"]
@@ -234,13 +234,13 @@ def test_check_holds_messages_against_the_strictest_channel_unless_told_otherwis
     code, out, _ = run(capsys, "check", str(path))
     assert code == 1
     assert out.splitlines()[-2:] == [
-        "1 violation: early cannot run with one queue of messages per rank",
-        "with one per directed edge it can (--channel edge)",
+        "1 violation: early cannot run with one message queue per rank",
+        "it can run with one queue per directed edge (--channel edge)",
     ]
     assert run(capsys, "check", str(path), "--channel", "pair")[0] == 1
     code, out, _ = run(capsys, "check", str(path), "--channel", "edge")
     assert code == 0
-    assert out.endswith("nothing can hang with one queue of messages per directed edge\n")
+    assert out.endswith("nothing can hang with one message queue per directed edge\n")
     code, found = run_json(capsys, "check", str(path), "--channel", "edge")
     assert (code, found) == (0, {"ok": True, "channel": "edge", "violations": []})
     code, _, err = run(capsys, "show", str(path), "--format", "torch-comms")
@@ -361,7 +361,7 @@ def test_output_that_cannot_be_written_is_exit_3() -> None:
         command = [sys.executable, "-m", "drumline.cli.main", "show", "1f1b", *COUNTS]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=250, check=False)
     assert done.returncode == 3
-    assert done.stderr == b"drumline: the output cannot be written: No space left on device\n"
+    assert done.stderr == b"drumline: cannot write the output: No space left on device\n"
 
 
 def test_a_flood_of_violations_is_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -455,8 +455,8 @@ def test_verify_says_no_and_names_the_parameter(
     assert found["gradient_difference"] == pytest.approx(2)
     code, out, _ = run(capsys, *VERIFY)
     assert code == 1
-    assert "does not compute what one process computes" in out
-    assert "Off: the gradients of 6.0.weight." in " ".join(out.split())
+    assert "does not match single-process training" in out
+    assert "Wrong gradients: 6.0.weight." in " ".join(out.split())
 
 
 @pytest.mark.torch
@@ -470,7 +470,7 @@ def test_verify_says_no_to_a_model_that_was_followed_wrongly_and_names_the_first
     faults.stale_attribute(monkeypatch)
     code, out, _ = run(capsys, *VERIFY, "--model", f"{path}:make")
     assert code == 1
-    assert "The first in the model's order: layers.0.weight." in " ".join(out.split())
+    assert "The first in model order: layers.0.weight." in " ".join(out.split())
 
 
 OWN_MODEL = """

@@ -145,7 +145,7 @@ def test_a_dash_reads_stdin(here: Path, capsys: pytest.CaptureFixture[str], monk
     assert run(capsys, "plan - -r 2 --batch 4 --seconds 0 --schedules 1f1b")[0] == 0
     given(monkeypatch, "")
     code, _, err = run(capsys, "check -")
-    assert (code, "nothing came" in err) == (2, True)
+    assert (code, "stdin is empty" in err) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_plan_lists_models_and_hardware(capsys: pytest.CaptureFixture[str]) -> N
     found = json.loads(run(capsys, "plan --list --json")[1])
     assert (list(found["models"]), list(found["hardware"])) == (list(MODELS), list(MACHINES))
     code, _, err = run(capsys, "plan")
-    assert (code, "`drumline plan --list` lists the models" in err) == (2, True)
+    assert (code, "run `drumline plan --list` to list the models" in err) == (2, True)
 
 
 def test_report_takes_a_folder_of_runs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,7 +297,7 @@ def test_output_that_nobody_takes_is_exit_3(verb: str, here: Path) -> None:
     command = [sys.executable, "-m", "drumline", *verb.replace("RUNS", str(here / "runs")).split()]
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=250, check=False, cwd=DOCS.parent)
-    assert (done.returncode, b"cannot be written" in done.stderr) == (3, True)
+    assert (done.returncode, b"cannot write the output" in done.stderr) == (3, True)
 
 
 def test_interrupted_is_exit_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,4 +382,4 @@ def test_what_is_no_text_does_not_go_to_a_terminal(
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     code, out, err = run(capsys, "show 1f1b --format perfetto")
-    assert (code, out, err) == (2, "", "drumline: perfetto is not text\n  give --out FILE\n")
+    assert (code, out, err) == (2, "", "drumline: perfetto is not text, so it cannot be printed\n  add --out FILE\n")

@@ -31,8 +31,13 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
 def test_plan_prints_the_choice_and_its_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, *SMALL, *FAST)
     assert (code, err) == (0, "")
-    assert out.startswith("gpt-1.7b on 8 x A100 40 GB in 1 node, 16 sequences of 2048 tokens a step\nRun TP")
-    for words in ("Why the others lose:", "What more would buy:", "one more GiB a device", "--launch torchtitan"):
+    assert out.startswith("gpt-1.7b on 8 x A100 40 GB in 1 node, 16 sequences of 2048 tokens per step\nRun TP")
+    for words in (
+        "Why the others lose:",
+        "What more hardware would gain:",
+        "one more GiB per device",
+        "--launch torchtitan",
+    ):
         assert words in out
     _, out, _ = run(capsys, *SMALL, *FAST, "--brief", "--launch", "torchtitan")
     assert "On every node: torchrun --standalone --nproc-per-node 8" in out
@@ -43,7 +48,7 @@ def test_plan_says_that_latent_attention_is_planned_as_plain_heads(capsys: pytes
     for name, said in (("deepseek-v3", True), ("mixtral-8x7b", False)):
         pins = words if said else words[:-3]
         _, out, _ = run(capsys, name, *pins, "--microbatch", "1", "--zero", "1", "--schedules", "1f1b", "--brief")
-        assert ("Latent attention is planned as plain heads with as many parameters." in out) is said
+        assert ("Latent attention is planned as plain heads with the same number of parameters." in out) is said
 
 
 def test_json_has_every_part(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +120,7 @@ def test_nodes_and_their_devices_make_the_cluster(capsys: pytest.CaptureFixture[
     assert (cluster["num_devices"], cluster["devices_per_node"]) == (8, 2)
     assert {one["layout"]["tensor"] for one in json.loads(out)["best"]} <= {1, 2}
     error = refused(capsys, *words[:-1], "--nodes", "4", "--gpus-per-node", "2", "--gpus", "9")
-    assert error["error"] == "--nodes 4 x --gpus-per-node 2 are 8 devices, --gpus is 9"
+    assert error["error"] == "--nodes 4 x --gpus-per-node 2 is 8 devices, not --gpus 9"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +134,7 @@ def test_nodes_and_their_devices_make_the_cluster(capsys: pytest.CaptureFixture[
         ),
         (
             (*SMALL, "--tensor", "2", "--pipeline", "2", "--data", "4"),
-            "TP 2 x PP 2 x DP 4 is 16 devices, and the cluster has 8",
+            "TP 2 x PP 2 x DP 4 needs 16 devices, but the cluster has 8",
             "use DP 2",
         ),
         ((*SMALL, "--recompute", "ful"), "recompute is pinned to 'ful'", "did you mean full?"),
@@ -137,14 +142,14 @@ def test_nodes_and_their_devices_make_the_cluster(capsys: pytest.CaptureFixture[
         (("gpt-1.7b", "--gpus", "8", "--batch", "16"), "--hardware is missing", "for example"),
         ((*SMALL, "--tensor", "0"), "--tensor is 0", ""),
         ((*SMALL, "--out", "plan.pdf"), "--out is plan.pdf", ""),
-        ((*SMALL, "--brief", "--out", "plan.html"), "--out is plan.html, with --brief", "leave --brief out"),
+        ((*SMALL, "--brief", "--out", "plan.html"), "--out is plan.html, with --brief", "omit --brief"),
         ((*SMALL, "--brief", "--launch", "megatron", "--out", "plan.toml"), "megatron takes plan.args", "plan.args"),
         (("missing.json", *SMALL[1:]), "missing.json", ""),
-        ((*SMALL, "--microbatch", "3"), "a batch of 16 sequences in microbatches of 3", ""),
+        ((*SMALL, "--microbatch", "3"), "microbatches of 3 do not divide a batch of 16 sequences", ""),
         (
             (*SMALL, "--schedules", "zb-v", "--stages-per-rank", "3"),
-            "admits schedule zb-v, stages per rank 3",
-            "2 of zb-v",
+            "allows schedule zb-v, stages per rank 3",
+            "2 for zb-v",
         ),
     ],
 )

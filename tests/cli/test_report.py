@@ -48,7 +48,7 @@ def test_json_is_one_object_with_a_report_per_run(folder: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--step", "7"), "there is no step 7 in"),
+        (("--step", "7"), "has no step 7"),
         (("--step", "x"), "'x' is not a whole number"),
         (("--out", "report.docx"), "--out is report.docx"),
     ],
@@ -64,7 +64,5 @@ def test_what_makes_no_sense_is_refused(
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "report", tmp_path)
     assert code == 2
-    assert (
-        err
-        == f"drumline: there is no run in {tmp_path}\n  expected a folder with config.json; name the folder itself\n"
-    )
+    says = "expected a folder with config.json; pass the run's own folder"
+    assert err == f"drumline: {tmp_path} does not contain a run\n  {says}\n"

@@ -53,8 +53,8 @@ def test_placements_that_do_not_admit_the_counts_are_named(capsys: pytest.Captur
     for more in ((), ("--pareto",)):
         found = json.loads(run(capsys, *words, *more, "--json")[1])
         assert [one["placement"] for one in found["left_out"]] == ["bidirectional"]
-        assert found["left_out"][0]["error"].startswith("bidirectional with 3 ranks and 2 microbatches")
-        assert "bidirectional: left out, bidirectional with 3 ranks" in run(capsys, *words, *more)[1]
+        assert found["left_out"][0]["error"].startswith("bidirectional cannot use 3 ranks and 2 microbatches")
+        assert "bidirectional: left out, bidirectional cannot use 3 ranks" in run(capsys, *words, *more)[1]
 
 
 @pytest.mark.parametrize("suffix", ["svg", "html"])
@@ -91,9 +91,9 @@ REFUSED = [
     ((*COUNTS, "--seconds", "0"), "--seconds is 0"),
     ((*COUNTS, "--quantile", "2"), "--quantile is 2"),
     ((*COUNTS, "--out", "x.docx"), "--out is x.docx"),
-    ((*COUNTS, "--max-bytes", "10"), "--max-bytes without bytes"),
-    ((*COUNTS, "--stages-per-rank", "2"), "linear with 2 stages per rank"),
-    (("--ranks", "3", "--microbatches", "8", "--placement", "bidirectional"), "bidirectional with 3 ranks"),
+    ((*COUNTS, "--max-bytes", "10"), "--max-bytes needs to know what a stage holds"),
+    ((*COUNTS, "--stages-per-rank", "2"), "linear cannot use 2 stages per rank"),
+    (("--ranks", "3", "--microbatches", "8", "--placement", "bidirectional"), "bidirectional cannot use 3 ranks"),
     ((*COUNTS, "--max-activations", "0.5"), "no program keeps every rank within 0.5 pairs"),
     ((*COUNTS, "--jitter", "0.1,0.2"), "jitter has 2 values"),
 ]

@@ -44,9 +44,9 @@ def test_json_is_an_object_per_step_and_one_with_once(folder: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("nothing", "--wait", "0.01"), "there is no folder"),
-        (("empty", "--wait", "0.01"), "there is no config.json in"),
-        (("empty", "--once"), "there is no run in"),
+        (("nothing", "--wait", "0.01"), "no such folder"),
+        (("empty", "--wait", "0.01"), "does not contain config.json"),
+        (("empty", "--once"), "does not contain a run"),
         (("run", "--wait", "-1"), "--wait is -1"),
         (("run", "--once", "--tensorboard", "x"), "the package tensorboard is not installed"),
     ],

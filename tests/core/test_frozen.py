@@ -87,7 +87,7 @@ def test_a_program_without_the_gradients_of_a_trainable_stage_is_refused() -> No
         prune(once, [True, True, False])
     with pytest.raises(ProgramError, match="stage 2 has trainable parameters, but no weight gradients"):
         prune(once, [False, True, True])
-    with pytest.raises(ProgramError, match="has 3 stages; expected one flag for each of them, not 2"):
+    with pytest.raises(ProgramError, match="has 3 stages; expected one trainable flag per stage, not 2"):
         prune(once, [True, True])
 
 
@@ -120,7 +120,7 @@ def test_what_is_forgotten_is_still_a_violation(text: str, says: str) -> None:
 
 def test_a_message_to_a_stage_without_a_backward_is_stray() -> None:
     text = "0F0,0SEND_F0,0RECV_B0\n1RECV_F0,1F0,1B0,1SEND_B0"
-    assert any("carries what no action takes up" in str(violation) for violation in validate(Program.parse(text)))
+    assert any("carries data that no action uses" in str(violation) for violation in validate(Program.parse(text)))
 
 
 def test_a_pair_is_held_until_the_last_that_its_stage_has() -> None:

@@ -31,7 +31,7 @@ BYTES = Limit(max_bytes=1)
 
 @pytest.mark.parametrize("costs", [None, Costs(), Costs(weight_bytes=5), Costs(gradient_bytes=1, optimizer_bytes=2)])
 def test_bytes_that_nobody_knows_are_not_proven_to_fit(costs: Costs | None) -> None:
-    says = "max_bytes is 1, but the costs do not say what activations take; expected activation_bytes"
+    says = "max_bytes is 1, but the costs do not say how large activations are; expected activation_bytes"
     with pytest.raises(CostsError, match=says):
         validate(ALL_FORWARDS, limit=BYTES, costs=costs)
     with pytest.raises(CostsError, match=says):

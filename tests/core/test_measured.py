@@ -130,7 +130,7 @@ def test_every_idle_interval_of_a_measured_step_has_the_cause_that_was_noted() -
     assert found == [
         (Cause.TRANSFER, 10, "the rank itself is busy with 0SEND_F0"),
         (Cause.WAIT, 197, "0B0 waits for 1B0 of rank 1"),
-        (Cause.TRANSFER, 20, "1B0 of rank 1 is made and on its way to 0B0"),
+        (Cause.TRANSFER, 20, "1B0 of rank 1 has finished and its output is on its way to 0B0"),
         (Cause.TRANSFER, 5, "the rank itself is busy with 0RECV_B0"),
     ]
     second = [idle for idle in timeline.causes if idle.rank == 1]

@@ -51,8 +51,8 @@ def test_programs_are_equal_when_their_rows_are() -> None:
         ("0F0,0B0\n1F0,1B0x", "row 2, column 2: '1B0x' is not an action"),
         ("0F0,0B0\n\n1F0,1B0", "row 2 of 3 is empty"),
         ("0F0,0B0\n,,,\n1F0,1B0", "row 2 of 3 is empty"),
-        ("", "holds no action"),
-        ("\n\n", "holds no action"),
+        ("", "contains no action"),
+        ("\n\n", "contains no action"),
         ("0F0;0B0", "row 1, column 1"),
         ('"0F0","0B0"', "row 1, column 1"),
     ],
@@ -65,7 +65,7 @@ def test_bad_text_is_refused_with_its_place(text: str, says: str) -> None:
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     lines = build("1f1b", 4, 4).format().splitlines()
     (tmp_path / "gone.csv").write_text("\n".join(lines[:1] + lines[2:]))
-    with pytest.raises(ProgramError, match="stage 1 appears on no rank"):
+    with pytest.raises(ProgramError, match="no rank runs stage 1"):
         Program.load(tmp_path / "gone.csv")
 
 
@@ -104,7 +104,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_numbers_far_apart_do_not_fill_memory(tmp_path: Path) -> None:
     (tmp_path / "far.csv").write_text("0F0,999999999B0")
-    with pytest.raises(ProgramError, match="stage 1 appears on no rank"):
+    with pytest.raises(ProgramError, match="no rank runs stage 1"):
         Program.load(tmp_path / "far.csv")
 
 

@@ -83,9 +83,9 @@ def test_names_are_found_whatever_their_case() -> None:
     ("wrong", "message"),
     [
         ({"num_layers": 0}, "num_layers of x is 0; expected 1 or more"),
-        ({"feedforward": -4}, "feedforward of x is -4; expected no negative number"),
-        ({"num_key_value_heads": 3}, "4 heads of x share 3 keys and values"),
-        ({"experts": Experts(8, 2, 16), "num_dense_layers": 3}, "3 dense layers of 2 in x"),
+        ({"feedforward": -4}, "feedforward of x is -4; expected 0 or more"),
+        ({"num_key_value_heads": 3}, "4 heads of x cannot share 3 keys and values"),
+        ({"experts": Experts(8, 2, 16), "num_dense_layers": 3}, "x has 3 dense layers of 2"),
     ],
 )
 def test_a_transformer_that_cannot_be_is_refused(wrong: dict[str, int], message: str) -> None:
@@ -95,5 +95,5 @@ def test_a_transformer_that_cannot_be_is_refused(wrong: dict[str, int], message:
 
 
 def test_more_experts_per_token_than_there_are_is_refused() -> None:
-    with pytest.raises(PlanError, match="9 of 8 experts per token"):
+    with pytest.raises(PlanError, match="a token uses 9 of 8 experts"):
         Experts(8, 9, 64)

@@ -55,13 +55,13 @@ def test_a_machine_is_read_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"flops_per_sec": 1}, r"unknown key 'flops_per_sec' of a machine; did you mean flops_per_second\?"),
+        ({"flops_per_sec": 1}, r"unknown key 'flops_per_sec' in the machine; did you mean flops_per_second\?"),
         ({"memory_bytes": "80 GB"}, "memory_bytes of the machine is '80 GB'; expected a number"),
         ({"memory_bytes": True}, "memory_bytes of the machine is True; expected a number"),
         ({"memory_bytes": -1}, "memory_bytes of mine is -1; expected a number above 0"),
         ({"memory_bytes": float("nan")}, "memory_bytes of mine is nan"),
         ({"reach": {"product": 1.5}}, "the reach of product is 1.5; expected above 0 and up to 1"),
-        ({"reach": {"prodcut": 0.5}}, r"unknown key 'prodcut' of a machine's reach; did you mean product\?"),
+        ({"reach": {"prodcut": 0.5}}, r"unknown key 'prodcut' in the machine's reach; did you mean product\?"),
         ({"memory_bytes": 1e-320}, "memory_bytes of the machine is 9.99989e-321; expected a number from 1 to 1e.30"),
         ({"node_reach": 1e-300}, "node_reach of the machine is 1e-300; expected a number from 1e-06 to 1"),
         ({"devices_per_node": 0}, "devices_per_node is 0; expected 1 or more"),
@@ -75,7 +75,7 @@ def test_a_machine_that_cannot_be_is_refused(change: dict[str, object], message:
 
 @pytest.mark.parametrize("missing", MINE)
 def test_a_machine_needs_its_numbers(missing: str) -> None:
-    with pytest.raises(PlanError, match=f"{missing} of the machine is missing"):
+    with pytest.raises(PlanError, match=f"the machine has no {missing}; expected"):
         machine({name: value for name, value in MINE.items() if name != missing})
 
 
@@ -86,7 +86,7 @@ def test_a_file_that_is_no_machine_is_refused_by_its_name(tmp_path: Path) -> Non
         with pytest.raises(PlanError, match=rf"{place.name}.*a JSON file that describes a machine"):
             load(place)
     path.write_text("[]", encoding="utf-8")
-    with pytest.raises(PlanError, match="JSON of a list, no object"):
+    with pytest.raises(PlanError, match="the JSON holds a list, not an object"):
         load(path)
 
 

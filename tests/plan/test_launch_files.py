@@ -216,7 +216,7 @@ def test_a_config_with_latent_attention_keeps_it() -> None:
     with pytest.raises(PlanError, match="kv_lora_rank is 'wide'"):
         transformer_of({**DEEPSEEK, "kv_lora_rank": "wide"}, name="mine")
     narrow = {key: value for key, value in DEEPSEEK.items() if key != "v_head_dim"}
-    assert "latent attention, whose widths the config does not name" in transformer_of(narrow, name="m").details.others
+    assert "latent attention with unnamed widths" in transformer_of(narrow, name="m").details.others
 
 
 LLAMA = {

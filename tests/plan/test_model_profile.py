@@ -55,14 +55,14 @@ def test_sizes_between_those_measured_lie_on_a_line() -> None:
     assert [one.times.forward for one in two.layers] == pytest.approx([2.0, 4.0])
     assert [one.activation_bytes for one in two.layers] == [200, 200]
     for rows in (0.5, 5):
-        with pytest.raises(PlanError, match="expected 1 to 4, which were measured"):
+        with pytest.raises(PlanError, match="expected 1 to 4 rows, the measured range"):
             profile.at(rows)
 
 
 def test_ranks_profiles_are_merged_by_their_medians() -> None:
     each = [model_profile([seconds], rows=(1,)).at(1) for seconds in (1.0, 5.0, 2.0)]
     assert merged(each).layers[0].times.forward == 2.0
-    with pytest.raises(PlanError, match="profiles of different blocks"):
+    with pytest.raises(PlanError, match="the profiles have different blocks"):
         merged([each[0], model_profile([1.0, 2.0], rows=(1,)).at(1)])
 
 
@@ -83,9 +83,9 @@ def test_a_profile_and_its_file_are_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"version": 2}, "a profile of version 2; expected version 1; measure it again"),
+        ({"version": 2}, "the profile has version 2; expected version 1; measure it again"),
         ({"format": "something"}, "not a profile"),
-        ({"sizes": []}, r"sizes of microbatches \[\]"),
+        ({"sizes": []}, r"microbatch sizes are \[\]"),
         ({"sizes": None}, "a damaged profile"),
         ({"paces": [1.0]}, "1 paces for 3 sizes"),
         ({"model": {"name": "x"}}, "a damaged profile"),
@@ -109,5 +109,5 @@ def test_damage_is_named_with_its_file(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="weight_bytes is -1"):
         ModelProfile.from_json(json.dumps(table))
     for text in ("", "[]", "{", "3"):
-        with pytest.raises(PlanError, match=r"not JSON|JSON of a|not a profile"):
+        with pytest.raises(PlanError, match=r"not JSON|the JSON holds a|not a profile"):
             ModelProfile.from_json(text)

@@ -197,12 +197,14 @@ def test_two_hundred_blocks_take_no_more_steps_than_they_did() -> None:
 
 @pytest.mark.parametrize("num_stages", [0, 3])
 def test_counts_that_make_no_sense_are_refused(num_stages: int) -> None:
-    with pytest.raises(PlanError, match=f"2 blocks for {num_stages} stages; expected at least one block per stage"):
+    with pytest.raises(
+        PlanError, match=f"2 blocks cannot fill {num_stages} stages; expected at least one block per stage"
+    ):
         partition([BlockCosts(1.0)] * 2, num_stages)
 
 
 def test_a_limit_needs_to_know_what_is_held() -> None:
-    with pytest.raises(PlanError, match="max_bytes without held"):
+    with pytest.raises(PlanError, match="max_bytes needs held"):
         partition([BlockCosts(1.0)] * 2, 2, max_bytes=10)
-    with pytest.raises(PlanError, match=r"held names the stages \[0, 1\]"):
+    with pytest.raises(PlanError, match=r"held covers the stages \[0, 1\]"):
         partition([BlockCosts(1.0)] * 3, 3, held=held_by(build("1f1b", 2, 2)), max_bytes=10)

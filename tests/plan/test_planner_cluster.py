@@ -156,13 +156,13 @@ def test_pins_hold(pins: Pins, name: str, value: object) -> None:
     [
         (
             Pins(tensor=2, pipeline=2, data=4),
-            ["TP 2 x PP 2 x DP 4 is 16 devices, and the cluster has 8", "use DP 2"],
+            ["TP 2 x PP 2 x DP 4 needs 16 devices, but the cluster has 8", "use DP 2"],
         ),
-        (Pins(tensor=2, pipeline=3), ["TP 2 x PP 3 is 6 devices", "8"]),
+        (Pins(tensor=2, pipeline=3), ["TP 2 x PP 3 needs 6 devices", "8"]),
         (Pins(tensor=2, pipeline=1, data=2), ["4 devices", "use DP 4"]),
-        (Pins(tensor=16), ["TP 16 does not divide the attention heads of small, 8", "use TP 8"]),
+        (Pins(tensor=16), ["TP 16 does not divide the number of attention heads of small, 8", "use TP 8"]),
         (Pins(data=8, pipeline=1, tensor=1, context=3), ["CP 3 cannot share sequences of 1024"]),
-        (Pins(expert=2), ["EP 2 for small, which has no experts"]),
+        (Pins(expert=2), ["EP is 2, but small has no experts"]),
     ],
 )
 def test_contradictory_pins_are_refused(pins: Pins, words: list[str]) -> None:
@@ -172,7 +172,7 @@ def test_contradictory_pins_are_refused(pins: Pins, words: list[str]) -> None:
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"a batch of 30 sequences does not divide among DP 4.*use a batch of 32"):
+    with pytest.raises(PlanError, match=r"DP 4 does not divide a batch of 30 sequences.*use a batch of 32"):
         plan(PLAIN, small_cluster(), batch=30, evaluate=Rough(), pins=Pins(data=4))
 
 
@@ -190,7 +190,7 @@ def test_pins_without_meaning_are_refused(values: dict[str, object], words: str)
 def test_headroom_and_nodes_must_make_sense() -> None:
     with pytest.raises(PlanError, match="headroom is 1"):
         planned(headroom=1.0)
-    with pytest.raises(PlanError, match=r"10 devices in nodes of 4.*use 12 or 8"):
+    with pytest.raises(PlanError, match=r"10 devices do not fill nodes of 4.*use 12 or 8"):
         plan(PLAIN, small_cluster(10), batch=32, evaluate=Rough())
 
 
@@ -292,9 +292,9 @@ def test_a_reason_names_the_item_that_is_lost() -> None:
     slow = replace(found.chosen.estimate.seconds, bubble=found.chosen.estimate.seconds.bubble + 0.1)
     other = replace(found.chosen, estimate=replace(found.chosen.estimate, seconds=slow))
     share = 0.1 / found.chosen.seconds
-    assert why(found.chosen, other, found.limit_bytes) == f"{share:.1%} slower: 100 ms more bubble"
+    assert why(found.chosen, other, found.limit_bytes) == f"{share:.1%} slower: its bubble is 100 ms longer"
     assert why(found.chosen, other, found.chosen.bytes - 2 * GIB) == "does not fit: 2.0 GiB too much"
-    assert why(found.chosen, found.chosen, found.limit_bytes) == "as fast, in as much memory"
+    assert why(found.chosen, found.chosen, found.limit_bytes) == "just as fast, with the same memory"
 
 
 def test_changes_differ_in_one_setting_and_say_so() -> None:
@@ -317,7 +317,7 @@ def test_margins_are_what_planning_again_gives() -> None:
     node = by_name["one more node"]
     assert node.gain == pytest.approx(found.chosen.seconds / larger.chosen.seconds - 1)
     roomier = planned((found.limit_bytes + GIB) / 0.9)
-    assert by_name["one more GiB a device"].gain == pytest.approx(found.chosen.seconds / roomier.chosen.seconds - 1)
+    assert by_name["one more GiB per device"].gain == pytest.approx(found.chosen.seconds / roomier.chosen.seconds - 1)
 
 
 def test_no_point_of_the_front_beats_another_in_both() -> None:

@@ -25,8 +25,8 @@ def test_two_copies_of_the_weights_are_mentioned() -> None:
 
 def test_a_limit_that_nothing_keeps_is_said() -> None:
     said = str(recommend(compare(4, num_microbatches=8, limit=Limit(max_activations=0.5))))
-    assert said == "Nothing fits the limit: the least that any schedule holds is 1 activation, with naive."
+    assert said == "Nothing fits the limit: naive holds the least, 1 activation."
 
 
 def test_nothing_to_compare_is_said() -> None:
-    assert str(recommend([])) == "No schedule admits these counts."
+    assert str(recommend([])) == "No schedule supports these counts."

@@ -56,7 +56,7 @@ def test_nothing_of_it_asks_for_anything() -> None:
 
 @pytest.mark.parametrize("points", [[], [(1.0, math.nan)], [(math.inf, 1.0)]])
 def test_what_cannot_be_drawn_is_refused(points: list[tuple[float, float]]) -> None:
-    with pytest.raises(UsageError, match="expected numbers to draw"):
+    with pytest.raises(UsageError, match="expected finite numbers to draw"):
         drawn(Series("a", points))
-    with pytest.raises(UsageError, match="x is 0 on an axis that doubles; expected x above 0"):
+    with pytest.raises(UsageError, match="x is 0 on a logarithmic axis; expected x above 0"):
         drawn(Series("a", [(0, 1)]), log_x=True)

@@ -33,7 +33,7 @@ def test_schedules_that_do_not_admit_the_counts_are_left_out_with_the_reason() -
     assert rows.left_out[0].summary() == {
         "schedule": "dualpipe",
         "stages_per_rank": 1,
-        "error": "dualpipe with 3 ranks: its two directions meet in the middle",
+        "error": "dualpipe cannot use 3 ranks: its two directions meet in the middle",
         "expected": "an even number of ranks",
         "fix": "use 2 or 4",
     }
@@ -68,7 +68,7 @@ def test_what_is_over_the_limit_comes_last() -> None:
 
 
 def test_costs_per_stage_cannot_be_compared() -> None:
-    with pytest.raises(CostsError, match="forward is given per stage"):
+    with pytest.raises(CostsError, match="forward has one value per stage"):
         compare(4, num_microbatches=8, costs=Costs(forward=[1, 2, 3, 4]))
 
 

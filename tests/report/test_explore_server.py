@@ -99,7 +99,7 @@ def test_the_host_is_checked_before_the_body_is_read(server: ExploreServer) -> N
     # Not a byte of the body is sent: who waits for it never answers.
     for headers in ((f"Content-Length: {MAX_BODY_BYTES}",), ("Content-Length: x",), ()):
         status, body = asked(server, request(server, "POST /answer", *headers, host="evil.example"))
-        assert (status, body) == (403, b"this page is for this machine only")
+        assert (status, body) == (403, b"this page only works on the machine that serves it")
     assert asked(server, request(server, "GET /", host="evil.example"))[0] == 403
     again = f"Host: 127.0.0.1:{server.server_address[1]}"
     assert asked(server, request(server, "GET /", again, host="evil.example"))[0] == 403

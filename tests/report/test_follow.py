@@ -125,11 +125,11 @@ def test_the_screen_shows_loss_throughput_bubble_and_queues() -> None:
     live.add(METRICS)
     frame = live.frame(60).splitlines()
     assert frame[0] == "first: 1f1b, 2 ranks, 2 stages, 4 microbatches"
-    assert frame[1] == "step 7   loss 0.5   800 rows/s   250 ms a step   bubble 30.0"
+    assert frame[1] == "step 7   loss 0.5   800 rows/s   250 ms per step   bubble 30"
     assert frame[2] == "loss      ^_"
     assert frame[3] == f"rank 0    {'#' * 10}{'=' * 10}  busy  50%  bubble  50%"
     assert frame[4] == f"rank 1    {'#' * 15}{'-' * 5}  busy  75%  bubble  25%"
-    assert frame[5] == "0 -> 1    ###                   3 waiting at most"
+    assert frame[5] == "0 -> 1    ###                   at most 3 waiting"
     assert live.row().endswith("bubble 30.0%   per rank 50% 25%   queues 0->1 3")
     assert live.to_json()["bubble_per_rank"] == pytest.approx([0.5, 0.25])
     assert live.to_json()["metrics"] == METRICS

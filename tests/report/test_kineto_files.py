@@ -46,7 +46,7 @@ def iterations(path: Path) -> Path:
     ("make", "says"),
     [
         (lambda at: at / "nowhere.json", "No such file"),
-        (lambda at: folder(at / "empty"), "no trace in this folder"),
+        (lambda at: folder(at / "empty"), "contains no trace"),
         (lambda at: iterations(at / "all"), "iteration_10"),
         (lambda at: put(at / "rank0.json", ""), "it begins with neither"),
         (lambda at: put(at / "rank0.json", "hello"), "not JSON: it begins with neither { nor [, at 'hello'"),
@@ -54,14 +54,14 @@ def iterations(path: Path) -> Path:
         (lambda at: put(at / "rank0.json", '{"a" 1}'), "not JSON: a name is missing"),
         (lambda at: put(at / "rank0.json", '{"a": 1 "b": 2}'), "not JSON: a comma is missing"),
         (lambda at: put(at / "rank0.json", '{"a": nonsense}'), "not JSON: Expecting value"),
-        (lambda at: put(at / "rank0.json", '{"a": 1, "b": [2]}'), "no traceEvents in it, only a, b"),
-        (lambda at: put(at / "rank0.json", "{}"), "no traceEvents in it, only nothing"),
+        (lambda at: put(at / "rank0.json", '{"a": 1, "b": [2]}'), "it has no traceEvents, only a, b"),
+        (lambda at: put(at / "rank0.json", "{}"), "it has no traceEvents, only nothing"),
         (lambda at: put(at / "rank0.json", '{"traceEvents": ' + "[" * 100_000), "nested too deeply"),
         (lambda at: put(at / "rank0.json.gz", gzip.compress(TRACE.encode())[:40]), "damaged or cut off"),
         (lambda at: put(at / "rank0.json.gz", b"\x1f\x8b rubbish that is no gzip"), "damaged or cut off"),
-        (lambda at: put(at / "rank0.json", '{"traceEvents": []}'), "no pipeline in it"),
+        (lambda at: put(at / "rank0.json", '{"traceEvents": []}'), "contains no pipeline"),
         (lambda at: save(at / "rank0.json", [mark("train", 0, 1)]), "its labels are train"),
-        (lambda at: put(at / "trace.json", TRACE), "neither the trace nor its name says of which rank it is"),
+        (lambda at: put(at / "trace.json", TRACE), "nor its name says which rank it is from"),
     ],
 )
 def test_what_is_no_trace_is_refused_with_its_path_and_what_was_expected(
@@ -157,7 +157,7 @@ def again(path: Path, **header: object) -> Path:
 @pytest.mark.parametrize(
     ("header", "says"),
     [
-        ({"distributedInfo": info(0, 2)}, "are both of rank 0"),
+        ({"distributedInfo": info(0, 2)}, "are both from rank 0"),
         ({"distributedInfo": info(1, 4)}, "world_size is 2"),
         ({"distributedInfo": {**info(1, 2), "backend": "nccl"}}, "backend is gloo"),
         ({"moved": 3.6e9}, "was recorded 3600 s apart"),
@@ -171,7 +171,7 @@ def test_traces_of_different_runs_are_refused(header: dict[str, object], says: s
     with pytest.raises(TraceError) as caught:
         load([first, second])
     assert says in str(caught.value)
-    assert "one trace of each rank, all of one run" in caught.value.expected
+    assert "one trace per rank, all from one run" in caught.value.expected
 
 
 def test_ranks_without_a_step_in_common_are_refused(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_times_are_those_of_the_clock_that_the_header_names(tmp_path: Path) -> N
 def test_labels_with_numbers_that_no_run_has_are_refused(tmp_path: Path, label: str) -> None:
     also = "Backward 0" if label.startswith("Forward") else "PP:0B0"
     save(tmp_path / "rank0.json", [mark(label, 0, 1), mark(also, 1, 2)])
-    with pytest.raises(TraceError, match=r"a label says \d+F\d+, in traces of 2 actions"):
+    with pytest.raises(TraceError, match=r"a label says \d+F\d+, but the traces have only 2 actions"):
         load([tmp_path / "rank0.json"])
 
 

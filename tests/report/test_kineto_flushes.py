@@ -91,7 +91,7 @@ def test_a_trace_that_begins_within_a_step_is_refused_plainly(tmp_path: Path) ->
         trace = json.loads(path.read_text())
         trace["traceEvents"] = [one for one in trace["traceEvents"] if one["ts"] >= middle]
         path.write_text(json.dumps(trace))
-    with pytest.raises(TraceError, match="it begins within a step: its first backward comes before any forward"):
+    with pytest.raises(TraceError, match="begins in the middle of a step: its first backward comes before any forward"):
         load([tmp_path])
 
 
@@ -118,7 +118,7 @@ def test_the_report_says_how_steps_were_told_apart(tmp_path: Path, capsys: pytes
     assert main(["analyze", str(folder), "--step", "1"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "1f1b: 2 ranks, 2 stages, 8 microbatches; step 1 of 0 to 2" in shown
-    assert "each ends where the pipeline has run empty on all ranks" in shown
+    assert "a step ends where the pipeline has run empty on all ranks" in shown
 
 
 def test_marked_steps_of_different_lengths_are_all_complete(tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ def test_ranks_of_different_runs_are_refused(folder: Path) -> None:
     def mixed(one: str, other: str) -> list[Path]:
         return [folder / one / "rank0.json.gz", folder / other / "rank1.json.gz"]
 
-    with pytest.raises(TraceError, match="known by different signs"):
+    with pytest.raises(TraceError, match="identified in different ways"):
         load(mixed("GPipe", "1F1B"))
     with pytest.raises(TraceError, match="meets no"):
         load(mixed("ZBVZeroBubble", "Interleaved1F1B"))

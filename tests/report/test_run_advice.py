@@ -47,7 +47,7 @@ def test_a_slow_stage_is_named_and_following_the_advice_gains_what_was_predicted
     before, after = (simulate(program, per_stage(*each)).makespan for each in (seconds, followed))
     assert found.best.gain == pytest.approx(1 - after / before, abs=1e-6)
     assert found.best.gain > 0.1
-    assert "if the blocks of a stage cost the same" in found.sentence
+    assert "assuming that all blocks of a stage cost the same" in found.sentence
 
 
 def test_parameters_say_how_a_stage_is_shared_among_its_blocks(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_parameters_say_how_a_stage_is_shared_among_its_blocks(tmp_path: Path) -
     found = of_kind(advice(tmp_path, costs, blocks=blocks, guessed_costs=guessed), "cut")
     assert found.settings == {"balance": [4, 2]}
     assert "move block d to rank 0" in found.sentence
-    assert found.assumes == "if a block costs by its parameters, on any rank"
+    assert found.assumes == "assuming that a block's cost follows its parameters, on any rank"
 
 
 def test_with_a_profile_a_rank_that_is_slow_as_a_whole_is_told_from_heavy_blocks(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_too_few_microbatches_are_told_with_the_number_that_would_do(tmp_path: P
     before = 4 + 3
     after = (16 + 3) / 4
     assert found.best.gain == pytest.approx(1 - after / before, abs=1e-3)
-    assert found.sentence.startswith("With 4 microbatches 43% is bubble: cut the batch into 16, predicted -32%")
+    assert found.sentence.startswith("With 4 microbatches, 43% is bubble: split the batch into 16, predicted -32%")
 
 
 def test_no_more_microbatches_are_advised_than_the_batch_has_rows(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_overhead_asks_for_larger_microbatches(tmp_path: Path) -> None:
     found = advice(tmp_path, costs, microbatches=16, overhead=MILLI / 10)
     assert found.best is not None
     assert found.best.settings == {"num_microbatches": 4}
-    assert "is overhead: cut the batch into 4, predicted" in found.sentence
+    assert "is overhead: split the batch into 4, predicted" in found.sentence
 
 
 def test_a_slow_link_is_named(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_schedule_that_holds_less_in_the_same_time_is_named(tmp_path: Path) ->
 def test_a_faster_schedule_says_what_it_assumes(tmp_path: Path) -> None:
     found = of_kind(advice(tmp_path, per_stage(*[MILLI] * 4), ranks=4, rows=8), "schedule")
     assert found.settings == {"schedule": "zb-h1"}
-    assert found.assumes == "if W takes half of B"
+    assert found.assumes == "assuming that W takes half of B"
     assert found.gain == pytest.approx(1 - 27 / 33, abs=1e-3)
 
 
@@ -135,7 +135,7 @@ def test_time_outside_of_steps_is_told(tmp_path: Path) -> None:
         text.replace('"time_metrics/end_to_end(s)":0.0', '"time_metrics/end_to_end(s)":1.0')
     )
     found = of_kind(advise(observe(read_run(path))), "outside")
-    assert found.sentence.startswith("97% of the time from step to step passes outside of the step, ")
+    assert found.sentence.startswith("97% of the time from step to step is outside the step, ")
     assert found.sentence.endswith(" on rank 0: waiting for data 500 ms, the optimizer 400 ms")
 
 

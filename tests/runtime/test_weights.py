@@ -216,7 +216,7 @@ def test_patterns_are_a_list() -> None:
 @pytest.mark.parametrize("name", ["x.safetensors", "x.bin"])
 def test_a_pipe_among_weights_is_not_waited_for(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
-    with pytest.raises(ModelError, match="not a regular file but a pipe"):
+    with pytest.raises(ModelError, match="is a pipe, not a regular file"):
         Weights(tmp_path)
 
 
@@ -227,8 +227,8 @@ def test_a_pipe_among_weights_is_not_waited_for(tmp_path: Path, name: str) -> No
         ('{"a": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}}', "does not fit into the file"),
         ('{"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}', "does not fit into the file"),
         ('{"a": {"dtype": "F32", "shape": [1], "data_offsets": [1e999, 4]}}', "data_offsets is inf"),
-        ('{"a": 1, "a": 2}', "'a' stands there twice"),
-        ("[]", "JSON of a list"),
+        ('{"a": 1, "a": 2}', "the name 'a' appears twice"),
+        ("[]", "the JSON holds a list, not an object"),
     ],
 )
 def test_headers_that_would_fail_later_are_refused(tmp_path: Path, header: str, words: str) -> None:

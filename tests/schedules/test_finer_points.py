@@ -55,7 +55,7 @@ def test_blocks_wait_no_longer_than_they_collide(name: str, num_ranks: int, make
 def test_two_weight_versions_want_as_many_microbatches_as_ranks() -> None:
     assert build("pipedream-2bw", 4, 4).num_microbatches == 16
     for num_microbatches in (1, 2, 3):
-        with pytest.raises(ScheduleError, match="needs a third version"):
+        with pytest.raises(ScheduleError, match="needs a third weight version"):
             build("pipedream-2bw", 4, num_microbatches)
 
 

@@ -35,7 +35,7 @@ def test_ones_own_schedule_gets_proof_and_timing() -> None:
         assert find("mine").summary == "Run every microbatch through on its own."
         assert validate(program) == []
         assert simulate(program).makespan == 18
-        with pytest.raises(ScheduleError, match="registered already"):
+        with pytest.raises(ScheduleError, match="already registered"):
             schedule("mine")(mine)
     finally:
         unregister("mine")

@@ -1,1 +1,1 @@
-"""The command line: each verb parses, calls one library function, and prints."""
+"""The command line: each command parses its flags, calls one library function, and prints the result."""

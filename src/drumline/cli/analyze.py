@@ -1,4 +1,4 @@
-"""`drumline analyze TRACE...`: the bubble report of somebody else's profiler traces."""
+"""`drumline analyze TRACE...`: report the bubble of any PyTorch run from its profiler traces."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from drumline.report.kineto.analysis import Analysis
 
 EXAMPLE = "drumline analyze traces/1f1b --out bubble.html"
-# More violations, ranks or steps than anybody reads; --json has them all.
+# The most violations, ranks or steps to print; --json has them all.
 _MOST_SHOWN = 10
 _MOST_DRAWN = 32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the verb takes."""
+    """Declare the arguments."""
     parser.add_argument(
         "traces",
         nargs="+",
         type=Path,
         metavar="TRACE",
-        help="trace files of torch.profiler, .json or .json.gz, one for each rank; or a folder of them",
+        help="trace files of torch.profiler, .json or .json.gz, one per rank; or a folder of them",
     )
-    median = "the step to report (default: the one of median length)"
+    median = "the step to report (default: the one with the median length)"
     parser.add_argument("--step", type=flags.whole_number, metavar="N", help=median)
     flags.add_json(parser)
     flags.add_out(parser, TEXTS | PICTURES | TRACES | PROGRAMS)
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Report one step; exit 1 if the traces contradict the rules of a pipeline."""
+    """Report one step; exit 1 if the traces break the rules of a pipeline."""
     from drumline.report.kineto.analysis import analyze
 
     analysis = analyze(args.traces, step=args.step, progress=progress)
@@ -85,20 +85,20 @@ def _text(analysis: Analysis, paper: Paper) -> str:
     if timeline.num_ranks <= _MOST_DRAWN:
         head.append(grid(timeline, width=width, colour=paper.colour))
     lines = [
-        f"step {_ms(timeline.step_seconds)} ms, pipeline {_ms(timeline.makespan)} ms of it, "
+        f"step {_ms(timeline.step_seconds)} ms, of which the pipeline takes {_ms(timeline.makespan)} ms, "
         f"bubble {timeline.bubble:.2%} of the pipeline",
         *_told_apart(analysis),
         *_beside(analysis),
         f"clocks: {described(analysis.traces)}",
     ]
     if analysis.traces.num_others:
-        lines.append(f"the traces of {analysis.traces.num_others} more pipelines beside it were left out")
+        lines.append(f"left out: the traces of {analysis.traces.num_others} more pipelines")
     parts = [
         *(wrapped(line, width) if "\n" not in line else line for line in head),
         *(wrapped(line, width) for line in lines),
-        "\nmilliseconds of each rank:",
+        "\nmilliseconds per rank:",
         table(*_ranks(analysis), width=width, left=2, keep=("idle",)),
-        "\nmilliseconds of each step:",
+        "\nmilliseconds per step:",
         table(*_all_steps(analysis), width=width, keep=("bubble",)),
         *(["", *(wrapped(line, width) for line in _against(analysis))] if analysis.violations else []),
         "\n" + wrapped(analysis.advice.sentence, width),
@@ -112,21 +112,21 @@ def _steps(analysis: Analysis) -> str:
 
 
 def _told_apart(analysis: Analysis) -> list[str]:
-    """Return what is to be known of steps that nothing marks, or that run their schedule several times."""
+    """Describe steps that nothing marks, or that run their schedule several times."""
     traces, timeline = analysis.traces, analysis.timeline
     lines = []
     if traces.by_flushes and len(traces.steps) + len(traces.incomplete) > 1:
-        lines.append("steps: nothing marks them in the traces; each ends where the pipeline has run empty on all ranks")
+        lines.append("steps: the traces do not mark them; a step ends where the pipeline has run empty on all ranks")
     if timeline.num_flushes > 1:
         lines.append(
-            f"the pipeline runs empty {timeline.num_flushes} times in this step: gradients are accumulated over "
-            "several turns of a schedule, or the profiler's mark covers several steps"
+            f"the pipeline runs empty {timeline.num_flushes} times in this step: gradients accumulate over several "
+            "turns of a schedule, or the profiler's mark covers several steps"
         )
     return lines
 
 
 def _beside(analysis: Analysis) -> list[str]:
-    """Return what the simulator says of the same action times, and which stage is the slowest."""
+    """Return the simulated best case with the same action times, and the slowest stage."""
     lines = []
     if analysis.ideal is not None:
         lines.append(
@@ -138,7 +138,7 @@ def _beside(analysis: Analysis) -> list[str]:
         home = analysis.timeline.program.placement.homes[slow.stage]
         lines.append(
             f"slowest stage: {slow.stage}, on rank {home}; a microbatch takes {_ms(slow.total)} ms, "
-            f"{slow.total / mean:.2f} of the mean"
+            f"{slow.total / mean:.2f} times the mean"
         )
     return lines
 
@@ -166,7 +166,7 @@ def _all_steps(analysis: Analysis) -> tuple[list[str], list[list[str]]]:
 def _against(analysis: Analysis) -> list[str]:
     found = analysis.violations
     more = [f"... and {len(found) - _MOST_SHOWN} more (--json lists all)"] if len(found) > _MOST_SHOWN else []
-    return ["The traces contradict the rules of a pipeline:", *map(str, found[:_MOST_SHOWN]), *more]
+    return ["The traces break the rules of a pipeline:", *map(str, found[:_MOST_SHOWN]), *more]
 
 
 def _ms(seconds: float) -> str:

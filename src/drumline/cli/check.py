@@ -1,4 +1,4 @@
-"""`drumline check FILE.csv`: the proof that a program can run, or every violation."""
+"""`drumline check FILE.csv`: prove that a program can run, or list every violation."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from drumline.core.prove.validate import validate
 from drumline.report.summary import listed
 from drumline.report.units import counts
 
-# More than anybody reads; --json has them all.
+# The most violations to print; --json has them all.
 MAX_PRINTED = 1000
 
 EXAMPLE = "drumline check zb-v --ranks 4 --microbatches 8 --placement v"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the verb takes."""
+    """Declare the arguments."""
     flags.add_schedule(parser)
     flags.add_costs(parser)
     flags.add_limit(parser)
@@ -30,16 +30,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_out(parser, TEXTS)
     flags.add_channel(
         parser,
-        "what shares one queue of messages, for programs that have sends and receives: a directed edge (Drumline's own "
-        "transports, gloo), a pair of ranks or a rank (PyTorch over NCCL). What runs on `rank`, the default, runs on "
-        "all of them",
+        "what shares a message queue, for programs with sends and receives: a directed edge (Drumline's own "
+        "transports, gloo), a pair of ranks, or a rank (PyTorch over NCCL). A program that runs on `rank` (default) "
+        "runs on all of them",
     )
-    belongs = "how stages must be laid on ranks (default: each where most of its work is)"
+    belongs = "how stages must be placed on ranks (default: where most of their work is)"
     parser.add_argument("--placement", choices=flags.PLACEMENTS, help=belongs)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check one program; exit 1 if anything is wrong with it."""
+    """Check one program; exit 1 if anything is wrong."""
     program, costs = flags.program_of(args), flags.costs_of(args)
     proof = partial(
         validate,
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         costs=costs,
     )
     violations = proof(channel=args.channel)
-    where = f" with one queue of messages per {Queues(args.channel).words}" if program.has_communication else ""
+    where = f" with one message queue per {Queues(args.channel).words}" if program.has_communication else ""
 
     def make(form: str, paper: Paper) -> str:
         if not violations:
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         freer = next((one for one in _freer(args.channel) if where and not proof(channel=one)), None)
         lines.append(f"{counted(len(violations), 'violation')}: {program.name} cannot run{where if freer else ''}")
         if freer:
-            lines.append(f"with one per {freer.words} it can (--channel {freer})")
+            lines.append(f"it can run with one queue per {freer.words} (--channel {freer})")
         return "\n".join(lines)
 
     deliver(args, make, lambda: {"ok": not violations, "channel": args.channel, "violations": listed(violations)})
@@ -72,6 +72,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _freer(channel: str) -> Sequence[Queues]:
-    """Return the channels on which more can run, the strictest of them first."""
+    """Return the channels on which more programs can run, the strictest first."""
     kinds = list(Queues)
     return kinds[: kinds.index(Queues(channel))][::-1]

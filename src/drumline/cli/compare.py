@@ -1,4 +1,4 @@
-"""`drumline compare [SCHEDULE ...]`: all schedules, or those named, for one model on given ranks, best first."""
+"""`drumline compare [SCHEDULE ...]`: compare schedules, or all of them, for one model on given ranks, best first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXAMPLE = "drumline compare 1f1b zb-h1 --ranks 4 --microbatches 16 --comm 0.1 --
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the verb takes."""
+    """Declare the arguments."""
     meaning = "the schedules to compare, by name, CSV file or FILE.py[:NAME] (default: all)"
     parser.add_argument("schedules", nargs="*", metavar="SCHEDULE", help=meaning)
     flags.add_counts(parser)
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     chosen = [flags.named(one, ran) for one in args.schedules]
     ranks, microbatches = _counts(args, chosen)
     if args.frozen and max(args.frozen) >= ranks:
-        raise UsageError(f"--frozen names stage {max(args.frozen)}", expected=f"stages 0 to {ranks - 1}, one a rank")
+        raise UsageError(f"--frozen names stage {max(args.frozen)}", expected=f"stages 0 to {ranks - 1}, one per rank")
     costs = flags.costs_of(args)
     rows = compare(
         ranks,

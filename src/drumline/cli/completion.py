@@ -1,7 +1,7 @@
-"""`drumline completion SHELL`: a script that completes verbs, flags, and what they take.
+"""`drumline completion SHELL`: a script that completes commands, flags, and their values.
 
-The script is made from the parsers of all verbs and holds every word, so that completing starts no Python. Where it
-knows no word, the shell completes the names of files.
+The script is generated from the parsers of all commands and contains every word, so that completion does not start
+Python. If it knows no word, the shell completes file names.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ EXAMPLE = "drumline completion bash > ~/.drumline-completion.bash"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the verb takes."""
+    """Declare the arguments."""
     parser.add_argument(
         "shell",
         metavar="SHELL",
         choices=tuple(_SCRIPTS),
-        help='bash, zsh or fish. In the start-up file of your shell, write `eval "$(drumline completion bash)"`, the '
+        help='bash, zsh or fish. Put `eval "$(drumline completion bash)"` in the start-up file of your shell, the '
         "same with zsh, or `drumline completion fish | source`",
     )
 
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Flag:
-    """A flag by all its names, the words that may follow it, whether anything follows, and what it means."""
+    """A flag with all its names, the words that may follow it, whether anything follows, and its meaning."""
 
     names: tuple[str, ...]
     words: tuple[str, ...]
@@ -42,7 +42,7 @@ class _Flag:
 
 @dataclass(frozen=True, slots=True)
 class _Verb:
-    """A verb, what it does, its flags, and the words that may stand without one."""
+    """A command, its summary, its flags, and the words it takes without a flag."""
 
     name: str
     summary: str
@@ -71,7 +71,7 @@ def _verbs() -> Iterator[_Verb]:
 
 
 def _cases(verbs: list[_Verb]) -> Iterator[tuple[str, str]]:
-    """Yield patterns of `VERB WORD-BEFORE`, first those of flags that something follows, with the words to offer."""
+    """Yield patterns of `COMMAND PREVIOUS-WORD` with the words to offer, flags that take a value first."""
     for verb in verbs:
         for flag in verb.flags:
             if flag.takes:

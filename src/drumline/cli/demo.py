@@ -1,4 +1,4 @@
-"""`drumline demo`: the two-stage build end to end, from training to the report."""
+"""`drumline demo`: train a two-stage model end to end, and write the report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DRAWN = ("gpipe-4", "1f1b-4", "zb-h1-4")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the verb takes."""
+    """Declare the arguments."""
     out, whole = Path("out/demo"), flags.whole_number
     meaning = f"folder for the runs and the report (default {out})"
     parser.add_argument("-o", "--out", type=Path, default=out, metavar="FOLDER", help=meaning)
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train by every schedule, compare, and say where the report is."""
+    """Train with every schedule, compare, and say where the report is."""
     with pytorch("demo trains a model"):
         from drumline.train.demo import run_demo
         from drumline.train.opening import opening
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         _print(outcomes)
         if busy:
             print("\n" + wrapped(f"{busy} Compare these times again on a quiet machine.", terminal_width()))
-        print(f"\nEvery run with its gaps explained, and what to change: {page}")
+        print(f"\nThe report explains the idle time of every run and says what to change: {page}")
     return 0 if all(one.difference == 0 for one in outcomes) else 1
 
 
@@ -77,7 +77,7 @@ def _print(outcomes: Sequence[Outcome]) -> None:
     width = terminal_width()
     for one in outcomes:
         if one.trial.name in _DRAWN:
-            print(f"{one.trial.schedule}, a step as it was measured:")
+            print(f"{one.trial.schedule}, one measured step:")
             print(grid(one.timeline, width=width, colour=colour_wanted()) + "\n")
     header = ["schedule", "M", "recompute", "loss", "step ms", "utilisation", "bound", "queue"]
     header += ["stash KiB", "one process"]
@@ -103,10 +103,10 @@ def _print(outcomes: Sequence[Outcome]) -> None:
         "\n"
         + wrapped(
             "bound: the most that the schedule allows with equal stages and free messages. Two flushed stages cannot"
-            " pass M / (M + 1), 80% at M = 4, whatever runs them; zb-h1 fills the drain with weight gradients. stash:"
-            " activations held for backwards at once, on rank 0 + rank 1. GPipe holds the whole batch whatever M is;"
-            " 1F1B at most two microbatches on rank 0, and these get smaller; recomputing keeps only inputs of stages,"
-            " and the one microbatch that its backward is at.",
+            " exceed M / (M + 1), 80% at M = 4; zb-h1 fills the drain with weight gradients. stash: activations held"
+            " at once for backwards, on rank 0 + rank 1. GPipe holds the whole batch for any M. 1F1B holds at most two"
+            " microbatches on rank 0, and these get smaller. Recomputing keeps only the inputs of stages, plus the"
+            " microbatch in its backward.",
             width,
         )
     )

@@ -1,4 +1,4 @@
-"""`drumline explore`: schedules under sliders, in the browser."""
+"""`drumline explore`: schedules with sliders, in the browser."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from drumline.cli.output import print_json
 from drumline.core.errors import UsageError
 
 EXAMPLE = "drumline explore --no-browser"
-PORT = 8427  # the same every time, so that a link to a picture goes on working
+PORT = 8427  # the same every time, so that links to pictures keep working
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the verb takes."""
-    meaning = f"port on 127.0.0.1 (default {PORT}, or a free one while that is in use; 0: a free one)"
+    """Declare the arguments."""
+    meaning = f"port on 127.0.0.1 (default {PORT}, or a free one if that is in use; 0 picks a free one)"
     parser.add_argument("--port", type=flags.whole_number, metavar="N", help=meaning)
     parser.add_argument("--no-browser", action="store_true", help="print the address without opening a browser")
     flags.add_json(parser)
@@ -32,14 +32,14 @@ def run(args: argparse.Namespace) -> int:
         server = ExploreServer(PORT if args.port is None else args.port)
     except OSError as error:
         if args.port is not None:
-            raise UsageError(f"port {args.port} cannot be used: {error.strerror}", fix="leave --port out") from None
+            raise UsageError(f"cannot use port {args.port}: {error.strerror}", fix="omit --port") from None
         server = ExploreServer(0)
     with server:
         if args.json:
             print_json({"address": server.address})
             sys.stdout.flush()
         else:
-            print(f"{server.address}   (Ctrl-C ends it)", flush=True)
+            print(f"{server.address}   (press Ctrl-C to stop)", flush=True)
         if not args.no_browser and not args.json:
             webbrowser.open(server.address)
         server.serve_forever()

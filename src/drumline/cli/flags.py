@@ -1,4 +1,4 @@
-"""Flags that mean the same in every verb, and what they make: programs, costs, limits."""
+"""Flags with the same meaning in every command, and what they produce: programs, costs, limits."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from drumline.core.timeline.idle import Limit
 
 PLACEMENTS = ("linear", "loop", "v", "bidirectional")
 CHANNELS = tuple(str(queues) for queues in Queues)
-# What show, simulate, compare and check take where nothing is said.
+# The defaults of show, simulate, compare and check.
 RANKS, MICROBATCHES = 4, 8
 _MOST_OF_STDIN = 2**30
 
 
 def whole_number(text: str) -> int:
-    """Parse a count; the message names the value."""
+    """Parse a count; the error names the value."""
     try:
         return int(text)
     except ValueError:
@@ -38,7 +38,7 @@ def whole_number(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """Parse a time or a size; the message names the value."""
+    """Parse a time or a size; the error names the value."""
     try:
         value = float(text)
     except ValueError:
@@ -49,7 +49,7 @@ def number(text: str) -> float:
 
 
 def numbers(text: str) -> tuple[float, ...]:
-    """Parse numbers with commas between.
+    """Parse numbers separated by commas.
 
     >>> numbers("0.5,2")
     (0.5, 2.0)
@@ -61,7 +61,7 @@ _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**2
 
 
 def size(text: str) -> float:
-    """Parse bytes, as a number or with a unit; the message names the value.
+    """Parse bytes, as a number or with a unit; the error names the value.
 
     >>> size("2e9"), size("1.5GiB")
     (2000000000.0, 1610612736.0)
@@ -74,7 +74,7 @@ def size(text: str) -> float:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Parse words with commas between.
+    """Parse words separated by commas.
 
     >>> names("1f1b, zb-h1")
     ('1f1b', 'zb-h1')
@@ -83,9 +83,9 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def file(text: str) -> str:
-    """Return the name of a file to read; for `-`, of one that holds what came by stdin.
+    """Return the name of a file to read; for `-`, a temporary file with the contents of stdin.
 
-    Files are read strictly, and a pipe is none, so that what comes by it is put into one first.
+    Files are read strictly and must not be pipes, so the contents of stdin are copied to a file first.
     """
     if text != "-":
         return text
@@ -93,7 +93,7 @@ def file(text: str) -> str:
     atexit.register(shutil.rmtree, home, ignore_errors=True)
     data = sys.stdin.buffer.read(_MOST_OF_STDIN)
     if not data:
-        raise argparse.ArgumentTypeError("- reads from stdin, and nothing came")
+        raise argparse.ArgumentTypeError("- reads from stdin, but stdin is empty")
     path = Path(home, "stdin.json" if data.lstrip()[:1] in (b"{", b"[") else "stdin.csv")
     path.write_bytes(data)
     FROM_STDIN.add(str(path))
@@ -101,14 +101,14 @@ def file(text: str) -> str:
 
 
 def require(args: argparse.Namespace, *names: str, example: str) -> None:
-    """Refuse a command without a flag that it needs."""
+    """Raise an error if a required flag is missing."""
     for name in names:
         if getattr(args, name) is None:
             raise UsageError(f"{_flag(name)} is missing", fix=f"for example: drumline {example}")
 
 
 def check_counts(args: argparse.Namespace, *names: str) -> None:
-    """Refuse counts below 1."""
+    """Raise an error for counts below 1."""
     for name in names:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UsageError(f"{_flag(name)} is {getattr(args, name)}", expected="a whole number of 1 or more")
@@ -124,9 +124,9 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def add_out(parser: argparse.ArgumentParser, formats: Mapping[str, str], meaning: str = "") -> None:
-    """Add --out, which may be given several times: the ending of each name says what is written there."""
+    """Add --out, which may be repeated: the extension of each name determines the format."""
     parser.set_defaults(formats=formats)
-    meaning = meaning or f"write a file; the ending of its name says which kind: {' '.join(formats)}"
+    meaning = meaning or f"write a file; its extension determines the format: {' '.join(formats)}"
     parser.add_argument(
         "-o",
         "--out",
@@ -139,13 +139,13 @@ def add_out(parser: argparse.ArgumentParser, formats: Mapping[str, str], meaning
 
 
 def add_format(parser: argparse.ArgumentParser, formats: Sequence[str], meaning: str) -> None:
-    """Add --format, which says what is printed, and what goes to --out whatever the names end in."""
-    told = "what to print, or to write whatever the names of --out end in"
+    """Add --format: what to print, and what to write to --out whatever the extension."""
+    told = "what to print, or to write to --out whatever its extension"
     parser.add_argument("--format", choices=formats, help=f"{told}: {meaning}")
 
 
 def add_channel(parser: argparse.ArgumentParser, meaning: str) -> None:
-    """Add --channel, which is the strictest unless given: whoever reads a file may run it there."""
+    """Add --channel; the default is the strictest, because the reader of a file may run it there."""
     parser.add_argument("--channel", choices=CHANNELS, default=str(STRICTEST), help=meaning)
 
 
@@ -155,7 +155,7 @@ def add_ranks(parser: argparse._ActionsContainer, meaning: str, default: int | N
 
 
 def add_counts(parser: argparse.ArgumentParser, told: str = "(default {})", ranks: int = RANKS) -> None:
-    """Add the counts that a recipe needs; `told` says what holds where they are not given."""
+    """Add the counts that a recipe needs; `told` describes the default."""
     add_ranks(parser, f"number of ranks {told.format(ranks)}")
     meaning = f"number of microbatches in a step {told.format(MICROBATCHES)}"
     parser.add_argument("-m", "--microbatches", type=whole_number, metavar="M", help=meaning)
@@ -166,20 +166,20 @@ def add_counts(parser: argparse.ArgumentParser, told: str = "(default {})", rank
 def add_schedule(parser: argparse.ArgumentParser, *, optional: str = "", ranks: int = RANKS) -> None:
     """Add SCHEDULE and the counts that its recipe needs; `optional` says what happens without a SCHEDULE."""
     nargs: Any = "?" if optional else None
-    meaning = "the name of a schedule, a CSV file (- reads it from stdin), or FILE.py[:NAME] that registers one"
+    meaning = "the name of a schedule, a CSV file (- reads stdin), or FILE.py[:NAME] that registers a schedule"
     parser.add_argument("schedule", nargs=nargs, metavar="SCHEDULE", type=file, help=meaning + optional)
     add_counts(parser, "(default {}; a CSV file has its own)", ranks)
 
 
 def add_frozen(parser: argparse.ArgumentParser) -> None:
-    """Add which stages are not trained."""
+    """Add --frozen, the stages that do not train."""
     parser.add_argument(
-        "--frozen", type=ranges, metavar="STAGES", help="stages that have no trainable parameters, like 0-2,5"
+        "--frozen", type=ranges, metavar="STAGES", help="stages without trainable parameters, like 0-2,5"
     )
 
 
 def ranges(text: str) -> frozenset[int]:
-    """Parse numbers and ranges of them; the message names the value."""
+    """Parse numbers and ranges; the error names the value."""
     found: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -191,7 +191,7 @@ def ranges(text: str) -> frozenset[int]:
 
 
 def pruned(program: Program, args: argparse.Namespace) -> Program:
-    """Return the program without the backwards that the stages named by --frozen do not need."""
+    """Return the program without the backwards that the --frozen stages do not need."""
     if args.frozen is None:
         return program
     if not args.frozen <= set(range(program.num_stages)):
@@ -212,18 +212,18 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
     add("--activation-bytes", type=number, metavar="A", help="bytes that a microbatch holds from F on (default: none)")
     held = "bytes of these that stay from I to W (default: all)"
     add("--held-until-weight-bytes", type=number, metavar="G", help=held)
-    add("--costs", type=file, metavar="FILE", help="read all of these and more from a JSON file; flags override it")
+    add("--costs", type=file, metavar="FILE", help="read these and more costs from a JSON file; flags override it")
 
 
 def add_limit(parser: argparse.ArgumentParser) -> None:
     """Add what a rank may hold."""
     add = parser.add_argument_group("memory limit of a rank (default: none)").add_argument
-    add("--max-activations", type=number, metavar="N", help="most (stage, microbatch) pairs that a rank may hold")
-    add("--max-bytes", type=number, metavar="N", help="most bytes that a rank may hold; needs --activation-bytes")
+    add("--max-activations", type=number, metavar="N", help="the most (stage, microbatch) pairs that a rank may hold")
+    add("--max-bytes", type=number, metavar="N", help="the most bytes that a rank may hold; needs --activation-bytes")
 
 
 def costs_of(args: argparse.Namespace) -> Costs:
-    """Return the costs that the flags and the file say."""
+    """Return the costs from the flags and the file."""
     costs = Costs.load(args.costs) if args.costs is not None else Costs()
     times = ("forward", "backward_input", "backward_weight", "comm", "overlapped")
     sizes = ("activation_bytes", "held_until_weight_bytes")
@@ -231,11 +231,9 @@ def costs_of(args: argparse.Namespace) -> Costs:
 
 
 def limit_of(args: argparse.Namespace, costs: Costs) -> Limit | None:
-    """Return the limit that the flags say, or None."""
+    """Return the limit from the flags, or None."""
     if args.max_bytes is not None and costs.activation_bytes is None:
-        raise UsageError(
-            "--max-bytes without bytes to hold against it", fix="say what a stage holds: --activation-bytes or --costs"
-        )
+        raise UsageError("--max-bytes needs to know what a stage holds", fix="add --activation-bytes or --costs")
     for flag, value in (("--max-activations", args.max_activations), ("--max-bytes", args.max_bytes)):
         if value is not None and value <= 0:
             raise UsageError(f"{flag} is {value:g}", expected="more than 0")
@@ -244,7 +242,7 @@ def limit_of(args: argparse.Namespace, costs: Costs) -> Limit | None:
 
 
 def program_of(args: argparse.Namespace, ranks: int = RANKS) -> Program:
-    """Return the program that SCHEDULE names: generated, on `ranks` unless --ranks says otherwise, or from a file."""
+    """Return the program for SCHEDULE: generated, on `ranks` unless --ranks is given, or read from a file."""
     from drumline.schedules import find
 
     name = named(args.schedule)
@@ -256,9 +254,9 @@ def program_of(args: argparse.Namespace, ranks: int = RANKS) -> Program:
 
 
 def named(text: str, ran: dict[str, tuple[str, ...]] | None = None) -> str | Program:
-    """Return the schedule that a SCHEDULE means: its name, also if a Python file registers it, or a file's program.
+    """Return what SCHEDULE refers to: a name, which a Python file may register, or the program in a CSV file.
 
-    `ran` has what Python files registered that ran before, and gets what this one does.
+    `ran` maps the Python files that ran before to the names they registered; this call adds to it.
     """
     path, _, recipe = text.partition(":")
     if path.endswith(".py"):
@@ -272,7 +270,7 @@ def named(text: str, ran: dict[str, tuple[str, ...]] | None = None) -> str | Pro
 
 
 def _meant(path: str, wanted: str, added: Sequence[str]) -> str:
-    """Return which of the schedules that a Python file registers is meant."""
+    """Return the requested one of the schedules that a Python file registers."""
     if wanted in added:
         return wanted
     if len(added) == 1 and not wanted:
@@ -280,12 +278,12 @@ def _meant(path: str, wanted: str, added: Sequence[str]) -> str:
     listed = ", ".join(added) or "none"
     raise UsageError(
         f"{path} registers {listed}" + (f", not {wanted}" if wanted and added else ""),
-        expected="one schedule, or its name behind a colon, like mine.py:name",
+        expected="one schedule, or a name after a colon, like mine.py:name",
     )
 
 
 def _added_by(path: str) -> tuple[str, ...]:
-    """Run a Python file, and return the names of the schedules that it registers."""
+    """Run a Python file, and return the names of the schedules it registers."""
     import runpy
 
     from drumline.schedules import schedules
@@ -299,13 +297,13 @@ def _added_by(path: str) -> tuple[str, ...]:
         raise UsageError(f"{path}: {error.strerror}", expected="a Python file that registers a schedule") from None
     except Exception as error:
         raise UsageError(
-            f"{path} failed with {type(error).__name__}: {error}", fix="make the file run by itself"
+            f"{path} failed with {type(error).__name__}: {error}", fix="make sure that the file runs on its own"
         ) from error
     return tuple(name for name in schedules() if name not in before)
 
 
 def _with_counts(program: Program, args: argparse.Namespace) -> Program:
-    """Return a file's program; refuse counts beside it that are not its own."""
+    """Return a file's program; raise if --ranks or other counts differ from it."""
     stages_per_rank = max(len(program.placement.stages_of(rank)) for rank in range(program.num_ranks))
     for flag, given, found in (
         ("--ranks", args.ranks, program.num_ranks),
@@ -314,13 +312,13 @@ def _with_counts(program: Program, args: argparse.Namespace) -> Program:
     ):
         if given is not None and given != found:
             raise UsageError(
-                f"{flag} is {given}, but {args.schedule} has {found}", fix=f"leave {flag} out: the file says it"
+                f"{flag} is {given}, but {args.schedule} has {found}", fix=f"omit {flag}: the file determines it"
             )
     return program
 
 
 def placement_of(name: str | None, program: Program) -> Placement | None:
-    """Return the named placement for the program's counts, or None where none was asked for."""
+    """Return the named placement for the program's counts, or None if none was requested."""
     if name is None:
         return None
     per_rank, rest = divmod(program.num_stages, program.num_ranks)
@@ -329,7 +327,7 @@ def placement_of(name: str | None, program: Program) -> Placement | None:
         return Placement.bidirectional(program.num_ranks, mirrored=range(half, program.num_microbatches))
     if rest or per_rank < 1 or (name == "linear" and per_rank != 1):
         raise UsageError(
-            f"--placement is {name}, but {program.num_stages} stages lie on {program.num_ranks} ranks",
+            f"--placement is {name}, but the program has {program.num_stages} stages on {program.num_ranks} ranks",
             expected="as many stages as ranks" if name == "linear" else "a multiple of the ranks as stages",
         )
     maker = Placement.v if name == "v" else Placement.loop

@@ -1,7 +1,7 @@
-"""`drumline`: finds the verb, runs it, and turns refusals into exit codes.
+"""`drumline`: find the command, run it, and turn errors into exit codes.
 
-0     done, and the answer is yes where the verb answers a question
-1     done, and the answer is no
+0     success; if the command answers a question, the answer is yes
+1     success, but the answer is no
 2     bad input: nothing was run
 3     the run failed, or the output cannot be written
 70    a bug in Drumline
@@ -21,7 +21,7 @@ from typing import NoReturn
 from drumline.cli.output import files_of, print_error, terminal_width, wrapped
 from drumline.core.errors import DrumlineError, RunError, UsageError, nearest
 
-# One thin module a verb; only the one that runs is imported.
+# One thin module per command; only the one that runs is imported.
 VERBS = {
     "demo": "train a small model on two ranks with several schedules, and write a report",
     "show": "draw a schedule in the terminal, or write it to a file",
@@ -36,7 +36,7 @@ VERBS = {
     "watch": "follow a run live: loss, throughput, bubble, queues",
     "analyze": "report the bubble of a run with PyTorch's pipelining from its traces",
     "explore": "open schedules with sliders in the browser",
-    "completion": "print a script that completes verbs, flags and schedules in your shell",
+    "completion": "print a script that completes commands, flags and schedules in your shell",
 }
 FINE, NO, BAD_INPUT, FAILED, BUG, INTERRUPTED = 0, 1, 2, 3, 70, 130
 
@@ -45,7 +45,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser that raises instead of exiting, so that errors look the same everywhere."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message, fix=f"`{self.prog} --help` lists what it takes")
+        raise UsageError(message, fix=f"run `{self.prog} --help` to list the arguments")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,20 +70,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        _abandon_stdout()  # the reader (head, less) has seen enough
+        _abandon_stdout()  # the reader (head, less) has closed the pipe
         return FINE
     except OSError as error:
-        if error.filename is None:  # a file that cannot be read has a name, and was refused where it was opened
+        if error.filename is None:  # an unreadable file has a name, and was reported where it was opened
             _abandon_stdout()
-        what = "the output cannot be written" if error.filename is None else f"{error.filename} cannot be used"
+        what = "cannot write the output" if error.filename is None else f"cannot use {error.filename}"
         print(f"drumline: {what}: {error.strerror or error}", file=sys.stderr)
         return FAILED
     except UnicodeEncodeError as error:
         _abandon_stdout()
-        print(f"drumline: the output cannot be written: {error}", file=sys.stderr)
+        print(f"drumline: cannot write the output: {error}", file=sys.stderr)
         return FAILED
     except Exception:
-        if argv is not None:  # whoever calls this from Python sees the error itself
+        if argv is not None:  # callers from Python see the error itself
             raise
         traceback.print_exc()
         print("drumline: this is a bug in Drumline; please report it with the lines above", file=sys.stderr)
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _abandon_stdout() -> None:
-    """Keep the interpreter from complaining at exit about what could not be written."""
+    """Keep the interpreter from complaining at exit about output that could not be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -106,20 +106,20 @@ def _run(words: list[str]) -> int:
         return FINE
     verb = words[0]
     if verb not in VERBS:
-        raise UsageError(f"unknown verb {verb[:40]!r}", fix=nearest(verb[:40], VERBS))
+        raise UsageError(f"unknown command {verb[:40]!r}", fix=nearest(verb[:40], VERBS))
     module = importlib.import_module(f"drumline.cli.{verb}")
     try:
         args = parser_of(verb).parse_args(words[1:])
     except SystemExit as stop:  # --help
         return int(stop.code or FINE)
     if "formats" in args:
-        files_of(args)  # refused before anything is computed
+        files_of(args)  # reject bad names before computing anything
     code: int = module.run(args)
     return code
 
 
 def parser_of(verb: str) -> argparse.ArgumentParser:
-    """Return what parses a verb's words, with an example below its help."""
+    """Return the parser of a command, with an example below its help."""
     module = importlib.import_module(f"drumline.cli.{verb}")
     summary = VERBS[verb]
     parser = _Parser(
@@ -135,8 +135,8 @@ def parser_of(verb: str) -> argparse.ArgumentParser:
 
 def _help() -> str:
     lines = [f"  {verb:<10} {summary}" for verb, summary in VERBS.items()]
-    below = "`drumline VERB --help` lists the flags of a verb and shows an example."
-    return "\n".join(["usage: drumline VERB ...", "", *lines, "", below, "`drumline --version` prints the version."])
+    below = "`drumline COMMAND --help` lists the flags of a command and shows an example."
+    return "\n".join(["usage: drumline COMMAND ...", "", *lines, "", below, "`drumline --version` prints the version."])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Printing and writing: results, files, errors, and what is known of the terminal.
+"""Print and write: results, files, errors, and what the terminal can show.
 
-Every verb with `--out` hands `deliver` a function that makes each of its formats. The ending of a file's name says
-which one goes there, unless --format says it; the name `-` is stdout.
+Every command with `--out` gives `deliver` a function that makes each of its formats. The extension of a file name
+selects the format, unless --format does; the name `-` is stdout.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from drumline.core.errors import DrumlineError, UsageError, installing
 
 STDOUT = Path("-")
 
-# What endings of names mean; each verb takes some of these.
+# What extensions mean; each command supports some of these.
 TEXTS = {".txt": "text", ".json": "json"}
 PICTURES = {".svg": "svg", ".html": "html", ".htm": "html"}
 TRACES = {".gz": "perfetto", ".pftrace": "perfetto"}
@@ -34,7 +34,7 @@ FROM_STDIN: set[str] = set()
 
 @dataclass(frozen=True, slots=True)
 class Paper:
-    """What a text is drawn on: how many columns wide, and whether in colour."""
+    """What a text is drawn on: the number of columns, and whether in colour."""
 
     width: int
     colour: bool = False
@@ -53,7 +53,7 @@ def _spelled(value: dict[str, Any]) -> str:
 
 
 def print_error(error: DrumlineError, *, as_json: bool) -> None:
-    """Print a refusal: an object on stdout, or one or two lines on stderr."""
+    """Print an error: an object on stdout, or one or two lines on stderr."""
     what, expected, fix = map(_as_given, (error.error, error.expected, error.fix))
     if as_json:
         print_json({"error": what, "expected": expected, "fix": fix})
@@ -65,23 +65,23 @@ def print_error(error: DrumlineError, *, as_json: bool) -> None:
 
 
 def _as_given(text: str) -> str:
-    """Return a message about what came by stdin under the name that its user knows."""
+    """Return a message that calls the temporary file of stdin what the user knows: stdin."""
     for path in FROM_STDIN:
         text = text.replace(f"drumline plan {path}", "drumline plan -").replace(path, "stdin")
     return text
 
 
 def save(path: Path, written: str | bytes) -> None:
-    """Write what was made to a file; a text ends with a line end."""
+    """Write a result to a file; a text ends with a newline."""
     data = written if isinstance(written, bytes) else (written.removesuffix("\n") + "\n").encode()
     try:
         path.write_bytes(data)
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}", fix="choose another --out") from None
+        raise UsageError(f"cannot write {path}: {error.strerror}", fix="choose another --out") from None
 
 
 def files_of(args: argparse.Namespace) -> list[tuple[Path, str]]:
-    """Return the files of --out with their formats; refuse a name whose ending says nothing.
+    """Return the files of --out with their formats; raise an error for an unknown extension.
 
     >>> files_of(argparse.Namespace(out=[Path("a.svg"), STDOUT], formats=PICTURES))
     [(PosixPath('a.svg'), 'svg')]
@@ -96,7 +96,7 @@ def files_of(args: argparse.Namespace) -> list[tuple[Path, str]]:
         if path != STDOUT and form is None:
             *others, last = args.formats
             told = f"a name that ends in {', '.join(others)} or {last}"
-            fix = "or say what to write with --format" if "format" in args else ""
+            fix = "or choose the format with --format" if "format" in args else ""
             raise UsageError(f"--out is {path}", expected=told, fix=fix)
         if path != STDOUT:
             files.append((path, str(form)))
@@ -111,15 +111,15 @@ def deliver(
     instead: bool = False,
     gap: str = "",
 ) -> None:
-    """Write every file of --out, and print the text, or what --format asks for; --json prints the summary.
+    """Write every file of --out, and print the text, or what --format selects; --json prints the summary.
 
-    With `instead`, a text that was written to files is not printed. A line names each file that was written.
+    With `instead`, a text that was written to files is not printed. A line names each written file.
     """
     files = files_of(args)
     chosen = getattr(args, "format", None)
     to_stdout = STDOUT in args.out
     if chosen in _BINARY and (to_stdout or not files) and (args.json or sys.stdout.isatty()):
-        raise UsageError(f"{chosen} is not text", fix="give --out FILE")
+        raise UsageError(f"{chosen} is not text, so it cannot be printed", fix="add --out FILE")
     told = summary() if args.json or "json" in (form for _, form in files) else {}
     for path, form in files:
         save(path, _spelled(told) if form == "json" else make(form, FILE))
@@ -141,7 +141,7 @@ def deliver(
 
 
 def progress(what: str) -> None:
-    """Show on a terminal's last line what is being done; nothing where nobody watches. An empty text clears it."""
+    """Show progress on the last line of a terminal; print nothing elsewhere. An empty text clears the line."""
     if sys.stderr.isatty():
         print(f"\r\x1b[2K{what}", end="", file=sys.stderr, flush=True)
 
@@ -153,12 +153,12 @@ def wrapped(text: str, width: int) -> str:
 
 
 def terminal_width() -> int:
-    """Return the columns to draw in: the terminal's, or 100 where there is none (COLUMNS overrides both)."""
+    """Return the number of columns: the terminal's, or 100 without one (COLUMNS overrides both)."""
     return max(shutil.get_terminal_size(fallback=(100, 24)).columns, 10)
 
 
 def colour_wanted() -> bool:
-    """Whether stdout takes colour: a terminal does, NO_COLOR forbids it, and FORCE_COLOR wants it elsewhere too."""
+    """Whether stdout takes colour: yes on a terminal, never with NO_COLOR, and always with FORCE_COLOR."""
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR", "0") not in ("", "0"):
@@ -168,7 +168,7 @@ def colour_wanted() -> bool:
 
 @contextmanager
 def pytorch(verb: str) -> Iterator[None]:
-    """Say what to install where importing what a verb runs finds no PyTorch.
+    """Say what to install if PyTorch is missing when a command imports it.
 
     >>> with pytorch("demo trains a model"):
     ...     raise ModuleNotFoundError(name="torch")

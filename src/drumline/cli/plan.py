@@ -1,4 +1,4 @@
-"""`drumline plan SUBJECT`: what to run a model by, from its profile on this device or from its sizes on a cluster."""
+"""`drumline plan SUBJECT`: decide how to run a model, from its profile on this device or for a cluster by its sizes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ EXAMPLE = "drumline plan gpt-1.7b --hardware a100-40 --gpus 8 --batch 16 --brief
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the verb takes: what both kinds of subject share, then the flags of each."""
+    """Declare the arguments: those that both kinds of subject share, then those of each."""
     add, whole = parser.add_argument, flags.whole_number
     add(
         "subject",
         metavar="SUBJECT",
         nargs="?",
         type=flags.file,
-        help="a JSON file from `drumline profile` (- reads it from stdin); or for a cluster, a model's name or its "
+        help="a JSON file from `drumline profile` (- reads stdin); for a cluster, the name of a model or its "
         "config.json",
     )
-    add("--list", action="store_true", help="list the models and the hardware that have names")
-    add("--batch", type=whole, metavar="B", help="rows (sequences) in a step (needed)")
+    add("--list", action="store_true", help="list the named models and hardware")
+    add("--batch", type=whole, metavar="B", help="rows (sequences) per step (required)")
     memory = "memory of a rank, like 8e9 or 8GiB (default: no limit for a profile, the hardware's for a cluster)"
     add("--memory", type=flags.size, metavar="BYTES", help=memory)
     add("--headroom", type=flags.number, metavar="SHARE", help="share of the memory to keep free (default 0.1)")
@@ -41,35 +41,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Hand over to the half that the subject is for."""
+    """Call the planner for this kind of subject."""
     if args.list:
         return _list(args)
     if args.subject is None:
-        fix = "`drumline plan --list` lists the models"
-        raise UsageError("SUBJECT is missing", expected="a profile, or a model's name", fix=fix)
+        fix = "run `drumline plan --list` to list the models"
+        raise UsageError("SUBJECT is missing", expected="a profile, or the name of a model", fix=fix)
     if is_profile(args.subject):
-        _refuse(args, plan_cluster.add_arguments, "a model on a cluster, and this is a profile")
+        _refuse(args, plan_cluster.add_arguments, "a model on a cluster, but this is a profile")
         return plan_profile.run(args)
     if args.subject.endswith(".json") and not is_regular(args.subject):
         raise UsageError(
-            f"{args.subject}: no such file",
+            f"no such file: {args.subject}",
             expected="a JSON file that `drumline profile --out FILE.json` wrote, or a Hugging Face model's config.json",
         )
-    _refuse(args, plan_profile.add_arguments, "a profile, and this is a model on a cluster")
+    _refuse(args, plan_profile.add_arguments, "a profile, but this is a model on a cluster")
     return plan_cluster.run(args)
 
 
 def _refuse(args: argparse.Namespace, others: Callable[[argparse.ArgumentParser], None], subject: str) -> None:
-    """Refuse flags that the other kind of subject has."""
+    """Raise an error for flags of the other kind of subject."""
     parser = argparse.ArgumentParser(add_help=False)
     others(parser)
     for action in parser._actions:
         if getattr(args, action.dest) != action.default:
-            raise UsageError(f"{action.option_strings[-1]} is for {subject}", fix="leave it out")
+            raise UsageError(f"{action.option_strings[-1]} is for {subject}", fix="omit it")
 
 
 def _list(args: argparse.Namespace) -> int:
-    """List the models and the hardware that have names."""
+    """List the named models and hardware."""
     from drumline.plan.cluster.hardware import MACHINES
     from drumline.plan.cluster.models import MODELS
     from drumline.report.table import table

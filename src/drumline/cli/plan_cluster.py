@@ -1,4 +1,4 @@
-"""`drumline plan MODEL`: the layout of a transformer on a cluster, with its reasons."""
+"""`drumline plan MODEL`: choose the layout of a transformer on a cluster, with reasons."""
 
 from __future__ import annotations
 
@@ -28,23 +28,25 @@ _DEGREES = {
     "data": "degree of data parallelism",
     "context": "degree of context parallelism",
     "expert": "degree of expert parallelism",
-    "microbatch": "sequences in a microbatch",
+    "microbatch": "sequences per microbatch",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what planning for a cluster takes; the subject is the dispatcher's."""
+    """Declare the arguments of planning for a cluster, except the subject."""
     add, whole = parser.add_argument_group("a model on a cluster").add_argument, flags.whole_number
-    add("--hardware", metavar="NAME", help="name of the hardware, like h100, or a JSON file with its numbers (needed)")
-    add("--gpus", type=whole, metavar="N", help="number of devices in the cluster (needed, or --nodes)")
+    add(
+        "--hardware", metavar="NAME", help="name of the hardware, like h100, or a JSON file with its numbers (required)"
+    )
+    add("--gpus", type=whole, metavar="N", help="number of devices in the cluster (required, or --nodes)")
     add("--nodes", type=whole, metavar="N", help="number of nodes, instead of --gpus")
-    add("--gpus-per-node", type=whole, metavar="N", help="devices in a node (default: the hardware's)")
-    add("--sequence", type=whole, metavar="N", help="tokens in a sequence (default: the model's)")
+    add("--gpus-per-node", type=whole, metavar="N", help="devices per node (default: the hardware's)")
+    add("--sequence", type=whole, metavar="N", help="tokens per sequence (default: the model's)")
     add("--top", type=whole, metavar="N", default=10, help="number of meshes to show and explain (default 10)")
-    add("--brief", action="store_true", help="print the plan alone, without what more would buy, scaling and traffic")
-    whose = "framework whose command is printed and whose config is written (default drumline)"
+    add("--brief", action="store_true", help="print only the plan, without what-ifs, scaling and traffic")
+    whose = "framework to print the command and write the config for (default drumline)"
     add("--launch", choices=tuple(_ENDINGS), default="drumline", help=whose)
-    pins = parser.add_argument_group("decisions to keep (default: all are planned)")
+    pins = parser.add_argument_group("decisions to fix (default: the planner makes all of them)")
     for name, meaning in _DEGREES.items():
         pins.add_argument(f"--{name}", type=whole, metavar="N", help=meaning)
     pins.add_argument("--zero", type=whole, metavar="N", help="ZeRO stage: 0, 1, 2 or 3")
@@ -63,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if args.brief:
         told = brief(planned)
     else:
-        progress("planning what more would buy")
+        progress("planning what more hardware would gain")
         told = explain(planned)
         progress("")
 
@@ -83,10 +85,10 @@ def _check(args: argparse.Namespace) -> None:
     flags.check_counts(args, "gpus", "nodes", "gpus_per_node", "batch", "sequence", "top", *_DEGREES)
     for path, form in files_of(args):
         if args.brief and form in PICTURES.values():
-            raise UsageError(f"--out is {path}, with --brief", fix="a page shows the reasons: leave --brief out")
+            raise UsageError(f"--out is {path}, with --brief", fix="omit --brief: a page shows the reasons")
         if form == "config" and path.suffix.lower() != _ENDINGS[args.launch]:
-            fix = f"give --out {path.with_suffix(_ENDINGS[args.launch])}"
-            raise UsageError(f"--out is {path}, and {args.launch} takes plan{_ENDINGS[args.launch]}", fix=fix)
+            fix = f"use --out {path.with_suffix(_ENDINGS[args.launch])}"
+            raise UsageError(f"--out is {path}, but {args.launch} takes plan{_ENDINGS[args.launch]}", fix=fix)
 
 
 def _planned(args: argparse.Namespace) -> ClusterPlan:
@@ -117,8 +119,8 @@ def _cluster(args: argparse.Namespace) -> Cluster:
         per_node = gpus // args.nodes
     if args.nodes is not None and args.nodes * per_node != gpus:
         raise UsageError(
-            f"--nodes {args.nodes} x --gpus-per-node {per_node} are {args.nodes * per_node} devices, --gpus is {gpus}",
-            fix="leave one of them out",
+            f"--nodes {args.nodes} x --gpus-per-node {per_node} is {args.nodes * per_node} devices, not --gpus {gpus}",
+            fix="omit one of them",
         )
     found = replace(cluster(args.hardware, gpus), devices_per_node=per_node)
     if args.memory is None:

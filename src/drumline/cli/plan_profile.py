@@ -1,4 +1,4 @@
-"""`drumline plan PROFILE.json`: what to run a profiled model by, on ranks like the profiled one or others."""
+"""`drumline plan PROFILE.json`: decide how to run a profiled model, on ranks like the profiled one or others."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _SHOWN = 10
 _FEW = 4
 _DRAWN = 6
 _HEADROOM = 0.1
-# A JSON file is the plan itself, for Pipeline(plan=...); --json prints what it was chosen from as well.
+# A JSON file is the plan itself, for Pipeline(plan=...); --json also prints the alternatives.
 FORMATS = {".json": "plan", ".txt": "text"} | PICTURES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what planning from a profile takes; what clusters take too is the dispatcher's."""
+    """Declare the arguments of planning from a profile, except those shared with clusters."""
     group = parser.add_argument_group("a profiled model on this machine")
-    flags.add_ranks(group, "number of ranks (needed)")
+    flags.add_ranks(group, "number of ranks (required)")
     add = group.add_argument
     add("--checkpoint", type=flags.names, metavar="HOW,...", help="none, full, or both to choose from (default both)")
     add("--optimizer", metavar="NAME", default="adam", help="adam, momentum or sgd, for its state (default adam)")
-    searching = "seconds to search for a better schedule; 0 searches none (default 5)"
+    searching = "seconds to search for a better schedule; 0 disables the search (default 5)"
     add("--seconds", type=flags.number, metavar="S", default=5.0, help=searching)
-    speed = "speed of each rank, as a share of the profiled device's (default: all the same)"
+    speed = "speed of each rank, relative to the profiled device (default: all the same)"
     add("--rank-speed", type=flags.numbers, metavar="S,...", help=speed)
     add("--rank-memory", type=_bytes, metavar="BYTES,...", help="memory of each rank (default: --memory for all)")
     add(
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _page(planned: Planned) -> str:
-    """Return the timelines of the choice and of the best by every other schedule."""
+    """Return the timelines of the choice and of the best candidate of every other schedule."""
     from drumline.report.draw.html import page
 
     best: dict[str, Candidate] = {}
@@ -143,7 +143,7 @@ def _text(planned: Planned, disturbed: str, width: int) -> str:
         f"a step takes {best.step_seconds * 1e3:.1f} ms: {items}",
     ]
     if disturbed:
-        lines.append(f"{disturbed} Predicted times are no better than that: profile again on a quiet machine.")
+        lines.append(f"{disturbed} Predicted times are no more accurate than that: profile again on a quiet machine.")
     for rank, one in enumerate(best.rank_bytes):
         parts = ", ".join(f"{name} {size / _MIB:.1f}" for name, size in _items(one) if size)
         limit = "" if best.limits is None else f" of {best.limits[rank] / _MIB:.1f}"
@@ -165,7 +165,7 @@ def _row(candidate: Candidate, planned: Planned) -> list[str]:
 
 
 def _blocks(counts: tuple[int, ...]) -> str:
-    """Return the blocks of each stage, of many stages the fewest and the most."""
+    """Return the blocks of each stage; for many stages, the fewest and the most."""
     few = len(counts) <= _FEW
     return " ".join(map(str, counts)) if few else f"{len(counts)} of {min(counts)}-{max(counts)}"
 
@@ -190,7 +190,7 @@ def _bytes(text: str) -> tuple[float, ...]:
 
 
 def _link(text: str) -> tuple[tuple[int, int], Edge]:
-    """Parse a link; the message names the value."""
+    """Parse a link; the error names the value."""
     ends, *numbers = text.split(":")
     one, _, other = ends.partition("-")
     if len(numbers) != 2:

@@ -1,4 +1,4 @@
-"""`drumline profile MODEL`: seconds and bytes of every block on this device, links, and the executor's own work."""
+"""`drumline profile MODEL`: measure every block on this device (seconds, bytes), the links, and the overhead."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ EXAMPLE = "drumline profile train.py:make --ranks 2 --out mine.json --out mine.h
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the verb takes."""
+    """Declare the arguments."""
     parser.add_argument(
         "model",
         metavar="MODEL",
         type=flags.file,
         help="FILE.py:NAME, a function that returns (model, loss_fn, batch, target); a Hugging Face config.json; "
-        "or a profile to show again (- reads it from stdin)",
+        "or a profile to show again (- reads stdin)",
     )
     parser.add_argument(
         "--microbatch-sizes",
         type=_sizes,
         default=(1, 2, 4, 8),
         metavar="N,...",
-        help="rows of a microbatch, several sizes to measure (default 1,2,4,8)",
+        help="microbatch sizes to measure, in rows (default 1,2,4,8)",
     )
     whole = flags.whole_number
     flags.add_ranks(parser, "number of ranks that measure at the same time (default 2)", 2)
-    parser.add_argument("--threads", type=whole, default=1, metavar="N", help="threads of each rank (default 1)")
+    parser.add_argument("--threads", type=whole, default=1, metavar="N", help="threads per rank (default 1)")
     parser.add_argument("--device", metavar="NAME", help="PyTorch device to measure on, like cuda (default cpu)")
-    length = "tokens in a row, for a config.json (default 512)"
+    length = "tokens per row, for a config.json (default 512)"
     parser.add_argument("--sequence-length", type=whole, metavar="N", help=length)
-    parser.add_argument("--runs", type=whole, default=12, metavar="N", help="runs of each size (default 12)")
-    most = "most seconds to spend on one size (default 20)"
+    parser.add_argument("--runs", type=whole, default=12, metavar="N", help="runs per size (default 12)")
+    most = "the most seconds to spend on one size (default 20)"
     parser.add_argument("--seconds", type=flags.number, default=20.0, metavar="S", help=most)
     flags.add_out(parser, TEXTS | PICTURES, "write FILE.json for `drumline plan`, or FILE.svg, FILE.html, FILE.txt")
     flags.add_json(parser)
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _summary(args: argparse.Namespace, profile: ModelProfile) -> dict[str, Any]:
-    """Return the profile's own object, and in what --json prints the list of files."""
+    """Return the profile's own object; --json adds the list of files."""
     table: dict[str, Any] = json.loads(profile.to_json())
     files = [str(path) for path, _ in files_of(args)]
     return {**table, "out": files} if args.json and files else table
@@ -71,7 +71,7 @@ def _measured(args: argparse.Namespace) -> ModelProfile:
         from drumline.pipeline.profiling import profile_model
     progress(f"profiling {args.model} on {args.ranks} ranks ...")
     try:
-        with redirect_stdout(sys.stderr):  # where a model of the user's prints
+        with redirect_stdout(sys.stderr):  # the user's model may print
             return profile_model(
                 args.model,
                 microbatch_sizes=args.microbatch_sizes,
@@ -88,8 +88,8 @@ def _measured(args: argparse.Namespace) -> ModelProfile:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    """Parse sizes of microbatches; the message names the value."""
+    """Parse microbatch sizes; the error names the value."""
     sizes = tuple(flags.whole_number(part) for part in text.split(","))
     if min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} has a size below 1")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} contains a size below 1")
     return sizes

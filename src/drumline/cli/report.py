@@ -1,4 +1,4 @@
-"""`drumline report RUN...`: recorded runs as one offline page, as text, plots or a trace."""
+"""`drumline report RUN...`: turn recorded runs into an offline page, text, plots or a trace."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXAMPLE = "drumline report runs/first --out first.html --out first.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the verb takes."""
+    """Declare the arguments."""
     meaning = "the folder you gave to record=, or a folder of such folders"
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=meaning)
     step = "the step to show (default: a typical one)"
@@ -34,13 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     formats = PICTURES | TEXTS | TRACES | {".png": "png"}
     endings = " ".join(formats)
     flags.add_out(
-        parser, formats, f"write a file; the ending of its name says which kind: {endings} (default: RUN/{PAGE})"
+        parser, formats, f"write a file; its extension determines the format: {endings} (default: RUN/{PAGE})"
     )
     flags.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Report runs: write a file, and say in short what it says."""
+    """Report runs: write a file, and print a summary."""
     from drumline.report.run.report import reports_of
 
     folders = [one for path in args.runs for one in _runs_in(path)]
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _runs_in(path: Path) -> Sequence[Path]:
-    """Return the folder of a run itself, or of a folder of runs all that it holds, by name."""
+    """Return the folder of a run, or all runs in a folder of runs, by name."""
     if os.path.exists(path / CONFIG) or not os.path.isdir(path):
         return [path]
     return sorted(config.parent for config in path.glob(f"*/{CONFIG}")) or [path]

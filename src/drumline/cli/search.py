@@ -1,4 +1,4 @@
-"""`drumline search`: the best program under a memory limit, with a lower bound and the gap."""
+"""`drumline search`: find the best program under a memory limit, with a lower bound and the gap."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ EXAMPLE = "drumline search --ranks 4 --microbatches 8 --max-activations 4 --out 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the verb takes."""
+    """Declare the arguments."""
     flags.add_counts(parser, "(needed)")
     flags.add_costs(parser)
     flags.add_limit(parser)
     flags.add_json(parser)
     add, number, whole = parser.add_argument, flags.number, flags.whole_number
-    laid = "how stages are laid on ranks (default linear)"
+    laid = "how stages are placed on ranks (default linear)"
     add("--placement", choices=(*PLACEMENTS, "all"), default="linear", help=laid)
     add("--objective", choices=OBJECTIVES, default="makespan", help="what to minimise (default makespan)")
-    vary = "share by which the times of stages vary, for all stages or for each (default: not at all)"
+    vary = "share by which the times of stages vary, for all stages or for each (default: they do not vary)"
     add("--jitter", type=_shares, metavar="SHARE[,...]", help=vary)
     add("--quantile", type=number, metavar="Q", default=0.9, help="with --jitter: quantile to minimise (default 0.9)")
     add("--samples", type=whole, metavar="N", default=64, help="with --jitter: number of samples (default 64)")
     add("--seconds", type=number, metavar="S", default=10.0, help="seconds to search for (default 10)")
     add("--tries", type=whole, metavar="N", help="stop after this many programs (default: no limit)")
     add("--seed", type=whole, metavar="N", default=0, help="random seed (default 0)")
-    add("--pareto", action="store_true", help="search for every memory limit, and weigh bubble against memory")
+    add("--pareto", action="store_true", help="search under every memory limit, and show bubble against memory")
     flags.add_out(parser, PROGRAMS | PICTURES | TEXTS)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Search and report what was found."""
+    """Search and report the result."""
     _check(args)
     if args.pareto:
         return _pareto(args)
@@ -141,7 +141,7 @@ def _written(form: str, result: Found) -> str | bytes:
     from drumline.report.draw.html import picture
 
     if form == "csv":
-        mirrored = result.program.placement.mirrored  # PyTorch has no place for a second copy of a stage
+        mirrored = result.program.placement.mirrored  # PyTorch does not support a second copy of a stage
         return result.program.format() if mirrored else for_torch(result.program)
     return picture(form, result.timeline)
 

@@ -1,4 +1,4 @@
-"""`drumline show SCHEDULE`: the grid in the terminal, or the program written out."""
+"""`drumline show SCHEDULE`: draw the grid in the terminal, or write the program."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ EXAMPLE = "drumline show zb-v --ranks 4 --microbatches 8 --out zb-v.svg --out zb
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the verb takes."""
-    flags.add_schedule(parser, optional=". Without one, all schedules are listed")
+    """Declare the arguments."""
+    flags.add_schedule(parser, optional=". Without it, list all schedules")
     flags.add_frozen(parser)
     flags.add_costs(parser)
     flags.add_json(parser)
@@ -33,20 +33,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "text, svg and html are pictures, perfetto is a trace, csv is the program, torch and torch-comms are the "
         "program as PyTorch loads it (default text)",
     )
-    parser.add_argument("--window", metavar="START:END", help="draw only this stretch of time (default: all of it)")
-    parser.add_argument("--memory", action="store_true", help="draw under each rank how many activations it holds")
-    parser.add_argument("--slots", action="store_true", help="draw every action one slot wide, whatever it costs")
-    parser.add_argument("--lower", action="store_true", help="write sends and receives as actions of their own")
+    parser.add_argument("--window", metavar="START:END", help="draw only this time interval (default: everything)")
+    parser.add_argument("--memory", action="store_true", help="draw how many activations each rank holds, below it")
+    parser.add_argument("--slots", action="store_true", help="draw every action one slot wide, whatever its cost")
+    parser.add_argument("--lower", action="store_true", help="write sends and receives as separate actions")
     flags.add_channel(
         parser,
-        "with --lower: what shares one queue of messages. `rank` (default) is safe everywhere; `edge` is the order "
+        "with --lower: what shares a message queue. `rank` (default) is safe everywhere; `edge` is the order "
         "that Drumline's own runs use, with receives posted early, and may hang in PyTorch",
     )
     parser.add_argument(
         "--torch-version",
         default=OLDER,
         metavar="VERSION",
-        help=f"with --format torch-comms: PyTorch {NEWER} and newer want a WAIT for every send and gradient exchange "
+        help=f"with --format torch-comms: PyTorch {NEWER} and newer need a WAIT for every send and gradient exchange "
         f"(default {OLDER})",
     )
 
@@ -96,7 +96,7 @@ def _timeline(args: argparse.Namespace, program: Program) -> Simulation:
     from drumline.core.costs import Costs
     from drumline.core.simulate.simulate import simulate
 
-    # Slots: every action takes one, a whole backward as much as a half.
+    # Slots: every action takes one; a whole backward counts like a half.
     return simulate(program, Costs(backward=1, overlapped=1, update=1) if args.slots else flags.costs_of(args))
 
 

@@ -1,4 +1,4 @@
-"""`drumline simulate SCHEDULE`: times, idle time by cause, and memory of one program."""
+"""`drumline simulate SCHEDULE`: print the times, the idle time by cause, and the memory of one program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXAMPLE = "drumline simulate 1f1b --ranks 4 --microbatches 8 --comm 0.1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the verb takes."""
+    """Declare the arguments."""
     flags.add_schedule(parser)
     flags.add_frozen(parser)
     flags.add_costs(parser)

@@ -20,7 +20,7 @@ EXAMPLE = "drumline verify zb-h1 --ranks 2 --microbatches 4 --transport in-proce
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the verb takes."""
+    """Declare the arguments."""
     flags.add_schedule(parser, optional=" (default 1f1b)", ranks=_RANKS)
     parser.set_defaults(schedule="1f1b")
     add, whole = parser.add_argument, flags.whole_number
@@ -39,13 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run both, and say whether they agree."""
+    """Run both, and say whether they match."""
     program = flags.program_of(args, ranks=_RANKS)
     with pytorch("verify runs a model"):
         from drumline.pipeline.verify.verify import verify
     progress(f"{program.name}: {counted(args.steps, 'step')} on {counted(program.num_ranks, 'rank')} ...")
     try:
-        with redirect_stdout(sys.stderr):  # where a model of the user's prints
+        with redirect_stdout(sys.stderr):  # the user's model may print
             found = verify(
                 program,
                 model=args.model,
@@ -83,15 +83,15 @@ def _text(result: Verification, width: int) -> str:
     over = {name: one for name, one in result.gradient_differences.items() if one > result.tolerance}
     worst = sorted(over, key=over.__getitem__, reverse=True)
     if result.identical:
-        verdict = "The pipeline computes what one process computes: all bits agree."
+        verdict = "The pipeline matches single-process training: all bits are equal."
     elif result.passes:
-        verdict = f"The pipeline computes what one process computes, up to rounding ({result.tolerance:.3g} allowed)."
+        verdict = f"The pipeline matches single-process training, up to rounding ({result.tolerance:.3g} allowed)."
     else:
-        allowed = f"{result.tolerance:.3g} is allowed" if result.tolerance else "all bits must agree"
-        verdict = f"The pipeline does not compute what one process computes: {allowed}."
+        allowed = f"{result.tolerance:.3g} is allowed" if result.tolerance else "all bits must be equal"
+        verdict = f"The pipeline does not match single-process training: {allowed}."
         if worst:
             more = f" and {len(worst) - _MOST_NAMED} more" if len(worst) > _MOST_NAMED else ""
-            verdict += f" Off: the gradients of {', '.join(worst[:_MOST_NAMED])}{more}."
+            verdict += f" Wrong gradients: {', '.join(worst[:_MOST_NAMED])}{more}."
             verdict += f" {_where(result)}"
     turns = " between ranks that took turns" if result.transport == "in-process" else ""
     tail = f"loss {result.loss:.6g}; bubble measured{turns}: {result.bubble:.1%} of the last step"

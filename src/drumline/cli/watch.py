@@ -1,4 +1,4 @@
-"""`drumline watch RUN`: a run live in the terminal, and on to TensorBoard or Weights & Biases."""
+"""`drumline watch RUN`: follow a run live in the terminal, and forward it to TensorBoard or Weights & Biases."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FEWEST_SECONDS = 0.2  # between two frames
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the verb takes."""
+    """Declare the arguments."""
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder you gave to record=")
     parser.add_argument("--once", action="store_true", help="show the last step and stop")
     parser.add_argument(
@@ -33,11 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="also write the metrics there, for TensorBoard")
     parser.add_argument("--wandb", metavar="PROJECT", help="also log the metrics to this Weights & Biases project")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per step, one to a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per step and line")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Follow a run until it has ended."""
+    """Follow a run until it ends."""
     from drumline.report.run.follow import QUIET, lines, scalars
     from drumline.report.run.live import ASCII, FINE, LiveRun
 
@@ -61,14 +61,14 @@ def run(args: argparse.Namespace) -> int:
             writer.close()
     screen.end()
     if not live.line:
-        raise RecordError(f"{args.run} has no step yet", fix="wait for the first one, or leave --once out")
+        raise RecordError(f"{args.run} has no step yet", fix="wait for the first step, or omit --once")
     if not (args.once or args.json):
-        print("the run has ended" if found.has_ended else "no more steps came: the run seems to have been killed")
+        print("the run has ended" if found.has_ended else "no more steps arrived: the run was probably killed")
     return 0
 
 
 class _Screen:
-    """Where steps are shown: drawn again in place on a terminal, a line per step elsewhere."""
+    """Where steps are shown: redrawn in place on a terminal, one line per step elsewhere."""
 
     def __init__(self, live: LiveRun, *, as_json: bool, once: bool) -> None:
         self._live = live
@@ -80,7 +80,7 @@ class _Screen:
         self._stale = False
 
     def step(self) -> None:
-        """Take note of a new step."""
+        """Record a new step."""
         self._stale = True
         if self._once:
             return
@@ -102,7 +102,7 @@ class _Screen:
             self._stale = False
 
     def end(self) -> None:
-        """Draw what is left."""
+        """Draw the rest."""
         self.show()
         if self._once and self._live.line:
             if self._as_json:
@@ -112,13 +112,13 @@ class _Screen:
 
 
 def _begun(path: Path, wait: float) -> Run:
-    """Return the run once it has begun; wait for it no longer than asked."""
+    """Return the run once it has begun; wait at most as long as requested."""
     deadline = time.monotonic() + wait
     while True:
         try:
             if os.path.exists(path / CONFIG) or wait == 0:
                 return read_run(path)
-            problem = f"there is no {CONFIG} in {path}" if os.path.isdir(path) else f"there is no folder {path}"
+            problem = f"{path} does not contain {CONFIG}" if os.path.isdir(path) else f"no such folder: {path}"
         except RecordError as error:
             if time.monotonic() >= deadline:
                 raise
@@ -127,7 +127,7 @@ def _begun(path: Path, wait: float) -> Run:
         if left <= 0:
             progress("")
             raise RecordError(
-                f"{problem}, after waiting for {wait:g} s",
+                f"{problem}, after waiting {wait:g} s",
                 expected="the folder you gave to record=",
                 fix="start the run, or wait longer with --wait",
             )

@@ -1,1 +1,1 @@
-"""The two values everything is built on, `Program` and `Timeline`: their parts, rules, costs, texts. No torch here."""
+"""`Program` and `Timeline`, the two values everything else builds on, with their parts, rules and costs. No torch."""

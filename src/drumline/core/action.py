@@ -1,17 +1,17 @@
-"""One thing that a rank does, and its text.
+"""A single action of a rank, and its text.
 
-    2F0    forward of stage 2 on microbatch 0        2SEND_F0  hand stage 2's output on
-    2B0    its whole backward                        3RECV_F0  take it in at stage 3
-    2I0    the half that makes the input gradient    3SEND_B0  hand stage 3's input gradient back
-    2W0    the half that makes the weight gradient   2RECV_B0  take it in at stage 2
+    2F0    forward of stage 2 on microbatch 0        2SEND_F0  send stage 2's output
+    2B0    its whole backward                        3RECV_F0  receive it at stage 3
+    2I0    the half that makes the input gradient    3SEND_B0  send stage 3's input gradient back
+    2W0    the half that makes the weight gradient   2RECV_B0  receive it at stage 2
     (0F5;1B2)OVERLAP_F_B   a forward and a backward run as one action
     2UNSHARD  2RESHARD     gather or release the stage's parameters
     2REDUCE_GRAD           exchange the stage's gradients between its copies or replicas
-    2WAIT_SEND_F0  3WAIT_SEND_B0   wait until that send is complete
-    2WAIT_REDUCE_GRAD      wait until the stage's gradients are exchanged
+    2WAIT_SEND_F0  3WAIT_SEND_B0   wait until that send completes
+    2WAIT_REDUCE_GRAD      wait until the stage's gradient exchange completes
     2UPDATE5               optimizer step of stage 2 with the gradients up to microbatch 5
 
-All but UPDATE is the text that PyTorch's pipelining reads and writes; the three WAITs it knows from 2.15 on.
+PyTorch's pipelining reads and writes the same text, except for UPDATE. It knows the three WAITs since version 2.15.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from drumline.core.errors import ProgramError, nearest
 
 
 class Op(StrEnum):
-    """What an action does; the value is its text."""
+    """The kind of an action; the value is its text."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -50,15 +50,15 @@ RECV_OPS = frozenset({Op.RECV_F, Op.RECV_B})
 TRANSFER_OPS = SEND_OPS | RECV_OPS
 TIMED_OPS = COMPUTE_OPS | {Op.OVERLAP, Op.UPDATE, Op.UNSHARD, Op.RESHARD}
 STATE_OPS = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
-# Each WAIT with what it waits for: the op of the same stage and microbatch that the rank began before.
+# Maps each WAIT to the op it waits for. The rank started that op earlier, for the same stage and microbatch.
 AWAITED = {Op.WAIT_SEND_F: Op.SEND_F, Op.WAIT_SEND_B: Op.SEND_B, Op.WAIT_REDUCE_GRAD: Op.REDUCE_GRAD}
 WAIT_OPS = frozenset(AWAITED)
 
 
 class Action(NamedTuple):
-    """One action of one rank; an overlapped pair carries its two halves in `parts`, and has the first one's stage.
+    """One action of one rank. An overlapped pair holds its two halves in `parts` and takes the stage of the first.
 
-    A named tuple rather than a dataclass: programs have up to millions, and tuples hash and compare five times faster.
+    This is a named tuple because programs hold up to millions of actions, and tuples hash and compare 5x faster.
 
     >>> Action(2, Op.FORWARD, 0)
     2F0
@@ -69,7 +69,7 @@ class Action(NamedTuple):
     stage: int
     op: Op
     microbatch: int | None = None
-    parts: tuple[Any, ...] = ()  # of Action: mypy loses the defaults of a named tuple that names itself
+    parts: tuple[Any, ...] = ()  # holds Actions; mypy drops the defaults of a named tuple that refers to itself
 
     def __str__(self) -> str:
         if self.parts:
@@ -86,12 +86,12 @@ class Action(NamedTuple):
 
     @property
     def work(self) -> tuple[Action, ...]:
-        """The plain actions inside: the two halves of an overlapped pair, else the action itself."""
+        """The plain actions inside: the two halves of an overlapped pair, or the action itself."""
         return self.parts or (self,)
 
     @staticmethod
     def parse(text: str) -> Action:
-        """Return the action that `text` spells; strict, so `2F0junk` is an error.
+        """Parse `text` strictly: `2F0junk` is an error.
 
         >>> Action.parse("2UPDATE5")
         2UPDATE5
@@ -99,14 +99,14 @@ class Action(NamedTuple):
         return _parse_pair(text) if text.startswith("(") else _parse_single(text)
 
 
-# Recipes make actions by the hundred thousand: straight from a tuple is twice as fast as through the named arguments,
-# and looking an op up on its class would take half as long again.
+# Recipes create hundreds of thousands of actions. Building one straight from a tuple is twice as fast as using named
+# arguments; looking the op up on its class would add another 50%.
 _new = tuple.__new__
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT
 _OVERLAP = Op.OVERLAP
 
 
-def F(stage: int, microbatch: int) -> Action:  # noqa: N802 - the literature's own letter
+def F(stage: int, microbatch: int) -> Action:  # noqa: N802 - the letter the papers use
     """Return the forward of `stage` on `microbatch`.
 
     >>> F(2, 0)
@@ -151,7 +151,7 @@ def overlap(forward: Action, backward: Action) -> Action:
     return _new(Action, (forward.stage, _OVERLAP, None, (forward, backward)))
 
 
-# ASCII digits only and no leading zeros, so that one action has one spelling: parse(format(x)) == x and back.
+# ASCII digits only and no leading zeros: every action has exactly one spelling, and parsing inverts formatting.
 _NUMBER = r"(0|[1-9][0-9]{0,8})"
 _SINGLE = re.compile(rf"{_NUMBER}([A-Z]+(?:_[A-Z]+){{0,2}})(?:{_NUMBER})?")
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
@@ -162,18 +162,18 @@ _WITHOUT_MICROBATCH = STATE_OPS | {Op.WAIT_REDUCE_GRAD}
 def _parse_single(text: str) -> Action:
     match = _SINGLE.fullmatch(text)
     if match is None:
-        raise ProgramError(f"{_shown(text)} is not an action", expected="<stage><op><microbatch> like 2F0")
+        raise ProgramError(f"{_shown(text)} is not an action", expected="<stage><op><microbatch>, for example 2F0")
     stage, word, microbatch = match.groups()
     op = _BY_TEXT.get(word)
     if op is None or op is Op.OVERLAP:
         raise ProgramError(
-            f"{_shown(text)} has the unknown op {word!r}",
+            f"{_shown(text)} uses the unknown op {word!r}",
             fix=nearest(word, (op.value for op in Op if op is not Op.OVERLAP)),
         )
     if (microbatch is None) != (op in _WITHOUT_MICROBATCH):
         wants = "no microbatch number" if op in _WITHOUT_MICROBATCH else "a microbatch number"
         example = f"{stage}{word}" if op in _WITHOUT_MICROBATCH else f"{stage}{word}0"
-        raise ProgramError(f"{_shown(text)} is not an action", expected=f"{wants} after {word}, like {example}")
+        raise ProgramError(f"{_shown(text)} is not an action", expected=f"{wants} after {word}, for example {example}")
     return Action(int(stage), op, None if microbatch is None else int(microbatch))
 
 
@@ -181,11 +181,11 @@ def _parse_pair(text: str) -> Action:
     match = _PAIR.fullmatch(text)
     if match is None:
         raise ProgramError(
-            f"{_shown(text)} is not an overlapped pair", expected="two actions like (0F5;1B2)OVERLAP_F_B"
+            f"{_shown(text)} is not an overlapped pair", expected="two actions, for example (0F5;1B2)OVERLAP_F_B"
         )
     parts = tuple(_parse_single(part) for part in match.groups())
     if any(part.op not in COMPUTE_OPS for part in parts):
-        raise ProgramError(f"{_shown(text)} overlaps what is not compute", expected="F, B, I or W in both halves")
+        raise ProgramError(f"{_shown(text)} overlaps a non-compute action", expected="F, B, I or W in both halves")
     return Action(parts[0].stage, Op.OVERLAP, None, parts)
 
 

@@ -1,16 +1,16 @@
-"""The channels that a program is proven for: which messages of a rank have to wait for each other.
+"""The channels that a program can be proven for: which of a rank's messages wait for each other.
 
-On all of them a send completes only once its receive is posted, nothing is buffered between, and a rank's messages move
-in the order in which it posted them. They differ in which of its messages stand in one queue:
+On every channel a send completes only after its receive is posted, nothing is buffered in between, and messages in the
+same queue move in the order the rank posted them. Channels differ in which messages share a queue:
 
     edge   one queue per directed edge             Drumline's own transports; gloo
     pair   one per pair of ranks, both directions  NCCL as PyTorch uses it for a single send or receive
-    rank   one for all messages of a rank          NCCL as PyTorch uses it for a batch of them
+    rank   one for all messages of a rank          NCCL as PyTorch uses it for a batch of sends and receives
 
-What runs on a rank's one queue runs on all three; the other way round it may hang:
+A program that runs with one queue per rank runs on all three channels. The reverse is not true; it may hang:
 
-    0RECV_B0,0F0,0SEND_F0,0B0      Two queues of rank 0, from and to rank 1: 0SEND_F0 moves while 0RECV_B0 waits.
-    1RECV_F0,1F0,1B0,1SEND_B0      One queue: 0SEND_F0 stands behind 0RECV_B0, which waits for what it leads to.
+    0RECV_B0,0F0,0SEND_F0,0B0      Two queues between ranks 0 and 1: 0SEND_F0 moves while 0RECV_B0 waits.
+    1RECV_F0,1F0,1B0,1SEND_B0      One queue: 0SEND_F0 waits behind 0RECV_B0, which needs 0SEND_F0 to move first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from drumline.core.errors import ProgramError, nearest
 
 
 class Queues(StrEnum):
-    """What has one queue of messages: the channel's kind, from the freest to the strictest."""
+    """The kind of channel, by what shares one queue of messages; from the least to the most strict."""
 
     EDGE = "edge"
     PAIR = "pair"
@@ -29,30 +29,30 @@ class Queues(StrEnum):
 
     @staticmethod
     def of(channel: str) -> Queues:
-        """Return the kind that a word names.
+        """Return the channel kind with this name.
 
         >>> Queues.of("pair")
         <Queues.PAIR: 'pair'>
         >>> Queues.of("node")
         Traceback (most recent call last):
-        drumline.core.errors.ProgramError: no channel is called 'node'; expected edge, pair or rank...
+        drumline.core.errors.ProgramError: unknown channel 'node'; expected edge, pair or rank...
         """
         try:
             return Queues(channel)
         except ValueError:
             raise ProgramError(
-                f"no channel is called {channel!r:.40}",
+                f"unknown channel {channel!r:.40}",
                 expected="edge, pair or rank",
                 fix=nearest(str(channel), list(Queues)),
             ) from None
 
     @property
     def words(self) -> str:
-        """The kind in words."""
+        """The kind in plain words."""
         return {Queues.EDGE: "directed edge", Queues.PAIR: "pair of ranks", Queues.RANK: "rank"}[self]
 
     def key(self, rank: int, peer: int, *, sends: bool) -> tuple[int, ...]:
-        """Return which queue of `rank` a message to or from `peer` stands in.
+        """Return the queue of `rank` that a message to or from `peer` uses.
 
         >>> Queues.EDGE.key(0, 1, sends=True) == Queues.EDGE.key(0, 1, sends=False)
         False

@@ -1,10 +1,10 @@
-"""What each field of `Costs` takes: one number, or a list with one for each stage or microbatch.
+"""What each field of `Costs` accepts: one number, or a list with one number per stage or microbatch.
 
-    one number           comm, bytes_per_second; overlap is true or false; edges are links by themselves
-    one for each stage   seconds and bytes of stages, message_bytes of the boundary behind each, recompute as flags
-    for each microbatch  microbatch_factor
+    one number           comm, bytes_per_second; overlap is true or false; edges lists links
+    one per stage        seconds and bytes of stages, message_bytes of the boundary after each, recompute as flags
+    one per microbatch   microbatch_factor
 
-A list for anything else would be read as something that its writer did not mean, so it is refused.
+Any other list raises an error, because it would be read as something its author did not mean.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from drumline.core.parsed import LARGEST
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What one field takes; `each` is "stage" or "microbatch" where a list with one value for each will do.
+    """What a field accepts; `each` is "stage" or "microbatch" if the field also accepts a list with one value per item.
 
-    `parted` is what equal parts of a stage have a part of each, and not as much as the whole of it.
+    `parted` marks fields that are divided when a stage is cut into equal parts: each part gets its share.
     """
 
     each: str = ""
@@ -33,12 +33,12 @@ class Shape:
 
     @property
     def expected(self) -> str:
-        """What the field takes, in words."""
+        """What the field accepts, in words."""
         one = "true or false" if self.flag else "a number"
-        return f"{one}, or one for each {self.each}" if self.each else one
+        return f"{one}, or one per {self.each}" if self.each else one
 
 
-# What the fields of `Costs` that are alike take, as their metadata.
+# Metadata shared by fields of `Costs` that accept the same values.
 STAGE, OPTIONAL, WHOLE = (
     {"shape": Shape("stage", parted=parted, optional=optional)}
     for parted, optional in ((True, False), (True, True), (False, False))
@@ -46,16 +46,16 @@ STAGE, OPTIONAL, WHOLE = (
 
 
 def is_list(value: object) -> bool:
-    """Whether a value is a list of values; text and bytes are none."""
+    """Whether a value is a list of values; text and bytes are not."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
 
 
 def check_field(name: str, value: Any, shape: Shape) -> None:
-    """Refuse a value of another shape than the field takes.
+    """Raise an error if the value does not have the shape that the field accepts.
 
     >>> check_field("comm", [0, 0.5], Shape())
     Traceback (most recent call last):
-    drumline.core.errors.CostsError: comm is a list; expected a number; name single links in edges
+    drumline.core.errors.CostsError: comm is a list; expected a number; use edges to set individual links
     """
     if value is None and shape.optional:
         return
@@ -65,7 +65,7 @@ def check_field(name: str, value: Any, shape: Shape) -> None:
     if not shape.each:
         links = name in ("comm", "bytes_per_second")
         raise CostsError(
-            f"{name} is a list", expected=shape.expected, fix="name single links in edges" if links else ""
+            f"{name} is a list", expected=shape.expected, fix="use edges to set individual links" if links else ""
         )
     if not value:
         raise CostsError(f"{name} is an empty list", expected=shape.expected)
@@ -82,7 +82,7 @@ def _check_value(name: str, value: Any, shape: Shape) -> None:
 
 
 def check_number(name: str, value: Any, expected: str = "a number", *, infinite: bool = False) -> None:
-    """Refuse what is no number, negative, not finite or too large.
+    """Raise an error unless the value is a non-negative, finite number that is not too large.
 
     >>> check_number("latency", float("nan"))
     Traceback (most recent call last):
@@ -95,25 +95,25 @@ def check_number(name: str, value: Any, expected: str = "a number", *, infinite:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, int) and abs(value) > LARGEST:  # Python itself refuses to print the longest of them
-        return "a whole number of more than 100 digits"
+    if isinstance(value, int) and abs(value) > LARGEST:  # Python refuses to print very long integers
+        return "an integer with more than 100 digits"
     return f"{value:g}" if isinstance(value, float) else f"{value!r:.60}"
 
 
 def check_edges(edges: Any, kind: type) -> None:
-    """Refuse edges that are not links of `kind` by two different ranks.
+    """Raise an error unless edges maps pairs of different ranks to links of `kind`.
 
     >>> check_edges({(0, 0): None}, type(None))
     Traceback (most recent call last):
-    drumline.core.errors.CostsError: edges names 0->0; expected two different ranks
+    drumline.core.errors.CostsError: edges has a link 0->0; expected two different ranks
     """
     if not isinstance(edges, Mapping):
-        raise CostsError(f"edges is {edges!r:.60}", expected="links by (source rank, target rank)")
+        raise CostsError(f"edges is {edges!r:.60}", expected="a dict from (source rank, target rank) to a link")
     for ends, edge in edges.items():
         pair = ends if isinstance(ends, tuple) and len(ends) == 2 else ()
         if not pair or not all(isinstance(end, int) and not isinstance(end, bool) and end >= 0 for end in pair):
-            raise CostsError(f"edges holds {ends!r:.60}", expected="a pair of ranks counted from 0")
+            raise CostsError(f"edges has the key {ends!r:.60}", expected="a pair of ranks, counted from 0")
         if not isinstance(edge, kind):
-            raise CostsError(f"edges holds {edge!r:.60}", expected=f"{kind.__name__} of each pair of ranks")
+            raise CostsError(f"edges has the value {edge!r:.60}", expected=f"an {kind.__name__} for each pair of ranks")
         if pair[0] == pair[1]:
-            raise CostsError(f"edges names {pair[0]}->{pair[1]}", expected="two different ranks")
+            raise CostsError(f"edges has a link {pair[0]}->{pair[1]}", expected="two different ranks")

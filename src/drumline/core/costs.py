@@ -1,7 +1,7 @@
 """What actions cost: seconds per stage and op, seconds and bytes per edge, bytes per stage.
 
-Every per-stage value is one number for all stages or a sequence with one number for each. Times may be in any unit;
-results are in the same one.
+Every per-stage value is one number for all stages or a sequence with one number per stage. Times may use any unit;
+results use the same unit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PerStage = float | Sequence[float]
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A directed link between two ranks: pure latency, and a bandwidth that one transfer at a time uses."""
+    """A directed link between two ranks: a latency, and a bandwidth that one transfer at a time uses."""
 
     latency: float = 0.0
     bytes_per_second: float = math.inf
@@ -36,18 +36,18 @@ class Costs:
     >>> costs.per_stage("forward", num_stages=2)
     (2.0, 1.0)
 
-    Time: `backward` is the unsplit B (I + W unless given), `overlapped` a fused F&B pair (F + B unless given, in the
-    forward's stage), `update` and `reduce` the optimizer step and gradient exchange of a stage, `microbatch_factor` a
-    multiplier of time and bytes for each microbatch (variable lengths).
+    Time: `backward` is the unsplit B (default: I + W), `overlapped` a fused F&B pair in the forward's stage (default:
+    F + B). `update` and `reduce` are the optimizer step and gradient exchange of a stage. `microbatch_factor`
+    multiplies the time and bytes of each microbatch (for variable lengths).
 
-    Messages: `comm` is pure latency on every edge and occupies neither rank nor link. `message_bytes` over
-    `bytes_per_second` occupies the link, one transfer at a time; with `overlap=False` it occupies both ranks too.
+    Messages: `comm` is a latency on every edge and occupies neither rank nor link. `message_bytes` divided by
+    `bytes_per_second` occupies the link, one transfer at a time; with `overlap=False` it also occupies both ranks.
     `edges` overrides latency and bandwidth of single directed links, by (source rank, target rank).
 
-    Memory: a pair holds `activation_bytes` from F on, and `held_until_weight_bytes` (the same, unless given) from I to
-    W: less where I frees what W does not need, more where the gradients that W needs outweigh that. A stage under
-    `recompute` holds `checkpoint_bytes` instead until its backward, which first runs F again. `weight_bytes` count once
-    per weight version in use, `gradient_bytes` per accumulation under way, `optimizer_bytes` once.
+    Memory: a pair holds `activation_bytes` from F on, and `held_until_weight_bytes` (default: the same) from I to W.
+    The second is smaller if I frees memory that W does not need, and larger if the gradients W needs outweigh that. A
+    stage with `recompute` holds `checkpoint_bytes` instead until its backward, which first runs F again. `weight_bytes`
+    count once per weight version in use, `gradient_bytes` per accumulation in progress, `optimizer_bytes` once.
     """
 
     forward: PerStage = field(default=1.0, metadata=STAGE)
@@ -83,22 +83,20 @@ class Costs:
             raise CostsError(
                 f"bytes_per_second is {slowest:g}",
                 expected="more than 0",
-                fix="leave it out for an infinitely fast link",
+                fix="omit it for an infinitely fast link",
             )
         if self.held_until_weight_bytes is not None and self.activation_bytes is None:
-            raise CostsError(
-                "held_until_weight_bytes without activation_bytes", fix="give activation_bytes, what is held from F on"
-            )
+            raise CostsError("held_until_weight_bytes needs activation_bytes", fix="also pass activation_bytes")
 
     @property
     def knows_bytes(self) -> bool:
-        """Whether anything about memory was said."""
+        """Whether any memory cost is set."""
         said = (self.weight_bytes, self.gradient_bytes, self.optimizer_bytes)
         return self.activation_bytes is not None or any(value != 0.0 for value in said)
 
     @property
     def has_finite_links(self) -> bool:
-        """Whether any link's bandwidth is limited, so that messages occupy it."""
+        """Whether any link has limited bandwidth, so that messages occupy it."""
         if self.bytes_per_second != math.inf:
             return True
         return bool(self.edges) and any(edge.bytes_per_second != math.inf for edge in self.edges.values())
@@ -108,7 +106,7 @@ class Costs:
         return self.edges.get((source, target)) or Edge(self.comm, self.bytes_per_second)
 
     def per_stage(self, name: str, num_stages: int) -> tuple[float, ...]:
-        """Return the field `name` as one number per stage; backward is I + W where it was not given."""
+        """Return the field `name` as one number per stage; `backward` defaults to I + W."""
         value = getattr(self, name)
         if value is None and name == "backward":
             halves = (self.per_stage(half, num_stages) for half in ("backward_input", "backward_weight"))
@@ -116,7 +114,7 @@ class Costs:
         return _expand(name, 0.0 if value is None else value, num_stages, "stages")
 
     def factors(self, num_microbatches: int) -> tuple[float, ...]:
-        """Return the multiplier of every microbatch."""
+        """Return the multiplier of each microbatch."""
         return _expand("microbatch_factor", self.microbatch_factor, num_microbatches, "microbatches")
 
     def recomputes(self, num_stages: int) -> tuple[bool, ...]:
@@ -125,7 +123,7 @@ class Costs:
         return tuple(map(bool, _expand("recompute", [float(flag) for flag in value], num_stages, "stages")))
 
     def check_counts(self, num_stages: int, num_microbatches: int) -> None:
-        """Refuse lists that are not as long as there are stages or microbatches, whether they will be read or not.
+        """Raise an error if the length of any list differs from the number of stages or microbatches.
 
         >>> Costs(weight_bytes=[1, 2, 3]).check_counts(num_stages=2, num_microbatches=8)
         Traceback (most recent call last):
@@ -138,7 +136,7 @@ class Costs:
                 _check_length(name, value, count, f"{shape.each}{'es' if shape.each == 'microbatch' else 's'}")
 
     def to_json(self) -> dict[str, Any]:
-        """Return what differs from the defaults as an object for JSON, which `from_json` reads as text.
+        """Return the fields that differ from their defaults as a JSON object; `from_json` reads its text.
 
         >>> costs = Costs(forward=[2, 1], edges={(0, 1): Edge(latency=0.5)})
         >>> costs.to_json()
@@ -155,7 +153,7 @@ class Costs:
 
     @staticmethod
     def from_json(text: str) -> Costs:
-        """Return the costs that a JSON object spells, keys being the field names.
+        """Parse costs from a JSON object whose keys are the field names.
 
         `edges` is a list of {"from", "to", "latency", "bytes_per_second"}.
 
@@ -186,10 +184,10 @@ SHAPES: dict[str, Shape] = {one.name: one.metadata["shape"] for one in fields(Co
 
 
 def cut_finer(costs: Costs, stages_per_rank: int) -> Costs:
-    """Return the costs of the same model with every stage cut into so many equal parts.
+    """Return the costs of the same model with every stage cut into `stages_per_rank` equal parts.
 
-        one stage a rank    a        b        c        d
-        two                 a/2 a/2  b/2 b/2  c/2 c/2  d/2 d/2     dealt to the ranks as a placement says
+        one stage per rank    a        b        c        d
+        two                   a/2 a/2  b/2 b/2  c/2 c/2  d/2 d/2     placed on the ranks by a placement
 
     >>> cut_finer(Costs(forward=[2, 4], backward_input=1), 2).forward
     (1.0, 1.0, 2.0, 2.0)
@@ -207,7 +205,7 @@ def cut_finer(costs: Costs, stages_per_rank: int) -> Costs:
     return replace(costs, **changed)
 
 
-# A number for each of a million stages and microbatches; anything larger is not costs.
+# Enough for one number per stage and microbatch, a million of each; a larger file cannot be costs.
 _KIND = Kind("file of costs", CostsError, 'a JSON file of costs, an object like {"forward": 1}', 16 * MIB)
 
 
@@ -240,11 +238,11 @@ def _edges_from_json(listed: Any) -> dict[tuple[int, int], Edge]:
         raise CostsError(f"edges is {listed!r:.80}", expected=expected)
     for entry in listed:
         if not isinstance(entry, dict) or not _ENDS <= entry.keys() <= _ENDS | {"latency", "bytes_per_second"}:
-            raise CostsError(f"edges holds {shown(entry)}", expected=expected)
+            raise CostsError(f"edges contains {shown(entry)}", expected=expected)
         ends = entry["from"], entry["to"]
         if not all(isinstance(end, int) and not isinstance(end, bool) and end >= 0 for end in ends):
-            raise CostsError(f"edges holds {shown(entry)}", expected="ranks counted from 0 in 'from' and 'to'")
+            raise CostsError(f"edges contains {shown(entry)}", expected="ranks counted from 0 in 'from' and 'to'")
         if ends in edges:
-            raise CostsError(f"edges names {ends[0]}->{ends[1]} twice", expected="every link once")
+            raise CostsError(f"edges lists the link {ends[0]}->{ends[1]} twice", expected="each link once")
         edges[entry["from"], entry["to"]] = Edge(entry.get("latency", 0.0), entry.get("bytes_per_second", math.inf))
     return edges

@@ -1,22 +1,22 @@
-"""What can go wrong, as a tree: every error names the value, what was expected, and the mend.
+"""The exception tree. Every error names the bad value, says what was expected, and how to fix it.
 
-DrumlineError            anything that Drumline refuses
-├── ProgramError         text that is not a program, or a program used where it does not fit
-│   └── InvalidProgram   a program that the validator refuses; carries every violation
-├── ScheduleError        an unknown schedule, or counts that its recipe does not admit
-├── CostsError           costs that do not fit the program, or make no sense
-├── PlanError            what cannot be decided as asked: a cut or a program that no memory limit admits
-├── UsageError           command-line input that no library call ever sees
-├── ModelError           a model that cannot be cut as asked, or does not fit the program
-├── TraceError           a profiler's trace that cannot be read, or traces that do not belong together
-├── BatchError           a batch that cannot be cut into the microbatches
-├── MismatchError        ranks that were not given the same thing
-├── RecordError          a folder that holds no run, or files of one that cannot be read together
-└── RunError             a run that failed
-    ├── NonFiniteError   a loss or gradient that is NaN or infinite; nothing was updated
-    ├── WaitTimeout      a rank waited too long; says for which action of which rank
-    ├── LaunchError      local ranks that could not be started, or could not be handed what they need
-    └── RankFailed       another rank failed; names it, its action and its error
+DrumlineError            base class of all errors that Drumline raises
+├── ProgramError         the text is not a program, or the program does not fit here
+│   └── InvalidProgram   the validator rejected a program; holds every violation
+├── ScheduleError        unknown schedule, or counts that the schedule does not support
+├── CostsError           costs do not fit the program, or make no sense
+├── PlanError            no answer exists: for example no cut or program fits the memory limit
+├── UsageError           a flag or argument makes no sense
+├── ModelError           the model cannot be cut as asked, or does not fit the program
+├── TraceError           a profiler trace cannot be read, or traces do not belong together
+├── BatchError           the batch cannot be split into the microbatches
+├── MismatchError        ranks were given different things
+├── RecordError          a folder holds no run, or its files cannot be read together
+└── RunError             a run failed
+    ├── NonFiniteError   a loss or gradient is NaN or infinite; nothing was updated
+    ├── WaitTimeout      a rank waited too long; names the action and rank it waited for
+    ├── LaunchError      local ranks could not start, or could not receive what they need
+    └── RankFailed       another rank failed; names the rank, its action and its error
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Iterable
 
 
 class DrumlineError(ValueError):
-    """A refusal that a user can act on: what is wrong, what was expected, how to mend it.
+    """An error that a user can act on: what is wrong, what was expected, how to fix it.
 
     >>> print(DrumlineError("M is 0", expected="a count of 1 or more", fix="pass --microbatches 8"))
     M is 0; expected a count of 1 or more; pass --microbatches 8
@@ -40,54 +40,54 @@ class DrumlineError(ValueError):
         super().__init__("; ".join(part for part in parts if part))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Travel between ranks with all three parts."""
+        """Keep all three parts when pickled between ranks."""
         return _refused, (type(self), self.error, self.expected, self.fix), self.__dict__
 
 
 class ProgramError(DrumlineError):
-    """Text that is not a program, or a program used where it does not fit."""
+    """The text is not a program, or the program does not fit here."""
 
 
 class ScheduleError(DrumlineError):
-    """An unknown schedule, or counts that its recipe does not admit."""
+    """The schedule is unknown, or does not support the given counts."""
 
 
 class CostsError(DrumlineError):
-    """Costs that do not fit the program, or make no sense."""
+    """The costs do not fit the program, or make no sense."""
 
 
 class PlanError(DrumlineError):
-    """What cannot be decided as asked; `smallest_bytes` is the memory limit that would do, where one was too small."""
+    """No answer exists. If the memory limit was too small, `smallest_bytes` is the smallest limit that works."""
 
     smallest_bytes: int | None = None
 
 
 class UsageError(DrumlineError):
-    """Command-line input that no library call ever sees."""
+    """A flag or argument makes no sense; raised before anything runs."""
 
 
 class ModelError(DrumlineError):
-    """A model that cannot be cut as asked, or does not fit the program."""
+    """The model cannot be cut as asked, or does not fit the program."""
 
 
 class TraceError(DrumlineError):
-    """A profiler's trace that cannot be read, or traces that do not belong together."""
+    """A profiler trace cannot be read, or traces do not belong together."""
 
 
 class BatchError(DrumlineError):
-    """A batch that cannot be cut into the microbatches."""
+    """The batch cannot be split into the microbatches."""
 
 
 class MismatchError(DrumlineError):
-    """Ranks that were not given the same schedule, model or settings."""
+    """Ranks were given different schedules, models or settings."""
 
 
 class RecordError(DrumlineError):
-    """A folder that holds no run, or files of one that cannot be read together."""
+    """A folder holds no run, or the files of a run cannot be read together."""
 
 
 class RunError(DrumlineError):
-    """A run that failed on some rank."""
+    """A run failed on some rank."""
 
 
 class NonFiniteError(RunError):
@@ -99,11 +99,11 @@ class WaitTimeout(RunError):
 
 
 class LaunchError(RunError):
-    """Local ranks could not be started, or something cannot be sent to them or back; the text says what and where."""
+    """Local ranks could not start, or something cannot be sent to or from them; the text says what and where."""
 
 
 class RankFailed(RunError):
-    """Another rank failed; `rank` is the one, and the text names its action and its error."""
+    """Another rank failed: `rank` says which, and the text names its action and its error."""
 
     def __init__(self, rank: int, error: str, *, expected: str = "", fix: str = "") -> None:
         self.rank = rank
@@ -117,7 +117,7 @@ def _refused(kind: type[DrumlineError], error: str, expected: str, fix: str) -> 
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return a half-sentence that suggests the closest known word, or lists them all.
+    """Return a phrase that suggests the closest known word, or lists all of them.
 
     >>> nearest("1f1v", ["gpipe", "1f1b"])
     'did you mean 1f1b?'
@@ -135,7 +135,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def installing(extra: str) -> str:
-    """Return how to install an extra; from a clone, because the package is not published.
+    """Return how to install an extra from a clone, because the package is not published yet.
 
     >>> installing("train")
     "in your clone of Drumline, run: pip install -e '.[train]'"
@@ -144,7 +144,7 @@ def installing(extra: str) -> str:
 
 
 def counted(number: int, word: str) -> str:
-    """Return a count with its word.
+    """Return a count with its noun.
 
     >>> counted(1, "rank"), counted(2, "microbatch")
     ('1 rank', '2 microbatches')

@@ -1,10 +1,10 @@
-"""One reader for every file that a user hands over: strict, and bounded in time and memory.
+"""The reader for every file that a user passes in. It is strict, and bounded in time and memory.
 
-    opened      a regular file, for reading piece by piece; a pipe or device, which may never end, is refused at once
-    read_text   all of it as UTF-8, no larger than its kind may be
-    parse_json  every name once, numbers that are finite and fit 64 bits, text that can be written again, 100 levels
+    opened      a regular file, to read piece by piece; rejects a pipe or device at once, since it may never end
+    read_text   the whole file as UTF-8, up to the size limit of its kind
+    parse_json  unique names, finite numbers of at most 64 bits, valid Unicode, at most 100 levels
 
-Whatever is wrong is raised as the error of the file's kind, with the path.
+Every problem raises the error class of the file's kind, with the path.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NEVER_WAITING = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLO
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of file: its name, the error that refuses one, what was expected, and the most bytes that one has."""
+    """A kind of file: its name, its error class, what was expected, and its size limit in bytes."""
 
     name: str
     error: type[DrumlineError]
@@ -43,33 +43,33 @@ class Kind:
 
 @contextmanager
 def opened(path: str | Path, kind: Kind) -> Iterator[BinaryIO]:
-    """Open a regular file for reading, without ever waiting for one that is something else.
+    """Open a regular file for reading. Never blocks on a pipe or device.
 
     >>> with opened("no-such-file.json", Kind("costs", DrumlineError, "a JSON file of costs")):
     ...     pass
     Traceback (most recent call last):
-    drumline.core.errors.DrumlineError: no-such-file.json cannot be read: No such file or directory; expected ...
+    drumline.core.errors.DrumlineError: cannot read no-such-file.json: No such file or directory; expected ...
     """
     try:
         number = os.open(path, _NEVER_WAITING)
         mode = os.fstat(number).st_mode
         if not stat.S_ISREG(mode):
             os.close(number)
-            raise kind.refuse(f"{path}: not a regular file but {_called(mode)}")
+            raise kind.refuse(f"{path} is {_called(mode)}, not a regular file")
         with os.fdopen(number, "rb") as file:
             yield file
     except OSError as error:
-        if type(error).__module__ != "builtins":  # such as gzip's, which says of the contents what it has to say
+        if type(error).__module__ != "builtins":  # for example gzip's, whose own message describes the contents
             raise
-        raise kind.refuse(f"{path} cannot be read: {error.strerror or error}") from None
+        raise kind.refuse(f"cannot read {path}: {error.strerror or error}") from None
     except ValueError as error:
         if "null byte" not in str(error):
             raise
-        raise kind.refuse(f"{str(path)!r} cannot be read: no file has such a name") from None
+        raise kind.refuse(f"cannot read {str(path)!r}: file names cannot contain a null byte") from None
 
 
 def is_there(path: str | Path, kind: Kind) -> bool:
-    """Whether there is anything at a path; refuse one at which that cannot be known.
+    """Whether anything exists at a path; raise an error if that cannot be determined.
 
     >>> is_there("no-such-file.json", Kind("costs", DrumlineError, "a JSON file of costs"))
     False
@@ -80,12 +80,12 @@ def is_there(path: str | Path, kind: Kind) -> bool:
         return False
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise kind.refuse(f"{path} cannot be read: {reason}") from None
+        raise kind.refuse(f"cannot read {path}: {reason}") from None
     return True
 
 
 def is_regular(path: str | Path) -> bool:
-    """Whether there is a regular file at a path, as far as can be known.
+    """Whether a regular file exists at a path, as far as can be determined.
 
     >>> is_regular("no-such-file.json"), is_regular("x" * 5000)
     (False, False)
@@ -97,29 +97,29 @@ def is_regular(path: str | Path) -> bool:
 
 
 def read_bytes(path: str | Path, kind: Kind) -> bytes:
-    """Return all of a file, which is no larger than its kind may be."""
+    """Return the contents of a file, up to the size limit of its kind."""
     with opened(path, kind) as file:
         if os.fstat(file.fileno()).st_size <= kind.max_bytes:
             data = file.read(kind.max_bytes + 1) or b""
             if len(data) <= kind.max_bytes:
                 return data
-    raise kind.refuse(f"{path}: larger than {kind.max_bytes // MIB} MiB")
+    raise kind.refuse(f"{path} is larger than {kind.max_bytes // MIB} MiB")
 
 
 def read_text(path: str | Path, kind: Kind) -> str:
-    """Return all of a file as text; a byte-order mark is left out."""
+    """Return the contents of a file as text, without a byte-order mark."""
     data = read_bytes(path, kind)
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         byte = data[error.start]
         raise kind.refuse(
-            f"{path}: byte 0x{byte:02x} at offset {error.start} is not UTF-8 text", fix="save it as UTF-8"
+            f"{path}: byte 0x{byte:02x} at offset {error.start} is not UTF-8 text", fix="save the file as UTF-8"
         ) from None
 
 
 def read_object(path: str | Path, kind: Kind) -> dict[str, Any]:
-    """Return the object that a JSON file holds."""
+    """Return the object in a JSON file."""
     text = read_text(path, kind)
     with named(path, kind):
         return parse_object(text, kind)
@@ -127,7 +127,7 @@ def read_object(path: str | Path, kind: Kind) -> dict[str, Any]:
 
 @contextmanager
 def named(path: str | Path, kind: Kind) -> Iterator[None]:
-    """Put the path in front of what a parser refuses."""
+    """Prefix a parser's errors with the path."""
     try:
         yield
     except kind.error as error:
@@ -135,15 +135,15 @@ def named(path: str | Path, kind: Kind) -> Iterator[None]:
 
 
 def parse_object(text: str | bytes, kind: Kind) -> dict[str, Any]:
-    """Return the object that a JSON text spells."""
+    """Parse a JSON text that must be an object."""
     found = parse_json(text, kind)
     if not isinstance(found, dict):
-        raise kind.refuse(f"JSON of a {type(found).__name__}, no object")
+        raise kind.refuse(f"the JSON holds a {type(found).__name__}, not an object")
     return found
 
 
 def parse_json(text: str | bytes, kind: Kind) -> Any:
-    """Return the value that a JSON text spells.
+    """Parse a JSON text.
 
     >>> kind = Kind("costs", DrumlineError, "JSON")
     >>> parse_json('{"comm": 1e999}', kind)
@@ -151,26 +151,26 @@ def parse_json(text: str | bytes, kind: Kind) -> Any:
     drumline.core.errors.DrumlineError: comm is inf; expected a finite number
     >>> parse_json('{"comm": 1, "comm": 2}', kind)
     Traceback (most recent call last):
-    drumline.core.errors.DrumlineError: 'comm' stands there twice; expected every name once
+    drumline.core.errors.DrumlineError: the name 'comm' appears twice; expected unique names
     """
     try:
         found = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=float)
         _check_inside(found)
     except RecursionError:
-        raise kind.refuse(f"not JSON as it is read here: nested deeper than {MAX_DEPTH} levels") from None
+        raise kind.refuse(f"the JSON is nested deeper than {MAX_DEPTH} levels") from None
     except _Refused as refused:
         raise kind.error(refused.error, expected=refused.expected) from None
     except json.JSONDecodeError as error:
         raise kind.refuse(f"not JSON: {error}") from None
     except UnicodeDecodeError as error:
         raise kind.refuse(f"not JSON: the byte at offset {error.start} is not UTF-8 text") from None
-    except ValueError:  # Python refuses to read numbers of more than 4300 digits
-        raise kind.error("a number of thousands of digits stands there", expected="64 bits or fewer") from None
+    except ValueError:  # Python refuses to parse numbers with more than 4300 digits
+        raise kind.error("the JSON contains a number with thousands of digits", expected="64 bits or fewer") from None
     return found
 
 
 class _Refused(DrumlineError):
-    """What is wrong with a value, wherever it stands."""
+    """A value in the JSON is wrong."""
 
 
 def _called(mode: int) -> str:
@@ -184,13 +184,13 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
-                raise _Refused(f"{name[:60]!r} stands there twice", expected="every name once")
+                raise _Refused(f"the name {name[:60]!r} appears twice", expected="unique names")
             seen.add(name)
     return table
 
 
 def _check_inside(value: Any) -> None:
-    """Refuse numbers and texts in a value that nothing else can handle; raise RecursionError if it nests too deeply."""
+    """Reject numbers and texts that no other code can handle; raise RecursionError if the value nests too deeply."""
     level = _inner([value], "a number")
     for _ in range(MAX_DEPTH):
         deeper: list[tuple[Any, str]] = []
@@ -207,12 +207,12 @@ def _check_inside(value: Any) -> None:
 
 
 def _inner(values: list[Any], name: str) -> list[tuple[Any, str]]:
-    """Return the lists and objects among values; refuse odd numbers and texts, by the name that they have there."""
+    """Return the lists and objects among values; reject bad numbers and texts, using their names."""
     kinds = set(map(type, values))
     if int in kinds:
         whole = [one for one in values if type(one) is int] if len(kinds) > 1 else values
         if min(whole) not in _WHOLE or max(whole) not in _WHOLE:
-            raise _Refused(f"{name[:60]} is a whole number of more than 64 bits", expected="64 bits or fewer")
+            raise _Refused(f"{name[:60]} is an integer with more than 64 bits", expected="64 bits or fewer")
     if float in kinds:
         for one in values:
             if type(one) is float and not math.isfinite(one):
@@ -228,4 +228,4 @@ def _check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise _Refused(f"{text[:60]!r} holds half of a character", expected="text in UTF-8") from None
+        raise _Refused(f"{text[:60]!r} contains half of a character", expected="text in UTF-8") from None

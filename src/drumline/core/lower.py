@@ -1,28 +1,28 @@
-"""Sends and receives spelled out: what a channel needs to be told, in an order that cannot hang.
+"""Lowering: write out all sends and receives, in an order that cannot hang.
 
-A message is sent right behind the action that made it. For a channel with one queue per directed edge, receives are
-posted in the order in which their sender sends, as early as that order asks for, and otherwise so that at most `ahead`
-of an edge are open, that is posted and not taken up.
+A message is sent right after the action that made it. For a channel with one queue per directed edge, receives are
+posted in the order in which the sender sends. They are posted as early as that order requires, and otherwise so that at
+most `ahead` receives of an edge are open: posted, and not yet used.
 
-Why this cannot hang if the compute order cannot: a receive never stands behind the action that takes its message or any
-later message of the edge, so waiting for the edge's order is waiting for the sender's row and nothing else.
+Why this cannot hang if the compute order cannot: a receive is never posted after the action that uses its message or a
+later message of the edge. So waiting in the edge's order only ever means waiting for the sender's row.
 
-On fewer queues an early receive keeps other messages waiting and may hang. For these, sends and receives stand in one
-order for all ranks, which is safe on a channel that has a single queue per rank. The rows run once, on paper, and
-everything that happens is written down in one list: an action when it begins, and a message when it is made, as its
-send on one rank and its receive on the other at the same moment. A rank's row is its part of that list.
+With fewer queues, an early receive blocks other messages and may hang. There, sends and receives follow one order for
+all ranks, which is safe even with a single queue per rank. Lowering runs the rows once on paper and writes every event
+to one list: each action when it begins, and each message when it is made. A message's send and receive get the same
+moment on their two ranks. A rank's row is its part of that list.
 
     the list   0F0  0SEND_F0/1RECV_F0  1F0  1B0  1SEND_B0/0RECV_B0  0B0
     rank 0     0F0  0SEND_F0                               0RECV_B0  0B0
     rank 1                    1RECV_F0  1F0  1B0  1SEND_B0
 
-Why this cannot hang on any channel: of all that has not happened yet, the first in the list can happen. What it needs
-and every message that stands before it in a queue come before it in the list, and so have happened.
+Why this cannot hang on any channel: among all events still to happen, the first in the list can happen. Everything it
+needs, and every message ahead of it in a queue, comes earlier in the list, and so has happened.
 
-Where the receiver is busy when the message is made, its receive moves up before the action that keeps it busy, unless
-another of its messages stands between. That changes no queue, so it is as safe, and the message need not wait.
+If the receiver is busy when the message is made, its receive moves up before the action that keeps it busy, unless
+another of its messages lies in between. This changes no queue, so it is just as safe, and the message need not wait.
 
-How long actions take decides only how good the order is, not whether it is safe. They count as F = I = W = 1.
+The durations of actions affect only how good the order is, not whether it is safe. They count as F = I = W = 1.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from drumline.core.prove.violation import InvalidProgram
 
 
 def lower(program: Program, *, ahead: int = 2, channel: str = Queues.EDGE) -> Program:
-    r"""Return the program with its communication spelled out; one that has it already comes back as it is.
+    r"""Return the program with all sends and receives written out; a program that has them is returned unchanged.
 
-    `channel` is what the messages will travel on (see `validate`): "edge" for Drumline's own transports, "rank" for a
-    file that PyTorch is to run. `ahead` bounds the open receives of an edge; with "pair" and "rank" none is early.
+    `channel` is what messages will travel on (see `validate`): "edge" for Drumline's own transports, "rank" for a file
+    that PyTorch will run. `ahead` limits the open receives per edge; with "pair" and "rank" no receive is early.
 
     >>> print(lower(Program.parse("0F0,0B0\n1F0,1B0")))
     0RECV_B0,0F0,0SEND_F0,0B0
@@ -57,7 +57,7 @@ def lower(program: Program, *, ahead: int = 2, channel: str = Queues.EDGE) -> Pr
     1RECV_F0,1F0,1B0,1SEND_B0
     """
     if ahead < 1:
-        raise ProgramError(f"ahead is {ahead}", expected="1 or more receives to be open at once")
+        raise ProgramError(f"ahead is {ahead}", expected="1 or more, the number of receives open at once")
     queues = Queues.of(channel)
     if violations := validate(program, channel=queues):
         raise InvalidProgram(program.name, violations)
@@ -81,7 +81,7 @@ def _receives_ahead(index: Index, ahead: int) -> tuple[Row, ...]:
         edges[made.rank, taken.rank].append((made, message.recv, taken.at))
     receives: dict[Position, list[Action]] = defaultdict(list)
     for (_, target), passing in sorted(edges.items()):
-        # Within one overlapped pair activations leave before gradients, here as in the sends below.
+        # In an overlapped pair, activations leave before gradients, here as in the sends below.
         passing.sort(key=lambda message: (message[0], rules.leaves_late(message[1])))
         for position, (_, recv, _) in zip(_posting([at for *_, at in passing], ahead), passing, strict=True):
             receives[Position(target, position)].append(recv)
@@ -97,7 +97,7 @@ def _receives_ahead(index: Index, ahead: int) -> tuple[Row, ...]:
 
 
 def _posting(taken: list[int], ahead: int) -> list[int]:
-    """Return before which position each of an edge's receives is posted, given where its message is taken up.
+    """Return the position before which each of an edge's receives is posted, given where its message is used.
 
     >>> _posting([4, 6, 8, 10], ahead=2)
     [0, 0, 5, 7]
@@ -108,7 +108,7 @@ def _posting(taken: list[int], ahead: int) -> list[int]:
 
 
 _SECONDS = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: 1, Op.OVERLAP: 3}
-_MESSAGE, _ACTION = 0, 1  # at one moment messages come first: no action stands between a message and what made it
+_MESSAGE, _ACTION = 0, 1  # at one moment messages come first: no action separates a message from what made it
 
 
 class _Run:
@@ -134,12 +134,12 @@ class _Run:
         self.free = [0] * len(self.rows)
         self.happened: set[Action | Position] = set()
         self.waiting: dict[Action | Position, list[int]] = defaultdict(list)
-        # Behind its moment and kind an event has a number, so that ties have one order.
+        # The number after moment and kind breaks ties, so the order is unique.
         self.events: list[tuple[int, int, int, int, rules.Message | None, int]] = []
         self.count = 0
 
     def to_the_end(self) -> list[list[Action]]:
-        """Write down what happens, event by event, and return the rows with their messages spelled out."""
+        """Process all events and return the rows with their messages written out."""
         self.wake(range(len(self.rows)), 0)
         while self.events:
             now, kind, _, rank, message, target = heappop(self.events)
@@ -155,13 +155,13 @@ class _Run:
         return self.written
 
     def begin(self, rank: int, now: int) -> None:
-        """Write down a rank's next action, and when its messages will be made."""
+        """Log a rank's next action, and when its messages will be made."""
         place = Position(rank, self.at[rank])
         action = self.rows[rank][place.at]
         self.written[rank].append(action)
         self.at[rank] += 1
         self.free[rank] = now + _SECONDS.get(action.op, 0)
-        # Within one overlapped pair activations leave before gradients.
+        # In an overlapped pair, activations leave before gradients.
         for message, target in sorted(self.made[place], key=lambda one: rules.leaves_late(one[0].send)):
             self.push(self.free[rank], _MESSAGE, rank, message, target)
         self.happen(place, now)
@@ -172,7 +172,7 @@ class _Run:
         self.wake(self.waiting.pop(what, ()), now)
 
     def wake(self, ranks: Iterable[int], now: int) -> None:
-        """Let ranks begin their next action, or wait for the first input that is not there."""
+        """Let ranks begin their next action, or wait for their first missing input."""
         for rank in ranks:
             if self.at[rank] == len(self.rows[rank]):
                 continue

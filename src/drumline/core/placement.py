@@ -1,4 +1,4 @@
-"""Which rank runs (stage, microbatch).
+"""The rank that runs each (stage, microbatch).
 
     linear          loop (v = 2)      v (v = 2)         bidirectional
     rank 0: 0       rank 0: 0 4       rank 0: 0 7       rank 0: 0, and 3 for mirrored microbatches
@@ -24,7 +24,7 @@ from drumline.core.simulate.graph import PLACE, Columns, Ints
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The home rank of every stage, and the microbatches that see the ranks in mirror image.
+    """The home rank of every stage, and the microbatches that use the ranks in mirrored order.
 
     >>> placement = Placement.v(num_ranks=4)
     >>> [placement.rank_of(stage, 0) for stage in range(8)]
@@ -50,7 +50,7 @@ class Placement:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages that `rank` holds, lowest first."""
-        if not self._held:  # once for all ranks: one by one, a hundred thousand of them would take forever
+        if not self._held:  # computed once for all ranks: doing it per rank would be too slow for 100,000 ranks
             held: dict[int, list[int]] = {}
             for stage in range(self.num_stages):
                 for holder in self.ranks_of(stage):
@@ -60,7 +60,7 @@ class Placement:
 
     @property
     def num_stages(self) -> int:
-        """How many stages the model is cut into."""
+        """Number of stages that the model is cut into."""
         return len(self.homes)
 
     @property
@@ -77,31 +77,31 @@ class Placement:
 
     @staticmethod
     def linear(num_ranks: int) -> Placement:
-        """One stage per rank, in order."""
+        """Place one stage on each rank, in order."""
         return Placement(num_ranks, tuple(range(num_ranks)))
 
     @staticmethod
     def loop(num_ranks: int, *, stages_per_rank: int = 2) -> Placement:
-        """Stages dealt round and round: rank 0 holds stages 0, P, 2P, ..."""
+        """Place stages round-robin: rank 0 holds stages 0, P, 2P, ..."""
         return Placement(num_ranks, tuple(range(num_ranks)) * stages_per_rank)
 
     @staticmethod
     def v(num_ranks: int, *, stages_per_rank: int = 2) -> Placement:
-        """Stages dealt down and up again, so that every turn stays on its rank."""
+        """Place stages down the ranks and up again, so that the last stage before a turn and the next share a rank."""
         down = tuple(range(num_ranks))
         passes = (down if turn % 2 == 0 else down[::-1] for turn in range(stages_per_rank))
         return Placement(num_ranks, tuple(rank for one_pass in passes for rank in one_pass))
 
     @staticmethod
     def bidirectional(num_ranks: int, *, mirrored: Iterable[int]) -> Placement:
-        """One stage per rank going down; the microbatches in `mirrored` go up."""
+        """Place one stage per rank going down; microbatches in `mirrored` go up."""
         return Placement(num_ranks, tuple(range(num_ranks)), frozenset(mirrored))
 
 
 def infer(rows: Sequence[Sequence[Action]]) -> Placement:
-    """Return the placement that most of the rows' work agrees with.
+    """Return the placement that most of the work in the rows agrees with.
 
-    Work that disagrees is for the validator to name: one stray action must not move its whole stage.
+    The validator reports work that disagrees: a single stray action must not move its whole stage.
 
     >>> infer([[Action(0, Op.FORWARD, 0)], [Action(1, Op.FORWARD, 0)]]).homes
     (0, 1)
@@ -110,14 +110,14 @@ def infer(rows: Sequence[Sequence[Action]]) -> Placement:
     for rank, row in enumerate(rows):
         for part in (part for action in row for part in action.work):
             if part.op in COMPUTE_OPS and part.microbatch is not None:
-                # A forward weighs more: where a pair is torn apart, the stash is where F ran.
+                # A forward weighs more: if a pair is split between ranks, the stash is where F ran.
                 votes[part.stage, part.microbatch][rank] += 3 if part.op is Op.FORWARD else 2
     num_ranks = len(rows)
     num_stages = 1 + max((stage for stage, _ in votes), default=-1)
     paths: dict[int, dict[int, int]] = defaultdict(dict)
     for (stage, microbatch), counts in votes.items():
         paths[microbatch][stage] = _commonest(counts, 0)
-    # Two directions are two equally common paths; the smaller one is called down, and its mirror image up.
+    # Two directions are two equally common paths; call the smaller one down and its mirror image up.
     seed = _commonest(Counter(tuple(sorted(path.items())) for path in paths.values()), ())
     up = _mirror_images(paths, dict(seed), num_ranks)
     counted: list[Counter[int]] = [Counter() for _ in range(num_stages)]
@@ -128,7 +128,7 @@ def infer(rows: Sequence[Sequence[Action]]) -> Placement:
 
 
 def consistent(columns: Columns) -> Placement | None:
-    """Return the placement that all of the rows' work agrees with, without counting votes; None where there is none.
+    """Return the placement that all work in the rows agrees with, or None; does not count votes.
 
     >>> consistent(Columns.of([[Action(0, Op.FORWARD, 0)], [Action(0, Op.BACKWARD, 0)]])) is None
     True
@@ -148,7 +148,7 @@ def _two_ways(stage: Ints, microbatch: Ints, rank: Ints, num_ranks: int) -> Plac
     last = num_ranks - 1
     first = stage == 0
     entered, at = np.divmod(np.unique(microbatch[first] * num_ranks + rank[first]), num_ranks)
-    # More microbatches go down than up; of two equal halves the one that enters at the lower rank does.
+    # The larger half of the microbatches goes down; if both are equal, the half that enters at the lower rank does.
     enters = int(np.bincount(at).argmax())
     mirrored = entered[(at == last - enters) & (at != enters) & (entered >= 0)]
     homes = _homes(stage, np.where(np.isin(microbatch, mirrored), last - rank, rank))
@@ -156,14 +156,14 @@ def _two_ways(stage: Ints, microbatch: Ints, rank: Ints, num_ranks: int) -> Plac
 
 
 def _homes(stage: Ints, rank: Ints) -> tuple[int, ...] | None:
-    """Return every stage's rank, or None where two ranks claim it."""
+    """Return every stage's rank, or None if two ranks claim a stage."""
     homes = np.zeros(int(stage.max()) + 1, dtype=np.int64)
     homes[stage] = rank
     return tuple(homes.tolist()) if np.array_equal(homes[stage], rank) else None
 
 
 def _commonest(counts: Counter[Any], default: Any) -> Any:
-    """Return what was counted most often, the smallest of several."""
+    """Return the most common item; the smallest one in a tie."""
     return min(counts, key=lambda one: (-counts[one], one), default=default)
 
 

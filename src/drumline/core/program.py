@@ -1,9 +1,9 @@
-"""What every rank will do: rows of actions, and their text form.
+"""What every rank does: rows of actions, and their text form.
 
     0F0,0F1,0B0,0B1        one row per rank, one cell per action; an empty cell is an idle slot
-    1F0,1B0,1F1,1B1        and means nothing: when an action runs follows from what it waits for
+    1F0,1B0,1F1,1B1        and has no effect: an action runs as soon as what it waits for has finished
 
-The text is PyTorch's own, so a file written here loads there and the other way round.
+The text format is PyTorch's own, so each of the two can load files that the other wrote.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from drumline.core.simulate.graph import CODE, Columns
 
 Row = tuple[Action, ...]
 
-# A million actions are 64 ranks x 4 stages x 1000 microbatches: what is larger is not a program that anybody runs.
+# A million actions is 64 ranks x 4 stages x 1000 microbatches; nobody runs a larger program.
 MAX_ACTIONS = 1_000_000
 MAX_FILE_BYTES = 64 * MIB
 _KIND = Kind("program", ProgramError, "a CSV file, one row of actions per rank", MAX_FILE_BYTES)
@@ -33,7 +33,7 @@ _KIND = Kind("program", ProgramError, "a CSV file, one row of actions per rank",
 
 @dataclass(frozen=True)
 class Program:
-    r"""All ranks' rows. Two programs are equal when their rows are; the name is only for people.
+    r"""The rows of all ranks. Programs with the same rows are equal; the name is only for people.
 
     >>> program = Program.parse("0F0,0B0\n1F0,1B0")
     >>> program.num_ranks, program.num_stages, program.num_microbatches
@@ -48,7 +48,7 @@ class Program:
 
     @staticmethod
     def of(rows: Iterable[Iterable[Action]], name: str = "custom") -> Program:
-        """Return the program of any nested iterable of actions.
+        """Build a program from any nested iterable of actions.
 
         >>> Program.of([[Action(0, Op.FORWARD, 0)]]).format()
         '0F0'
@@ -57,7 +57,7 @@ class Program:
 
     @cached_property
     def num_ranks(self) -> int:
-        """How many ranks execute a row."""
+        """Number of ranks, that is rows."""
         return len(self.rows)
 
     @cached_property
@@ -67,68 +67,68 @@ class Program:
 
     @cached_property
     def timed_columns(self) -> Columns:
-        """The same without what takes no time of a rank: messages, WAITs and gradient exchanges."""
+        """The rows as arrays, without actions that take no rank time: messages, WAITs and gradient exchanges."""
         return self.columns.only(self.columns.timed)
 
     @cached_property
     def timed_rows(self) -> tuple[Row, ...]:
-        """The rows without what takes no time of a rank."""
+        """The rows without actions that take no rank time."""
         return self.rows if self.timed_columns is self.columns else self.without(set(Op) - TIMED_OPS).rows
 
     @cached_property
     def num_stages(self) -> int:
-        """How many stages the rows speak of: the highest number plus one."""
+        """Number of stages: the highest stage number in the rows plus one."""
         return 1 + int(self.columns.stage.max(initial=-1))
 
     @cached_property
     def num_microbatches(self) -> int:
-        """How many microbatches the rows speak of: the highest number plus one, over all steps."""
+        """Number of microbatches over all steps: the highest microbatch number in the rows plus one."""
         return 1 + int(self.columns.microbatch.max(initial=-1))
 
     @cached_property
     def num_actions(self) -> int:
-        """How many actions all rows hold; an overlapped pair is one."""
+        """Number of actions in all rows; an overlapped pair counts as one."""
         return sum(map(len, self.rows))
 
     @cached_property
     def placement(self) -> Placement:
-        """Which rank runs (stage, microbatch), as most of the rows say."""
+        """The rank that runs each (stage, microbatch), according to most of the rows."""
         return self.agreed_placement or placement.infer(self.rows)
 
     @cached_property
     def agreed_placement(self) -> Placement | None:
-        """The placement that all of the rows agree with, or None."""
+        """The placement that all rows agree with, or None."""
         return placement.consistent(self.columns)
 
     @cached_property
     def has_communication(self) -> bool:
-        """Whether sends and receives are spelled out."""
+        """Whether the rows contain sends and receives."""
         return not TRANSFER_OPS.isdisjoint(self.columns.ops)
 
     @cached_property
     def has_backward(self) -> bool:
-        """Whether anything is trained; without, it is inference and nothing is stashed."""
+        """Whether the program trains; without backwards it is inference and stashes nothing."""
         return not (COMPUTE_OPS - {Op.FORWARD}).isdisjoint(self.columns.ops)
 
     @cached_property
     def backwards(self) -> tuple[Backward, ...]:
-        """What each stage does of its backward: the whole, I alone, or nothing because it is frozen."""
+        """The backward of each stage: whole, I only, or none because the stage is frozen."""
         return self.columns.backwards(self.num_stages)
 
     @cached_property
     def num_updates(self) -> int:
-        """How many optimizer steps the program itself takes; 0 for a flushed one, where the user takes it."""
+        """Number of optimizer steps inside the program; 0 for a flushed program, where the user steps."""
         columns = self.columns
         return len(set(columns.microbatch[columns.code == CODE[Op.UPDATE]].tolist()))
 
     def work(self) -> Iterator[Action]:
-        """Yield every plain action, both halves of overlapped pairs included, rank by rank."""
+        """Yield every plain action, including both halves of overlapped pairs, rank by rank."""
         for row in self.rows:
             for action in row:
                 yield from action.work
 
     def compute_only(self) -> Program:
-        r"""Return the program without messages, waits and parameter state; gradient exchange and updates stay.
+        r"""Return the program without messages, waits and parameter state; gradient exchanges and updates stay.
 
         >>> Program.parse("0F0,0SEND_F0\n1RECV_F0,1F0").compute_only().format()
         '0F0\n1F0'
@@ -155,7 +155,7 @@ class Program:
 
     @staticmethod
     def parse(text: str, name: str = "custom") -> Program:
-        """Return the program that `text` spells, or raise ProgramError with row and column.
+        """Parse a program, or raise ProgramError with row and column.
 
         >>> Program.parse("0F0,,0B0,0F0junk")
         Traceback (most recent call last):
@@ -169,9 +169,7 @@ class Program:
             row = tuple(islice(_parse_row(line, number, known), left + 1))
             left -= len(row)
             if left < 0:
-                raise ProgramError(
-                    f"row {number}: more than {MAX_ACTIONS} actions", expected="a program that can be run"
-                )
+                raise ProgramError(f"row {number}: more than {MAX_ACTIONS} actions", expected="a smaller program")
             if not row:
                 raise ProgramError(
                     f"row {number} of {len(lines)} is empty, so rank {number - 1} would do nothing",
@@ -180,16 +178,16 @@ class Program:
                 )
             rows.append(row)
         if not rows:
-            raise ProgramError("the text holds no action", expected="one row of actions like 0F0,0B0 per rank")
+            raise ProgramError("the text contains no action", expected="one row of actions per rank, like 0F0,0B0")
         return Program(tuple(rows), name)
 
     @staticmethod
     def load(path: str | Path) -> Program:
-        """Read a CSV file, as this or PyTorch's pipelining writes it; bounded in time and memory.
+        """Read a CSV file written by Drumline or by PyTorch's pipelining; bounded in time and memory.
 
         >>> Program.load("no-such-file.csv")
         Traceback (most recent call last):
-        drumline.core.errors.ProgramError: no-such-file.csv cannot be read: No such file or directory; ...
+        drumline.core.errors.ProgramError: cannot read no-such-file.csv: No such file or directory; ...
         """
         path = Path(path)
         text = read_text(path, _KIND)
@@ -198,9 +196,9 @@ class Program:
         present = {part.stage for part in program.work()}
         if missing := sorted(set(range(min(program.num_stages, len(present) + 1))) - present):
             raise ProgramError(
-                f"{path}: stage {missing[0]} appears on no rank, though stage {program.num_stages - 1} does",
-                expected=f"all of the stages 0 to {program.num_stages - 1} in the file's {program.num_ranks} rows",
-                fix="a rank's row is missing, or stages are misnumbered",
+                f"{path}: no rank runs stage {missing[0]}, though the file has a stage {program.num_stages - 1}",
+                expected=f"all stages from 0 to {program.num_stages - 1} in the file's {program.num_ranks} rows",
+                fix="add the missing rank's row, or renumber the stages",
             )
         return program
 
@@ -216,7 +214,7 @@ _Result = TypeVar("_Result")
 def once_per_program(
     make: Callable[Concatenate[Program, _Arguments], _Result],
 ) -> Callable[Concatenate[Program, _Arguments], _Result]:
-    """Let a function of a program compute once for the same program object and arguments, and keep what it returned.
+    """Cache a function of a program: it computes once per program object and arguments.
 
     >>> @once_per_program
     ... def size(program: Program) -> int:

@@ -1,20 +1,20 @@
-"""Who needs what. The only copy: validator, simulator, search, lowering and executor all read it here.
+"""The dependency rules: which action needs which. Validator, simulator, search, lowering and executor all read them.
 
     F of a stage needs F of the stage before it.          0F3 ──► 1F3 ──► 2F3
     B and I need F of their own stage, and B or I          │       │       │
     of the stage after it. W needs its own I.             0B3 ◄── 1B3 ◄── 2B3
 
-What one rank needs of another travels as a message: activations after F, gradients after B or I. A stage that trains
-runs F and B, or F, I and W, once for every microbatch; a frozen one less. `Columns.backwards` reads from the rows what
-each stage does of its backward:
+What a rank needs from another travels as a message: activations after F, gradients after B or I. A stage that
+trains runs F and B, or F, I and W, once per microbatch; a frozen stage runs less. `Columns.backwards` reads from the
+rows how much of its backward each stage runs:
 
-    stage 3   F I W    or F B: it trains
-    stage 2   F I      nothing of its own is trained, but the gradient has to pass: only the half that makes it
-    stage 1   F I W    the lowest that trains; nobody waits for the gradient of its input
-    stage 0   F        nothing here or below is trained, so no gradient ever comes
+    stage 3   F I W    (or F B) it trains
+    stage 2   F I      it does not train, but must pass the gradient on: only the half that makes it
+    stage 1   F I W    the lowest stage that trains; nothing needs the gradient of its input
+    stage 0   F        nothing here or below trains, so no gradient ever arrives
 
-All microbatches of a stage do the same. What fits none of this is taken for a stage that trains, and its missing work
-is for the validator to name.
+All microbatches of a stage do the same. A stage that matches none of these counts as one that trains, and the validator
+reports its missing work.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ NEEDS: dict[Op, tuple[Need, ...]] = {
 
 
 class Backward(StrEnum):
-    """How much of a backward a stage has."""
+    """How much of its backward a stage runs."""
 
     WHOLE = "whole"  # B, or I and W
     INPUT = "input"  # I alone
     NONE = "none"  # F alone
 
 
-# What a stage runs for a microbatch, by what it does of its backward: any one of these ways, all of it once.
+# What a stage runs per microbatch, by its kind of backward: all actions of any one of these ways, each once.
 WAYS: dict[Backward, tuple[frozenset[Op], ...]] = {
     Backward.WHOLE: (
         frozenset({Op.FORWARD, Op.BACKWARD}),
@@ -63,13 +63,13 @@ WAYS: dict[Backward, tuple[frozenset[Op], ...]] = {
     Backward.NONE: (frozenset({Op.FORWARD}),),
 }
 
-# What ends a pair's stay in memory, and the halves of an overlapped pair.
+# The ops that release a pair from memory, and the halves of an overlapped pair.
 RELEASES = frozenset({Op.BACKWARD, Op.BACKWARD_WEIGHT})
 OVERLAPPED = (Op.FORWARD, Op.BACKWARD)
 
 
 def message_offsets(needs: dict[Op, tuple[Need, ...]]) -> dict[Op, int]:
-    """Return how many stages away what each op makes is needed, where that is not its own.
+    """Return, per op, how many stages away its output is needed, if not in its own stage.
 
     >>> message_offsets(NEEDS)[Op.FORWARD]
     1
@@ -83,7 +83,7 @@ MESSAGE_TO = message_offsets(NEEDS)
 
 
 def needs(action: Action, num_stages: int) -> Iterator[tuple[Action, ...]]:
-    """Yield the inputs of a plain action, each as the alternatives of which one must have run.
+    """Yield the inputs of a plain action; each is a tuple of alternatives, one of which must have run.
 
     >>> list(needs(Action.parse("1B0"), num_stages=3))
     [(1F0,), (2B0, 2I0)]
@@ -98,20 +98,20 @@ def needs(action: Action, num_stages: int) -> Iterator[tuple[Action, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What travels after a plain action, with the actions that spell it out."""
+    """What travels after a plain action, with its send and receive."""
 
     send: Action
     recv: Action
 
 
-# Each send with its receive, and the ops of which one makes what they carry.
+# Maps each send to its receive, and to the ops that can make what they carry.
 _CARRIED = {(Op.SEND_F, Op.RECV_F): (Op.FORWARD,), (Op.SEND_B, Op.RECV_B): (Op.BACKWARD, Op.BACKWARD_INPUT)}
 SPELLED: dict[Op, tuple[Op, Op]] = {op: pair for pair, ops in _CARRIED.items() for op in ops}
 _MAKERS: dict[Op, tuple[Op, ...]] = {transfer: ops for pair, ops in _CARRIED.items() for transfer in pair}
 
 
 def message(action: Action, num_stages: int) -> Message | None:
-    """Return what `action` hands to a neighbouring stage, or None; it travels only if that stage is on another rank.
+    """Return what `action` passes to a neighbouring stage, or None; it travels only if that stage is on another rank.
 
     >>> message(Action.parse("1F0"), num_stages=3)
     Message(send=1SEND_F0, recv=2RECV_F0)
@@ -140,7 +140,7 @@ def message_of(transfer: Action) -> Message:
 
 
 def producers(transfer: Action) -> tuple[Action, ...]:
-    """Return the actions of which one makes what `transfer` carries.
+    """Return the actions that can make what `transfer` carries.
 
     >>> producers(Action.parse("2RECV_B0"))
     (3B0, 3I0)
@@ -150,7 +150,7 @@ def producers(transfer: Action) -> tuple[Action, ...]:
 
 
 def consumers(transfer: Action) -> tuple[Action, ...]:
-    """Return the actions of which one takes up what `transfer` carries.
+    """Return the actions that can use what `transfer` carries.
 
     >>> consumers(Action.parse("2RECV_B0"))
     (2B0, 2I0)

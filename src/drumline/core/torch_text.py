@@ -1,4 +1,4 @@
-"""Programs for PyTorch's own pipelining: the CSV that its `_load_csv` reads, and torchtitan's matching settings."""
+"""Export programs to PyTorch's pipelining: the CSV that its `_load_csv` reads, and matching torchtitan settings."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from drumline.core.prove.violation import InvalidProgram
 _TITAN_BY_PLACEMENT = {"linear": "1F1B", "loop": "Interleaved1F1B", "v": "ZBVZeroBubble"}
 
 
-# From here on PyTorch wants a WAIT for every send and every REDUCE_GRAD of a lowered file; before, it knows none.
+# From this version on, PyTorch requires a WAIT for every send and REDUCE_GRAD of a lowered file; before, it knows none.
 _FIRST_WITH_WAITS = (2, 15)
-OLDER, NEWER = "2.13", "2.15"  # the newest before that, and the first with it
+OLDER, NEWER = "2.13", "2.15"  # the newest version before that, and the first version with it
 
 
 def for_torch(program: Program, *, communication: bool = False, version: str = OLDER) -> str:
     r"""Return the text that PyTorch loads as "compute_only", or with `communication` as "compute_comms".
 
-    A compute-only text is the same for all versions; with communication, that for torch 2.15 or newer (`version`) has
-    WAITs. What PyTorch cannot run is refused with the reason; so is a program whose own sends and receives would hang
-    on a channel with one queue per rank, which PyTorch's may be.
+    A compute-only text is the same for all versions. With communication, the text for torch 2.15 or newer (`version`)
+    contains WAITs. Raises ProgramError with the reason if PyTorch cannot run the program, or if the program's own sends
+    and receives would hang on a channel with one queue per rank, which PyTorch may use.
 
     >>> print(for_torch(Program.parse("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0")), end="")
     0F0,0B0
@@ -50,17 +50,17 @@ def for_torch(program: Program, *, communication: bool = False, version: str = O
 def _wants_waits(version: str) -> bool:
     found = re.match(r"(\d{1,4})\.(\d{1,4})(?!\d)", version)
     if found is None:
-        raise ProgramError(f"{version!r:.40} is no version of PyTorch", expected=f"one like {OLDER} or {NEWER}")
+        raise ProgramError(f"{version!r:.40} is not a PyTorch version", expected=f"one like {OLDER} or {NEWER}")
     return (int(found[1]), int(found[2])) >= _FIRST_WITH_WAITS
 
 
 def _proven(program: Program, *, waits: bool) -> Program:
-    """Return the program as PyTorch runs it with communication; proven on the strictest channel that it may have."""
+    """Return the program as PyTorch runs it with communication, proven on the strictest channel it may use."""
     if program.has_communication and (hangs := validate(program, channel=STRICTEST)):
         raise ProgramError(
             f"the sends and receives of {program.name!r} would hang in PyTorch: {hangs[0]}",
-            expected="an order that is safe with one queue of messages per rank, as PyTorch has it over NCCL",
-            fix="leave them out (--format torch; program.compute_only()), and a safe order is found for them",
+            expected="an order that is safe with one message queue per rank, as PyTorch uses over NCCL",
+            fix="leave them out (--format torch; program.compute_only()), and a safe order is chosen automatically",
         )
     complete = _with_state(lower(program, channel=STRICTEST).without(WAIT_OPS))
     if waits:
@@ -71,10 +71,10 @@ def _proven(program: Program, *, waits: bool) -> Program:
 
 
 def _with_waits(program: Program) -> Program:
-    """Return the program with a WAIT for every send and every gradient exchange, where none makes a rank wait longer.
+    """Return the program with a WAIT for every send and gradient exchange, where none makes a rank wait longer.
 
-    An activation was sent long ago when the gradient for it has come back: its WAIT stands behind that backward.
-    Nothing comes back for a gradient: its WAIT stands at the end. An exchange is waited for before the rank's next.
+    When the gradient for an activation comes back, its send is long complete: its WAIT follows that backward. Nothing
+    comes back for a gradient: its WAIT is at the end. A rank waits for an exchange before its next exchange.
     """
     rows = []
     for row in program.rows:
@@ -93,15 +93,15 @@ def _with_waits(program: Program) -> Program:
 
 
 def _answered(part: Action) -> Action | None:
-    """Return the WAIT for what a backward's gradient is the answer to."""
+    """Return the WAIT for the send that a backward's gradient answers."""
     return part._replace(op=Op.WAIT_SEND_F) if part.op in (Op.BACKWARD, Op.BACKWARD_INPUT) else None
 
 
 def _with_state(program: Program) -> Program:
-    """Return the program with what PyTorch adds to a compute-only file itself, where it is not spelled out already.
+    """Return the program with what PyTorch itself adds to a compute-only file, unless it is already there.
 
-    A stage is gathered before its first compute and released behind its last; behind its last backward its gradients
-    are scaled and reduced, without which they would be M times too large.
+    A stage is gathered before its first compute and released after its last. After its last backward, its gradients are
+    scaled and reduced; without that they would be M times too large.
     """
     rows = []
     for row in program.rows:
@@ -123,7 +123,7 @@ def _with_state(program: Program) -> Program:
 
 
 def titan_schedule(program: Program) -> str:
-    r"""Return torchtitan's `pipeline_parallel_schedule` whose placement of stages is this program's.
+    r"""Return the torchtitan `pipeline_parallel_schedule` that places stages like this program.
 
     torchtitan takes the order from the CSV (`pipeline_parallel_schedule_csv`) and the placement from this name.
 
@@ -140,7 +140,7 @@ def titan_schedule(program: Program) -> str:
 
 
 def titan_by_placement(placement: Placement) -> str | None:
-    """Return the schedule of torchtitan whose stages lie so, or None where it has none.
+    """Return the torchtitan schedule that places stages this way, or None if it has none.
 
     >>> titan_by_placement(Placement.v(4))
     'ZBVZeroBubble'
@@ -156,7 +156,7 @@ def _refusal(program: Program) -> str:
     if program.num_updates:
         return "it spans several optimizer steps (UPDATE)"
     if not program.has_backward:
-        return "it has no backwards"
+        return "it has no backward"
     if frozen := list(untrained(program)):
-        return f"it has {' and '.join(frozen)}, where PyTorch still sends gradients and expects weight gradients"
+        return f"it has {' and '.join(frozen)}, but PyTorch still sends gradients and expects weight gradients"
     return ""

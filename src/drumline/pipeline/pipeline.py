@@ -273,7 +273,7 @@ class Pipeline:
         return self._state.load(folder, optimizers=optimizers, missing_ok=missing_ok)
 
     def close(self) -> None:
-        """Finish writing a checkpoint, and disconnect from the other ranks. Only recorded runs and checkpoints remain."""
+        """Finish writing a checkpoint, and disconnect from the other ranks."""
         self._state.finish()
         self._recording.close()
         self._crew.close()

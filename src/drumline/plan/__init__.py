@@ -1,4 +1,4 @@
-"""What to run: cuts, programs and plans. The package is itself the function `plan`, which makes one from a profile."""
+"""Decide what to run: cuts, programs and plans. The package itself is callable: `plan` makes a plan from a profile."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What to change and why that gains, or why a choice loses: one set of values for runs, traces, comparisons and plans.
+"""Advice: what to change and what it gains, or why a choice loses; shared by runs, traces, comparisons and plans.
 
-What something takes is a dataclass of numbers, one for each item; two of them are held against each other item by item,
-whether they are of programs on ranks or of layouts on clusters.
+A cost is a dataclass of numbers, one per item. Two costs are compared item by item, whether they belong to programs on
+ranks or to layouts on clusters.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-LEAST_GAIN = 0.01  # of the makespan; less is no reason to change anything
+LEAST_GAIN = 0.01  # share of the makespan; a smaller gain is not worth a change
 Items = list[tuple[str, float]]
 
 
@@ -18,8 +18,8 @@ Items = list[tuple[str, float]]
 class Remedy:
     """One change: a sentence, the share of the makespan it is predicted to save, and what to pass to `Pipeline`.
 
-    `assumes` is what the prediction takes for true beyond what was measured. Of a plan the gain is in throughput, and
-    the settings are what it was planned with.
+    `assumes` says what the prediction assumes beyond the measurements. For a plan, the gain is in throughput and the
+    settings are those it was planned with.
     """
 
     kind: str
@@ -30,7 +30,7 @@ class Remedy:
 
     @property
     def weight(self) -> float:
-        """How much it counts against others: a gain that rests on an assumption counts half."""
+        """How much it counts against others: a gain that relies on an assumption counts half."""
         return self.gain / 2 if self.assumes else self.gain
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Remedies, the one that counts most first; `nothing` is what to say where none gains the `least` of all."""
+    """Remedies, the most important first; `nothing` is the message if none gains the `least`."""
 
     remedies: tuple[Remedy, ...]
     least: float = LEAST_GAIN
@@ -47,7 +47,7 @@ class Advice:
 
     @property
     def best(self) -> Remedy | None:
-        """The one to take first; None where nothing is predicted to gain."""
+        """The remedy to apply first; None if none is predicted to gain."""
         first = self.remedies[0] if self.remedies else None
         return first if first is not None and first.gain >= self.least else None
 
@@ -58,19 +58,19 @@ class Advice:
 
     @property
     def others(self) -> tuple[Remedy, ...]:
-        """What else there is to say."""
+        """The remaining remedies."""
         return self.remedies if self.best is None else self.remedies[1:]
 
     def __str__(self) -> str:
         return " ".join([self.sentence, *(f"{one}." for one in self.others)])
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as an object for JSON."""
+        """Return the advice as a JSON object."""
         return {"sentence": self.sentence, "remedies": [asdict(one) for one in self.remedies]}
 
 
 def predicted(gain: float) -> str:
-    """Return a gain as it is written: how the step's seconds change.
+    """Format a gain as the change of the step time.
 
     >>> predicted(0.137)
     'predicted -14%'
@@ -81,7 +81,7 @@ def predicted(gain: float) -> str:
 def lost_and_saved(chosen: Any, other: Any, least: float = 0.0) -> tuple[Items, Items]:
     """Return what `other` loses against `chosen` and what it saves, item by item, the largest first.
 
-    Differences up to `least` are none; where it loses nothing, the item by which it saves least stands for that.
+    Differences up to `least` do not count; if it loses nothing, the item with the smallest saving stands for that.
 
     >>> from drumline.plan.cluster.loads import Volumes
     >>> lost_and_saved(Volumes(1, 2, 0, 0, 0), Volumes(4, 0, 0, 1, 0))
@@ -94,7 +94,7 @@ def lost_and_saved(chosen: Any, other: Any, least: float = 0.0) -> tuple[Items, 
 
 
 def less_activations(over: float, activations: float) -> str | None:
-    """Return which part of the activations has to go where so many bytes are too much; None if even all are too few.
+    """Say what share of the activations must go to save this many bytes; None if even all are not enough.
 
     >>> less_activations(1.0, 4.0), less_activations(5.0, 4.0)
     ('25% less activation memory', None)

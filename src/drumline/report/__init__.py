@@ -1,1 +1,1 @@
-"""Results made readable: tables, summaries and comparisons; pictures, pages and advice have rooms of their own."""
+"""Readable results: tables, summaries and comparisons; pictures, pages and advice have folders of their own."""

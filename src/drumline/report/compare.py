@@ -1,8 +1,7 @@
-"""All schedules side by side, for one model on given ranks; what to run, in a sentence or two; a table and a page.
+"""Compare all schedules for one model on given ranks: what to run, in a sentence or two, plus a table and a page.
 
-The costs are those of a stage when every rank holds one. A schedule with v stages per rank cuts the same model
-finer, so each of its stages costs a v-th: every row does the same work, and times and bytes can be held against
-each other.
+The costs are those of a stage when every rank holds one. A schedule with v stages per rank cuts the same model finer,
+so each of its stages costs 1/v: every row does the same work, and times and bytes are comparable.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from drumline.schedules import DEFAULT, find, schedules
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One schedule of a comparison; `stages_per_rank` says how fine it cuts the model."""
+    """One schedule of a comparison; `stages_per_rank` says how finely it cuts the model."""
 
     name: str
     stages_per_rank: int
@@ -35,16 +34,16 @@ class Row:
 
     @property
     def seconds_per_microbatch(self) -> float:
-        """The makespan over all microbatches: comparable also where a program spans several steps."""
+        """The makespan divided by all microbatches: comparable even if a program spans several steps."""
         return self.timeline.makespan / self.timeline.program.num_microbatches
 
     @property
     def peak_share(self) -> float:
-        """The largest rank's peak of pairs, in whole-rank activations: v pairs of a v-th each count as one."""
+        """The largest rank's peak of pairs, in whole-rank activations: v pairs of 1/v each count as one."""
         return max(self.timeline.peak_activations) / self.stages_per_rank
 
     def summary(self) -> dict[str, Any]:
-        """Return the figures as `simulate` reports them, and what only a comparison knows."""
+        """Return the figures of `simulate`, plus those of the comparison."""
         return {
             **summarize(self.timeline),
             "stages_per_rank": self.stages_per_rank,
@@ -56,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A schedule that a comparison leaves out, cut so fine, and why."""
+    """A schedule that the comparison leaves out, its stages per rank, and why."""
 
     name: str
     stages_per_rank: int
@@ -68,7 +67,7 @@ class LeftOut:
 
 
 class Comparison(list[Row]):
-    """The rows of a comparison, best first, and the training schedules that do not admit its counts."""
+    """The rows of a comparison, best first, and the training schedules that do not support its counts."""
 
     def __init__(self, rows: Iterable[Row] = (), left_out: Iterable[LeftOut] = ()) -> None:
         super().__init__(rows)
@@ -86,10 +85,10 @@ def compare(
     only: Sequence[str | Program] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Comparison:
-    """Return every training schedule that admits these counts, best first; those over the limit come last.
+    """Return every training schedule that supports these counts, best first; those over the limit come last.
 
-    The others are its `left_out`, each with the reason. `frozen` are stages without trainable parameters, counted as if
-    every rank held one. `only` names the schedules to compare, or gives programs with these counts.
+    `left_out` lists the others, each with the reason. `frozen` are stages without trainable parameters, numbered as if
+    every rank held one stage. `only` names the schedules to compare, or gives programs with these counts.
 
     >>> [row.name for row in compare(4, num_microbatches=8)[:3]]
     ['zb-v', 'interleaved-zb', 'dualpipe']
@@ -160,21 +159,21 @@ def _over_all_steps(costs: Costs, num_microbatches: int) -> Costs:
 
 
 def _for_all(costs: Costs) -> Costs:
-    """Return costs that hold for any cut; refuse those given per stage, of which schedules make different ones."""
+    """Return costs that hold for any cut; reject costs per stage, because schedules cut different stages."""
     for field in fields(costs):
         if field.name != "microbatch_factor" and isinstance(getattr(costs, field.name), Sequence):
             raise CostsError(
-                f"{field.name} is given per stage", expected="one value: schedules cut the model into different stages"
+                f"{field.name} has one value per stage", expected="one value, because schedules cut different stages"
             )
     return costs
 
 
 def left_out_text(left_out: Sequence[LeftOut]) -> str:
-    """Return which schedules were left out, those with the same reason on one line; nothing where none was.
+    """List the schedules that were left out, grouped by reason; empty if there are none.
 
     >>> print(left_out_text(compare(3, num_microbatches=4).left_out))
-    left out: dualpipe with 3 ranks: its two directions meet in the middle; expected an even number of ranks
-    left out: chimera with 3 ranks: its two directions meet in the middle; expected an even number of ranks
+    left out: dualpipe cannot use 3 ranks: its two directions meet in the middle; expected an even number of ranks
+    left out: chimera cannot use 3 ranks: its two directions meet in the middle; expected an even number of ranks
     """
     reasons: dict[str, list[str]] = {}
     for one in left_out:
@@ -202,12 +201,12 @@ def compare_table(rows: Sequence[Row], *, width: int = 120) -> str:
 
 
 def recommend(rows: Sequence[Row]) -> Advice:
-    """Return what a comparison comes to; schedules that train on stale weights are not recommended over exact ones.
+    """Return the conclusion of a comparison; schedules with stale weights are not recommended over exact ones.
 
-    What the comparison left out is named: it may be better than what is recommended.
+    It names what the comparison left out, because that may be better than the recommendation.
 
     >>> print(recommend(compare(4, num_microbatches=8)))
-    Run zb-v: 5.9% bubble, at most 4 activations on a rank; 1f1b takes 29% longer. Where memory is short, v-half ...
+    Run zb-v: 5.9% bubble, at most 4 activations on a rank; 1f1b takes 29% longer. If memory is short, v-half ...
     """
     left_out = rows.left_out if isinstance(rows, Comparison) else ()
     named = ", ".join(one.name for one in left_out)
@@ -216,14 +215,14 @@ def recommend(rows: Sequence[Row]) -> Advice:
     if exact:
         return Advice((*_remedies(rows, exact), *unknown), least=0.0)
     if not rows:
-        return Advice(unknown, nothing="No schedule admits these counts.")
+        return Advice(unknown, nothing="No schedule supports these counts.")
     least = min(rows, key=lambda row: row.peak_share)
-    nothing = f"Nothing fits the limit: the least that any schedule holds is {_peak(least)}, with {least.name}."
+    nothing = f"Nothing fits the limit: {least.name} holds the least, {_peak(least)}."
     return Advice(unknown, nothing=nothing)
 
 
 def _remedies(rows: Sequence[Row], exact: Sequence[Row]) -> Iterator[Remedy]:
-    """Yield what to run, and what to run where that holds too much."""
+    """Yield what to run, and what to run if that holds too much."""
     best = _best(exact)
     said = f"Run {best.name}: {best.timeline.bubble:.1%} bubble, at most {_peak(best)} on a rank"
     if best.timeline.program.placement.mirrored:
@@ -238,11 +237,11 @@ def _remedies(rows: Sequence[Row], exact: Sequence[Row]) -> Iterator[Remedy]:
         more = _slower(frugal, best)
         longer = f"for {more:.0%} more time" if more >= 0.005 else "in about the same time"
         holds = f"holds {number(frugal.peak_share, 3)} {longer}"
-        yield Remedy("memory", f"Where memory is short, {frugal.name} {holds}", 0.0, {"schedule": frugal.name})
+        yield Remedy("memory", f"If memory is short, {frugal.name} {holds}", 0.0, {"schedule": frugal.name})
 
 
 def _best(exact: Sequence[Row]) -> Row:
-    """Return the fastest; of those within a thousandth the one with the smaller span bubble, then the smaller peak."""
+    """Return the fastest; within a thousandth, the one with the smaller span bubble, then the smaller peak."""
     fastest = exact[0].seconds_per_microbatch
     near = [row for row in exact if row.seconds_per_microbatch <= fastest * 1.001]
     return min(near, key=lambda row: (round(row.timeline.span_bubble, 4), row.peak_share))
@@ -257,7 +256,7 @@ def _peak(row: Row) -> str:
 
 
 def compare_page(rows: Sequence[Row], *, num_ranks: int, num_microbatches: int) -> str:
-    """Return a comparison as one page: all schedules on one time axis, bubble against peak memory, and what to run.
+    """Return a comparison as a page: all schedules on one time axis, bubble against peak memory, and what to run.
 
     >>> text = compare_page(compare(2, num_microbatches=2), num_ranks=2, num_microbatches=2)
     >>> "<title>2 ranks, 2 microbatches: 17 schedules</title>" in text

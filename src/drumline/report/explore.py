@@ -1,7 +1,7 @@
-"""What the explore page asks and is answered: schedules under sliders, one's own CSV, and files to take away.
+"""The answers for the explore page: schedules with sliders, the user's own CSV, and files to download.
 
-Settings are the page's address, so that an address shared is the same picture; everything is computed here, by the same
-functions that `drumline simulate` calls.
+The settings are the page's address, so that a shared address shows the same picture. Everything is computed here, by
+the functions that `drumline simulate` calls.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from drumline.report.draw.scene import document, explanations
 from drumline.report.summary import figures, listed, refused
 from drumline.schedules import find, schedules
 
-# Actions up to which a picture and its explanations are made faster than two questions are asked.
+# Up to this many actions, a picture with its explanations is faster than two requests.
 EXPLAINED_AT_ONCE = 2000
-# What a page shows: more takes longer than anybody waits, and a browser cannot draw it.
+# The most that a page shows: more takes too long, and a browser cannot draw it.
 MAX_RANKS, MAX_ACTIONS = 1024, 200_000
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the sliders say. A `max_activations` of 0 is no limit; `against` is a second schedule to compare with."""
+    """The slider values. A `max_activations` of 0 means no limit; `against` is a second schedule to compare with."""
 
     schedule: str = "zb-h1"
     ranks: int = 4
@@ -47,7 +47,7 @@ class Settings:
 
     @staticmethod
     def of(query: Mapping[str, str]) -> Settings:
-        """Return the settings of an address; what it does not say is as usual.
+        """Return the settings in an address; missing ones have their defaults.
 
         >>> Settings.of({"schedule": "1f1b", "ranks": "8"}).ranks
         8
@@ -71,7 +71,7 @@ class Settings:
         return Limit(max_activations=self.max_activations) if self.max_activations > 0 else None
 
     def program(self, csv: str | None = None) -> Program:
-        """Return the program that the settings, or one's own text, spell."""
+        """Return the program for the settings, or the one in the user's own text."""
         if csv is not None:
             return _shown(_parsed(csv))
         return _shown(_generated(self.schedule, self.ranks, self.microbatches, self.stages_per_rank))
@@ -83,10 +83,10 @@ class Settings:
 
 
 def _shown(program: Program) -> Program:
-    """Return the program, unless a page of it would take minutes."""
+    """Return the program, unless its page would take minutes."""
     if program.num_ranks > MAX_RANKS or program.num_actions > MAX_ACTIONS:
         raise UsageError(
-            f"a program of {program.num_ranks} ranks and {program.num_actions} actions",
+            f"the program has {program.num_ranks} ranks and {program.num_actions} actions",
             expected=f"at most {MAX_RANKS} ranks and {MAX_ACTIONS} actions on this page",
             fix="use `drumline simulate`",
         )
@@ -95,7 +95,7 @@ def _shown(program: Program) -> Program:
 
 @lru_cache(maxsize=8)
 def _generated(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> Program:
-    """Generate once: moving a slider of costs keeps the program and all that was compiled from it."""
+    """Generate once: moving a cost slider keeps the program and everything compiled from it."""
     schedule = find(name)
     stages = stages_per_rank if stages_per_rank and schedule.stage_counts != "fixed" else None
     return schedule.build(ranks, microbatches, stages)
@@ -117,7 +117,7 @@ def _number(name: str, text: str, *, whole: bool) -> float:
 def answer(settings: Settings, csv: str | None = None) -> dict[str, Any]:
     """Return what the page shows for these settings: the picture and figures, or what is wrong.
 
-    A large picture comes without its explanations, so that it comes soon: the page asks for them next.
+    A large picture comes without its explanations, to arrive sooner: the page requests them next.
 
     >>> answer(Settings(schedule="1f1b"))["summary"]["makespan"]
     33.0
@@ -146,7 +146,7 @@ def answer(settings: Settings, csv: str | None = None) -> dict[str, Any]:
 
 
 def explain(settings: Settings, csv: str | None = None) -> dict[str, Any]:
-    """Return what explains the picture that `answer` gave for these settings.
+    """Return the explanations of the picture that `answer` returned for these settings.
 
     >>> explain(Settings(schedule="1f1b"))["why"]["rows"][3]["idle"]["words"][-1]
     'the pipeline drains; 0B7 of rank 0 ends last'
@@ -160,7 +160,7 @@ def explain(settings: Settings, csv: str | None = None) -> dict[str, Any]:
 
 @lru_cache(maxsize=4)
 def _simulated(settings: Settings, csv: str | None) -> Simulation:
-    """Simulate once: the picture and its explanations are asked for one after the other."""
+    """Simulate once: the page requests the picture and its explanations one after the other."""
     return simulate(settings.program(csv), settings.costs, limit=settings.limit)
 
 
@@ -184,7 +184,7 @@ EXPORTS = {
 
 
 def export(settings: Settings, kind: str, csv: str | None = None) -> tuple[str, str, bytes]:
-    r"""Return a file to take away, as (name, media type, contents).
+    r"""Return a file to download, as (name, media type, contents).
 
     >>> export(Settings(schedule="1f1b", ranks=2, microbatches=1), "csv")[2]
     b'0F0,0B0\n1F0,1B0\n'
@@ -204,7 +204,7 @@ def export(settings: Settings, kind: str, csv: str | None = None) -> tuple[str, 
 
 
 def explore_page(settings: Settings) -> str:
-    """Return the page itself; its sliders stand as the settings say.
+    """Return the page itself, with its sliders at these settings.
 
     >>> "Schedule explorer" in explore_page(Settings())
     True

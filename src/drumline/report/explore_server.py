@@ -1,6 +1,6 @@
 """The explore page's server: loopback only, for one person on this machine.
 
-A page elsewhere that tricks the browser into asking (DNS rebinding) is refused by its Host; nothing is written.
+It rejects requests from pages elsewhere (DNS rebinding) by their Host header. It writes nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LENGTH = re.compile("[0-9]+")
 
 
 class ExploreServer(ThreadingHTTPServer):
-    """Serves the page on a loopback port; 0 takes a free one.
+    """Serves the page on a loopback port; 0 picks a free one.
 
     >>> with ExploreServer(0) as server:
     ...     server.address.startswith("http://127.0.0.1:")
@@ -43,10 +43,10 @@ class ExploreServer(ThreadingHTTPServer):
         self.body_seconds = BODY_SECONDS
 
     def serve_forever(self, poll_interval: float = 0.5) -> None:
-        """Serve until shut down, garbage being collected between answers and not in the midst of one.
+        """Serve until shut down; collect garbage between answers, not during one.
 
-        A large program is some ten thousand objects, which the collector would look through again and again, to find
-        nothing: it takes a fifth of an answer's time.
+        A large program has about ten thousand objects. The collector would scan them again and again without finding
+        anything, which takes a fifth of an answer's time.
         """
         gc.disable()
         try:
@@ -55,24 +55,24 @@ class ExploreServer(ThreadingHTTPServer):
             gc.enable()
 
     def service_actions(self) -> None:
-        """Collect garbage once nobody has asked for a while."""
+        """Collect garbage after a while without requests."""
         if self.asked_at and time.monotonic() - self.asked_at > IDLE_SECONDS:
             self.asked_at = 0.0
             gc.collect()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing of a browser that went away; whatever else failed is a fault of ours, and is shown."""
+        """Ignore a browser that went away; anything else that fails is our bug, and is shown."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
     @property
     def address(self) -> str:
-        """Where the page is."""
+        """The address of the page."""
         return f"http://127.0.0.1:{self.server_address[1]}/"
 
 
 class _BadRequest(Exception):
-    """What is wrong with a request itself: it is answered in a line, and the connection ends."""
+    """A malformed request: the answer is one line, and the connection ends."""
 
     def __init__(self, status: HTTPStatus, why: str) -> None:
         super().__init__(why)
@@ -97,22 +97,22 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.asked_at = time.monotonic()
             self.answer(*self.question(), csv)
         except _BadRequest as error:
-            self.close_connection = True  # what is left of the request is not read
+            self.close_connection = True  # the rest of the request is not read
             self.send(error.status, "text/plain", str(error).encode())
         except UnicodeDecodeError:
-            self.send_json({"error": refused(UsageError("the file is not UTF-8 text", fix="save it as UTF-8"))})
+            self.send_json({"error": refused(UsageError("the file is not UTF-8 text", fix="save the file as UTF-8"))})
         except DrumlineError as error:
             self.send_json({"error": refused(error)}, status=HTTPStatus.UNPROCESSABLE_ENTITY)
 
     def check_host(self) -> None:
-        """Refuse whoever asks but the page itself, before anything is read of a body."""
+        """Reject requests that do not come from the page itself, before reading a body."""
         port = self.server.server_address[1]
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1 or hosts[0] not in (f"127.0.0.1:{port}", f"localhost:{port}"):
-            raise _BadRequest(HTTPStatus.FORBIDDEN, "this page is for this machine only")
+            raise _BadRequest(HTTPStatus.FORBIDDEN, "this page only works on the machine that serves it")
 
     def body(self) -> bytes:
-        """Return what was posted: its length comes first, and all of it soon."""
+        """Return the posted body: its length must come first, and all of it soon."""
         lengths = self.headers.get_all("Content-Length") or []
         if not lengths or "Transfer-Encoding" in self.headers:
             raise _BadRequest(HTTPStatus.LENGTH_REQUIRED, "Content-Length is missing")
@@ -120,11 +120,11 @@ class _Handler(BaseHTTPRequestHandler):
             raise _BadRequest(HTTPStatus.BAD_REQUEST, "Content-Length is not a whole number")
         length = int(lengths[0][-20:])
         if len(lengths[0]) > 20 or length > MAX_BODY_BYTES:
-            raise _BadRequest(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {MAX_BODY_BYTES >> 20} MiB")
+            raise _BadRequest(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the limit is {MAX_BODY_BYTES >> 20} MiB")
         return self.read_body(length)
 
     def read_body(self, length: int) -> bytes:
-        """Read so many bytes, for no longer than BODY_SECONDS in all, however slowly they come."""
+        """Read this many bytes, for at most BODY_SECONDS in total, however slowly they arrive."""
         deadline = time.monotonic() + self.server.body_seconds
         pieces: list[bytes] = []
         reader = cast(io.BufferedReader, self.rfile)
@@ -137,13 +137,13 @@ class _Handler(BaseHTTPRequestHandler):
                 pieces.append(piece)
                 length -= len(piece)
         except TimeoutError:
-            raise _BadRequest(HTTPStatus.REQUEST_TIMEOUT, "the body did not come in time") from None
+            raise _BadRequest(HTTPStatus.REQUEST_TIMEOUT, "the body did not arrive in time") from None
         finally:
             self.connection.settimeout(self.timeout)
         return b"".join(pieces)
 
     def question(self) -> tuple[str, dict[str, str]]:
-        """Return the page that is asked for, and the settings in its address."""
+        """Return the requested page, and the settings in its address."""
         try:
             address = urlsplit(self.path)
             return address.path, dict(parse_qsl(address.query, max_num_fields=100))
@@ -181,4 +181,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(contents)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
-        """Say nothing: the terminal shows the address and no more."""
+        """Print nothing: the terminal shows only the address."""

@@ -1,4 +1,4 @@
-"""The figures of one timeline, and what is wrong with a program, as the objects that `--json` prints."""
+"""The figures of one timeline, and the violations of a program, as the objects that `--json` prints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOISE = 1e-12  # of the makespan: what is left of a difference between equal ti
 
 
 def figures(timeline: Timeline) -> dict[str, Any]:
-    """Return what a timeline's times and memory amount to, whatever caused them; times are in the unit of the costs.
+    """Return the figures of a timeline's times and memory, without causes; times are in the unit of the costs.
 
     >>> from drumline.core.program import Program
     >>> from drumline.core.simulate.simulate import simulate
@@ -40,7 +40,7 @@ def figures(timeline: Timeline) -> dict[str, Any]:
 
 
 def summarize(timeline: Timeline) -> dict[str, Any]:
-    r"""Return the figures that every verb reports of a timeline, idle time by its causes included.
+    r"""Return the figures that every command reports for a timeline, including idle time by cause.
 
     >>> from drumline.core.program import Program
     >>> from drumline.core.simulate.simulate import simulate
@@ -62,7 +62,7 @@ def summarize(timeline: Timeline) -> dict[str, Any]:
 
 
 def rank_rows(timeline: Timeline, written: Callable[[float], str]) -> tuple[list[str], list[list[str]]]:
-    """Return a table of ranks: their stages, busy and idle time, and the latter by its causes; header and rows."""
+    """Return the header and rows of a table of ranks: their stages, busy and idle time, and idle time by cause."""
     by_cause, placement = idle_by_cause(timeline), timeline.program.placement
     rows = []
     for rank in range(timeline.num_ranks):

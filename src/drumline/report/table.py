@@ -1,4 +1,4 @@
-"""Aligned text tables that never mislead where they do not fit."""
+"""Aligned text tables that stay correct if they do not fit."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Sequence
 
 _BREAKS = re.compile(" "), re.compile(r" |(?<=/)")
 
-# Fewer characters than that do not name a thing any more.
+# Fewer characters do not identify anything.
 _FEWEST = 8
 
 
 def table(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, width: int = 120, left: int = 1, keep: Sequence[str] = ()
 ) -> str:
-    """Return a table whose first `left` columns are flush left.
+    """Return a table whose first `left` columns are left-aligned.
 
-    Where it is too wide, headings break at spaces, or behind strokes too; then columns are left out from the right,
-    those named by `keep` after all others, and the table says how many; then the last column is shortened with an
-    ellipsis. Before a column to keep is left out, the first column is shortened.
+    If it is too wide, headings break at spaces, and then after slashes. Next, columns are dropped from the right, those
+    in `keep` last, and the table says how many. Then the last column is shortened with an ellipsis. The first column is
+    shortened before a column in `keep` is dropped.
 
     >>> print(table(["name", "n"], [["gpipe", "8"], ["1f1b", "12"]]))
     name    n
@@ -64,7 +64,7 @@ def _shown(
     fixed: int,
     keep: Sequence[str],
 ) -> list[int]:
-    """Return the columns that there is room for; the first `fixed` ones always, those to keep with a shorter name."""
+    """Return the columns that fit; always the first `fixed` ones, and those to keep with a shorter name."""
     shown = list(range(len(header)))
 
     def excess_of(columns: Sequence[int]) -> int:

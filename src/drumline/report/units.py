@@ -10,7 +10,7 @@ __all__ = ["counts", "duration", "ms", "number", "percent", "size_text"]
 
 
 def counts(program: Program) -> str:
-    """Return how large a program is.
+    """Return the size of a program in words.
 
     >>> counts(Program.parse("0F0,0B0"))
     '1 rank, 1 stage, 1 microbatch'

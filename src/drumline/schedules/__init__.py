@@ -1,8 +1,8 @@
-"""Every schedule of the field, one recipe a file. Importing this package registers them all."""
+"""All published schedules, one recipe per file. Importing this package registers them."""
 
 from __future__ import annotations
 
-# In the order of listing: from the plain ones to the elaborate.
+# In listing order: from simple to elaborate.
 # isort: off
 from drumline.schedules import (
     naive,

@@ -1,9 +1,9 @@
 """Schedules from a building block (arXiv 2405.15362): one microbatch's slots on every rank, repeated every six.
 
-A rank with two stages in a V does six things per microbatch: two F, two I, two W. A block gives F and I their slots
-so that no two on one rank are equal modulo six; repeating it every six slots collides nowhere, and the two W take
-what slots are left. How long the block stays on a rank is what it costs in memory: a sixth of that many pairs are
-held at once.
+A rank with two stages in a V does six things per microbatch: two F, two I, two W. A block assigns slots to F and I so
+that no two on a rank are equal modulo six. Repeating it every six slots then never collides, and the two W take the
+remaining slots. The time the block spends on a rank determines its memory: the rank holds a sixth of that many pairs at
+once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from drumline.core.action import Action, F, I, Op, W
 Offsets = Callable[[int], tuple[int, int, int, int]]
 Key = tuple[Op, int]
 
-# By a name of its own: looking an op up on its class, in every slot, would take a quarter of the time.
+# A local name: looking the op up on its class in every slot would take a quarter of the time.
 _FORWARD = Op.FORWARD
 _ORDERED = (_FORWARD, Op.BACKWARD_INPUT)
 
@@ -25,8 +25,8 @@ _ORDERED = (_FORWARD, Op.BACKWARD_INPUT)
 def from_block(num_ranks: int, num_microbatches: int, offsets: Offsets) -> list[list[Action]]:
     """Return the rows of a V-shaped program whose F and I follow the repeated block.
 
-    `offsets(rank)` are the slots of F going down, F going up, I of the upper stage, I of the lower one. W runs
-    where the rank would idle, or where the block's own peak of pairs would be passed.
+    `offsets(rank)` returns the slots of F going down, F going up, I of the upper stage, I of the lower one. W runs
+    where the rank would idle, or where the rank would exceed the block's own peak of pairs.
     """
     order = [_repeated(rank, num_ranks, num_microbatches, offsets(rank)) for rank in range(num_ranks)]
     peak = max(map(_peak, order))
@@ -34,7 +34,7 @@ def from_block(num_ranks: int, num_microbatches: int, offsets: Offsets) -> list[
 
 
 def _repeated(rank: int, num_ranks: int, num_microbatches: int, slots: tuple[int, int, int, int]) -> dict[int, Action]:
-    """Return the block's repetition on a rank by slot, in order."""
+    """Return the repeated block on a rank by slot, in order."""
     down, up = rank, 2 * num_ranks - 1 - rank
     taken: dict[int, Action] = {}
     for op, stage, slot in zip((F, F, I, I), (down, up, up, down), slots, strict=True):
@@ -65,7 +65,7 @@ def _fill_with_weights(order: list[list[Action]], num_stages: int, peak: int) ->
     owed: list[deque[Action]] = [deque() for _ in order]
     waiting, held = [deque(row) for row in order], [0] * len(order)
     inputs = _inputs(num_stages)
-    # A stage's F, and its I, go in the order of the microbatches: their number says which are done.
+    # A stage runs its F, and its I, in microbatch order, so their count says which are done.
     done = {(op, stage): 0 for op in _ORDERED for stage in range(num_stages)}
     while any(waiting) or any(owed):
         ran, running = False, []
@@ -91,7 +91,7 @@ def _fill_with_weights(order: list[list[Action]], num_stages: int, peak: int) ->
 
 
 def _inputs(num_stages: int) -> dict[Key, Key]:
-    """Return what `rules` says that F and I need of a neighbouring stage; F of their own stands before them."""
+    """Return what F and I need from a neighbouring stage, by `rules`; F of their own stage comes before them."""
     return {
         (op, stage): (one, stage + need.stage_offset)
         for op in _ORDERED

@@ -8,7 +8,7 @@
     rank 3 |f2 f3 .. F0 B0 F1 B1 b2 .. b3 |
 
 Every stage has two copies, on ranks r and P-1-r; half the microbatches go down, half up. In slots of one forward or one
-backward, a unit of P microbatches uses every slot of 2P once on every rank, so units follow each other without a gap:
+backward, a unit of P microbatches uses each of 2P slots once on every rank, so units follow each other without a gap:
 
     on rank r, number n of its direction, q ranks from where it entered:   F at q + 2n,   B at 2P - 1 - q + 2n
 """
@@ -23,7 +23,7 @@ from drumline.schedules.registry import schedule
 
 @schedule("chimera", summary="two opposed 1F1B: half the bubble at small M; twice the weights", even_ranks=True)
 def chimera(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
-    """Merge both directions by slot, then exchange the two copies' gradients."""
+    """Merge both directions by slot, then exchange the gradients of the two copies."""
     num_down = (num_microbatches + 1) // 2
     for rank in range(num_ranks):
         slots: list[tuple[int, Action]] = []

@@ -7,7 +7,7 @@
     rank 2 |.. .. F0 F1 F2 f0 F3 f1 .. f2 i0 w0 f3 b1--- B0--- b2--- B1--- b3--- B2--- .. .. B3--- .. .. .. .. |
     rank 3 |.. .. .. F0 f0 F1 f1 F2 f2 F3 f3 b0--- B0--- b1--- B1--- b2--- B2--- b3--- B3--- .. .. .. .. .. .. |
 
-The recipe is made for M >= 2P; fewer microbatches are cut out of a larger run.
+The recipe needs M >= 2P; a smaller M uses part of a larger run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from drumline.schedules.registry import schedule
     summary="DualPipe in a V: its overlap of F with B, with one copy of the weights",
     stages_per_rank=2,
     peak_pairs=lambda rank, num_ranks, num_microbatches, stages_per_rank: 2 * num_ranks + 1,
-    makespan=idling(lambda pace, num_ranks: idle(pace, 2 * num_ranks)),  # as twice as many ranks, folded
+    makespan=idling(lambda pace, num_ranks: idle(pace, 2 * num_ranks)),  # like twice as many ranks, folded
     planned_with=(2,),
     suits=lambda num_ranks, num_microbatches, stages_per_rank: num_microbatches >= 2 * num_ranks,
     titan="DualPipeV",

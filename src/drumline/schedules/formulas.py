@@ -1,4 +1,4 @@
-"""How long ranks take and how much they hold, by formula: for ranks or microbatches that are too many to simulate."""
+"""Formulas for time and memory, for counts of ranks or microbatches that are too large to simulate."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-# (rank, num_ranks, num_microbatches, stages_per_rank) to the most pairs that the rank holds.
+# Maps (rank, num_ranks, num_microbatches, stages_per_rank) to the most pairs that the rank holds.
 PeakPairs = Callable[[int, int, int, int], int]
-# (num_ranks, num_microbatches, stages_per_rank) to an idle share of the work, or to whether these counts do.
+# Maps (num_ranks, num_microbatches, stages_per_rank) to the idle share of the work, or to whether the counts are valid.
 IdleShare = Callable[[int, int, int], float]
 Counts = Callable[[int, int, int], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Ranks that take the same for a microbatch: how many, and the seconds of F, of I with what it recomputes, of W."""
+    """Ranks with the same speed: how many, and their seconds per microbatch for F, I (with recomputation) and W."""
 
     count: int
     forward: float
@@ -24,13 +24,13 @@ class Pace:
 
     @property
     def total(self) -> float:
-        """Return all seconds of a microbatch."""
+        """Return the total seconds of a microbatch."""
         return self.forward + self.backward_input + self.backward_weight
 
 
 @dataclass(frozen=True)
 class Paces:
-    """All ranks and what they run; `hop_seconds` is the latency between two of them."""
+    """All ranks and what they run; `hop_seconds` is the latency between two neighbours."""
 
     each: Sequence[Pace]
     num_microbatches: int
@@ -39,17 +39,17 @@ class Paces:
 
     @cached_property
     def num_ranks(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return sum(pace.count for pace in self.each)
 
     @cached_property
     def busiest(self) -> Pace:
-        """The pace that all microbatches take."""
+        """The slowest pace, which limits all microbatches."""
         return max(self.each, key=lambda pace: pace.total)
 
     @property
     def others(self) -> list[tuple[Pace, int]]:
-        """Every pace with the number of ranks that have it, the busiest rank left out."""
+        """Every pace with the number of ranks that have it, without the busiest rank."""
         return [(pace, pace.count - (pace is self.busiest)) for pace in self.each]
 
     @property
@@ -67,7 +67,7 @@ Makespan = Callable[[Paces], float]
 
 
 def fill_and_drain(paces: Paces) -> float:
-    """Return the steady part, and before and after it what the other ranks take for one microbatch.
+    """Return the steady part, plus the time the other ranks take for one microbatch before and after it.
 
     >>> fill_and_drain(Paces([Pace(4, 1.0, 1.0, 1.0)], 8))
     33.0
@@ -77,7 +77,7 @@ def fill_and_drain(paces: Paces) -> float:
 
 
 def idling(idle: Callable[[Pace, int], float]) -> Makespan:
-    """Return the formula of a schedule whose ranks are idle for `idle(pace, num_ranks)` seconds, were all of that pace.
+    """Return the formula of a schedule whose ranks idle for `idle(pace, num_ranks)` seconds when all have that pace.
 
     >>> idling(lambda pace, num_ranks: (num_ranks - 1) * pace.forward)(Paces([Pace(4, 1.0, 1.0, 1.0)], 8))
     27.0
@@ -91,7 +91,7 @@ def idling(idle: Callable[[Pace, int], float]) -> Makespan:
 
 
 def flush_bubble(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> float:
-    """Return the idle share of the work where a pipeline fills and drains once a step.
+    """Return the idle share of the work when a pipeline fills and drains once per step.
 
     >>> flush_bubble(4, 12, 1)
     0.25

@@ -7,7 +7,7 @@
     rank 2 |.. .. F0 F1 F2 F3 F4 F5 .. |
     rank 3 |.. .. .. F0 F1 F2 F3 F4 F5 |
 
-With several stages per rank the groups of microbatches go round the loop as in interleaved 1F1B.
+With several stages per rank, groups of microbatches go round the loop as in interleaved 1F1B.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from drumline.schedules.registry import schedule
 
 @schedule("forward-only", summary="inference: forwards only, nothing stashed", stages_per_rank=1, stage_counts="any")
 def forward_only(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 1) -> Iterator[list[Action]]:
-    """Run the forwards in groups, as interleaved schedules do."""
+    """Run the forwards in groups, like interleaved schedules."""
     order = list(visits(num_ranks, num_microbatches, stages_per_rank))
     for rank in range(num_ranks):
         yield [F(local * num_ranks + rank, m) for local, m in order]

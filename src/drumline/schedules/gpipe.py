@@ -7,7 +7,7 @@
     rank 2 |.. .. F0 F1 F2 F3 F4 .. .. .. B0--- B1--- B2--- B3--- B4--- .. .. .. .. |
     rank 3 |.. .. .. F0 F1 F2 F3 F4 B0--- B1--- B2--- B3--- B4--- .. .. .. .. .. .. |
 
-Every microbatch is stashed until its backward. The paper recomputes activations to pay less for that:
+Every microbatch is stashed until its backward. The paper recomputes activations to reduce that cost:
 `Costs(recompute=True)`.
 """
 
@@ -22,7 +22,7 @@ from drumline.schedules.registry import schedule
 
 @schedule(
     "gpipe",
-    summary="all forwards, then all backwards; simplest, stashes every microbatch",
+    summary="all forwards, then all backwards; the simplest, but stashes every microbatch",
     peak_pairs=lambda rank, num_ranks, num_microbatches, stages_per_rank: num_microbatches,
     makespan=fill_and_drain,
     bubble=flush_bubble,

@@ -7,11 +7,11 @@
     rank 2 |.. .. F0 F1 F2 f0 .. f1 .. f2 .. .. b0--- .. b1--- .. B0--- b2--- B1--- .. .. B2--- .. .. .. .. |
     rank 3 |.. .. .. F0 f0 F1 f1 F2 f2 .. .. .. .. .. b0--- B0--- b1--- B1--- b2--- B2--- .. .. .. .. .. .. |
 
-v stages per rank are v/2 waves; each wave passes every rank on its way down and again on its way up, as Chimera's
-two directions do, with one copy of the weights. The order is found by running it, a backward taking two slots: a
-rank takes a forward and a backward in turn where both are there, the forward that is furthest along, the oldest
-backward, and at most 2P microbatches are under way. The paper's own bubble ratio, (2P-2)/(3PW+P-1), we could not
-reproduce.
+v stages per rank form v/2 waves. Each wave passes every rank on its way down and again on its way up, like Chimera's
+two directions, but with one copy of the weights. The recipe finds the order by running it, with a backward taking two
+slots. A rank alternates forwards and backwards if both are ready: the forward that is furthest along, the oldest
+backward. At most 2P microbatches are in progress. We could not reproduce the paper's own bubble ratio,
+(2P-2)/(3PW+P-1).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from drumline.schedules.registry import schedule
 def hanayo(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 2) -> list[list[Action]]:
     """Run the waves and record what each rank does."""
     homes = Placement.v(num_ranks, stages_per_rank=stages_per_rank).homes
-    # A microbatch's way: forward through all stages, and backward through all of them again.
+    # The path of a microbatch: forward through all stages, then backward through all of them.
     turn, way = len(homes), homes + homes[::-1]
     ranks = [_Rank() for _ in range(num_ranks)]
     fresh = iter(range(num_microbatches))
@@ -60,7 +60,7 @@ def hanayo(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 2) -
 
 
 class _Rank:
-    """One rank's row so far, and what waits for it: steps of microbatches' ways, the next one first."""
+    """One rank's row so far, and the steps that are ready for it, the next one first."""
 
     def __init__(self) -> None:
         self.row: list[Action] = []
@@ -78,7 +78,7 @@ class _Rank:
         heappush(self.backwards, (m, step))
 
     def take(self, turn: int, time: int) -> tuple[int, int]:
-        """Do what comes next, forwards and backwards in turn where both are there, and return its step."""
+        """Run the next step, alternating forwards and backwards if both are ready, and return it."""
         if self.forwards and (self.forward_next or not self.backwards):
             negative, m = heappop(self.forwards)
             self.row.append(F(-negative, m))

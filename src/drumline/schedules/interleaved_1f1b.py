@@ -1,12 +1,12 @@
-"""Interleaved 1F1B (arXiv 2104.04473): several stages per rank, dealt round and round; the bubble shrinks v-fold.
+"""Interleaved 1F1B (arXiv 2104.04473): several stages per rank, assigned round-robin; reduces the bubble v-fold.
 
     2 ranks, 4 stages, 4 microbatches
 
     rank 0 |F0 F1 f0 f1 F2 .. b0--- F3 b1--- f2 B0--- f3 B1--- .. b2--- .. b3--- B2--- B3--- |
     rank 1 |.. F0 F1 f0 b0--- f1 b1--- F2 B0--- F3 B1--- f2 b2--- f3 b3--- B2--- B3--- .. .. |
 
-Rank r runs 2(P-1-r) + (v-1)P forwards ahead, then one forward and one backward in turn. Megatron wants M to be a
-multiple of P; here the groups of microbatches stretch to take any M.
+Rank r runs 2(P-1-r) + (v-1)P forwards ahead, then alternates one forward and one backward. Megatron requires M to be a
+multiple of P; here the groups of microbatches stretch to fit any M.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from drumline.schedules.registry import schedule
 
 
 def _peak_pairs(rank: int, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> int:
-    """Return the forwards that a rank runs ahead, and the one whose backward comes next."""
+    """Return the number of forwards that a rank runs ahead, plus the one whose backward comes next."""
     return (stages_per_rank - 1) * num_ranks + 2 * (num_ranks - 1 - rank) + 1
 
 
 @schedule(
     "interleaved-1f1b",
-    summary="1F1B over v stages per rank: a v-th of the bubble, more memory and v times the messages",
+    summary="1F1B over v stages per rank: 1/v of the bubble, more memory and v times the messages",
     stages_per_rank=2,
     stage_counts="any",
     peak_pairs=_peak_pairs,
@@ -40,7 +40,7 @@ def _peak_pairs(rank: int, num_ranks: int, num_microbatches: int, stages_per_ran
     in_megatron=True,
 )
 def interleaved_1f1b(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 2) -> Iterator[list[Action]]:
-    """Run the grouped forwards and backwards in turn."""
+    """Alternate the grouped forwards and backwards."""
     order = list(visits(num_ranks, num_microbatches, stages_per_rank))
     for rank in range(num_ranks):
         forwards = [F(local * num_ranks + rank, m) for local, m in order]

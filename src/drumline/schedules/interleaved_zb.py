@@ -1,4 +1,4 @@
-"""Interleaved zero bubble (ZB1P over a loop, as PyTorch's InterleavedZeroBubble).
+"""Interleaved zero bubble (ZB1P over a loop, like PyTorch's InterleavedZeroBubble).
 
     4 ranks, 8 stages, 4 microbatches
 
@@ -22,12 +22,12 @@ from drumline.schedules.registry import schedule
 
 @schedule(
     "interleaved-zb",
-    summary="interleaved 1F1B with split backwards: W fills what is left of the bubble",
+    summary="interleaved 1F1B with split backwards: W fills the rest of the bubble",
     stages_per_rank=2,
     stage_counts="any",
 )
 def interleaved_zb(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 2) -> Iterator[list[Action]]:
-    """Run the grouped forwards and input halves in turn, weight halves r behind."""
+    """Alternate the grouped forwards and input halves, with weight halves delayed by r."""
     order = list(visits(num_ranks, num_microbatches, stages_per_rank))
     for rank in range(num_ranks):
         forwards = [F(local * num_ranks + rank, m) for local, m in order]

@@ -5,8 +5,8 @@
     rank 0 |F0 F1 F2 F3 f0 f1 f2 f3 .. .. .. b0--- b1--- b2--- b3--- B0--- B1--- B2--- B3--- |
     rank 1 |.. F0 F1 F2 F3 f0 f1 f2 f3 b0--- b1--- b2--- b3--- B0--- B1--- B2--- B3--- .. .. |
 
-The bubble of interleaved 1F1B with the stash of GPipe; each stage's parameters are used in one go, which sharded data
-parallelism likes.
+It has the bubble of interleaved 1F1B and the stash of GPipe. It uses each stage's parameters in one go, which suits
+sharded data parallelism.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from drumline.schedules.registry import schedule
 
 @schedule(
     "looped-bfs",
-    summary="GPipe over v stages per rank: a v-th of the bubble, each stage's weights gathered once",
+    summary="GPipe over v stages per rank: 1/v of the bubble, each stage's weights gathered once",
     stages_per_rank=2,
     stage_counts="any",
     peak_pairs=lambda rank, num_ranks, num_microbatches, stages_per_rank: num_microbatches * stages_per_rank,

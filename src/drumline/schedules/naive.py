@@ -1,4 +1,4 @@
-"""Model parallelism without a pipeline: one microbatch is in the machine at a time.
+"""Model parallelism without pipelining: only one microbatch at a time.
 
     4 ranks, 4 stages, 2 microbatches
 
@@ -7,7 +7,7 @@
     rank 2 |.. .. F0 .. .. .. B0--- .. .. .. .. .. .. F1 .. .. .. B1--- .. .. .. .. |
     rank 3 |.. .. .. F0 B0--- .. .. .. .. .. .. .. .. .. F1 B1--- .. .. .. .. .. .. |
 
-Every other rank waits meanwhile: with P ranks, (P-1)/P of the time is bubble.
+All other ranks wait meanwhile: with P ranks, (P-1)/P of the time is bubble.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from drumline.schedules.registry import schedule
 
 
 def _makespan(paces: Paces) -> float:
-    """Return every rank's time for every microbatch, and its way there and back."""
+    """Return the time of every rank for every microbatch, plus the hops there and back."""
     return paces.num_microbatches * (sum(pace.count * pace.total for pace in paces.each) + 2 * paces.hops)
 
 
 @schedule(
     "naive",
-    summary="one microbatch at a time: what pipelining is measured against",
+    summary="one microbatch at a time: the baseline for pipelining",
     baseline=True,
     peak_pairs=lambda rank, num_ranks, num_microbatches, stages_per_rank: 1,
     makespan=_makespan,

@@ -7,8 +7,8 @@
     rank 2 |.. .. F0 F1 .. .. B0--- F2 B1--- F3 B2--- F4 B3--- F5 B4--- .. B5--- .. .. .. .. |
     rank 3 |.. .. .. F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5--- .. .. .. .. .. .. |
 
-Rank r runs P-1-r forwards ahead, then one forward and one backward in turn. As long as GPipe, with min(M, P-r) in place
-of M microbatches stashed.
+Rank r runs P-1-r forwards ahead, then alternates one forward and one backward. It takes as long as GPipe, but stashes
+min(M, P-r) microbatches instead of M.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from drumline.schedules.registry import schedule
 
 
 def _makespan(paces: Paces) -> float:
-    """Return GPipe's time, and what a rank waits for messages: it has no other microbatch to go on with."""
+    """Return GPipe's time, plus what a rank waits for messages: it has no other microbatch to work on meanwhile."""
     return fill_and_drain(paces) + 2 * paces.hops * paces.num_microbatches / paces.num_ranks
 
 
 @schedule(
     "1f1b",
-    summary="one forward, one backward in turn; GPipe's time with a stash of at most P",
+    summary="alternates one forward and one backward; GPipe's time with a stash of at most P",
     peak_pairs=lambda rank, num_ranks, num_microbatches, stages_per_rank: num_ranks - rank,
     makespan=_makespan,
     bubble=flush_bubble,
@@ -37,6 +37,6 @@ def _makespan(paces: Paces) -> float:
     in_megatron=True,
 )
 def one_f_one_b(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
-    """Run P-1-r forwards ahead on rank r, then one forward and one backward in turn."""
+    """Run P-1-r forwards ahead on rank r, then alternate one forward and one backward."""
     for rank in range(num_ranks):
         yield alternating(rank, num_microbatches, ahead=num_ranks - 1 - rank)

@@ -1,14 +1,14 @@
-"""Orders that recipes share: in turn, in groups, by flows, and for fewer microbatches than a recipe was made for.
+"""Orders that recipes share: alternating, grouped, by flows, and trimmed to fewer microbatches.
 
-In turn, forwards run ahead of the backwards, and weight halves, where there are any, follow later.
+When alternating, forwards run ahead of the backwards, and weight halves, if any, follow later.
 
-Looped schedules visit their local stages with microbatches in groups: a rank with v stages runs a group of about P
-microbatches through its first stage, then through its second, and so on, before the next group: by then the group's
-first microbatch has come round the loop.
+Looped schedules visit their local stages with groups of microbatches. A rank with v stages runs a group of about P
+microbatches through its first stage, then through its second, and so on, before the next group. By then the first
+microbatch of the group has come round the loop.
 
     P = 2, v = 2, M = 4     rank 0:  0F0 0F1 2F0 2F1 | 0F2 0F3 2F2 2F3
 
-No action needs one of another microbatch, so leaving some microbatches out of a legal program leaves a legal program.
+No action depends on another microbatch, so removing microbatches from a legal program leaves a legal program.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Row = list[Action]
 
 
 def in_turn(forwards: Row, backwards: Row, weights: Iterable[Action] = (), *, ahead: int, delay: int = 0) -> Row:
-    """Return forwards and backwards in turn, the forwards so many ahead and the weight halves so many behind.
+    """Alternate forwards and backwards, with forwards `ahead` of backwards and weight halves `delay` behind.
 
     >>> stage = [[op(1, m) for m in range(3)] for op in (F, I, W)]
     >>> in_turn(*stage, ahead=0, delay=1)
@@ -33,7 +33,7 @@ def in_turn(forwards: Row, backwards: Row, weights: Iterable[Action] = (), *, ah
 
 
 def alternating(stage: int, num_microbatches: int, *, ahead: int) -> Row:
-    """Return one stage's forwards and backwards in turn, the forwards `ahead` microbatches ahead.
+    """Alternate one stage's forwards and backwards, with forwards `ahead` microbatches ahead.
 
     >>> alternating(0, 3, ahead=1)
     [0F0, 0F1, 0B0, 0F2, 0B1, 0B2]
@@ -42,14 +42,14 @@ def alternating(stage: int, num_microbatches: int, *, ahead: int) -> Row:
 
 
 def delayed_weights(stage: int, num_microbatches: int, *, ahead: int, delay: int) -> Row:
-    """Return one stage's F and I in turn, F `ahead` microbatches ahead and W `delay` behind."""
+    """Alternate one stage's F and I, with F `ahead` microbatches ahead and W `delay` behind."""
     return in_turn(*([op(stage, m) for m in range(num_microbatches)] for op in (F, I, W)), ahead=ahead, delay=delay)
 
 
 def group_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
-    """Return the sizes of the groups: as many as have P microbatches each, the rest spread over the first ones.
+    """Return group sizes: as many groups of P as possible, with the rest spread over the first ones.
 
-    A group of fewer than P would let its first microbatch come round too late; M < P is one group of M.
+    In a group of fewer than P, the first microbatch would come round too late; M < P is one group of M.
 
     >>> group_sizes(4, 8), group_sizes(4, 10), group_sizes(4, 11), group_sizes(4, 3)
     ([4, 4], [5, 5], [6, 5], [3])
@@ -60,7 +60,7 @@ def group_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
 
 
 def visits(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Iterator[tuple[int, int]]:
-    """Yield (local stage, microbatch) in the order of the forwards; backwards visit the local stages in reverse.
+    """Yield (local stage, microbatch) in forward order; backwards visit the local stages in reverse.
 
     >>> list(visits(2, 2, 2))
     [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -74,7 +74,7 @@ def visits(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Itera
 
 
 class Flow:
-    """The microbatches that pass one stage of a rank: hands out their forwards and backwards in order."""
+    """The microbatches that pass through one stage of a rank; returns their forwards and backwards in order."""
 
     def __init__(self, stage: int, microbatches: Sequence[int]) -> None:
         self.stage = stage
@@ -96,7 +96,7 @@ class Flow:
 
 
 def trim(row: Iterable[Action], num_microbatches: int) -> Iterator[Action]:
-    """Yield the actions on microbatches 0 to num_microbatches - 1; an overlapped pair that loses one half is the other.
+    """Yield the actions on microbatches 0 to num_microbatches - 1; a pair that loses one half becomes the other half.
 
     >>> row = [Action.parse(text) for text in ("0F0", "(0F1;1B0)OVERLAP_F_B", "1B1")]
     >>> list(trim(row, 1))

@@ -1,4 +1,4 @@
-"""PipeDream (arXiv 1806.03377): 1F1B without a flush; every backward is followed by an optimizer step.
+"""PipeDream (arXiv 1806.03377): 1F1B without a flush; an optimizer step follows every backward.
 
     3 ranks, 3 stages, 4 microbatches
 
@@ -6,8 +6,8 @@
     rank 1 |.. F0 F1 .. .. B0--- U0 F2 B1--- U1 F3 B2--- U2 .. B3--- U3 .. .. |
     rank 2 |.. .. F0 B0--- U0 F1 B1--- U1 F2 B2--- U2 F3 B3--- U3 .. .. .. .. |
 
-A forward sees the newest weights of its rank and its backward the same ones, so rank r keeps up to P-r versions. The
-program spans M optimizer steps, one per microbatch, and idles only at its very start and end.
+A forward uses the newest weights of its rank, and its backward uses the same ones, so rank r keeps up to P-r versions.
+The program spans M optimizer steps, one per microbatch, and idles only at its very start and end.
 """
 
 from __future__ import annotations

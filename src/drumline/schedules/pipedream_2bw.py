@@ -5,8 +5,8 @@
     rank 0 |F0 F1 .. .. B0--- F2 B1--- F3 B2--- U1 F4 B3--- F5 B4--- .. B5--- U3 U5 |
     rank 1 |.. F0 B0--- F1 B1--- F2 B2--- F3 B3--- U1 F4 B4--- F5 B5--- U3 U5 .. .. |
 
-Step t computes with W(t-1): W(t+1) = W(t) - lr * gradient(W(t-1)). A forward sees the updates that stand before it
-in its row, so the update of step t stands just before the first forward of step t+2, the first that may see it.
+Step t computes with W(t-1): W(t+1) = W(t) - lr * gradient(W(t-1)). A forward uses the updates before it in its row, so
+the update of step t comes just before the first forward of step t+2, the first that may use it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from drumline.schedules.registry import schedule
 
 @schedule("pipedream-2bw", summary="asynchronous 1F1B over several steps with two weight versions, one step stale")
 def pipedream_2bw(num_ranks: int, *, num_microbatches: int, num_steps: int = 4) -> Iterator[list[Action]]:
-    """Run 1F1B over num_steps x num_microbatches, each step's update where step t+2 begins."""
+    """Run 1F1B over num_steps x num_microbatches, with each step's update where step t+2 begins."""
     if num_microbatches < num_ranks:
         raise ScheduleError(
-            f"pipedream-2bw with {counted(num_microbatches, 'microbatch')} a step on {counted(num_ranks, 'rank')} "
-            "needs a third version",
+            f"pipedream-2bw with {counted(num_microbatches, 'microbatch')} per step on {counted(num_ranks, 'rank')} "
+            "needs a third weight version",
             expected="at least as many microbatches as ranks",
             fix=f"use --microbatches {num_ranks}",
         )

@@ -1,8 +1,8 @@
-"""Names for recipes: how a schedule enters, is looked up, and becomes a program.
+"""The registry of schedules: register a recipe, look it up by name, build a program from it.
 
-A recipe is a function of the counts that yields one row of actions per rank, rank 0 first. Registering it is all that
-a schedule needs: proof, timing, comparison, search, planning, execution and export come with the name. Where its stages
-lie, and what of training it does, is read off its rows; what rows cannot say stands beside the recipe.
+A recipe is a function of the counts that yields one row of actions per rank, rank 0 first. A schedule only has to
+register it: proof, timing, comparison, search, planning, execution and export then work by name. Drumline reads the
+placement and the kind of training from the rows; anything else is passed as a fact next to the recipe.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ Recipe = Callable[..., Rows]
 
 # A recipe makes up to three actions per stage and microbatch.
 MAX_PAIRS = MAX_ACTIONS // 3
-DEFAULT = "1f1b"  # where none is named; others are compared with it
+DEFAULT = "1f1b"  # used if no schedule is named; others are compared with it
 
-# Beyond this, making every schedule for comparison takes longer than it is worth; larger steps repeat themselves.
+# Above this, building every schedule for a comparison takes longer than it is worth; larger steps repeat themselves.
 _MOST_ACTIONS = 50_000
-# Ranks and microbatches of a program that shows what a recipe does; the later ones for recipes that refuse the first.
+# Ranks and microbatches of an example program; the later pairs are for recipes that reject the first.
 _EXAMPLES = ((4, 8), (2, 4), (3, 6), (1, 1))
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A named recipe, what it admits, and what is known of it.
+    """A named recipe, the counts it supports, and what is known about it.
 
-    `stages_per_rank` is the default; `stage_counts` says which others would do: only it ("fixed"), "any", or "even".
+    `stages_per_rank` is the default; `stage_counts` says which others work: none ("fixed"), "any", or "even".
 
-    Formulas, where there are some: `peak_pairs` and `makespan` as `formulas` has them, and the `bubble` that it never
-    goes below. `planned_with` are the stages per rank with which the planner of a cluster tries it (none: it does not),
-    where the counts `suit`; `saves_memory_of` names the schedule that it is made from to hold less. `titan` is what
-    torchtitan calls it; `in_megatron` says whether Megatron-LM has it. A `baseline` is there to compare with.
+    Optional formulas: `peak_pairs` and `makespan` as in `formulas`, and `bubble`, its lower bound. `planned_with` lists
+    the stages per rank that the cluster planner tries (none: never), if the counts `suit`. `saves_memory_of` names the
+    schedule that this one modifies to hold less. `titan` is its torchtitan name; `in_megatron` says whether Megatron-LM
+    has it. A `baseline` exists only for comparison.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Schedule:
 
     @cached_property
     def example(self) -> Program | None:
-        """A small program of it, with the default stages per rank; None if it makes none."""
+        """A small program of this schedule, with the default stages per rank; None if it makes none."""
         for num_ranks, num_microbatches in _EXAMPLES:
             try:
                 return self.build(num_ranks, num_microbatches)
@@ -74,7 +74,7 @@ class Schedule:
 
     @property
     def placement(self) -> str:
-        """Where its stages lie: the name of a placement."""
+        """The name of the placement of its stages."""
         return self.example.placement.name if self.example else "custom"
 
     @property
@@ -84,7 +84,7 @@ class Schedule:
 
     @property
     def flushed(self) -> bool:
-        """Whether a step ends before the next one begins, and the optimizer runs between them."""
+        """Whether a step ends before the next one begins, with the optimizer in between."""
         return self.example is None or not self.example.num_updates
 
     @property
@@ -94,11 +94,11 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether backwards come in two halves, some of them or all."""
+        """Whether any backwards are split in two halves."""
         return self.example is not None and Op.BACKWARD_INPUT in self.example.columns.ops
 
     def layout(self, num_ranks: int, stages_per_rank: int) -> Placement:
-        """Return where the stages lie; with two directions, the second of two microbatches goes up.
+        """Return the placement of the stages; with two directions, the second of two microbatches goes up.
 
         >>> find("zb-v").layout(3, 2).homes
         (0, 1, 2, 2, 1, 0)
@@ -118,7 +118,7 @@ class Schedule:
         return self._layouts[counts]
 
     def admits_stages(self, stages_per_rank: int) -> bool:
-        """Whether a rank may hold so many stages."""
+        """Whether a rank may hold this many stages."""
         match self.stage_counts:
             case "fixed":
                 return stages_per_rank == self.stages_per_rank
@@ -127,26 +127,26 @@ class Schedule:
         return True
 
     def refusal(self, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> ScheduleError | None:
-        """Return why these counts do not do, with some that would, or None if they do."""
+        """Return an error that says why these counts do not work and suggests others, or None if they work."""
         counts = {"--ranks": num_ranks, "--microbatches": num_microbatches, "--stages-per-rank": stages_per_rank}
         for name, value in counts.items():
             if not isinstance(value, int) or value < 1:
                 return ScheduleError(f"{name} is {value!r}", expected="a whole number of 1 or more")
         if self.even_ranks and num_ranks % 2:
             return ScheduleError(
-                f"{self.name} with {counted(num_ranks, 'rank')}: its two directions meet in the middle",
+                f"{self.name} cannot use {counted(num_ranks, 'rank')}: its two directions meet in the middle",
                 expected="an even number of ranks",
                 fix=_near(num_ranks),
             )
         if self.stage_counts == "fixed" and not self.admits_stages(stages_per_rank):
             return ScheduleError(
-                f"{self.name} with {counted(stages_per_rank, 'stage')} per rank",
+                f"{self.name} cannot use {counted(stages_per_rank, 'stage')} per rank",
                 expected=f"exactly {self.stages_per_rank} per rank",
-                fix=f"leave --stages-per-rank out or make it {self.stages_per_rank}",
+                fix=f"omit --stages-per-rank or set it to {self.stages_per_rank}",
             )
         if not self.admits_stages(stages_per_rank):
             return ScheduleError(
-                f"{self.name} with {counted(stages_per_rank, 'stage')} per rank: each wave passes every rank twice",
+                f"{self.name} cannot use {counted(stages_per_rank, 'stage')} per rank: waves pass every rank twice",
                 expected="an even number of stages per rank",
                 fix=_near(stages_per_rank),
             )
@@ -154,7 +154,7 @@ class Schedule:
             return ScheduleError(
                 f"{num_ranks} ranks x {stages_per_rank} stages x {num_microbatches} microbatches is too large",
                 expected=f"at most {MAX_PAIRS} (stage, microbatch) pairs",
-                fix="a step repeats itself: fewer microbatches show the same",
+                fix="use fewer microbatches: a step repeats itself, so the result looks the same",
             )
         return None
 
@@ -182,22 +182,22 @@ class Schedule:
 
 
 def _near(odd: int) -> str:
-    """Return which even counts are nearest to an odd one."""
+    """Suggest the nearest even counts to an odd one."""
     return f"use {' or '.join(str(count) for count in (odd - 1, odd + 1) if count)}"
 
 
 def _checked(rows: Rows, name: str) -> Iterator[tuple[Action, ...]]:
-    """Yield a recipe's rows; what is not an action, or does not end, is refused."""
+    """Yield a recipe's rows; raise an error if it yields something else or never ends."""
     left = MAX_ACTIONS
     for row in rows:
         actions = tuple(islice(row, left + 1))
         left -= max(len(actions), 1)
         if left < 0:
-            raise ScheduleError(f"the recipe of {name} makes more than {MAX_ACTIONS} actions", fix="does it ever end?")
+            raise ScheduleError(f"the recipe of {name} yields more than {MAX_ACTIONS} actions", fix="make sure it ends")
         for kind in set(map(type, actions)):
             if not issubclass(kind, Action):
                 wrong = next(action for action in actions if type(action) is kind)
-                raise ScheduleError(f"the recipe of {name} yields {wrong!r:.40}", expected="actions such as F(0, 0)")
+                raise ScheduleError(f"the recipe of {name} yields {wrong!r:.40}", expected="actions like F(0, 0)")
         yield actions
 
 
@@ -221,7 +221,7 @@ def schedule(name: str, *, summary: str = "", **facts: Any) -> Callable[[Recipe]
 
     def register(recipe: Recipe) -> Recipe:
         if name in _REGISTRY:
-            raise ScheduleError(f"the schedule {name!r} is registered already", fix="choose another name")
+            raise ScheduleError(f"a schedule named {name!r} is already registered", fix="choose another name")
         first_line = (recipe.__doc__ or "").strip().partition("\n")[0]
         made = Schedule(name, recipe, summary or first_line, **facts)
         if made.stage_counts not in ("fixed", "any", "even"):
@@ -233,12 +233,12 @@ def schedule(name: str, *, summary: str = "", **facts: Any) -> Callable[[Recipe]
 
 
 def unregister(name: str) -> None:
-    """Forget a schedule, so that a notebook cell can be run again."""
+    """Remove a schedule, so that a notebook cell can register it again."""
     _REGISTRY.pop(name, None)
 
 
 def schedules() -> dict[str, Schedule]:
-    """Return all registered schedules by name, in the order of registration.
+    """Return all registered schedules by name, in registration order.
 
     >>> "1f1b" in schedules()
     True
@@ -247,7 +247,7 @@ def schedules() -> dict[str, Schedule]:
 
 
 def own_schedules() -> dict[str, Schedule]:
-    """Return the schedules that the user registered, which another process does not have by itself.
+    """Return the schedules that the user registered; other processes do not have these by themselves.
 
     >>> own_schedules()
     {}
@@ -257,13 +257,13 @@ def own_schedules() -> dict[str, Schedule]:
 
 
 def adopt(found: Mapping[str, Schedule]) -> None:
-    """Register schedules that came from another process, unless importing their recipes has done so."""
+    """Register schedules from another process, unless importing their recipes already did."""
     for name, one in found.items():
         _REGISTRY.setdefault(name, one)
 
 
 def find(name: str) -> Schedule:
-    """Return the schedule of that name; a near miss is suggested.
+    """Return the schedule with this name, or raise an error that suggests a similar one.
 
     >>> find("1f1v")
     Traceback (most recent call last):
@@ -289,7 +289,7 @@ def generate(
 
 
 def made_by(name: str, program: Program, num_microbatches: int | None = None) -> Program | None:
-    """Return what a schedule makes for the counts of a program, or others; None where it does not admit them."""
+    """Build a schedule for the counts of a program, or others; None if the schedule does not support them."""
     stages_per_rank, rest = divmod(program.num_stages, max(program.num_ranks, 1))
     count = program.num_microbatches if num_microbatches is None else num_microbatches
     if rest or not count or program.num_actions * count > _MOST_ACTIONS * program.num_microbatches:
@@ -297,14 +297,14 @@ def made_by(name: str, program: Program, num_microbatches: int | None = None) ->
     try:
         found = find(name)
         if (found.stages_per_rank > 1) != (stages_per_rank > 1):
-            return None  # a recipe for several stages per rank, with one, is another schedule
+            return None  # with one stage per rank, a recipe for several is a different schedule
         return found.build(program.num_ranks, count, stages_per_rank)
     except DrumlineError:
         return None
 
 
 def recipe_of(program: Program) -> Program:
-    r"""Return the program under the name of the schedule that makes its rows; as it is where none does.
+    r"""Return the program under the name of the schedule that builds the same rows; unchanged if none does.
 
     >>> recipe_of(Program.parse("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")).name
     '1f1b'

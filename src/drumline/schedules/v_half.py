@@ -7,8 +7,8 @@
     rank 2 |.. .. F0 .. .. f0 F1 .. .. f1 F2 .. i0 f2 w0 I0 i1 W0 w1 I1 i2 W1 w2 I2 W2 .. .. |
     rank 3 |.. .. .. F0 f0 .. .. F1 f1 .. .. F2 f2 i0 I0 w0 W0 i1 I1 w1 W1 i2 I2 w2 W2 .. .. |
 
-The block moves two slots per rank where it goes down (F of the lower stages, I of the upper ones) and one where it
-comes up.
+The block moves two slots per rank on its way down (F of the lower stages, I of the upper ones) and one slot on its way
+up.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from drumline.schedules.registry import schedule
 
 
 def _makespan(paces: Paces) -> float:
-    """Return half of 1F1B's bubble; where I is longer than F and half of W, every microbatch waits.
+    """Return half of 1F1B's bubble; if I is longer than F and half of W, every microbatch waits.
 
-    The pattern is made for equal F, I and W.
+    The pattern assumes equal F, I and W.
     """
     if paces.num_ranks == 1:
         return paces.steady
@@ -45,8 +45,8 @@ def _makespan(paces: Paces) -> float:
     saves_memory_of="zb-v",
 )
 def v_half(num_ranks: int, *, num_microbatches: int) -> list[list[Action]]:
-    """Repeat a block of some 6P slots per rank: P pairs."""
-    # With an even P the way back would collide with the way there: three slots more.
+    """Repeat a block of about 6P slots per rank: P pairs."""
+    # With an even P the way back would collide with the way there, so add three slots.
     gap = 3 if num_ranks % 2 == 0 else 0
 
     def offsets(rank: int) -> tuple[int, int, int, int]:

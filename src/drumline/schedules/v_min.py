@@ -7,7 +7,7 @@
     rank 2 |.. .. F0 .. .. f0 .. .. F1 .. i0 f1 w0 I0 F2 W0 i1 f2 w1 I1 W1 .. i2 w2 .. I2 W2 .. .. |
     rank 3 |.. .. .. F0 f0 .. .. .. .. F1 f1 i0 I0 w0 W0 F2 f2 i1 I1 w1 W1 .. .. i2 I2 w2 W2 .. .. |
 
-The block moves one slot per rank in every direction, as fast as it can.
+The block moves one slot per rank in every direction, the fastest possible.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from drumline.schedules.registry import schedule
     "v-min", summary="two stages per rank in a V: a third of 1F1B's memory, two thirds of its bubble", stages_per_rank=2
 )
 def v_min(num_ranks: int, *, num_microbatches: int) -> list[list[Action]]:
-    """Repeat a block of some 4P slots per rank: two thirds of P pairs."""
-    # With P a multiple of three the way back would collide with the way there: two slots more.
+    """Repeat a block of about 4P slots per rank: two thirds of P pairs."""
+    # If P is a multiple of three, the way back would collide with the way there, so add two slots.
     gap = 2 if num_ranks % 3 == 0 else 0
 
     def offsets(rank: int) -> tuple[int, int, int, int]:

@@ -1,4 +1,4 @@
-"""ZB-H1 (arXiv 2401.10241): 1F1B with the backward split; weight gradients fill the bubble of the drain.
+"""ZB-H1 (arXiv 2401.10241): 1F1B with split backwards; weight gradients fill the bubble of the drain.
 
     4 ranks, 4 stages, 6 microbatches
 
@@ -7,7 +7,7 @@
     rank 2 |.. .. F0 F1 .. I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5 |
     rank 3 |.. .. .. F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5 |
 
-Rank r delays its W by r microbatches, so that every rank holds P pairs and all W that is left fits behind the last I.
+Rank r delays its W by r microbatches, so every rank holds P pairs and all remaining W fit after the last I.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from drumline.schedules.registry import schedule
 
 
 def _idle(pace: Pace, num_ranks: int) -> float:
-    """Return (P-1)(F+I-W); a W that is longer than F or I fills no more than they leave."""
+    """Return (P-1)(F+I-W); a W longer than F or I fills no more than they leave."""
     fills = min(pace.forward, pace.backward_input, pace.backward_weight)
     return (num_ranks - 1) * (pace.forward + pace.backward_input - fills)
 

@@ -1,4 +1,4 @@
-"""ZB-V (arXiv 2401.10241, section 6): each rank holds a stage of the way down and one of the way up.
+"""ZB-V (arXiv 2401.10241, section 6): each rank holds one stage on the way down and one on the way up.
 
     4 ranks, 8 stages, 4 microbatches
 
@@ -7,7 +7,7 @@
     rank 2 |.. .. F0 F1 F2 f0 F3 f1 .. f2 i0 w0 f3 i1 w1 I0 W0 i2 w2 I1 W1 i3 w3 I2 W2 .. I3 W3 .. .. |
     rank 3 |.. .. .. F0 f0 F1 f1 F2 f2 F3 f3 i0 w0 I0 W0 i1 w1 I1 W1 i2 w2 I2 W2 i3 w3 I3 W3 .. .. .. |
 
-With F = I = W and M >= 2P no rank idles between its first and its last action, in 1F1B's memory.
+If F = I = W and M >= 2P, no rank idles between its first and last action, with 1F1B's memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from drumline.schedules.registry import schedule
 
 
 def _idle(pace: Pace, num_ranks: int) -> float:
-    """Return what the hand-made order is idle, by a formula that was read off the simulator; (P-1)F at F = I = W."""
+    """Return the idle time of the hand-made order; the formula was read off the simulator; (P-1)F if F = I = W."""
     forward, back = pace.forward, pace.backward_input
     each = max(back, pace.backward_weight, 2 * forward - back)
     return (num_ranks - 2) * each + max(forward, back) if num_ranks > 1 else 0.0
@@ -29,7 +29,7 @@ def _idle(pace: Pace, num_ranks: int) -> float:
 
 @schedule(
     "zb-v",
-    summary="two stages per rank in a V: no bubble inside the span at F = I = W, in 1F1B's memory",
+    summary="two stages per rank in a V: no bubble inside the span if F = I = W, with 1F1B's memory",
     stages_per_rank=2,
     peak_pairs=lambda rank, num_ranks, num_microbatches, stages_per_rank: 2 * num_ranks,
     makespan=idling(_idle),
@@ -37,7 +37,7 @@ def _idle(pace: Pace, num_ranks: int) -> float:
     titan="ZBVZeroBubble",
 )
 def zb_v(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
-    """Run the recipe's three phases; fewer than 2P-1 microbatches are cut out of a full run."""
+    """Run the recipe's three phases; with fewer than 2P-1 microbatches, use part of a full run."""
     full = max(num_microbatches, 2 * num_ranks - 1)
     for rank in range(num_ranks):
         yield list(trim(_row(rank, num_ranks, full), num_microbatches))
@@ -46,7 +46,7 @@ def zb_v(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
 def _row(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
     every = range(num_microbatches)
     down, up = Flow(rank, every), Flow(2 * num_ranks - 1 - rank, every)
-    # Fill: forwards of the way down until the first one comes back up, then F I W of the way up.
+    # Fill: forwards on the way down until the first one comes back up, then F I W on the way up.
     for _ in range(2 * (num_ranks - rank) - 1):
         yield down.forward()
     for _ in range(rank):
@@ -55,14 +55,14 @@ def _row(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
     for _ in range(num_ranks - rank):
         yield up.forward()
         yield from up.split()
-    # Steady: F I W of either stage in turn; the way down has its last forwards behind it before the way up.
+    # Steady: alternate F I W of both stages; the way down finishes its forwards before the way up.
     for turn in range(num_microbatches - num_ranks):
         if turn + 2 * num_ranks - rank - 1 < num_microbatches:
             yield down.forward()
         yield from down.split()
         yield up.forward()
         yield from up.split()
-    # Drain: input gradients as they arrive, weight gradients where there is nothing else to do.
+    # Drain: input gradients as they arrive, weight gradients when there is nothing else to do.
     owed: dict[Flow, list[Action]] = {up: [], down: []}
     for flow in (down, up) * rank:
         first, second = flow.split()

@@ -1,1 +1,1 @@
-"""What ranks noted while they ran: records, one clock for all, their timeline, the folder that keeps them."""
+"""What ranks record while they run: the records, one clock for all of them, the timeline, and the folder on disk."""

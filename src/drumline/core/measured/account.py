@@ -1,19 +1,19 @@
-"""A rank's step, nanosecond by nanosecond: what it did, by spans of its own.
+"""Account for every nanosecond of a rank's step.
 
     compute    ███████            ██████████
     send              ██
-    wait                 ███████                     for a message that was not made yet
-    flight                      ███                  the same wait, once the message was on its way
+    wait                 ███████                     for a message that did not exist yet
+    flight                      ███                  the same wait, while the message is on its way
     take                           ██
-    overhead         █     █                         posting receives, taking notes, ...
+    overhead         █     █                         posting receives, writing records, ...
     nothing                          █               no span says what the rank did: unexplained
 
-On a host no two spans are at once. A device computes on its own, so that several may cover a moment: then the one that
-stands higher here counts. Where a device stood still before an action that needed a message, without the host
-knowing, it waited for that message.
+On a host, spans never overlap. A device computes on its own, so several spans may cover a moment; the one listed higher
+here wins. If a device stood still before an action that needed a message, and the host did not know, it waited for that
+message.
 
-What the rank did adds up to the parts of its step: compute, transfer, waiting, overhead, and what is left over. It also
-says why each idle second of the step was idle: not derived, but read off what the rank noted.
+The spans add up to the parts of the step: compute, transfer, waiting, overhead, and a rest. They also give the cause of
+every idle second. Drumline reads that cause from the rank's own records; it does not infer it.
 
 rank 1   outside│overhead│ wait until 0F0 is made │flight│take│ 1F0 ██████ │note│send│wait ... │ drain
 ▲ the timeline starts with rank 0's first action                        its step ends ▲
@@ -34,18 +34,18 @@ from drumline.core.measured.record import COLUMNS, OVERHEADS, Record, decoded
 from drumline.core.timeline.idle import Cause, Idle
 from drumline.core.timeline.timeline import Timeline
 
-# Returns what this rank's clock showed when another rank's showed a moment: (that rank, moment).
+# Takes (another rank, a moment of its clock) and returns what this rank's clock showed at that moment.
 Here = Callable[[int, int], int]
 
 
 class Doing(StrEnum):
-    """What a rank does; to which `part` of the step it adds, and of which idle time it is the `cause`."""
+    """What a rank does, with the `part` of the step it adds to and the idle `cause` it stands for."""
 
     part: str
     cause: Cause | None
 
     def __new__(cls, text: str, part: str, cause: Cause | None) -> Doing:
-        """Make one of a text with its meaning."""
+        """Create a member from its text and meaning."""
         doing = str.__new__(cls, text)
         doing._value_, doing.part, doing.cause = text, part, cause
         return doing
@@ -57,8 +57,8 @@ class Doing(StrEnum):
     FLIGHT = "flight", "transfer", Cause.TRANSFER
     EXCHANGE = "exchange", "transfer", Cause.TRANSFER
     OVERHEAD = "overhead", "overhead", Cause.OVERHEAD
-    LEAVE = "leave", "wait", Cause.DRAIN  # the row has ended, and what was sent has not left
-    STREAM_WAIT = "stream wait", "wait", Cause.WAIT  # of a device
+    LEAVE = "leave", "wait", Cause.DRAIN  # the row has ended, but the last messages have not left
+    STREAM_WAIT = "stream wait", "wait", Cause.WAIT  # on a device
     STREAM_FLIGHT = "stream flight", "transfer", Cause.TRANSFER
     NOTHING = "nothing", "unexplained", Cause.UNEXPLAINED
 
@@ -68,10 +68,10 @@ _LEAVE = OVERHEADS.index("leave")
 
 
 class Piece(NamedTuple):
-    """A time in which a rank did one thing, in nanoseconds of its own clock.
+    """A period in which a rank did one thing, in nanoseconds of its own clock.
 
-    `action` is the number of the timed action that it belongs to or comes before; `message` the receive that it is
-    about and `other` the rank at its other end; `kind` is an overhead's.
+    `action` is the number of the timed action that the piece belongs to or precedes; `message` is the receive it is
+    about, `other` the rank at the other end, and `kind` the kind of overhead.
     """
 
     start: int
@@ -84,7 +84,7 @@ class Piece(NamedTuple):
 
 
 def account(record: Record, here: Here) -> list[Piece]:
-    """Return a rank's step as pieces without gaps, from its begin to its end.
+    """Return a rank's step as pieces without gaps, from start to end.
 
     >>> record = Record(0, begin_ns=0, end_ns=100, starts=[20], ends=[90], overheads=[0, 0, 15])
     >>> [(piece.start, piece.end, str(piece.doing)) for piece in account(record, lambda rank, moment: moment)]
@@ -119,7 +119,7 @@ def _spans(record: Record, here: Here) -> Iterator[Piece]:
 def _until(
     made: int, start: int, end: int, action: int, receive: Action, source: int, *, on_host: bool = False
 ) -> Iterator[Piece]:
-    """Yield a wait in two: until its message was made, and from then on."""
+    """Split a wait in two: until its message was made, and from then on."""
     made = min(max(made, start), end)
     wait, flight = (Doing.WAIT, Doing.FLIGHT) if on_host else (Doing.STREAM_WAIT, Doing.STREAM_FLIGHT)
     yield Piece(start, made, wait, action, receive, source)
@@ -127,11 +127,11 @@ def _until(
 
 
 def _laid_out(spans: Iterable[Piece], begin: int, end: int) -> Iterator[Piece]:
-    """Yield pieces that follow each other from begin to end; of spans at the same time the one that comes first."""
+    """Yield consecutive pieces from begin to end; where spans overlap, the one with the higher rank wins."""
     there = (span for span in spans if span.end > span.start and span.end > begin and span.start < end)
     ordered = sorted(there, key=lambda span: span.start)
     moments = sorted({begin, end, *(moment for span in ordered for moment in span[:2] if begin < moment < end)})
-    under_way: list[tuple[int, int]] = []  # by what comes first; the number of the span
+    under_way: list[tuple[int, int]] = []  # (priority, number of the span)
     upcoming = 0
     last: Piece | None = None
     for low, high in pairwise(moments):
@@ -159,10 +159,10 @@ _SOURCE, _MADE = COLUMNS["messages"].index("source"), COLUMNS["messages"].index(
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """One rank's step in seconds, by what the rank did; each is the sum of spans of its own, but the last.
+    """One rank's step in seconds, by what the rank did; every part except the last is a sum of recorded spans.
 
-    `busy` is computing, `transfer` moving messages or having them on their way while it had nothing else to do, `wait`
-    waiting for another rank to make one, `overhead` the executor's own. What no span covers is `unexplained`.
+    `busy` is compute. `transfer` is moving messages, or having them on their way with nothing else to do. `wait` is
+    waiting for another rank to make one. `overhead` is the executor's own time. No span covers `unexplained` time.
     """
 
     busy: float
@@ -178,7 +178,7 @@ class Parts:
 
 
 def parts_of(pieces: Sequence[Piece]) -> Parts:
-    """Return the parts that the pieces of a step add up to.
+    """Add up the pieces of a step by part.
 
     >>> parts_of([Piece(0, 10, Doing.OVERHEAD), Piece(10, 90, Doing.COMPUTE), Piece(90, 100, Doing.SEND)])
     Parts(busy=8e-08, transfer=1e-08, wait=0.0, overhead=1e-08, unexplained=0.0)
@@ -190,9 +190,9 @@ def parts_of(pieces: Sequence[Piece]) -> Parts:
 
 
 def summed_parts(record: Record, here: Here) -> Parts:
-    """Return the same from a record, by adding its columns up: quick enough for every step.
+    """Return the parts of a record by adding up its columns, which is fast enough for every step.
 
-    On a host no two spans are at once, so that nothing has to be laid out in time first.
+    This is correct on a host, where spans never overlap, so nothing has to be laid out in time first.
 
     >>> summed_parts(Record(0, begin_ns=0, end_ns=100, starts=[10], ends=[90]), lambda rank, moment: moment)
     Parts(busy=8e-08, transfer=0.0, wait=0.0, overhead=0.0, unexplained=2e-08)
@@ -202,7 +202,7 @@ def summed_parts(record: Record, here: Here) -> Parts:
     busy = sum(record.ends) - sum(record.starts)
     transfer, overhead = _length(record, "sends") + _length(record, "messages"), _length(record, "overheads")
     wait = 0
-    if _LEAVE in (kinds := record.column("overheads", "kind")):  # once, when the row has ended
+    if _LEAVE in (kinds := record.column("overheads", "kind")):  # once, at the end of the row
         at = 3 * kinds.index(_LEAVE)
         wait = record.overheads[at + 2] - record.overheads[at + 1]
         overhead -= wait
@@ -223,9 +223,9 @@ def _length(record: Record, table: str) -> int:
 def idle_intervals(
     timeline: Timeline, rank: int, pieces: list[Piece], seconds: Callable[[int, int], float]
 ) -> Iterator[Idle]:
-    """Yield a rank's idle intervals from the timeline's start to its end, in order of time.
+    """Yield a rank's idle intervals from the timeline's start to its end, in time order.
 
-    `pieces` are the rank's account, and `seconds(rank, moment)` tells a moment of its clock in the timeline's time.
+    `pieces` are the rank's account; `seconds(rank, moment)` converts a moment of its clock to the timeline's time.
     """
     low, high = timeline.start, timeline.end
     upcoming = _upcoming(pieces)
@@ -246,7 +246,7 @@ def idle_intervals(
 
 
 def _upcoming(pieces: list[Piece]) -> list[int]:
-    """Return, per piece, the number of the next timed action; one past the last where none comes."""
+    """Return, per piece, the number of the next timed action; one past the last if there is none."""
     found, following = [], 1 + max((piece.action for piece in pieces if piece.doing is Doing.COMPUTE), default=-1)
     for piece in reversed(pieces):
         if piece.doing is Doing.COMPUTE:
@@ -256,7 +256,7 @@ def _upcoming(pieces: list[Piece]) -> list[int]:
 
 
 def _before_begin(timeline: Timeline, rank: int, start: float, end: float) -> Iterator[Idle]:
-    """Yield the time before the rank's step: the pipeline fills until its first input is made, then it is late."""
+    """Yield the time before the rank's step: fill until its first input exists, then lateness."""
     track = timeline.tracks[rank]
     before = track.actions[0] if track.actions else None
     needed = timeline.inputs(rank, before) if before is not None else []
@@ -269,7 +269,7 @@ def _before_begin(timeline: Timeline, rank: int, start: float, end: float) -> It
 
 
 def _about(timeline: Timeline, rank: int, piece: Piece) -> tuple[Action | None, int | None]:
-    """Return what the piece waits for, or moves, and on which rank that is."""
+    """Return what the piece waits for or moves, and on which rank that is."""
     if piece.doing is Doing.LEAVE:
         on_rank, action = timeline.last_action
         return action, on_rank

@@ -1,19 +1,19 @@
-"""What other ranks' clocks showed: offset and drift of each, from messages that went both ways.
+"""Align the clocks of different ranks: find each clock's offset and drift from messages that went both ways.
 
     clock of j
-    minus      u   u       u        a message from i to j came at least when it left:       the line lies below u
+    minus      u   u       u        a message from i to j cannot arrive before it left:     the line lies below u
     clock of i ──────────────────   the line between them: offset, and drift as its slope
-                 l     l      l     one from j to i says the same the other way round:      the line lies above l
+                 l     l      l     the same holds from j to i, the other way round:        the line lies above l
                ─────────────────► clock of i
 
-1. Between two clocks the line with the most room on both sides is taken: it is fixed by the quickest messages, all
-   others lie behind. The slopes that leave any room at all say how well the drift is known.
-2. With drifts taken out, each message says that two offsets differ by at most so much. Shortest paths make all of these
-   as tight as they get, through third clocks too. With d(a, b) the length of a path, every clock's offset lies between
-   -d(n, 0) and d(0, n). The middle is taken: it keeps all messages in order, whichever ranks they join, because
+1. Between two clocks, take the line with the most room on both sides. The fastest messages determine it; all others lie
+   farther out. The range of slopes that leave any room shows how well the drift is known.
+2. After removing drift, each message bounds the difference of two offsets. Shortest paths tighten all of these bounds,
+   also through third clocks. With d(a, b) the length of a path, every clock's offset lies between -d(n, 0) and d(0, n).
+   Take the middle: it keeps all messages in order, whichever ranks they connect, because
    d(0, j) <= d(0, i) + d(i, j) and d(i, 0) <= d(i, j) + d(j, 0). Half the distance is the error.
 
-Clocks with one number show the same. Time is that of rank 0's clock.
+Ranks with the same clock number share a clock. Common time is that of rank 0's clock.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ import numpy as np
 from drumline.core.measured.record import Record
 from drumline.core.simulate.graph import Floats
 
-_MOST_DRIFT = 1e-3  # more than any clock has, and twenty times what a good one does
+_MOST_DRIFT = 1e-3  # more than any clock has, and twenty times that of a good one
 _NANOSECOND = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Dial:
-    """How a rank's clock is read: it showed `own_ns` when rank 0's showed `common_ns`, and runs `rate` times as fast.
+    """How to read a rank's clock: it showed `own_ns` when rank 0's showed `common_ns`, and runs `rate` times as fast.
 
-    `error_ns` is how far off that may be.
+    `error_ns` bounds the error of that reading.
 
     >>> dial = Dial(own_ns=5000, common_ns=1000, rate=1.001, error_ns=20.0)
     >>> dial.common(6001), dial.own(2000)
@@ -61,11 +61,11 @@ class Dial:
 
 
 def align(steps: Sequence[Sequence[Record]], at: int = -1) -> tuple[Dial, ...]:
-    """Return how each rank's clock is read in the step at index `at`; the others' messages help to know the drift.
+    """Return how to read each rank's clock in the step at index `at`; messages of the other steps improve the drift.
 
     >>> here = Record(0, clock=1, heard=[1, 1_010_000, 20_000, 1, 1_910_000, 920_000])
     >>> there = Record(1, clock=2, heard=[0, 7_000, 1_012_000, 0, 907_000, 1_912_000])
-    >>> dial = align([[here, there]])[1]  # 990 to 1005 microseconds ahead, says what was heard
+    >>> dial = align([[here, there]])[1]  # the messages show that it is 990 to 1005 microseconds ahead
     >>> dial.common(1_000_000), round(dial.error_ns)
     (2500, 8413)
     """
@@ -77,12 +77,12 @@ def align(steps: Sequence[Sequence[Record]], at: int = -1) -> tuple[Dial, ...]:
     lines = _tree(whole, len(clocks))
     begin = next(record.begin_ns for record in steps[at] if record.clock == clocks[0])
     length = max(record.end_ns - record.begin_ns for record in steps[at])
-    # More messages say more of the offset, but for the drift that is not known over their time. The step's own come
-    # first: they have to be in order.
+    # More messages narrow the offset, except for the unknown drift during their time. The step's own messages come
+    # first: they must be in order.
     own = [one for one in _messages(steps[at], clocks) if not one.is_word]
     found = [_offsets(each, lines, begin, length) for each in (own, list(_messages(steps[at], clocks)), whole)]
     if all(disagree > 0 for _, disagree in found):
-        # What other steps say of the drift does not fit this one, as when a clock was set: its own messages say all.
+        # Drift from other steps does not fit this one, for example after a clock was set: use only its own messages.
         lines = _tree(own, len(clocks))
         if all(math.isfinite(line.room_ns) for line in lines):
             found.append(_offsets(own, lines, begin, length))
@@ -92,7 +92,7 @@ def align(steps: Sequence[Sequence[Record]], at: int = -1) -> tuple[Dial, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """Something that left one clock and came to another: a message of the step, or a word since the last one."""
+    """Something that left one clock and reached another: a message of the step, or a packet since the last step."""
 
     source: int
     target: int
@@ -102,7 +102,7 @@ class _Message:
 
 
 def _messages(records: Iterable[Record], clocks: Sequence[int]) -> Iterator[_Message]:
-    """Yield what went between two clocks in a step."""
+    """Yield what travelled between two clocks in a step."""
     by_rank = {record.rank: clocks.index(record.clock) for record in records if record.clock in clocks}
     for record in records:
         target = by_rank.get(record.rank)
@@ -116,7 +116,7 @@ def _messages(records: Iterable[Record], clocks: Sequence[int]) -> Iterator[_Mes
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One clock against another: it shows `own_ns` when that one shows `other_ns`, and runs `rate` times as fast."""
+    """One clock against another: it shows `own_ns` when the other shows `other_ns`, and runs `rate` times as fast."""
 
     own_ns: float
     other_ns: float
@@ -126,7 +126,7 @@ class _Line:
 
 
 def _tree(messages: Sequence[_Message], num_clocks: int) -> list[_Line]:
-    """Return every clock against the first, through those whose messages leave the least room."""
+    """Return every clock against the first, along the pairs whose messages leave the least room."""
     pairs = {}
     for clock in range(num_clocks):
         for other in range(num_clocks):
@@ -141,14 +141,14 @@ def _tree(messages: Sequence[_Message], num_clocks: int) -> list[_Line]:
 
 
 def _chained(first: _Line, second: _Line) -> _Line:
-    """Return the second clock against what the first one is against."""
+    """Return the second clock against the reference of the first."""
     own = second.own_ns + (first.own_ns - second.other_ns) * second.rate
     rate, error = first.rate * second.rate, first.rate_error + second.rate_error
     return _Line(own, first.other_ns, rate, max(first.room_ns, second.room_ns), error)
 
 
 def _fitted(messages: Sequence[_Message], clock: int, other: int) -> _Line | None:
-    """Return the line between all messages one way and all the other way; None if one of the two is missing."""
+    """Return the line between all messages in both directions; None if one direction has no messages."""
     forth = [(each.left_ns, each.came_ns) for each in messages if (each.source, each.target) == (clock, other)]
     back = [(each.came_ns, each.left_ns) for each in messages if (each.source, each.target) == (other, clock)]
     if not forth or not back:
@@ -173,7 +173,7 @@ def _fitted(messages: Sequence[_Message], clock: int, other: int) -> _Line | Non
 
 
 def _top(room: Callable[[float], float]) -> float:
-    """Return where a concave function of the drift is largest."""
+    """Return the drift at which a concave function is largest."""
     low, high = -_MOST_DRIFT, _MOST_DRIFT
     for _ in range(80):
         third = (high - low) / 3
@@ -185,7 +185,7 @@ def _top(room: Callable[[float], float]) -> float:
 
 
 def _edge(room: Callable[[float], float], inside: float, outside: float, least: float) -> float:
-    """Return up to where, from `inside` on, the function is `least` or more."""
+    """Return how far from `inside` the function stays at `least` or above."""
     if room(outside) >= least:
         return outside
     for _ in range(60):
@@ -195,9 +195,9 @@ def _edge(room: Callable[[float], float], inside: float, outside: float, least: 
 
 
 def _offsets(messages: Sequence[_Message], lines: Sequence[_Line], begin: int, length: int) -> tuple[list[Dial], float]:
-    """Return the clocks' dials, every offset in the middle of what the messages leave open, and how far these disagree.
+    """Return the clocks' dials, each offset in the middle of its bounds, and by how much the bounds disagree.
 
-    Where they do not disagree, all of them are in order.
+    If they do not disagree, all messages are in order.
     """
     origins = [line.own_ns + (begin - line.other_ns) * line.rate for line in lines]
     apart = np.full((len(lines), len(lines)), math.inf)
@@ -220,9 +220,9 @@ def _offsets(messages: Sequence[_Message], lines: Sequence[_Line], begin: int, l
 
 
 def agreed(apart: Floats, tolerance: float = 0.0) -> tuple[Floats, int]:
-    """Return the shortest paths, and the smallest time by which all distances had to be widened for them to agree.
+    """Return the shortest paths, and the smallest time by which all distances must be widened to make them agree.
 
-    `apart[a, b]` is the least that a message took from clock a to clock b, as these show it; infinite if none did.
+    `apart[a, b]` is the shortest time a message took from clock a to clock b, as they show it; infinite if none went.
 
     >>> paths, widened = agreed(np.array([[0.0, 50.0], [-20.0, 0.0]]))
     >>> paths.tolist(), widened

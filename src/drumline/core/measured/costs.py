@@ -1,23 +1,23 @@
-"""Measured steps become costs, for advice and for the search of a program, or run again in the simulator.
+"""Turn measured steps into costs, for advice and for searching a program, or replay them in the simulator.
 
-seconds of a stage's op    the mean of all its actions in all steps, without the tenths at both ends
-latency of an edge         the median of its messages, from being made to being there; or of each step's quickest
+seconds of a stage's op    mean over its actions in all steps, without the lowest and highest tenth
+latency of an edge         median over its messages, from made to arrived; or over each step's fastest message
 
-A step that ran goes once more through the simulator: every action takes the seconds that it was measured to take.
+Replaying a step runs it through the simulator, with the measured seconds for every action.
 
     measured    F0 . F1  .  B0- . B1-      what the ranks did
     replayed    F0 F1 B0- B1-              the same seconds, every action as soon as its inputs allow
 
-Messages take what those of their edge took in the middle. What is left between the two is the executor's own time, and
-messages that took longer than others.
+Each message takes the median time of its edge. The difference between the two is the executor's own time, plus messages
+that took longer than others.
 
-What a step takes beside computing, as it was measured, changes a prediction.
+The measured time that a step spends on work other than compute also changes a prediction.
 
-    rank 0    0F0 │note│send│                        the sender copies a message, and goes on
-    rank 1              wait      │flight│take│ 1F0  the receiver wakes up and copies it, before it computes
+    rank 0    0F0 │note│send│                        the sender copies a message, then goes on
+    rank 1              wait      │flight│take│ 1F0  the receiver wakes up and copies it before it computes
 
-A rank cannot compute while it copies, so copying is part of the action that makes or needs the message, and so is the
-executor's own work for every action. Only the flight is latency, which occupies nobody.
+A rank cannot compute while it copies, so the copy belongs to the action that makes or needs the message. The same holds
+for the executor's own work for every action. Only the flight is latency, which occupies no rank.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _NOT_WORK = (Op.UNSHARD, Op.RESHARD)
 
 
 def costs_of(steps: Sequence[Measured], *, quickest: bool = False) -> Costs:
-    """Return the costs of stages and edges over several steps of one program; `quickest` is for `latencies`.
+    """Return the costs of stages and edges over several steps of one program; `quickest` is passed to `latencies`.
 
-    A median of seconds would be misled where a disturbed action takes one of two very different times.
+    A mean is used because a median misleads when a disturbed action takes one of two very different times.
 
     >>> from drumline.core.program import Program
     >>> from drumline.core.measured.record import Record
@@ -64,10 +64,10 @@ def costs_of(steps: Sequence[Measured], *, quickest: bool = False) -> Costs:
 
 
 def latencies(steps: Sequence[Timeline], *, quickest: bool = False) -> dict[tuple[int, int], Edge]:
-    """Return what a message of each edge took in the middle.
+    """Return the median time that a message of each edge took.
 
-    With `quickest` only the quickest of each step counts: a message that came while its rank was computing was taken up
-    later.
+    With `quickest`, only the fastest message of each step counts: a message that arrives while its rank computes is
+    picked up later.
     """
     found: dict[tuple[int, int], list[float]] = defaultdict(list)
     for step in steps:
@@ -90,9 +90,9 @@ def _trimmed_mean(values: Sequence[float]) -> float:
 
 
 def replay(timeline: Timeline, *, transfers: bool = True) -> Simulation:
-    r"""Return a step as the simulator has it, with the seconds of every action as they were.
+    r"""Simulate a step again, with the measured seconds of every action.
 
-    Without `transfers` messages take no time.
+    Without `transfers`, messages take no time.
 
     >>> from drumline.core.program import Program
     >>> from drumline.core.measured.measured import Measured
@@ -108,11 +108,11 @@ def replay(timeline: Timeline, *, transfers: bool = True) -> Simulation:
     if transfers:
         costs = replace(costs, edges=latencies([timeline]), message_bytes=_message_bytes(timeline))
     found = simulate(timeline.program, costs, factors=_action_seconds(timeline))
-    return replace(found, weighed=timeline.memory)  # the same actions in the same order hold the same
+    return replace(found, weighed=timeline.memory)  # same actions in the same order, so the same memory
 
 
 def _message_bytes(timeline: Timeline) -> list[float]:
-    """Return the bytes that cross the boundary behind each stage, in the middle of its messages."""
+    """Return the bytes that cross the boundary after each stage, as the median over its messages."""
     found: dict[int, list[float]] = defaultdict(list)
     for one in timeline.transfers:
         found[one.action.stage - (one.action.op is Op.SEND_B)].append(one.num_bytes)
@@ -120,7 +120,7 @@ def _message_bytes(timeline: Timeline) -> list[float]:
 
 
 def _action_seconds(timeline: Timeline) -> Floats:
-    """Return the seconds of every action, row by row; the halves of an overlapped pair get half of it each."""
+    """Return the seconds of every action, row by row; each half of an overlapped pair gets half of the pair's."""
     found = []
     for track in timeline.tracks:
         for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
@@ -131,7 +131,7 @@ def _action_seconds(timeline: Timeline) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Handling:
-    """Seconds to send a message, to wake up for it, to take it, for any action, and to begin and end a step."""
+    """Seconds to send a message, wake up for it and take it; seconds per action; seconds to begin and end a step."""
 
     send: float = 0.0
     flight: float = 0.0
@@ -142,7 +142,7 @@ class Handling:
 
     @staticmethod
     def measured(timelines: Sequence[Measured]) -> Handling:
-        """Return the medians over steps that ran, of all their messages and actions."""
+        """Return the medians over all messages and actions of the measured steps."""
         seen: dict[str, list[float]] = {one.name: [] for one in fields(Handling)}
         for timeline in timelines:
             for record, parts in zip(timeline.records, timeline.parts, strict=True):
@@ -158,7 +158,7 @@ class Handling:
 
 
 def ends_of(timeline: Measured) -> list[float]:
-    """Return, rank by rank, the seconds in which a step ended: its gradients were looked at."""
+    """Return, per rank, the seconds that ending the step took: checking its gradients."""
     return [_overhead(record, _END) * NANO for record in timeline.records]
 
 
@@ -167,7 +167,7 @@ def _overhead(record: Record, kind: int) -> int:
 
 
 def _flights(timeline: Measured, rank: int) -> list[int]:
-    """Return how long each message took that the rank waited for, from when it had left to when it was taken."""
+    """Return how long each message that the rank waited for took, from leaving to being taken."""
     record = timeline.records[rank]
     messages = list(record.rows("messages"))
     found = []

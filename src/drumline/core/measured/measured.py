@@ -1,4 +1,4 @@
-"""The timeline of a step that ran: what all ranks' records make together."""
+"""The timeline of a step that ran, assembled from the records of all ranks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from drumline.core.units import duration
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """A time in which a rank had nothing to do: it was at `action` and waited for `receive` of `source`.
+    """A period in which a rank had nothing to do: at `action`, it waited for `receive` from `source`.
 
-    `action` is None where the row had ended and gradients were exchanged.
+    `action` is None after the end of the row, during the gradient exchange.
     """
 
     rank: int
@@ -39,13 +39,13 @@ class Waited:
 class Measured(Timeline):
     """The timeline of a step that ran, in seconds from its first action.
 
-    Beyond what every timeline has: `waits`, the waiting of each rank by what it waited for, and `parts`, each rank's
+    In addition to what every timeline has: `waits` lists what each rank waited for, and `parts` divides each rank's
     step by what it did.
     """
 
     records: tuple[Record, ...]
-    weighed: tuple[Record, ...] = ()  # of another step of the run, for bytes where this one has none
-    dials: tuple[Dial, ...] = ()  # how the ranks' clocks are read; found from this step alone unless given
+    weighed: tuple[Record, ...] = ()  # from another step of the run, for bytes if this step has none
+    dials: tuple[Dial, ...] = ()  # how to read the ranks' clocks; found from this step alone unless given
 
     def __repr__(self) -> str:
         within = f", clocks within {duration(self.clock_error)}" if self.clock_error else ""
@@ -61,25 +61,25 @@ class Measured(Timeline):
 
     @property
     def clock_errors(self) -> tuple[float, ...]:
-        """Per rank, how many seconds its clock may be off rank 0's, as it is read here; 0 on the same host."""
+        """Per rank, how many seconds its aligned clock may differ from rank 0's; 0 on the same host."""
         return tuple(dial.error_ns * NANO for dial in self._dials)
 
     @property
     def clock_error(self) -> float:
-        """The largest of them."""
+        """The largest clock error of any rank."""
         return max(self.clock_errors)
 
     def common(self, rank: int, moment: int) -> int:
-        """Return a moment of a rank's clock in the time that all ranks share, which is that of rank 0's."""
+        """Convert a moment of a rank's clock to common time, which is that of rank 0's clock."""
         return moment if self._one_clock else self._dials[rank].common(moment)
 
     def here(self, rank: int, other: int, moment: int) -> int:
-        """Return what a rank's clock showed when another's showed a moment."""
+        """Return what a rank's clock showed at a moment of another rank's clock."""
         return moment if self._one_clock else self._dials[rank].own(self._dials[other].common(moment))
 
     @cached_property
     def _corrected(self) -> tuple[Record, ...]:
-        """The records, with no message made before its device had made it: a host hands over what is to come."""
+        """The records, with each message made only once its device had made it: a host sends before that."""
         if not any(record.on_device for record in self.records):
             return self.records
         return tuple(replace(record, messages=self._made_by_devices(record)) for record in self.records)
@@ -96,11 +96,11 @@ class Measured(Timeline):
 
     @cached_property
     def zero_ns(self) -> int:
-        """When the first action started, in the time that all ranks share."""
+        """When the first action started, in common time."""
         return min((self.common(one.rank, one.starts[0]) for one in self.records if one.starts), default=0)
 
     def seconds(self, rank: int, moment: int) -> float:
-        """Return a moment of a rank's clock in seconds from the first action."""
+        """Convert a moment of a rank's clock to seconds since the first action."""
         return (self.common(rank, moment) - self.zero_ns) * NANO
 
     @cached_property
@@ -113,15 +113,15 @@ class Measured(Timeline):
 
     @cached_property
     def memory(self) -> Sequence[Holding]:
-        """Per rank, what it holds after each start and end: pairs as the rows say, bytes as they were weighed.
+        """Per rank, what it holds after each start and end: pairs according to the rows, bytes as measured.
 
-        `held` is how many pairs were counted. Bytes are those of this step, or else of the step that was weighed.
+        `held` is the number of pairs counted. Bytes come from this step, or else from the step that was weighed.
         """
         return weighed_holdings(self.program, self._weights) if self._weights else holdings(self.program, Costs())
 
     @cached_property
     def _weights(self) -> list[list[tuple[int, int]]]:
-        """Per rank, the bytes held while each action ran and once it had ended; empty if nothing was weighed."""
+        """Per rank, the bytes held while each action ran and after it ended; empty if nothing was weighed."""
         for records in (self.records, self.weighed):
             if records and all(record.is_weighed for record in records):
                 return [list(zip(record.peaks, record.stash, strict=True)) for record in records]
@@ -129,19 +129,19 @@ class Measured(Timeline):
 
     @property
     def held(self) -> tuple[tuple[int, ...], ...]:
-        """Per rank, the (stage, microbatch) pairs that were really held once each action had ended."""
+        """Per rank, the (stage, microbatch) pairs that were actually held after each action."""
         return tuple(tuple(record.held) for record in self.records)
 
     @property
     def stash(self) -> tuple[tuple[int, ...], ...] | None:
-        """Per rank, the activation bytes that were really held once each action had ended; None if not weighed."""
+        """Per rank, the activation bytes that were actually held after each action; None if not weighed."""
         if not all(record.is_weighed for record in self.records):
             return None
         return tuple(tuple(record.stash) for record in self.records)
 
     @property
     def peak_stash(self) -> tuple[int, ...] | None:
-        """Per rank, the most activation bytes that were really held at once; None if not weighed."""
+        """Per rank, the most activation bytes that were actually held at once; None if not weighed."""
         return None if self.stash is None else tuple(max(record.peaks) for record in self.records)
 
     @cached_property
@@ -158,7 +158,7 @@ class Measured(Timeline):
 
     @cached_property
     def transfers(self) -> Sequence[Transfer]:
-        """The messages between ranks, transfer and waiting apart."""
+        """The messages between ranks, with transfer and waiting separated."""
         found = []
         for record in self._corrected:
             for _, *coded, source, made, sent, arrived, _, consumed, num_bytes in record.rows("messages"):
@@ -166,7 +166,7 @@ class Measured(Timeline):
                 if receive.op is Op.REDUCE_GRAD:
                     continue
                 start, taken = self.seconds(source, made), self.seconds(record.rank, consumed)
-                # Who sends knows when the message had left, or else who receives when it had arrived.
+                # The sender knows when the message left; otherwise the receiver knows when it arrived.
                 there = self.seconds(source, sent) if sent > made else self.seconds(record.rank, arrived)
                 end = max(min(there, taken), start)
                 send = rules.message_of(receive).send
@@ -175,7 +175,7 @@ class Measured(Timeline):
 
     @cached_property
     def occupied(self) -> Sequence[Sequence[Span]]:
-        """Per rank, the spans in which it handed a message over or took one up, in order of time."""
+        """Per rank, the spans in which it sent or took a message, in time order."""
         return [sorted(self._moves(record), key=lambda span: span.start) for record in self.records]
 
     def _moves(self, record: Record) -> Iterator[Span]:
@@ -187,7 +187,7 @@ class Measured(Timeline):
 
     @cached_property
     def waits(self) -> tuple[Waited, ...]:
-        """Every time a rank waited, and for what."""
+        """Every period in which a rank waited, and what it waited for."""
         found = []
         for track, record in zip(self.tracks, self.records, strict=True):
             messages = list(record.rows("messages"))
@@ -199,7 +199,7 @@ class Measured(Timeline):
 
     @cached_property
     def between(self) -> tuple[Passed, ...]:
-        """What happened on each rank from the end of the step before to the call of this one; the rest is outside."""
+        """What happened on each rank between the end of the previous step and this one; the rest is outside."""
         return tuple(
             Passed(record.rank, BETWEEN[kind], *self._both(record.rank, start, end))
             for record in self.records
@@ -208,12 +208,12 @@ class Measured(Timeline):
 
     @cached_property
     def parts(self) -> tuple[Parts, ...]:
-        """Per rank, its step by what it did."""
+        """Per rank, its step divided by what it did."""
         return tuple(summed_parts(record, partial(self.here, record.rank)) for record in self._corrected)
 
     @cached_property
     def accounts(self) -> tuple[list[Piece], ...]:
-        """Per rank, its step as pieces without gaps, each with what the rank did in it."""
+        """Per rank, its step as pieces without gaps, each with what the rank did."""
         return tuple(account(record, partial(self.here, record.rank)) for record in self._corrected)
 
     @property
@@ -223,20 +223,20 @@ class Measured(Timeline):
 
     @cached_property
     def accounted(self) -> tuple[Idle, ...]:
-        """Every idle interval, as the ranks measured it."""
+        """Every idle interval, as measured by the ranks."""
         ranks = enumerate(self.accounts)
         return tuple(idle for rank, pieces in ranks for idle in idle_intervals(self, rank, pieces, self.seconds))
 
     @property
     def overhead(self) -> tuple[float, ...]:
-        """Seconds of each rank's step that were the executor's own."""
+        """Seconds of each rank's step spent in the executor itself."""
         return tuple(parts.overhead for parts in self.parts)
 
     def measured_costs(self) -> Costs:
-        """Return the median seconds of each stage and op, and bytes where they were weighed, ready for `simulate`.
+        """Return the median seconds of each stage and op, and bytes if they were weighed, ready for `simulate`.
 
-        B's seconds stand as backward_input, with a backward_weight of 0, for stages that only ever ran B. Where a
-        backward ran its forward again, that one's seconds are `recompute`, and not part of it.
+        If a stage only ran B, its seconds are the backward_input, with a backward_weight of 0. If a backward ran its
+        forward again, those seconds are `recompute` and not part of the backward.
         """
         seconds, sizes = self.median_seconds(), stage_bytes(self.program, self._weights) if self._weights else {}
         for stage, recomputes in enumerate(sizes.get("recompute", ())):
@@ -246,12 +246,12 @@ class Measured(Timeline):
         return Costs(**seconds, **sizes)
 
     def median_seconds(self) -> dict[str, Any]:
-        """Return forward, backward_input and backward_weight of every stage, as long as they took in the middle."""
+        """Return the median forward, backward_input and backward_weight of every stage."""
         seconds = {key: median(values) for key, values in self.action_seconds().items()}
         return stage_costs(seconds, self.program.num_stages)
 
     def action_seconds(self) -> dict[tuple[int, Op], list[float]]:
-        """Return the seconds of all actions by stage and op; overlapped pairs are left out."""
+        """Return the seconds of all actions by stage and op, without overlapped pairs."""
         seconds: dict[tuple[int, Op], list[float]] = {}
         for track in self.tracks:
             for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
@@ -261,7 +261,7 @@ class Measured(Timeline):
 
 
 def stage_costs(seconds: Mapping[tuple[int, Op], float], num_stages: int) -> dict[str, Any]:
-    """Return forward, backward_input and backward_weight of every stage; B counts as the former where it is not split.
+    """Return forward, backward_input and backward_weight of every stage; an unsplit B counts as backward_input.
 
     >>> stage_costs({(0, Op.FORWARD): 1.0, (0, Op.BACKWARD): 2.0}, 1)
     {'forward': [1.0], 'backward_input': [2.0], 'backward_weight': [0.0]}

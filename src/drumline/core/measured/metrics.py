@@ -1,14 +1,14 @@
-"""The figures of one step, under the names that torchtitan uses where it has one; ours begin with pp/.
+"""The metrics of one step. Names follow torchtitan where it has one; our own start with pp/.
 
-time_metrics/end_to_end(s)           from the end of the step before to the end of this one, on rank 0
-time_metrics/data_loading(s)         what of it was spent on waiting for data, on the rank that waited longest
+time_metrics/end_to_end(s)           from the end of the previous step to the end of this one, on rank 0
+time_metrics/data_loading(s)         the part of it spent waiting for data, on the rank that waited longest
 pp/bubble                            idle share of the makespan over all ranks
-pp/stage{i}/busy_seconds             what the stage computed, on all ranks that have it
+pp/stage{i}/busy_seconds             compute of the stage, on all ranks that hold it
 pp/rank{r}/{part}_seconds            the rank's step by what it did: busy, transfer, wait, overhead, unexplained
-pp/rank{r}/{kind}_seconds            what happened before the step, since the last one: update, data, ..., outside
-pp/rank{r}/peak_pairs, peak_stash_bytes     what the rank held; bytes where they were weighed
-pp/edge{a}-{b}/peak_queue            the most messages that were made and not yet taken up
-pp/clock_error_seconds               with ranks on several hosts: how far off their clocks may be
+pp/rank{r}/{kind}_seconds            time between the previous step and this one: update, data, ..., outside
+pp/rank{r}/peak_pairs, peak_stash_bytes     what the rank held; bytes only if they were weighed
+pp/edge{a}-{b}/peak_queue            the most messages that were made and not yet used
+pp/clock_error_seconds               with ranks on several hosts: the possible clock error
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PARTS = tuple(one.name for one in fields(Parts))
 
 
 def step_metrics(program: Program, records: Sequence[Record], dials: tuple[Dial, ...] = ()) -> dict[str, float]:
-    """Return the figures of a step; those that need times of actions only if it was not captured."""
+    """Return the metrics of a step, without those that need action times if the step was captured."""
     found = _of_period(records)
     if not all(record.starts for record in records):
         return found
@@ -53,7 +53,7 @@ def step_metrics(program: Program, records: Sequence[Record], dials: tuple[Dial,
 
 
 def _of_stages(program: Program, records: Sequence[Record]) -> dict[str, float]:
-    """Return what each stage computed; of an overlapped pair both stages take half each."""
+    """Return each stage's compute time; an overlapped pair counts half for each of its two stages."""
     stages = defaultdict[int, float](int)
     for row, record in zip(program.timed_rows, records, strict=True):
         for action, start, end in zip(row, record.starts, record.ends, strict=True):
@@ -63,9 +63,9 @@ def _of_stages(program: Program, records: Sequence[Record]) -> dict[str, float]:
 
 
 def _of_queues(timeline: Measured) -> dict[str, float]:
-    """Return each edge's deepest queue: right behind a message, those made by then without those taken up.
+    """Return each edge's deepest queue, counted right after each message: messages made minus messages used.
 
-    `Timeline.queue_depths` has whole curves, from transfers, and takes twenty times as long: too long for every step.
+    `Timeline.queue_depths` returns whole curves but takes twenty times as long, which is too slow for every step.
     """
     edges = defaultdict[tuple[int, int], tuple[list[int], list[int]]](lambda: ([], []))
     exchange = RECEIVES.index(Op.REDUCE_GRAD)
@@ -84,7 +84,7 @@ def _of_queues(timeline: Measured) -> dict[str, float]:
 
 
 def _of_period(records: Sequence[Record]) -> dict[str, float]:
-    """Return where the time went from the end of the step before to the end of this one."""
+    """Return where the time went between the end of the previous step and the end of this one."""
     whole = (records[0].end_ns - records[0].since_ns) * NANO
     found = {"time_metrics/end_to_end(s)": whole}
     longest = 0.0

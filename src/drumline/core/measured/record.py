@@ -1,14 +1,14 @@
-"""What one rank measured in one step: moments by its own clock, as whole nanoseconds, in flat tables.
+"""What one rank measured in one step: times by its own clock, in whole nanoseconds, in flat tables.
 
-    starts     100  350       the tables of one column: one number per timed action
+    starts     100  350       a table with one column: one number per timed action
     ends       300  600
-    waits      0  300  350    several columns are laid out row by row: here message 0, from 300 to 350
+    waits      0  300  350    several columns are stored row by row: here message 0, from 300 to 350
 
-A record is what ranks tell each other and what the files of a run hold, so it is small and travels well. What it means
-for all ranks together says `Measured`.
+Ranks send each other records, and the files of a run store them, so a record is small and easy to send. `Measured` says
+what the records of all ranks mean together.
 
-A record indexes its program, its messages and the other ranks; what points nowhere would fail much later. So a line of
-a run's file becomes one having refused what no run wrote: every column by its name.
+A record holds indices into its program, its messages and the other ranks. A bad index would fail much later. So reading
+a line of a run's file checks every column by its name and rejects what no run could have written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from drumline.core.files import Kind
 from drumline.core.parsed import Parsed
 from drumline.core.program import Program, once_per_program
 
-# A message is named by its receive: its stage, its op as an index into RECEIVES, its microbatch (-1: none).
+# A message is named by its receive: stage, op as an index into RECEIVES, microbatch (-1 if it has none).
 RECEIVES = (Op.RECV_F, Op.RECV_B, Op.REDUCE_GRAD)
 _MESSAGE = ("stage", "op", "microbatch")
 
@@ -45,11 +45,11 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "heard": ("source", "left", "arrived"),
 }
 
-# What the kinds in these two tables mean: what the executor does itself in a step, and what happens between steps.
+# The kinds in these two tables: work of the executor itself during a step, and events between steps.
 OVERHEADS = ("begin", "post", "note", "leave", "end")
 BETWEEN = ("tell", "write", "hear", "clip", "update", "data", "evaluate", "check", "save")
 
-# Columns that are moments of the rank's own clock; files count them from the step's begin.
+# Columns that hold times of the rank's own clock; files count them from the start of the step.
 _MOMENTS = frozenset({"start", "end", "arrived", "from", "to"})
 
 
@@ -57,13 +57,13 @@ _MOMENTS = frozenset({"start", "end", "arrived", "from", "to"})
 class Record:
     """One rank's step.
 
-    It lasts from the call of `step` until this rank had only to tell the others; `since_ns` is when the step before it
-    ended, and `between` what happened from then on. `held` and `stash` are pairs and bytes held once each timed action
-    has ended, `peaks` the most bytes held while it ran: behind a recomputation, or between the two of an overlapped
-    pair. Bytes are there only where they were weighed. A message was needed by the timed action of its number, `made`
-    and `sent` by its source's clock, could be taken up when it had `arrived`, and was copied `from` then `to` then.
-    Clocks with the same number show the same; where there are several, `heard` has the quickest packet of every other
-    rank since the last step: when it left, by that rank's clock, and when it came.
+    The step lasts from the call of `step` until this rank only has to inform the others. `since_ns` is the end of the
+    previous step, and `between` lists what happened since then. `held` and `stash` are the pairs and bytes held after
+    each timed action. `peaks` are the most bytes held while it ran: after a recomputation, or between the halves of an
+    overlapped pair. Bytes exist only if they were weighed. A message names the timed action that needed it. `made` and
+    `sent` use the source's clock; the message could be used once it had `arrived`, and was copied between `from` and
+    `to`. Clocks with the same number show the same time. With several clocks, `heard` holds the fastest packet from
+    every other rank since the last step: when it left, by that rank's clock, and when it arrived.
     """
 
     rank: int
@@ -72,7 +72,7 @@ class Record:
     begin_ns: int = 0
     end_ns: int = 0
     clock: int = 0
-    on_device: int = 0  # whether starts and ends are a device's, and the host may have been ahead of it
+    on_device: int = 0  # whether starts and ends are those of a device, which the host may have run ahead of
     starts: Sequence[int] = field(default_factory=list)
     ends: Sequence[int] = field(default_factory=list)
     held: Sequence[int] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Record:
 
     @property
     def is_weighed(self) -> bool:
-        """Whether bytes were counted, while every action ran and once it had ended."""
+        """Whether bytes were recorded, both during and after every action."""
         return 0 < len(self.starts) == len(self.stash) == len(self.peaks)
 
     def rows(self, table: str) -> Iterator[Sequence[int]]:
@@ -111,7 +111,7 @@ class Record:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as an object for JSON: own moments count from the begin, empty tables are left out.
+        """Return the record as a JSON object: own times count from the start of the step, empty tables are left out.
 
         >>> Record(0, begin_ns=1000, end_ns=1500, starts=[1100], ends=[1300]).to_json()
         {'rank': 0, 'step': 0, 'since_ns': -1000, 'begin_ns': 1000, 'end_ns': 500, ... 'starts': [100], 'ends': [300]}
@@ -124,7 +124,7 @@ class Record:
 
     @staticmethod
     def from_json(table: Mapping[str, Any]) -> Record:
-        """Return the record that `to_json` made an object of.
+        """Read a record from the object that `to_json` returned.
 
         >>> record = Record(1, begin_ns=1000, end_ns=1500, exchanges=[2, 1100, 1300])
         >>> Record.from_json(record.to_json()) == record
@@ -142,7 +142,7 @@ _PLAIN = tuple(one.name for one in fields(Record) if one.name not in COLUMNS)
 
 
 def _shifted(table: str, flat: Sequence[int], by: int) -> list[int]:
-    """Return a table with its own moments moved."""
+    """Return a table with its own times shifted."""
     moved, columns = list(flat), COLUMNS[table]
     for at, name in enumerate(columns):
         if name in _MOMENTS:
@@ -152,7 +152,7 @@ def _shifted(table: str, flat: Sequence[int], by: int) -> list[int]:
 
 @cache
 def coded(receive: Action) -> tuple[int, int, int]:
-    """Return a message's three columns.
+    """Return the three columns that name a message.
 
     >>> coded(Action.parse("2RECV_B5"))
     (2, 1, 5)
@@ -171,13 +171,13 @@ def decoded(stage: int, op: int, microbatch: int) -> Action:
 
 LINE = Kind("record", RecordError, "the line as the run wrote it", 256 * 2**20)
 
-_MOMENT = 2**61  # nanoseconds, 73 years: sums of two still fit 64 bits
+_MOMENT = 2**61  # nanoseconds, 73 years: the sum of two still fits in 64 bits
 _ANY_MOMENTS = ("start", "end", "from", "to", "made", "sent", "arrived", "left")
 _PER_ACTION = ("starts", "ends", "held", "stash", "peaks")
 
 
 def read_record(line: Mapping[str, Any], program: Program, rank: int, step: int) -> Record:
-    r"""Return the record of a line, which is of this rank and step.
+    r"""Read the record in a line, which must be for this rank and step.
 
     >>> program = Program.parse("0F0,0B0")
     >>> line = Record(0, 3, starts=[100, 200], ends=[150, 300], held=[1, 0]).to_json()
@@ -204,7 +204,7 @@ def read_record(line: Mapping[str, Any], program: Program, rank: int, step: int)
         if end < start:
             raise LINE.refuse(f"a damaged record: action {at} ends {start - end} ns before it starts")
     counts = {
-        "action": num_timed + 1,  # behind the last one, where gradients are exchanged
+        "action": num_timed + 1,  # one past the last action, for the gradient exchange
         "message": len(tables["messages"]) // len(COLUMNS["messages"]),
         "source": program.num_ranks,
         "target": program.num_ranks,
@@ -219,17 +219,17 @@ def read_record(line: Mapping[str, Any], program: Program, rank: int, step: int)
 
 
 def _flat(table: Parsed, name: str) -> Sequence[int]:
-    """Return a table's numbers, whole and of 64 bits, in whole rows."""
+    """Return a table's numbers: whole, 64-bit, and complete rows."""
     found = table.get(name)
     if found is None:
         return []
     width = len(COLUMNS[name])
     if not isinstance(found.value, list) or len(found.value) % width:
-        raise found.refuse(f"a list of whole numbers, {width} in a row")
+        raise found.refuse(f"a list of whole numbers, {width} per row")
     try:
         return array("q", found.value).tolist()
     except (TypeError, OverflowError):
-        raise found.refuse("whole numbers of 64 bits") from None
+        raise found.refuse("whole numbers of at most 64 bits") from None
 
 
 def _check_length(name: str, flat: Sequence[int], starts: Sequence[int], num_timed: int) -> None:
@@ -240,7 +240,7 @@ def _check_length(name: str, flat: Sequence[int], starts: Sequence[int], num_tim
 
 
 def _check_columns(table: str, flat: Sequence[int], counts: Mapping[str, int]) -> None:
-    """Refuse indices that point nowhere, times out of all bounds, and negative sizes."""
+    """Reject bad indices, impossible times, and negative sizes."""
     if not flat:
         return
     kinds = {"overheads": len(OVERHEADS), "between": len(BETWEEN)}
@@ -263,17 +263,17 @@ def _check_columns(table: str, flat: Sequence[int], counts: Mapping[str, int]) -
 
 
 def _check_messages(table: str, flat: Sequence[int], first: int, program: Program) -> None:
-    """Refuse messages that the program does not send."""
+    """Reject messages that the program does not send."""
     known = _receives(program)
     width = len(COLUMNS[table])
     for one in set(zip(*(flat[first + at :: width] for at in range(3)), strict=True)):
         if one not in known:
-            raise LINE.refuse(f"a damaged record: {table} has {decoded(*one)}, which the program does not send")
+            raise LINE.refuse(f"a damaged record: {table} contains {decoded(*one)}, which the program does not send")
 
 
 @once_per_program
 def _receives(program: Program) -> set[tuple[int, ...]]:
-    """Return every message of a program, as columns: what stages hand on, and gradients that are exchanged."""
+    """Return every message of a program as columns: what stages send, and the gradients they exchange."""
     sent = (rules.message(action, program.num_stages) for action in program.work())
     exchanged = RECEIVES.index(Op.REDUCE_GRAD)
     received: set[tuple[int, ...]] = {coded(message.recv) for message in sent if message is not None}

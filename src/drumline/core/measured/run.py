@@ -1,12 +1,12 @@
-"""A run that was recorded, read from its folder, also while it still grows.
+"""Read a recorded run from its folder, even while the run is still writing it.
 
     config.json  plan.json  program.csv  environment.json      written once, by rank 0
     rank0.jsonl  rank1.jsonl  ...                              a line per step, each by its own rank
     metrics.jsonl                                              a line per step, by rank 0
-    ended.json                                                 when rank 0 has closed the run
+    ended.json                                                 written when rank 0 closes the run
 
-A line counts once it ends: what a killed rank left unfinished is not there. A step counts once every rank has its line.
-Every line and object names its run, so that files of two runs are told apart.
+Only complete lines count, so the unfinished line of a killed rank is ignored. A step exists once all ranks wrote it.
+Every line and object names its run, which distinguishes files of different runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from drumline.core.program import Program
 from drumline.core.prove.validate import validate
 
 FORMAT = 1
-_STEPS_AROUND = 8  # by which drifts are told: they matter only within a step, and this makes them known well enough
+_STEPS_AROUND = 8  # used to find clock drift, which matters only within a step: enough to know it well
 CONFIG, PLAN, PROGRAM, ENVIRONMENT = "config.json", "plan.json", "program.csv", "environment.json"
 METRICS, ENDED = "metrics.jsonl", "ended.json"
 _OPENING = re.compile(rb'\{"run":"([^"]*)","step":(\d{1,15}),')
@@ -45,32 +45,32 @@ def rank_file(rank: int) -> str:
 
 
 def read_run(path: str | Path) -> Run:
-    """Return the run that a folder holds.
+    """Read the run in a folder.
 
     >>> read_run("no-such-folder")
     Traceback (most recent call last):
-    drumline.core.errors.RecordError: no such folder: no-such-folder; pass the folder that you gave to record=
+    drumline.core.errors.RecordError: no such folder: no-such-folder; pass the folder you gave to record=
     """
     return Run(path)
 
 
 class Run:
-    """A recorded run. `steps` are the numbers of those that all ranks have written; it grows as the run does."""
+    """A recorded run. `steps` holds the numbers of the steps that all ranks have written; it grows with the run."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not is_there(path, _FOLDER) or not self.path.is_dir():
-            raise RecordError(f"no such folder: {path}", fix="pass the folder that you gave to record=")
+            raise RecordError(f"no such folder: {path}", fix="pass the folder you gave to record=")
         if not is_there(self.path / CONFIG, _FILE):
             raise RecordError(
-                f"there is no run in {path}", expected=f"a folder with {CONFIG}", fix="name the folder itself"
+                f"{path} does not contain a run", expected=f"a folder with {CONFIG}", fix="pass the run's own folder"
             )
         self.config = self._object(CONFIG)
         self.id = str(self.config["run"])
         if self.config.get("format") != FORMAT:
             raise RecordError(
-                f"{path} is a run in the format {shown(self.config.get('format'))}",
-                expected=f"{FORMAT}, which this version of drumline reads",
+                f"the run in {path} uses the format {shown(self.config.get('format'))}",
+                expected=f"{FORMAT}, the format this version of drumline reads",
             )
         self.plan = self._object(PLAN)
         self.environment = self._object(ENVIRONMENT)
@@ -81,9 +81,9 @@ class Run:
         missing = [str(rank) for rank, lines in enumerate(self._ranks) if not is_there(lines.path, _FILE)]
         if missing:
             raise RecordError(
-                f"{path} has no record of rank {', '.join(missing)}",
+                f"{path} contains no record of rank {', '.join(missing)}",
                 expected=f"files of all {counted(self.program.num_ranks, 'rank')}",
-                fix="copy those that other hosts wrote into this folder",
+                fix="copy the files that other hosts wrote into this folder",
             )
 
     def __repr__(self) -> str:
@@ -91,13 +91,13 @@ class Run:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The numbers of the steps that all ranks have written by now."""
+        """The numbers of the steps that all ranks have written so far."""
         first, *others = [lines.known() for lines in self._ranks]
         return tuple(step for step in first if all(step in one for one in others))
 
     @property
     def num_steps(self) -> int:
-        """How many steps all ranks have written by now."""
+        """How many steps all ranks have written so far."""
         return len(self.steps)
 
     def record(self, rank: int, step: int) -> Record:
@@ -107,22 +107,22 @@ class Run:
             return read_record(table, self.program, rank, step)
         except RecordError as error:
             raise RecordError(
-                f"the line of step {step} in {self._ranks[rank].path} is no record: {error.error}",
+                f"the line of step {step} in {self._ranks[rank].path} is not a record: {error.error}",
                 expected=error.expected,
             ) from None
 
     def timeline(self, step: int | None = None) -> Measured:
-        """Return what a step did on all ranks, the last one unless its number is given."""
+        """Return the timeline of a step over all ranks; the last step by default."""
         steps = self.steps
         if not steps:
-            raise RecordError(f"{self.path} has no step that all ranks have written yet", fix="wait for the first one")
+            raise RecordError(f"no step in {self.path} is complete on all ranks yet", fix="wait for the first step")
         if step is None:
             step = steps[-1]
         elif step not in steps:
-            raise RecordError(f"there is no step {step} in {self.path}", expected=f"one of {_ranges(steps)}")
+            raise RecordError(f"{self.path} has no step {step}", expected=f"step {_ranges(steps)}")
         records = self._records(step)
         if not all(record.starts for record in records):
-            raise RecordError(f"step {step} was captured: its actions were not timed", fix="choose one that was not")
+            raise RecordError(f"step {step} was captured, so its actions have no times", fix="choose another step")
         dials: tuple[Dial, ...] = ()
         if len({record.clock for record in records}) > 1:
             at = steps.index(step)
@@ -130,7 +130,7 @@ class Run:
             dials = align([self._records(one) for one in around], around.index(step))
         found = Measured(self.program, records, self._weighed, dials)
         if not found.makespan > 0:
-            raise RecordError(f"step {step} in {self.path} took no time", expected="a step that ran")
+            raise RecordError(f"step {step} in {self.path} took 0 seconds", expected="a step that ran")
         return found
 
     def _records(self, step: int) -> tuple[Record, ...]:
@@ -138,30 +138,30 @@ class Run:
 
     @cached_property
     def _weighed(self) -> tuple[Record, ...]:
-        """The first step's records, which are weighed unless it was captured: they say what every step holds."""
+        """The records of the first step, which are weighed unless it was captured: every step holds the same."""
         return self._records(self.steps[0])
 
     def metrics(self, *, since: int = 0) -> list[dict[str, Any]]:
-        """Return the metrics of every step, as far as they are written, but for the first `since` of them."""
+        """Return the metrics of all steps written so far, without the first `since`."""
         return [self._numbers(step) for step in islice(self._metrics.known(), since, None)]
 
     def _numbers(self, step: int) -> dict[str, Any]:
-        """Return the metrics of a step: numbers by name, or None for what was not finite."""
+        """Return the metrics of a step: numbers by name, or None for non-finite values."""
         found = self._metrics.read(step)
         for name, value in found.items():
             if name != "run" and value is not None:
                 if type(value) not in (int, float, bool) or len(name) > _LONGEST_NAME:
                     raise RecordError(
-                        f"the line of step {step} in {self._metrics.path} has {shown(value)} as {name[:60]!r}",
-                        expected="numbers by their names",
+                        f"the line of step {step} in {self._metrics.path} has {shown(value)} for {name[:60]!r}",
+                        expected="a number for every name",
                     )
                 if not -LARGEST <= value <= LARGEST:
-                    found[name] = None  # as good as infinite
+                    found[name] = None  # treat it like infinity
         return found
 
     @property
     def has_ended(self) -> bool:
-        """Whether rank 0 has closed the run; one that was killed never says so."""
+        """Whether rank 0 has closed the run; a run that was killed never has."""
         return is_there(self.path / ENDED, _FILE)
 
     def _object(self, name: str) -> dict[str, Any]:
@@ -170,7 +170,7 @@ class Run:
             raise RecordError(f"{path} is missing", expected="all files of the run in one folder")
         found = read_object(path, _FILE)
         if not isinstance(found.get("run"), str):
-            raise RecordError(f"{path} names no run", expected="the file as the run wrote it")
+            raise RecordError(f"{path} does not name a run", expected="the file as the run wrote it")
         if name != CONFIG:
             _check_run(path, found["run"], self.id)
         return found
@@ -188,14 +188,14 @@ class Run:
 
 
 _WROTE = "the file as the run wrote it"
-_FOLDER = Kind("run", RecordError, "the folder that record= named")
+_FOLDER = Kind("run", RecordError, "the folder you gave to record=")
 _FILE = Kind("run", RecordError, _WROTE)
 _LONGEST_NAME = 200
 _MOST_STEPS = 10**7
 
 
 def _check_plan(path: Path, plan: dict[str, Any], program: Program) -> None:
-    """Refuse a plan whose parts are not what reports take them for."""
+    """Raise an error if the plan's parts are not what reports expect."""
     with named(path, _FILE):
         table = Parsed(plan, _FILE)
         table["schedule"].text()
@@ -216,16 +216,16 @@ def _check_plan(path: Path, plan: dict[str, Any], program: Program) -> None:
 
 
 class _Lines:
-    """A file of lines that may grow: where the line of each step is."""
+    """A file of lines that may grow; knows where the line of each step is."""
 
     def __init__(self, path: Path, run: str) -> None:
         self.path = path
         self.run = run
-        self._end = 0  # of the last complete line
+        self._end = 0  # the end of the last complete line
         self._places: dict[int, tuple[int, int]] = {}
 
     def known(self) -> Mapping[int, tuple[int, int]]:
-        """Return where the lines are by now, by step."""
+        """Return where the lines are so far, by step."""
         if not is_there(self.path, _FILE):
             return self._places
         with opened(self.path, _FILE) as file:
@@ -244,7 +244,7 @@ class _Lines:
         opening = _OPENING.match(line)
         if opening is None:
             raise RecordError(
-                f"line {len(self._places) + 1} of {self.path} is not one that a run wrote", fix="remove the line"
+                f"line {len(self._places) + 1} of {self.path} was not written by a run", fix="remove the line"
             )
         _check_run(self.path, opening[1].decode(errors="backslashreplace"), self.run)
         return int(opening[2])
@@ -267,8 +267,8 @@ def _check_run(path: Path, named: str, run: str) -> None:
     if named != run:
         raise RecordError(
             f"{path} belongs to the run {named}",
-            expected=f"{run}, as {CONFIG} says",
-            fix="give every run a folder of its own",
+            expected=f"{run}, the run in {CONFIG}",
+            fix="use a separate folder for every run",
         )
 
 

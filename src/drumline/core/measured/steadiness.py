@@ -1,9 +1,9 @@
-"""Whether a machine was quiet while something was measured on it, so that times may be compared and advice given.
+"""Decide whether the machine was quiet during a measurement. If not, times must not be compared or used for advice.
 
-Two signs tell that it was not: equal steps that take unequal times, and processors that had other work already.
+Two signs show that it was busy: equal steps take unequal times, or other work already used the processors.
 
     quiet   ▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄     the middle half of all steps lies within a tenth
-    busy    ▄█▂▆▄▇▃█▅▂▇▄█▃▆     it spreads over a third or more: a gain of a few percent cannot be told from chance
+    busy    ▄█▂▆▄▇▃█▅▂▇▄█▃▆     it spreads over a third or more: a gain of a few percent is lost in the noise
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import quantiles
 
-VARIES = 0.3  # distance of the quartiles over the median
-LOADED = 0.75  # of the cores: how many of them other work may keep busy
-FEWEST = 4  # lengths from which a spread can be told
+VARIES = 0.3  # distance of the quartiles, divided by the median
+LOADED = 0.75  # share of the cores that other work may keep busy
+FEWEST = 4  # lengths needed to estimate a spread
 
 
 @dataclass(frozen=True, slots=True)
 class Steadiness:
-    """How far equal work spread (quartiles over median), and how many of the `cores` were busy before it began.
+    """How much equal work varied (quartiles over median), and how many of the `cores` were busy before it began.
 
     >>> Steadiness(spread=0.05, load=0.2, cores=2).sentence
     ''
@@ -33,7 +33,7 @@ class Steadiness:
 
     @property
     def reasons(self) -> list[str]:
-        """What shows that the machine was busy; nothing where it was quiet."""
+        """The signs that the machine was busy; empty if it was quiet."""
         reasons = []
         if self.spread is not None and self.spread > VARIES:
             reasons.append(f"equal steps differ by {self.spread:.0%}")
@@ -43,22 +43,22 @@ class Steadiness:
 
     @property
     def busy(self) -> bool:
-        """Whether times taken then are unreliable."""
+        """Whether the measured times are unreliable."""
         return bool(self.reasons)
 
     @property
     def sentence(self) -> str:
-        """What to tell the user; nothing where the machine was quiet."""
+        """What to tell the user; empty if the machine was quiet."""
         return f"This machine was busy: {', and '.join(self.reasons)}." if self.busy else ""
 
     @property
     def withheld(self) -> str:
-        """What to say instead of advice that would rest on such times."""
+        """What to say instead of advice that would rely on these times."""
         return f"{self.sentence} Advice is withheld: measure again on a quiet machine."
 
 
 def spread_of(seconds: Sequence[float]) -> float | None:
-    """Return the distance of the quartiles over the median; None where there are too few to tell.
+    """Return the distance of the quartiles over the median; None if there are too few values.
 
     >>> spread_of([1.0, 1.02, 0.99, 1.01, 5.0]) < 0.05, spread_of([1.0])
     (True, None)

@@ -1,1 +1,1 @@
-"""Whether a program can run: one file per kind of rule, and what each broken one says. Time does not count here."""
+"""Checks whether a program can run: one file per kind of rule, and the message for each violation. Ignores time."""

@@ -1,8 +1,8 @@
-"""Checks of what happens to parameters and gradients: gather and release, exchange between copies, optimizer steps.
+"""Checks on parameters and gradients: gather and release, exchange between copies, optimizer steps.
 
-The UPDATEs of a stage cut its microbatches into steps. Each step's gradients are made first; where the stage's
-gradients are exchanged at all they are exchanged once per step, behind the step's last backward and before its UPDATE;
-two copies of a stage take the same steps.
+The UPDATEs of a stage divide its microbatches into steps. A step's gradients are made first. If the stage exchanges
+gradients at all, it does so once per step, after the step's last backward and before its UPDATE. Two copies of a stage
+take the same steps.
 
     0B0 0B1 0REDUCE_GRAD 0UPDATE1   0B2 0B3 0REDUCE_GRAD 0UPDATE3
     └──────── step 0 ──────────┘    └──────── step 1 ──────────┘
@@ -25,7 +25,7 @@ from drumline.core.simulate.graph import CODE, OPS, Flags, Ints
 
 @dataclass
 class GradientBook:
-    """Where one rank makes, exchanges and uses one stage's gradients, as positions in its row."""
+    """Where one rank makes, exchanges and uses the gradients of one stage, as positions in its row."""
 
     made: dict[int, int] = field(default_factory=dict)
     exchanges: list[int] = field(default_factory=list)
@@ -33,7 +33,7 @@ class GradientBook:
 
     @staticmethod
     def of(code: Ints, microbatch: Ints, position: Ints) -> GradientBook:
-        """Enter what stands in a row, in its order; of what is made twice the first counts."""
+        """Collect the entries of a row in order; if something is made twice, the first counts."""
         made, updates = (flags[code] & (microbatch >= 0) for flags in (_MAKES, _UPDATES))
         return GradientBook(
             dict(zip(microbatch[made][::-1].tolist(), position[made][::-1].tolist(), strict=True)),
@@ -43,7 +43,7 @@ class GradientBook:
 
     @property
     def steps(self) -> list[int]:
-        """The position of every step's last backward; what no UPDATE takes is a last step of its own."""
+        """The position of every step's last backward; gradients that no UPDATE uses form a final step of their own."""
         ends = [microbatch for microbatch, _ in self.updates]
         last = np.full(len(ends) + 1, -1)
         np.maximum.at(last, np.searchsorted(ends, list(self.made)), list(self.made.values()))
@@ -83,7 +83,7 @@ def check(index: Index) -> Iterator[Violation]:
 
 
 def waits_for_exchange(index: Index) -> dict[Position, list[Position]]:
-    """Return, per UPDATE, the other copy's exchange that must be posted before it can run."""
+    """Return, per UPDATE, the exchange of the other copy that must be posted before it can run."""
     waits: dict[Position, list[Position]] = {}
     if not {Op.UPDATE, Op.REDUCE_GRAD} <= index.ops:
         return waits
@@ -122,7 +122,7 @@ def _updates(index: Index, rank: int, stage: int, book: GradientBook) -> Iterato
     by_microbatch = sorted(book.made.items())
     for microbatch, at in book.updates:
         if microbatch <= taken:
-            yield Violation(rank, at, row[at], f"comes after {stage}UPDATE{taken}, which took its gradients")
+            yield Violation(rank, at, row[at], f"comes after {stage}UPDATE{taken}, which used its gradients")
         if not book.made:
             yield Violation(rank, at, row[at], f"updates a stage that rank {rank} does not train")
         while by_microbatch and by_microbatch[0][0] <= microbatch:
@@ -132,11 +132,11 @@ def _updates(index: Index, rank: int, stage: int, book: GradientBook) -> Iterato
         taken = max(taken, microbatch)
     if by_microbatch and index.program.num_updates:
         missing = Action(stage, Op.UPDATE, by_microbatch[-1][0])
-        yield Violation(rank, None, missing, "is missing: its gradients reach no optimizer step")
+        yield Violation(rank, None, missing, "is missing: no optimizer step uses these gradients")
 
 
 def _exchanges(index: Index, rank: int, stage: int, book: GradientBook) -> Iterator[Violation]:
-    """Check that each step's gradients are exchanged once, behind its last backward and before its update."""
+    """Check that each step's gradients are exchanged once, after its last backward and before its update."""
     row = index.program.rows[rank]
     action = Action(stage, Op.REDUCE_GRAD)
     has_copy = stage < index.placement.num_stages and len(index.placement.ranks_of(stage)) > 1
@@ -151,7 +151,7 @@ def _exchanges(index: Index, rank: int, stage: int, book: GradientBook) -> Itera
         yield Violation(rank, at, action, "exchanges the same gradients again")
     for step, last in enumerate(steps):
         if step >= len(book.exchanges):
-            why = "has copies on two ranks" if has_copy else "exchanges its other steps"
+            why = "has copies on two ranks" if has_copy else "exchanges gradients in its other steps"
             yield Violation(rank, None, action, f"is missing: stage {stage} {why}")
             continue
         at = book.exchanges[step]
@@ -179,11 +179,11 @@ def _between_copies(index: Index, books: dict[tuple[int, int], GradientBook]) ->
         exchanges[rank] += book.exchanges
     for rank in range(num_ranks // 2):
         here, there = ([(at, rows[one][at]) for at in sorted(exchanges[one])] for one in (rank, num_ranks - 1 - rank))
-        # What one of the two does not exchange at all is missing, and no matter of order.
+        # If one of the two never exchanges a stage, that is a missing exchange, not a wrong order.
         common = {action for _, action in here} & {action for _, action in there}
         pairs = zip(*([entry for entry in one if entry[1] in common] for one in (here, there)), strict=False)
         for (_, mine), (at, theirs) in pairs:
             if mine != theirs:
-                reason = f"is exchanged while rank {rank} exchanges stage {mine.stage}: one pair of ranks, two orders"
+                reason = f"is exchanged while rank {rank} exchanges stage {mine.stage}: their orders differ"
                 yield Violation(num_ranks - 1 - rank, at, theirs, reason)
                 break

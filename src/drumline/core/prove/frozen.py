@@ -1,15 +1,15 @@
-"""Programs for models of which only a part is trained: frozen stages cost no backward that nobody needs.
+"""Programs for partly frozen models: frozen stages skip the backwards that no trainable stage needs.
 
-    trained     rows of 1f1b on 3 ranks, 2 microbatches      without what is not needed, stage 1 alone being trained
+    trained     rows of 1f1b on 3 ranks, 2 microbatches      pruned, if only stage 1 trains
     no          0F0,0F1,0B0,0B1                              0F0,0F1
     yes         1F0,1F1,1B0,1B1                              1F0,1F1,1B0,1B1
     no          2F0,2B0,2F1,2B1                              2F0,2I0,2F1,2I1
 
-Below the lowest stage that trains no gradient is needed: no backward, and no message to it. Above it a frozen stage
-only hands the gradient on: its B becomes I, its W goes. The lowest one itself keeps its backward as it is: where that
-is split, W needs the gradients that I makes inside the stage.
+Below the lowest trainable stage no gradient is needed: no backward, and no gradient message. Above it, a frozen stage
+only passes the gradient on: its B becomes I, and its W disappears. The lowest trainable stage keeps its backward as it
+is: if it is split, W needs the gradients that I makes inside the stage.
 
-An action never starts later than before: what is left waits for fewer others, in the same order.
+No action starts later than before: the remaining actions wait for fewer others, in the same order.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from drumline.core.rules import Backward
 
 
 def prune(program: Program, trainable: Sequence[bool]) -> Program:
-    r"""Return the program without the backwards that no trainable stage needs; `trainable` says it for every stage.
+    r"""Return the program without the backwards that no trainable stage needs; `trainable` has one flag per stage.
 
-    Where nothing trains only forwards are left. A program that trains nothing comes back as it is.
+    If nothing trains, only forwards remain. A program without backwards is returned unchanged.
 
     >>> print(prune(Program.parse("0F0,0B0\n1F0,1B0\n2F0,2B0"), [False, True, False]))
     0F0
@@ -35,7 +35,7 @@ def prune(program: Program, trainable: Sequence[bool]) -> Program:
     if len(trainable) != program.num_stages:
         raise ProgramError(
             f"program {program.name!r} has {counted(program.num_stages, 'stage')}",
-            expected=f"one flag for each of them, not {len(trainable)}",
+            expected=f"one trainable flag per stage, not {len(trainable)}",
         )
     if not program.has_backward:
         return program
@@ -46,7 +46,7 @@ def prune(program: Program, trainable: Sequence[bool]) -> Program:
             raise ProgramError(
                 f"stage {stage} has trainable parameters, but {has} in the program {program.name!r}",
                 expected="a program made for the same frozen stages",
-                fix="give the schedule's name or the unpruned program: what is not needed is left out by itself",
+                fix="pass the schedule's name or the unpruned program; Drumline removes unneeded backwards itself",
             )
     if after == before:
         return program
@@ -55,7 +55,7 @@ def prune(program: Program, trainable: Sequence[bool]) -> Program:
 
 
 def needed(trainable: Sequence[bool]) -> tuple[Backward, ...]:
-    """Return what each stage has to do of its backward.
+    """Return how much of its backward each stage has to run.
 
     >>> [str(one) for one in needed([False, True, False])]
     ['none', 'whole', 'input']
@@ -66,7 +66,7 @@ def needed(trainable: Sequence[bool]) -> tuple[Backward, ...]:
 
 
 def _pruned(row: Row, kinds: Sequence[Backward], lowest: int) -> Row:
-    """Return a row with what is left of each action; a pair that loses its whole backward is taken apart."""
+    """Return what remains of a row; a pair that loses its whole backward is split up."""
     left: list[Action] = []
     for action in row:
         if _goes(action, kinds, lowest):
@@ -74,7 +74,7 @@ def _pruned(row: Row, kinds: Sequence[Backward], lowest: int) -> Row:
         if action.parts and all(_left(part, kinds) == part for part in action.parts):
             left.append(action)
         elif action.is_compute:
-            # The forward first, as in the pair: so it counts as held before the other lets go.
+            # The forward comes first, as in the pair, so it counts as held before the other is released.
             parts = sorted(action.work, key=lambda part: part.op is not Op.FORWARD)
             left += [one for part in parts if (one := _left(part, kinds)) is not None]
         else:
@@ -83,7 +83,7 @@ def _pruned(row: Row, kinds: Sequence[Backward], lowest: int) -> Row:
 
 
 def _left(part: Action, kinds: Sequence[Backward]) -> Action | None:
-    """Return what is left of a plain compute action, or None."""
+    """Return what remains of a plain compute action, or None."""
     kind = kinds[part.stage]
     if part.op is Op.FORWARD or kind is Backward.WHOLE:
         return part
@@ -93,7 +93,7 @@ def _left(part: Action, kinds: Sequence[Backward]) -> Action | None:
 
 
 def _goes(action: Action, kinds: Sequence[Backward], lowest: int) -> bool:
-    """Whether an action that is not compute has lost its reason: a gradient nobody takes, an exchange of none."""
+    """Whether a non-compute action has become useless: it carries an unused gradient or exchanges nothing."""
     match action.op:
         case Op.REDUCE_GRAD | Op.WAIT_REDUCE_GRAD | Op.UPDATE:
             return kinds[action.stage] is not Backward.WHOLE
@@ -105,7 +105,7 @@ def _goes(action: Action, kinds: Sequence[Backward], lowest: int) -> bool:
 
 
 def untrained(program: Program) -> Iterator[str]:
-    r"""Yield, in words, what a program leaves out because stages are frozen.
+    r"""Yield phrases that say what a program leaves out because stages are frozen.
 
     >>> list(untrained(Program.parse("0F0\n1F0,1B0\n2F0,2I0")))
     ['no backward in stage 0', 'no weight gradients in stage 2']

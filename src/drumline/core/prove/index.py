@@ -1,4 +1,4 @@
-"""Where everything stands in a program: the look-ups that the validator's checks share."""
+"""Where everything is in a program: the lookups that the validator's checks share."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class Index:
-    """A program with its plain actions looked up once."""
+    """A program with an index of its plain actions."""
 
     program: Program
     placement: Placement
 
     @cached_property
     def places(self) -> dict[Action, list[Position]]:
-        """Every place of every plain compute action; more than one is a duplicate."""
+        """All positions of every plain compute action; more than one means a duplicate."""
         return self._places(COMPUTE_OPS)
 
     @cached_property
     def transfers(self) -> dict[Action, list[Position]]:
-        """Every place of every send and receive."""
+        """All positions of every send and receive."""
         return self._places(TRANSFER_OPS)
 
     def _places(self, ops: frozenset[Op]) -> dict[Action, list[Position]]:
@@ -49,9 +49,9 @@ class Index:
 
     @cached_property
     def inputs(self) -> dict[Action, list[tuple[Action, Position]]]:
-        """What every plain compute action needs and the program has, with its first place."""
+        """The inputs that every plain compute action needs and the program has, each with its first position."""
         num_stages = self.program.num_stages
-        # An action is a tuple: a plain one finds it, without being made into an action first.
+        # Actions are tuples, so a plain tuple finds them without building an action first.
         first: dict[tuple[object, ...], tuple[Action, Position]] = {
             action: (action, places[0]) for action, places in self.places.items()
         }
@@ -67,7 +67,7 @@ class Index:
         return found
 
     def messages(self) -> Iterator[tuple[rules.Message, Position, Position]]:
-        """Yield every message between two ranks, with where it is made and where it is taken up."""
+        """Yield every message between two ranks, with where it is made and where it is used."""
         for action, inputs in self.inputs.items():
             taken = self.places[action][0]
             for producer, made in inputs:
@@ -78,7 +78,7 @@ class Index:
 
     @cached_property
     def ops(self) -> set[Op]:
-        """The ops that appear, those of pairs' halves included."""
+        """The ops that appear, including those of the halves of pairs."""
         return self.program.columns.ops
 
     @cached_property
@@ -92,11 +92,11 @@ class Index:
         return sorted({action.microbatch for action in self.places if action.microbatch is not None})
 
     def first(self, alternatives: tuple[Action, ...]) -> tuple[Action, Position] | None:
-        """Return whichever of the alternatives stands in the program, with its first place."""
+        """Return the first of the alternatives that the program contains, with its first position."""
         return next(((action, self.places[action][0]) for action in alternatives if action in self.places), None)
 
     def home(self, action: Action) -> int | None:
-        """Return the rank that the placement gives an action of a stage and microbatch."""
+        """Return the rank on which the placement puts an action of a stage and microbatch."""
         if action.microbatch is None or not 0 <= action.stage < self.placement.num_stages:
             return None
         return self.placement.rank_of(action.stage, action.microbatch)

@@ -1,11 +1,11 @@
-"""Checks of a program that spells its sends and receives out: each message once, in time, and in one order per edge.
+"""Checks on programs that contain sends and receives: each message once, in time, and in one order per edge.
 
-Programs for torch 2.15 also spell out WAITs for sends and gradient exchanges:
+Programs for torch 2.15 also contain WAITs for sends and gradient exchanges:
 
-    0SEND_F0 ... 0B0,0WAIT_SEND_F0        each WAIT behind what it waits for, on the same rank, once
+    0SEND_F0 ... 0B0,0WAIT_SEND_F0        each WAIT once, after what it waits for, on the same rank
     0REDUCE_GRAD ... 0WAIT_REDUCE_GRAD
 
-A program that has one of them has all: PyTorch refuses a lowered file that leaves a send or an exchange without.
+A program with any WAIT must have all of them: PyTorch rejects a lowered file with a send or exchange that has no WAIT.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from drumline.core.prove.violation import Violation
 
 
 def sent_at(index: Index, producer: Action, place: Position) -> Position:
-    """Return where `producer`'s output leaves its rank: at its send, or at itself where sends are not spelled out."""
+    """Return where `producer`'s output leaves its rank: at its send, or at `producer` if the program has no sends."""
     message = rules.message(producer, index.program.num_stages)
     sends = index.transfers.get(message.send, []) if message else []
     return next((send for send in sends if send.rank == place.rank and send.at >= place.at), place)
 
 
 def check(index: Index) -> Iterator[Violation]:
-    """Yield every violation of the messages; nothing for a compute-only program."""
+    """Yield every violation of the message rules; none for a compute-only program."""
     if not index.program.has_communication:
         return
     yield from _stray(index)
     for action, inputs in index.inputs.items():
         place = index.places[action][0]
         for needed in inputs:
-            # A stage's own work on two ranks is a matter of placement, and no message would mend it.
+            # A stage that works on two ranks violates the placement; no message would fix that.
             if needed[1].rank != place.rank and needed[0].stage != action.stage:
                 yield from _message(index, needed, (action, place))
     yield from _orders(index)
 
 
 def _stray(index: Index) -> Iterator[Violation]:
-    """Find transfers that carry nothing: doubled, or without work at both ends on two ranks."""
+    """Find sends and receives that carry nothing: duplicates, or without work on two different ranks."""
     for action, (place, *again) in index.transfers.items():
         for other in again:
-            yield Violation(*other, action, f"is posted again; it was at position {place.at}")
+            yield Violation(*other, action, f"is posted again; it was first posted at position {place.at}")
         made, taken = index.first(rules.producers(action)), index.first(rules.consumers(action))
         if made is None:
-            yield Violation(*place, action, f"carries what {rules.producers(action)[0]} never makes")
+            yield Violation(*place, action, f"carries the output of {rules.producers(action)[0]}, which never runs")
         elif taken is None:
-            yield Violation(*place, action, "carries what no action takes up")
+            yield Violation(*place, action, "carries data that no action uses")
         elif made[1].rank == taken[1].rank:
-            reason = f"is needless: {made[0]} and {taken[0]} are both on rank {place.rank}"
+            reason = f"is not needed: {made[0]} and {taken[0]} are both on rank {place.rank}"
             yield Violation(*place, action, reason)
         else:
             there, belongs = made if action.op in SEND_OPS else taken
@@ -86,7 +86,7 @@ def _orders(index: Index) -> Iterator[Violation]:
         differing = next(((sent, *posted) for (_, sent), posted in pairs if sent != posted[1]), None)
         if differing is not None:
             expected, at, posted = differing
-            reason = f"is received where rank {source} sends {rules.message_of(expected).send}: one edge, two orders"
+            reason = f"is received, but rank {source} sends {rules.message_of(expected).send} first: the orders differ"
             yield Violation(target, at, posted, reason)
 
 
@@ -110,14 +110,14 @@ def check_waits(index: Index) -> Iterator[Violation]:
             elif action.op in WAIT_OPS:
                 awaited = action._replace(op=AWAITED[action.op])
                 if awaited in waited:
-                    yield Violation(rank, at, action, f"waits again; it did at position {waited[awaited]}")
+                    yield Violation(rank, at, action, f"waits again; it first waited at position {waited[awaited]}")
                 elif awaited not in begun:
-                    yield Violation(rank, at, action, f"waits for {awaited}, which does not stand before it")
+                    yield Violation(rank, at, action, f"waits for {awaited}, which does not come before it")
                 else:
                     del begun[awaited]
                     waited[awaited] = at
         for action, at in begun.items():
-            yield Violation(rank, None, wait_for(action), f"is missing: {action} at position {at} is never waited for")
+            yield Violation(rank, None, wait_for(action), f"is missing: nothing waits for {action} at position {at}")
 
 
 def wait_for(action: Action) -> Action:
@@ -130,7 +130,7 @@ def wait_for(action: Action) -> Action:
 
 
 def waits(index: Index) -> dict[Position, list[Position]]:
-    """Return, per WAIT, what another rank must have posted before it ends: the receive, or its copy's exchange."""
+    """Return, per WAIT, what another rank must post before it can end: the receive, or the other copy's exchange."""
     found: dict[Position, list[Position]] = {}
     if not index.ops & WAIT_OPS:
         return found

@@ -1,13 +1,13 @@
-"""Whether rows that spell their messages out run through on a channel with one queue per pair of ranks, or per rank.
+"""Checks whether rows with sends and receives run to the end with one message queue per pair of ranks, or per rank.
 
-Compute goes on while messages are pending; they only stand in line for each other:
+Compute continues while messages are pending; messages only wait for each other:
 
     rank 0   0RECV_B0,0F0,0SEND_F0,0B0     its queue:  0RECV_B0  0SEND_F0
     rank 1   1RECV_F0,1F0,1B0,1SEND_B0     its queue:  1RECV_F0
 
-A message moves when it stands first in its queue on both ranks. Here 0SEND_F0 stands behind 0RECV_B0, whose message
-rank 1 sends only once it has 0SEND_F0's: nothing moves any more, and following who waits for whom leads round a cycle.
-Everything here only ever becomes possible, never impossible again, so that one way of running the rows stands for all.
+A message moves when it is first in its queue on both ranks. Here 0SEND_F0 waits behind 0RECV_B0, whose message rank 1
+sends only after it has received 0SEND_F0. Nothing can move, and following who waits for whom leads round a cycle.
+Nothing that is possible ever becomes impossible again, so one way of running the rows represents all of them.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ class Travel(NamedTuple):
     received: Position
 
 
-Waiter = int | Travel  # a rank that stands still, or a message that does not move
+Waiter = int | Travel  # a blocked rank, or a blocked message
 
 
 def check(index: Index, needed: Mapping[Position, Sequence[Position]], channel: Queues | None) -> Iterator[Violation]:
     """Yield each cycle of ranks and messages that wait for each other.
 
-    `needed` says per place which places of other ranks it waits for: where that is a send or a receive, it waits until
-    the message has moved, otherwise until the other rank has passed it. On a channel of None, as on one with a queue
-    per edge, no message waits for another, and passing its send is enough; otherwise messages must be well-formed.
+    `needed` lists, per position, the positions of other ranks that it waits for. If such a position is a send or a
+    receive, the wait ends when the message has moved; otherwise when the other rank has passed it. With no channel, or
+    one queue per edge, messages never wait for each other, and passing the send is enough; otherwise messages must be
+    well-formed.
     """
     replay = _Replay(index, needed, channel)
     replay.run()
@@ -47,7 +48,7 @@ def check(index: Index, needed: Mapping[Position, Sequence[Position]], channel: 
 
 
 class _Replay:
-    """All rows, run as far as the channel lets them."""
+    """All rows, run as far as the channel allows."""
 
     def __init__(self, index: Index, needed: Mapping[Position, Sequence[Position]], channel: Queues | None) -> None:
         self.rows = index.program.rows
@@ -64,7 +65,7 @@ class _Replay:
         self.waiting: dict[Position, list[int]] = defaultdict(list)
 
     def run(self) -> None:
-        """Run every rank until it is done or waits for something that never comes."""
+        """Run every rank until it finishes or waits for something that never happens."""
         active = list(range(len(self.rows)))
         while active:
             rank = active.pop()
@@ -81,7 +82,7 @@ class _Replay:
                     active += self.waiting.pop(place, ())
 
     def blocker(self, rank: int) -> Position | None:
-        """Return the first of what a rank's next action waits for that has not happened."""
+        """Return the first thing that a rank's next action waits for and that has not happened."""
         inputs = self.needed.get(Position(rank, self.at[rank]), ())
         return next((place for place in inputs if not self.happened(place)), None)
 
@@ -90,12 +91,12 @@ class _Replay:
         return self.at[place.rank] > place.at if travel is None else travel in self.moved
 
     def key(self, travel: Travel, end: Position) -> tuple[int, ...]:
-        """Return the queue in which a message stands at one of its ends."""
+        """Return the queue that a message uses at one of its ends."""
         sends = end == travel.sent
         return self.channel.key(end.rank, (travel.received if sends else travel.sent).rank, sends=sends)
 
     def deliver(self, travel: Travel) -> list[int]:
-        """Move a message if it can, and those behind it; return the ranks that waited for them."""
+        """Move a message if possible, and those behind it; return the ranks that waited for them."""
         woken: list[int] = []
         tried = [travel]
         while tried:
@@ -110,7 +111,7 @@ class _Replay:
         return woken
 
     def cycles(self) -> Iterator[Violation]:
-        """Follow who waits for whom from every rank that stands still; report each cycle once."""
+        """Follow who waits for whom from every blocked rank; report each cycle once."""
         seen: set[Waiter] = set()
         for start in (rank for rank, row in enumerate(self.rows) if self.at[rank] < len(row)):
             path: list[Waiter] = []
@@ -123,10 +124,10 @@ class _Replay:
                 yield self.violation(path[path.index(waiter) :])
 
     def waits_for(self, waiter: Waiter) -> Waiter:
-        """Return what a rank that stands still or a message that does not move waits for."""
+        """Return what a blocked rank or a blocked message waits for."""
         if isinstance(waiter, int):
             place = self.blocker(waiter)
-            assert place is not None, "a rank that stands still waits for something"
+            assert place is not None, "a blocked rank waits for something"
             return self.travels.get(place, place.rank)
         unposted = self.unposted(waiter)
         return unposted.rank if unposted is not None else self.before(waiter)[1]
@@ -135,12 +136,12 @@ class _Replay:
         return next((end for end in travel if self.at[end.rank] <= end.at), None)
 
     def before(self, travel: Travel) -> tuple[Position, Travel]:
-        """Return the end at which a posted message is not the first of its queue, and which one is."""
+        """Return the end at which a posted message is not first in its queue, and the message that is."""
         heads = ((end, self.queues[self.key(travel, end)][0]) for end in travel)
         return next((end, head) for end, head in heads if head != travel)
 
     def violation(self, cycle: Sequence[Waiter]) -> Violation:
-        """Return a cycle as a violation at its first rank, or at a message where no rank takes part."""
+        """Return a cycle as a violation at its first rank, or at a message if no rank takes part."""
         at = next((number for number, one in enumerate(cycle) if isinstance(one, int)), 0)
         turned = [*cycle[at:], *cycle[:at]]
         first = turned[0]
@@ -161,12 +162,12 @@ class _Replay:
                 end, head = self.before(waiter)
                 ahead = head.sent if head.sent.rank == end.rank else head.received
                 yield f"{self.action(end)} of rank {end.rank} waits behind its {self.action(ahead)}"
-            elif not isinstance(before, int):  # otherwise the rank's own link says it
+            elif not isinstance(before, int):  # otherwise the rank's own link already says it
                 other = waiter.received if missing == waiter.sent else waiter.sent
                 yield f"{self.action(other)} of rank {other.rank} waits for {self.shown(missing)}"
 
     def needed_by(self, rank: int) -> str:
-        """Return what a rank waits for: a place that another has not come to, or a message that does not move."""
+        """Return what a rank waits for: a position that another has not reached, or a message that does not move."""
         needed = self.blocker(rank)
         assert needed is not None
         travel = self.travels.get(needed)

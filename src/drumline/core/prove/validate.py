@@ -1,12 +1,12 @@
-"""The proof that a program computes everything once, in an order that cannot hang, within its memory.
+"""Proves that a program computes everything once, in an order that cannot hang, within its memory.
 
-The proof is for a stated channel (see `channel`): a send completes only once its receive is posted, nothing is buffered
-between, and messages move in posting order per directed edge, per pair of ranks, or per rank. Compute goes on while a
-send is pending. On one queue per edge a rank can stand still for one reason only: its next action needs something that
-another rank has not sent yet. If no rank can go on and work is left, following "who waits for whom" leads round a
-cycle, and that is the deadlock. On fewer queues messages wait for each other, too: see `queues.py`.
+The proof holds for a stated channel (see `channel`): a send completes only after its receive is posted, nothing is
+buffered in between, and messages move in posting order per directed edge, per pair of ranks, or per rank. Compute
+continues while a send is pending. With one queue per edge, a rank stops for one reason only: its next action needs
+something that another rank has not sent yet. If no rank can continue and work is left, following "who waits for whom"
+leads round a cycle, which is the deadlock. With fewer queues, messages also wait for each other: see `queues.py`.
 
-All violations are returned, not only the first; what follows from another violation is not reported again.
+The validator returns all violations, not only the first, but not those that merely follow from another.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def validate(
     costs: Costs | None = None,
     channel: str = Queues.EDGE,
 ) -> list[Violation]:
-    r"""Return every violation of `program`; an empty list is the proof that it can run.
+    r"""Return every violation in `program`; an empty list proves that it can run.
 
-    `placement` states where stages belong (otherwise where most of their work is), `limit` what a rank may hold, in
-    pairs or in the bytes of `costs`. `channel` is the one that messages travel on: "edge" as in Drumline's own runs,
-    "pair" or "rank" as in PyTorch's over NCCL. It matters only where sends and receives are spelled out: without,
-    `lower` puts them in an order for any of the three.
+    `placement` says where stages belong (default: where most of their work is). `limit` is what a rank may hold, in
+    pairs or in the bytes of `costs`. `channel` is what messages travel on: "edge" as in Drumline's own runs, "pair" or
+    "rank" as in PyTorch's over NCCL. It matters only for programs that contain sends and receives; for others, `lower`
+    finds a safe order for any of the three.
 
     >>> validate(Program.parse("0F0,0B0\n1F0,1B0"))
     []
@@ -68,7 +68,7 @@ def validate(
 
 @once_per_program
 def misplaced_or_misused(program: Program) -> bool:
-    """Whether a program that compiles breaks a rule all the same: of placement, parameter state, exchange or update.
+    """Whether a program that compiles still breaks a rule of placement, parameter state, exchange or update.
 
     >>> misplaced_or_misused(Program.parse("0F0,0B0,0UPDATE0,0REDUCE_GRAD"))
     True
@@ -85,7 +85,7 @@ def _by_place(violation: Violation) -> tuple[int, int]:
 
 
 def _gaps(program: Program) -> Iterator[Violation]:
-    """Find stages or microbatches that nobody speaks of: with these nothing else can be counted."""
+    """Find stage or microbatch numbers that no row uses; with gaps, nothing else can be counted."""
     for what, numbers, name in (
         ("stage", {part.stage for part in program.work()}, "stages"),
         ("microbatch", {part.microbatch for part in program.work() if part.microbatch is not None}, "microbatches"),
@@ -94,8 +94,8 @@ def _gaps(program: Program) -> Iterator[Violation]:
             yield Violation(None, None, None, f"the program names no {what}")
         elif (count := max(numbers) + 1) > len(numbers):
             missing = next(number for number in range(count) if number not in numbers)
-            there = f"though {what} {count - 1} is there: {len(numbers)} of {count} {name} appear"
-            yield Violation(None, None, None, f"{what} {missing} is missing on every rank, {there}")
+            there = f"though the program has a {what} {count - 1}: {len(numbers)} of {count} {name} appear"
+            yield Violation(None, None, None, f"no rank runs {what} {missing}, {there}")
 
 
 def _shape(index: Index) -> Iterator[Violation]:
@@ -103,34 +103,34 @@ def _shape(index: Index) -> Iterator[Violation]:
     for rank, row in enumerate(index.program.rows):
         for at, action in enumerate(row):
             if action.parts and {part.op for part in action.parts} != set(rules.OVERLAPPED):
-                yield Violation(rank, at, action, "overlaps what is not one forward and one whole backward")
+                yield Violation(rank, at, action, "must overlap one forward and one whole backward")
     for action, (place, *others) in index.places.items():
         for again in others:
-            yield Violation(*again, action, f"runs again; it ran on rank {place.rank} at position {place.at}")
+            yield Violation(*again, action, f"runs again; it first ran on rank {place.rank} at position {place.at}")
         if action.op in _HALVES and (whole := action._replace(op=Op.BACKWARD)) in index.places:
-            yield Violation(*place, action, f"runs though {whole} does the whole backward")
+            yield Violation(*place, action, f"runs although {whole} does the whole backward")
 
 
 _HALVES = {op for way in rules.WAYS[Backward.WHOLE] if Op.BACKWARD not in way for op in way} - {Op.FORWARD}
 
 
 def _placed(index: Index) -> Iterator[Violation]:
-    """Check that every action stands on its stage's rank."""
+    """Check that every action is on its stage's rank."""
     if index.placement.num_ranks != index.program.num_ranks:
-        expected = f"the placement has {index.placement.num_ranks}"
+        expected = f"but the placement has {index.placement.num_ranks}"
         yield Violation(None, None, None, f"the program has {index.program.num_ranks} ranks, {expected}")
         return
     for action, places in index.places.items():
         home = index.home(action)
         for place in places:
             if place.rank != home:
-                lives = "is not part of the placement" if home is None else f"lives on rank {home}"
+                lives = "is not in the placement" if home is None else f"belongs to rank {home}"
                 which = f" for microbatch {action.microbatch}" if index.placement.mirrored else ""
                 yield Violation(*place, action, f"is on the wrong rank: stage {action.stage}{which} {lives}")
 
 
 def _complete(index: Index) -> Iterator[Violation]:
-    """Check that no work is missing; what a frozen stage leaves out, it leaves out for all microbatches."""
+    """Check that no work is missing; a frozen stage must leave out the same work for all microbatches."""
     kinds = index.program.backwards
     for stage in index.stages:
         ways = rules.WAYS[kinds[stage]]
@@ -141,7 +141,7 @@ def _complete(index: Index) -> Iterator[Violation]:
 
 
 def _missing(index: Index, stage: int, microbatch: int, there: set[Op]) -> Iterator[Violation]:
-    """Name what is missing of a stage's work on a microbatch, of the way of which most is there."""
+    """Name the missing work of a stage on a microbatch, for the kind of backward that is most complete."""
     kind = index.program.backwards[stage]
     nearest = max(rules.WAYS[kind], key=lambda way: len(way & there))
     halves = " and ".join(str(Action(stage, op, microbatch)) for op in rules.NEEDS if op in _HALVES)
@@ -160,7 +160,7 @@ def _missing(index: Index, stage: int, microbatch: int, there: set[Op]) -> Itera
 
 
 def _ordered(index: Index) -> Iterator[Violation]:
-    """Check that what an action needs of its own rank stands before it."""
+    """Check that an action's inputs from its own rank come before it."""
     for action, inputs in index.inputs.items():
         place = index.places[action][0]
         for needed, at in inputs:
@@ -170,9 +170,9 @@ def _ordered(index: Index) -> Iterator[Violation]:
 
 
 def _remote_inputs(index: Index) -> dict[Position, list[Position]]:
-    """Return, per place, the places on other ranks that must be passed first.
+    """Return, per position, the positions on other ranks that must be passed first.
 
-    What stands in the wrong order on its own rank is left out: it has been reported, and would hide the rest.
+    Leaves out actions that are in the wrong order on their own rank: they are already reported, and hide the rest.
     """
     found: dict[Position, list[Position]] = {}
     spelled = bool(index.transfers)
@@ -188,7 +188,7 @@ def _remote_inputs(index: Index) -> dict[Position, list[Position]]:
 
 
 def _held(program: Program, limit: Limit, costs: Costs) -> Iterator[Violation]:
-    """Check every rank's stash against the limit; the first action that breaks it is named."""
+    """Check every rank's stash against the limit; name the first action that exceeds it."""
     limit.check(costs)
     for rank, holding in enumerate(holdings(program, costs)):
         timed = [at for at, action in enumerate(program.rows[rank]) if action.op in TIMED_OPS]

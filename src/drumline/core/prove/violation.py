@@ -1,4 +1,4 @@
-"""A broken rule, and the refusal of a program that breaks any."""
+"""A broken rule, and the error for a program that breaks one or more."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from drumline.core.errors import ProgramError
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One broken rule: where, which action, and why. `rank` or `index` is None for what is not there at all.
+    """One broken rule: where, which action, and why. `rank` or `index` is None if the action is missing.
 
     >>> print(Violation(1, 7, Action.parse("3B2"), "runs before 3F2"))
     rank 1, position 7: 3B2 runs before 3F2
@@ -30,7 +30,7 @@ class Violation:
 
 
 class InvalidProgram(ProgramError):
-    """A program that the validator refuses. `violations` holds every reason, not only the first."""
+    """The validator rejected the program. `violations` holds every reason, not only the first."""
 
     def __init__(self, name: str, violations: Sequence[Violation]) -> None:
         self.violations = tuple(violations)
@@ -38,5 +38,5 @@ class InvalidProgram(ProgramError):
         super().__init__(
             f"program {name!r} cannot run: {violations[0]}{more}",
             expected="a program without violations",
-            fix="`drumline check FILE.csv` lists them all",
+            fix="run `drumline check FILE.csv` to list all of them",
         )

@@ -28,14 +28,14 @@ from drumline.core.simulate.graph import (
 )
 from drumline.core.simulate.producers import producers
 
-# By the code of what makes a message: its send, its receive, and whether it is the second to leave an overlapped pair.
+# By the code of the op that makes a message: its send, its receive, and whether it leaves an overlapped pair second.
 _SEND, _RECV = (np.array([CODE[rules.SPELLED[op][end]] if op in rules.SPELLED else -1 for op in OPS]) for end in (0, 1))
 _LATE = np.array([op in rules.SPELLED and rules.leaves_late(Action(0, rules.SPELLED[op][0], 0)) for op in OPS])
 
 
 @once_per_program
 def compile_program(program: Program, messages: Messages) -> TimeGraph:
-    r"""Return the program's graph, compiled once per kind of messages; raise NotCompilable if a rule is broken.
+    r"""Return the program's graph, compiled once per kind of messages; raise NotCompilable if it breaks a rule.
 
     >>> compile_program(Program.parse("0F0,0B0\n1F0,1B0"), Messages.LATENCY).num_nodes
     4
@@ -60,7 +60,7 @@ def compile_program(program: Program, messages: Messages) -> TimeGraph:
     posted = builder.posted(num_stages, num_microbatches) if spelled else None
     if messages is Messages.BLOCKING:
         builder.blocking(posted)
-        builder.gates()  # behind the sends, which are done when they end
+        builder.gates()  # after the sends, which are complete when they end
     elif messages is Messages.LINKS or spelled:
         builder.links(posted)
         messages = Messages.LINKS
@@ -73,7 +73,7 @@ def compile_program(program: Program, messages: Messages) -> TimeGraph:
 
 
 def _turns(columns: Columns, op: Op) -> Iterator[tuple[int, tuple[int, int, int]]]:
-    """Yield the index of every such action, and its rank, its stage and how many of these came before it there."""
+    """Yield the index of every such action, its rank and stage, and how many of these came before it there."""
     taken = defaultdict[tuple[int, int], "count[int]"](count)
     for at in np.flatnonzero(columns.code == CODE[op]).tolist():
         key = int(columns.rank[at]), int(columns.stage[at])
@@ -81,9 +81,9 @@ def _turns(columns: Columns, op: Op) -> Iterator[tuple[int, tuple[int, int, int]
 
 
 class GraphBuilder:
-    """Collects nodes as (chain, key inside it, need, crossing), then numbers them chain by chain.
+    """Collects nodes as (chain, key in the chain, need, crossing), then numbers them chain by chain.
 
-    The timed actions come first, as nodes 0, 1, ... of their rows; until `build` every need is an index in this order.
+    Timed actions come first, as nodes 0, 1, ... of their rows; until `build`, every need is an index in this order.
     """
 
     def __init__(self, program: Program, producer: Ints, consumer: Ints) -> None:
@@ -94,18 +94,18 @@ class GraphBuilder:
         self.source, self.target = self.work.rank[producer], self.work.rank[consumer]
         self.edge = self.source * self.num_ranks + self.target
         self.made_by, self.taken_by = self.work.cell[producer], self.work.cell[consumer]
-        # After which timed action each of the others stands.
+        # The timed action after which each of the others comes.
         first = np.cumsum((0, *self.work.lengths))
         self.follows = (np.cumsum(columns.timed & columns.heads) - 1)[~columns.timed]
         self.follows[self.follows < first[self.untimed.rank]] = -1
         self.num_timed = self.num_nodes = int(first[-1])
-        self.need, self.crossing = np.full((2, self.num_timed), -1)  # of the timed actions
+        self.need, self.crossing = np.full((2, self.num_timed), -1)  # for the timed actions
         self.nodes = [(self.work.rank[self.work.heads], np.arange(self.num_timed) * 4 + 2, self.need, self.crossing)]
         self.num_chains = self.num_ranks
         self.node = self.recv_node = np.full(len(producer), -1)
         self.exchanges = np.flatnonzero(self.untimed.code == CODE[Op.REDUCE_GRAD])
         self.exchange_node = np.empty(0, dtype=np.int64)
-        # After which of its rank's nodes each exchange is posted; activations leave a pair before gradients.
+        # The node of its rank after which each exchange is posted; activations leave a pair before gradients.
         self.posted_after = self.follows[self.exchanges]
         self.forward_first = self.made_by * 2 + _LATE[self.work.code[producer]]
         self.waits = np.flatnonzero(np.isin(self.untimed.code, WAITS))
@@ -128,13 +128,13 @@ class GraphBuilder:
             self.add(self.target[again], self.taken_by[again] * 4 + 1, need[again], again)
 
     def gates(self) -> None:
-        """Add a gate for every WAIT, behind the action that it follows; what it waits for is told later."""
+        """Add a gate for every WAIT, after the action that it follows; what it waits for is set later."""
         if len(self.waits):
             rank, follows = self.untimed.rank[self.waits], self.follows[self.waits]
             self.gate = self.add(rank, follows * 4 + 3, self.awaited, np.full(len(rank), -1))
 
     def behind(self, cell: Ints) -> Ints:
-        """Return the node behind which an untimed action stands: the timed action before it, or a WAIT between."""
+        """Return the node that an untimed action follows: the timed action before it, or a WAIT in between."""
         follows, rank = self.follows[cell], self.untimed.rank
         if not len(self.gate) or not len(cell):
             return follows
@@ -145,7 +145,7 @@ class GraphBuilder:
         return behind
 
     def await_sends(self) -> None:
-        """Let every WAIT for a send wait for its message."""
+        """Make every WAIT for a send wait for its message."""
         untimed = self.untimed
         columns = (column.tolist() for column in (untimed.code, untimed.stage, untimed.microbatch))
         named = list(zip(*columns, strict=True)) if len(self.waits) else []
@@ -171,7 +171,7 @@ class GraphBuilder:
         self.take(self.node)
 
     def posted(self, num_stages: int, num_microbatches: int) -> tuple[Ints, Ints, Ints]:
-        """Return after which timed action each message is sent and its receive posted, and the order of the sends."""
+        """Return the timed actions after which each message is sent and its receive posted, and the order of sends."""
         untimed, work, follows = self.untimed, self.work, self.follows
         listed = np.flatnonzero(np.isin(untimed.code, TRANSFERS))
         stage, at = untimed.stage[listed], untimed.microbatch[listed]
@@ -194,14 +194,14 @@ class GraphBuilder:
         return self.behind(sent), self.behind(received), sent
 
     def blocking(self, posted: tuple[Ints, Ints, Ints] | None) -> None:
-        """Put a send behind every producer, or where it is spelled out, and a receive before every consumer.
+        """Put a send after every producer, or where the row has it, and a receive before every consumer.
 
         As in a lowered program, activations leave an overlapped pair before gradients, and an edge's messages are
-        received in the order in which they are sent: one that is sent early and taken up late is received early.
+        received in the order in which they are sent: a message that is sent early and used late is received early.
         """
         sent_after, _, order = posted or (self.made_by, self.made_by, self.forward_first)
         crossing, nothing = np.argsort(order, kind="stable"), np.full(len(order), -1)
-        # Nodes of one key keep the order in which they are added.
+        # Nodes with the same key keep the order in which they are added.
         self.node, self.recv_node = nothing.copy(), nothing.copy()
         self.node[crossing] = self.add(self.source[crossing], sent_after[crossing] * 4 + 3, nothing, nothing)
         taken_by = self.taken_by.copy()
@@ -213,7 +213,7 @@ class GraphBuilder:
         self._post_exchanges_behind(sent_after, order, self.exchanges if posted else self.posted_after * 2 + 2)
 
     def _post_exchanges_behind(self, sent_after: Ints, order: Ints, before: Ints) -> None:
-        """Let exchanges be posted behind the sends that stand before them, which hold the rank."""
+        """Post exchanges after the sends before them, which occupy the rank."""
         by_order = np.argsort(order, kind="stable")
         place = np.searchsorted(order[by_order], before) - 1
         for at in np.flatnonzero(place >= 0).tolist():
@@ -222,7 +222,7 @@ class GraphBuilder:
                 self.posted_after[at] = self.node[send]
 
     def exchange(self) -> None:
-        """Add the gradient exchanges: each waits for its own rank and, where the stage has a copy, for the copy's.
+        """Add the gradient exchanges: each waits for its own rank and, if the stage has a copy, for the copy's rank.
 
         The n-th exchange of a stage on one rank meets the n-th on the other; the n-th UPDATE waits for it.
         """
@@ -251,7 +251,7 @@ class GraphBuilder:
     def build(self, messages: Messages, num_stages: int, num_microbatches: int) -> TimeGraph:
         """Give every node its number, chain by chain, and return the graph."""
         chain_number, key, need, crossing = map(np.concatenate, zip(*self.nodes, strict=True))
-        # One more than there are nodes, so that -1 stays -1.
+        # One more entry than there are nodes, so that -1 stays -1.
         new = np.arange(self.num_nodes + 1)
         new[-1] = -1
         if self.num_nodes > self.num_timed:
@@ -283,9 +283,9 @@ class GraphBuilder:
         )
 
     def _is_plain(self, num_stages: int) -> bool:
-        """Whether all that rules say about the program was checked on the way here.
+        """Whether compiling has checked all of the program's rules.
 
-        What is left to the validator is rare and small: exchanges, updates, parameter state, and stages on several
+        The rest is rare and small and left to the validator: exchanges, updates, parameter state, and stages on several
         ranks.
         """
         work = self.work

@@ -1,4 +1,4 @@
-"""Costs laid over a graph: how long every node takes, and how long after its need it may start."""
+"""Apply costs to a graph: how long every node takes, and how long after its need it may start."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _table(graph: TimeGraph, costs: Costs) -> Floats:
 
 
 def _scaled(graph: TimeGraph, seconds: Floats, many: Sequence[Costs]) -> Floats:
-    """Return the seconds of compute actions times their microbatch's factor; updates take as long whatever it is."""
+    """Return the seconds of compute actions times their microbatch's factor; the factor does not affect updates."""
     if any(costs.microbatch_factor != 1.0 for costs in many):
         factors = np.array([costs.factors(graph.num_microbatches) for costs in many]).T
         computes = np.isin(graph.work.code, [CODE[op] for op in rules.NEEDS])
@@ -49,7 +49,7 @@ def _scaled(graph: TimeGraph, seconds: Floats, many: Sequence[Costs]) -> Floats:
 
 
 def level_work(graph: TimeGraph, seconds: Floats) -> Floats:
-    """Return the same work spread evenly: every plain action takes its op's mean."""
+    """Return the same work spread evenly: every plain action takes the mean of its op."""
     level = seconds.copy()
     for op in rules.NEEDS:
         same = graph.work.code == CODE[op]
@@ -61,7 +61,7 @@ def level_work(graph: TimeGraph, seconds: Floats) -> Floats:
 def node_seconds(graph: TimeGraph, costs: Costs, work: Floats) -> Floats:
     """Return the seconds of every node (actions, pairs, messages, exchanges) from those of the plain actions.
 
-    `work` may have a second axis, samples; so has the result then.
+    `work` may have a second axis for samples; then the result has it too.
     """
     seconds = np.zeros((graph.num_nodes, *work.shape[1:]))
     fused, halves = _pairs(graph)
@@ -87,7 +87,7 @@ def node_seconds(graph: TimeGraph, costs: Costs, work: Floats) -> Floats:
 
 
 def message_bytes(graph: TimeGraph, costs: Costs) -> Floats:
-    """Return the bytes of every message: what crosses the boundary behind a stage, forwards and backwards alike."""
+    """Return the bytes of every message: what crosses the boundary after a stage, the same in both directions."""
     work, crossings = graph.work, graph.crossings
     boundary = np.minimum(work.stage[crossings.producer], work.stage[crossings.consumer])
     factor = np.array(costs.factors(graph.num_microbatches))[work.microbatch[crossings.producer]]
@@ -103,14 +103,14 @@ def lags(graph: TimeGraph, costs: Costs, seconds: Floats) -> Floats:
         return np.zeros(graph.num_nodes)
     latency = _latencies(graph, [costs])[:, 0]
     if graph.messages is Messages.BLOCKING:
-        # A receive runs beside its send, `latency` later, and not only after it.
+        # A receive runs alongside its send, `latency` later, and not only after it.
         latency = latency - seconds[graph.crossings.node]
     waits: Floats = np.append(latency, 0.0)[graph.crossing]
     return waits
 
 
 def latencies_many(graph: TimeGraph, many: Sequence[Costs]) -> Floats:
-    """Return the same for many costs at once where messages have no nodes, one column per costs."""
+    """Return the lags for many costs at once, one column per costs; only for messages without nodes."""
     if not len(graph.crossings.node) or all(costs.comm == 0 and not costs.edges for costs in many):
         return np.zeros((graph.num_nodes, 1))
     waits: Floats = np.vstack([_latencies(graph, many), np.zeros(len(many))])[graph.crossing]
@@ -133,6 +133,6 @@ def _pairs(graph: TimeGraph) -> tuple[Ints, Ints]:
 
 
 def _edges(graph: TimeGraph) -> tuple[list[tuple[int, int]], Ints]:
-    """Return the directed links that messages use, and which of them each message takes."""
+    """Return the directed links that messages use, and the link of each message."""
     coded, which = np.unique(graph.crossings.source * graph.num_ranks + graph.crossings.target, return_inverse=True)
     return [divmod(one, graph.num_ranks) for one in coded.tolist()], which

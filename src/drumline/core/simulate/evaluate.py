@@ -15,7 +15,7 @@ _UNKNOWN = math.inf
 def evaluate(graph: TimeGraph, seconds: Floats, lag: Floats) -> Floats:
     """Return every node's end; raise NotCompilable if nodes wait for each other.
 
-    Sweeps over the chains, each time running every chain as far as its needs allow.
+    Sweeps over the chains repeatedly and advances every chain as far as its needs allow.
     """
     ends = [_UNKNOWN] * graph.num_nodes + [0.0]
     sweep, columns = _sweep, [graph.need.tolist(), seconds.tolist()]
@@ -30,23 +30,23 @@ def evaluate(graph: TimeGraph, seconds: Floats, lag: Floats) -> Floats:
         halted, moved = sweep(halted, ends)
         if not moved:
             raise NotCompilable
-        # Down the ranks and up again, as activations and gradients flow.
+        # Down the ranks and up again, like activations and gradients.
         halted.reverse()
     ends.pop()
     return np.fromiter(ends, np.float64, graph.num_nodes)
 
 
 def starts_of(graph: TimeGraph, ended: Floats, lag: Floats) -> Floats:
-    """Return every node's start, by the same maximum: what follows without a gap starts at that end, bit for bit."""
+    """Return every node's start by the same maximum: a node that follows without a gap starts at that exact end."""
     padded = np.append(ended, 0.0)
     started: Floats = np.maximum(padded[graph.before], padded[graph.need] + lag)
     return started
 
 
 def _sweep(chains: list[Any], ends: list[float]) -> tuple[list[Any], bool]:
-    """Run every halted chain on; return those that are halted again, and whether any moved.
+    """Advance every halted chain; return those that halt again, and whether any moved.
 
-    An end that is not known yet is infinite, so one comparison finds both a later input and a missing one.
+    An unknown end is infinite, so a single comparison finds both a later input and a missing one.
     """
     halted, moved = [], False
     for chain in chains:
@@ -69,7 +69,7 @@ def _sweep(chains: list[Any], ends: list[float]) -> tuple[list[Any], bool]:
 
 
 def _sweep_with_lag(chains: list[Any], ends: list[float]) -> tuple[list[Any], bool]:
-    """Do the same where needs take time to arrive; apart, because the lag costs a quarter of the speed."""
+    """Do the same when needs take time to arrive; a separate function, because the lag costs a quarter of the speed."""
     halted, moved = [], False
     for chain in chains:
         time, nodes, node, need, cost, lag = chain
@@ -93,7 +93,7 @@ def _sweep_with_lag(chains: list[Any], ends: list[float]) -> tuple[list[Any], bo
 def evaluate_many(graph: TimeGraph, seconds: Floats, lag: Floats) -> Floats:
     """Return every node's end for many samples at once: arrays are (nodes, samples), or (nodes, 1) if shared.
 
-    Nodes at the end of equally long chains do not wait for each other, so each such level is one vector operation.
+    Nodes at the end of equally long chains never wait for each other, so each such level is one vector operation.
     """
     level = evaluate(graph, np.ones(graph.num_nodes), np.zeros(graph.num_nodes)).astype(np.int64)
     by_level = np.argsort(level, kind="stable")

@@ -1,26 +1,26 @@
-"""A program compiled to arrays: nodes that take time, and what each of them waits for.
+"""A program compiled to arrays: nodes that take time, and what each node waits for.
 
-Nodes come in chains, one per rank's row, per link, per gradient exchange. A node waits for the one before it in its
-chain and for at most one other, so its end is one line of arithmetic:
+Nodes form chains: one per rank's row, per link, per gradient exchange. A node waits for the previous node in its chain
+and for at most one other, so its end is one line of arithmetic:
 
     end[i] = max(end[i - 1], end[need[i]] + lag[i]) + seconds[i]
 
-Where an action needs two others (an overlapped pair, a message whose receive must be posted), a gate that takes no time
-stands before it and waits for the first. So does a WAIT: a gate in its row that waits for the message or the exchange.
-Index -1 is the start of time. Who needs whom comes from `rules`.
+If an action needs two others (an overlapped pair, or a message whose receive must be posted), a gate before it takes no
+time and waits for the first. A WAIT is also a gate: it sits in its row and waits for the message or the exchange.
+Index -1 is the start of time. Dependencies come from `rules`.
 
     messages    nodes beside the actions                   a consumer waits for
     LATENCY     none                                       its producer, plus the edge's latency
     LINKS       one per message, chained per link          its message, plus the edge's latency
     BLOCKING    a send and a receive inside the rows       the receive before it
 
-Rows of actions are read as arrays: what has to look at every action reads these, at a tenth of the time. For the row
+Rows of actions are stored as arrays. Code that looks at every action reads these, in a tenth of the time. For the row
 0F0,(0F1;1B0)OVERLAP_F_B,0REDUCE_GRAD they are
 
     stage       0  0  1  0
-    code        F  F  B  REDUCE_GRAD        an op's place in `OPS`
-    microbatch  0  1  0 -1                  -1 where there is none
-    cell        0  1  1  2                  the action's number, all rows through: the halves of a pair share one
+    code        F  F  B  REDUCE_GRAD        an op's index in `OPS`
+    microbatch  0  1  0 -1                  -1 if there is none
+    cell        0  1  1  2                  the action's number, counted through all rows: halves of a pair share one
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Flags = npt.NDArray[np.bool_]
 OPS = tuple(Op)
 CODE: dict[Op, int] = {op: code for code, op in enumerate(OPS)}
 TIMED = np.array([op in TIMED_OPS for op in OPS])
-# Places of the compute ops in a small table of their own; the others have none.
+# Indices of the compute ops in a small table of their own; other ops have none.
 PLACE = np.array([list(rules.NEEDS).index(op) if op in rules.NEEDS else -1 for op in OPS])
 WAITS = tuple(sorted(CODE[op] for op in WAIT_OPS))
 TRANSFERS = tuple(sorted(CODE[op] for op in TRANSFER_OPS))
@@ -68,7 +68,7 @@ class Columns:
 
     @staticmethod
     def of(rows: Sequence[Sequence[Action]]) -> Columns:
-        """Take rows apart.
+        """Convert rows to arrays.
 
         >>> Columns.of([[Action.parse("(0F1;1B0)OVERLAP_F_B"), Action.parse("0UNSHARD")]]).microbatch.tolist()
         [1, 0, -1]
@@ -107,17 +107,17 @@ class Columns:
 
     @property
     def position(self) -> Ints:
-        """The action's place in its own row."""
+        """The action's position in its own row."""
         first = np.cumsum((0, *self.lengths), dtype=np.int64)
         return self.cell - first[self.rank]
 
     @property
     def heads(self) -> Flags:
-        """Which entries begin a cell: all but the later halves of pairs."""
+        """Which entries begin a cell: all except the second halves of pairs."""
         return np.append(True, self.cell[1:] != self.cell[:-1])[: len(self.cell)]
 
     def by_stage(self, chosen: Ints | None = None) -> Iterator[tuple[tuple[int, int], Ints]]:
-        """Yield every (rank, stage) with the indices of its entries, all of them or of those that are chosen.
+        """Yield every (rank, stage) with the indices of its entries: all of them, or only the chosen ones.
 
         >>> rows = [[Action.parse(text) for text in ("0F0", "1F0", "0F1")]]
         >>> [(key, entries.tolist()) for key, entries in Columns.of(rows).by_stage()]
@@ -131,7 +131,7 @@ class Columns:
             yield (int(rank[at]), int(stage[at])), each
 
     def only(self, chosen: Flags) -> Columns:
-        """Return the chosen entries, whole actions of them, as if the rows held nothing else."""
+        """Return the chosen entries, which must be whole actions, as if the rows contained nothing else."""
         if chosen.all():
             return self
         begins = self.heads[chosen]
@@ -152,7 +152,7 @@ class Columns:
         return TIMED[self.code] | self.paired
 
     def backwards(self, num_stages: int) -> tuple[Backward, ...]:
-        """Return what each stage does of its backward, or would have to do for the program to be complete.
+        """Return how much of its backward each stage runs, or would have to run for the program to be complete.
 
         >>> row = [Action.parse(text) for text in ("0F0", "1F0", "2F0", "2I0", "1B0")]
         >>> [str(kind) for kind in Columns.of([row]).backwards(num_stages=3)]
@@ -193,12 +193,12 @@ class Messages(Enum):
 
 
 class NotCompilable(Exception):
-    """The program breaks a rule; the validator says which."""
+    """The program breaks a rule; the validator says which one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Crossings:
-    """The messages between ranks: who makes and takes them (as `work`), and their nodes, -1 where they have none.
+    """The messages between ranks: who makes and uses them (as `work`), and their nodes, -1 if they have none.
 
     `node` is the transfer, or under BLOCKING the send; `recv_node` the receive.
     """
@@ -224,7 +224,7 @@ class Exchanges:
 class Waits:
     """The WAITs: the rank of each, its node, the node it waits for (-1: none), and which timed action it follows.
 
-    Timed actions are numbered through, row by row; -1 is a WAIT before the first of its row.
+    Timed actions are numbered through all rows; -1 is a WAIT before the first action of its row.
     """
 
     rank: Ints
@@ -239,7 +239,7 @@ class TimeGraph:
 
     `work` are the plain actions that take time, and `node` is where each of them runs.
 
-    Where the program is not `plain`, compiling has not checked all of it, and the validator must.
+    If the program is not `plain`, compiling has not checked all of it, and the validator must.
     """
 
     messages: Messages

@@ -1,17 +1,17 @@
 """What a rank holds, action by action.
 
-A (stage, microbatch) pair is held from its F's start to its B's (split: W's) end; in an overlapped pair F counts before
-B. Where a stage is frozen it ends earlier: with I if that is all there is of the backward, with F if there is none. All
-of it follows from the rows alone, whatever the times.
+A (stage, microbatch) pair is held from the start of its F to the end of its B (or W, if split). In an overlapped pair F
+counts before B. A frozen stage releases the pair earlier: after I if I is its whole backward, after F if it has none.
+All of this follows from the rows alone, whatever the times.
 
 Programs that take optimizer steps without a flush also hold weight versions and gradient buffers.
 
     0F0 0F1 0B0 0UPDATE0 0F2 0B1 0UPDATE1 0B2 ...
      └─ version 0 ─┘      └ version 1      1B1 still needs version 0: two versions are held
 
-A forward sees the newest version of its stage, that is all UPDATEs before it in its row, and its backward sees the
-same one: a version stays in memory while a pair still needs it. UPDATE m takes the gradients of the microbatches up
-to m that no earlier UPDATE took; gradients of later ones accumulate apart.
+A forward uses the newest version of its stage, after all UPDATEs before it in its row, and its backward uses the same
+version: a version stays in memory while a pair still needs it. UPDATE m uses the gradients of the microbatches up to m
+that no earlier UPDATE used; gradients of later ones accumulate separately.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from drumline.core.simulate.graph import CODE, OPS, Floats, Ints
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """One rank's memory: pairs and bytes while each timed action runs, and once it has ended.
+    """One rank's memory: pairs and bytes while each timed action runs, and after it.
 
-    Bytes are None where none are known. They are the stash, plus `static_bytes` (weights, gradients, optimizer), plus
-    what further weight versions and gradient buffers take.
+    Bytes are None if unknown. They include the stash, `static_bytes` (weights, gradients, optimizer), and the memory of
+    further weight versions and gradient buffers.
     """
 
     pairs: Sequence[tuple[int, int]]
@@ -52,7 +52,7 @@ class Holding:
 
     @property
     def peak_bytes(self) -> float | None:
-        """The most bytes held at once, or None where no bytes are known."""
+        """The most bytes held at once, or None if unknown."""
         if self.bytes is None:
             return None
         return max((during for during, _ in self.bytes), default=self.static_bytes)
@@ -81,7 +81,7 @@ def holdings(program: Program, costs: Costs) -> tuple[Holding, ...]:
 
 
 def weighed_holdings(program: Program, weighed: Sequence[Sequence[tuple[int, int]]]) -> tuple[Holding, ...]:
-    r"""Return what every rank holds, bytes as they were counted while each timed action ran and once it had ended.
+    r"""Return what every rank holds, with the bytes that were measured during and after each timed action.
 
     >>> program = Program.parse("0F0,0B0")
     >>> [holding.peak_bytes for holding in weighed_holdings(program, [[(16, 16), (80, 0)]])]
@@ -96,9 +96,9 @@ def weighed_holdings(program: Program, weighed: Sequence[Sequence[tuple[int, int
 
 
 def stage_bytes(program: Program, weighed: Sequence[Sequence[tuple[int, int]]]) -> dict[str, Any]:
-    r"""Return what a microbatch holds in every stage, as fields of `Costs`: medians of what `weighed_holdings` takes.
+    r"""Return what a microbatch holds in every stage, as fields of `Costs`: medians of the measured bytes.
 
-    A stage runs its forward again if its backward holds more than before it and after it.
+    A stage runs its forward again if its backward holds more than before and after it.
 
     >>> stage_bytes(Program.parse("0F0,0B0"), [[(16, 16), (80, 0)]])
     {'activation_bytes': [80.0], 'held_until_weight_bytes': [80.0], 'recompute': [True], 'checkpoint_bytes': [16.0]}
@@ -116,7 +116,7 @@ def stage_bytes(program: Program, weighed: Sequence[Sequence[tuple[int, int]]]) 
     stages = range(program.num_stages)
     kept = [float(median(changes[stage, Op.FORWARD])) for stage in stages]
     again = [float(median(recomputed.get(stage, [0]))) for stage in stages]
-    # Where I never ran, nothing is known to be freed before W.
+    # If I never ran, nothing is known to be freed before W.
     freed = [float(median(changes.get((stage, Op.BACKWARD_INPUT), [again[stage]]))) for stage in stages]
     return {
         "activation_bytes": [first + more for first, more in zip(kept, again, strict=True)],
@@ -135,7 +135,7 @@ def _counted(program: Program) -> tuple[Holding, ...]:
 
 
 def _pairs(program: Program) -> Iterator[list[tuple[int, int]]]:
-    """Yield, rank by rank, the pairs held while each timed action runs, and once it has ended."""
+    """Yield, rank by rank, the pairs held while each timed action runs, and after it."""
     columns = program.timed_columns
     begun = np.where(columns.code == CODE[Op.FORWARD], 1, 0)
     ended = -_releasing(program)[columns.code, columns.stage]
@@ -148,7 +148,7 @@ def _pairs(program: Program) -> Iterator[list[tuple[int, int]]]:
 
 
 def _releasing(program: Program) -> Ints:
-    """Return 1 for each (op, stage) with whose end a pair is let go of."""
+    """Return 1 for each (op, stage) that releases a pair when it ends."""
     table = np.zeros((len(OPS), program.num_stages), dtype=np.int64)
     table[[CODE[op] for op in rules.RELEASES]] = 1
     table[CODE[Op.FORWARD]] = [kind is Backward.NONE for kind in program.backwards]
@@ -158,7 +158,7 @@ def _releasing(program: Program) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes per stage: `change` is what each (op, stage) adds as it starts and as it ends, at a factor of 1."""
+    """Bytes per stage: `change` is what each (op, stage) adds when it starts and when it ends, at a factor of 1."""
 
     change: dict[tuple[Op, int], tuple[float, float]]
     static: list[float]
@@ -166,7 +166,7 @@ class Sizes:
 
     @staticmethod
     def of(program: Program, costs: Costs) -> Sizes:
-        """Lay the costs over the stages of a program."""
+        """Apply the costs to the stages of a program."""
         stages = program.num_stages
         full = costs.per_stage("activation_bytes", stages)
         until_weight = full
@@ -179,7 +179,7 @@ class Sizes:
             again = full[stage] - kept
             change[Op.FORWARD, stage] = (kept, -kept if kind is Backward.NONE else 0.0)
             change[Op.BACKWARD, stage] = (again, -full[stage])
-            more = max(until_weight[stage] - full[stage], 0.0)  # gradients that I makes for W, beyond what it frees
+            more = max(until_weight[stage] - full[stage], 0.0)  # gradients that I makes for W, beyond what I frees
             change[Op.BACKWARD_INPUT, stage] = (again + more, until_weight[stage] - full[stage] - more)
             if kind is Backward.INPUT:
                 change[Op.BACKWARD_INPUT, stage] = (again, -full[stage])
@@ -192,7 +192,7 @@ class Sizes:
         return Sizes(change, static, costs.factors(program.num_microbatches))
 
     def stash(self, timed: Sequence[Action]) -> list[tuple[float, float]]:
-        """Return the activation bytes held while each action runs, and once it has ended."""
+        """Return the activation bytes held while each action runs, and after it."""
         held: list[tuple[float, float]] = []
         size = 0.0
         for action in timed:
@@ -212,14 +212,14 @@ _RELEASES = np.array([op in rules.RELEASES for op in OPS])
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """What versions and second gradient buffers add, while each timed action runs and after it; the most versions."""
+    """What versions and second gradient buffers add, during and after each timed action; and the most versions."""
 
     bytes: Sequence[tuple[float, float]]
     peak: int
 
 
 def versions(program: Program, costs: Costs) -> list[Versions] | None:
-    """Return what every rank's weight versions cost beyond the first; None where the program takes no steps itself.
+    """Return what every rank's weight versions cost beyond the first; None if the program contains no updates.
 
     >>> program = Program.parse("0F0,0F1,0B0,0UPDATE0,0F2,0B1,0UPDATE1,0B2,0UPDATE2")
     >>> versions(program, Costs(weight_bytes=10))[0].peak
@@ -240,7 +240,7 @@ def versions(program: Program, costs: Costs) -> list[Versions] | None:
 
 
 def _old_versions(code: Ints, microbatch: Ints, position: Ints, length: int) -> Floats:
-    """Count one stage's versions that an UPDATE has replaced and a pair still needs: from that UPDATE's end on."""
+    """Count a stage's versions that an UPDATE has replaced and a pair still needs, from the end of that UPDATE."""
     updated = position[code == _UPDATE]
     forward, release = code == _FORWARD, _RELEASES[code]
     seen = np.zeros(int(microbatch.max(initial=0)) + 1, dtype=np.int64)
@@ -252,7 +252,7 @@ def _old_versions(code: Ints, microbatch: Ints, position: Ints, length: int) -> 
 
 
 def _gradient_buffers(code: Ints, microbatch: Ints, position: Ints, length: int) -> Floats:
-    """Count one stage's steps that accumulate: from the start of their first gradient to the end of their UPDATE."""
+    """Count a stage's accumulating steps: from the start of their first gradient to the end of their UPDATE."""
     updates, release = code == _UPDATE, _RELEASES[code]
     updated = position[updates]
     step = np.searchsorted(microbatch[updates], microbatch[release])

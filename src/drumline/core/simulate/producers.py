@@ -1,4 +1,4 @@
-"""Who makes what each action needs: the first half of compiling."""
+"""Find what makes each action's input: the first half of compiling."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from drumline.core.simulate.graph import CODE, PLACE, Columns, Flags, Ints, NotC
 
 
 def _complete(kind: Backward) -> Flags:
-    """Return which sets of ops are all that a stage of this kind runs for a microbatch; bit i is the op of place i."""
+    """Return which sets of ops are complete for a stage of this kind on a microbatch; bit i is the op at index i."""
     found = np.zeros(2 ** len(rules.NEEDS), dtype=bool)
     found[[sum(1 << PLACE[CODE[op]] for op in way) for way in rules.WAYS[kind]]] = True
     return found
@@ -20,9 +20,9 @@ _COMPLETE = {kind: _complete(kind) for kind in Backward}
 
 
 def producers(work: Columns, num_stages: int, num_microbatches: int) -> Ints:
-    """Return, per plain action, which other makes its input from a neighbouring stage (-1: none is needed).
+    """Return, per plain action, the action that makes its input from a neighbouring stage (-1: no such input).
 
-    Checks along the way what the simulator relies on: nothing missing or twice, own-stage inputs earlier in the row.
+    Also checks what the simulator relies on: nothing missing or repeated, own-stage inputs earlier in the row.
     """
     place = PLACE[work.code]
     computing = np.flatnonzero(place >= 0)
@@ -36,7 +36,7 @@ def producers(work: Columns, num_stages: int, num_microbatches: int) -> Ints:
         raise NotCompilable
     done = (1 << np.arange(len(rules.NEEDS))) @ (where.reshape(len(rules.NEEDS), size) >= 0)
     if not _COMPLETE[Backward.WHOLE][done].all():
-        # Not every stage trains; then frozen ones must be frozen for all microbatches.
+        # Some stages are frozen; they must be frozen for all microbatches.
         for kind, ops in zip(work.backwards(num_stages), done.reshape(num_stages, num_microbatches), strict=True):
             if not _COMPLETE[kind][ops].all():
                 raise NotCompilable

@@ -1,4 +1,4 @@
-"""What a program costs: the times of every action, for given costs."""
+"""Simulate a program: the times of every action, for given costs."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from drumline.core.timeline.timeline import Span, SpanLane, Timeline, Track, Tra
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Simulation(Timeline):
-    """A timeline that was computed: it knows its costs, and with them messages, memory and a balanced twin.
+    """A computed timeline: it knows its costs, and from them messages, memory and a balanced twin.
 
-    `ended` and `lag` are those of the graph's nodes, `work` the seconds of the plain actions where the costs alone do
-    not say them, `weighed` what ranks were measured to hold; what else there is to know is made when it is asked for.
+    `ended` and `lag` belong to the graph's nodes. `work` is the seconds of the plain actions, if the costs alone do not
+    define them. `weighed` is what ranks were measured to hold. Everything else is computed on demand.
     """
 
     program: Program
@@ -119,12 +119,12 @@ class Simulation(Timeline):
 
     @cached_property
     def latest_inputs(self) -> Sequence[Sequence[tuple[int, int]]]:
-        """Per rank, where the latest input of each timed action ran: (rank, index there), both -1 where it had none."""
+        """Per rank, where the latest input of each timed action ran: (rank, index there), both -1 if it had none."""
         graph, crossings, actions = self.graph, self.graph.crossings, self.graph.action_nodes
         index_of = np.full(graph.num_nodes, -1)
         index_of[np.concatenate(actions)] = np.concatenate([np.arange(len(nodes)) for nodes in actions])
         producers, consumers = graph.node[crossings.producer], graph.node[crossings.consumer]
-        # Of several inputs the last one written counts: the one that ended last.
+        # If there are several inputs, the last one written counts: the one that ended last.
         order = np.lexsort((index_of[producers], crossings.source, self.ended[producers]))
         rank, index = np.full((2, graph.num_nodes), -1)
         rank[consumers[order]] = crossings.source[order]
@@ -133,9 +133,9 @@ class Simulation(Timeline):
 
     @cached_property
     def awaited(self) -> dict[tuple[int, int], Span]:
-        r"""The send or exchange that each action had to wait for at a WAIT, by its rank and index among the timed ones.
+        r"""The send or exchange that each action had to wait for at a WAIT, by rank and index among the timed actions.
 
-        In 0F0,0SEND_F0,0WAIT_SEND_F0,0F1 rank 0 computes 0F1 only once rank 1 has taken 0F0's output.
+        In 0F0,0SEND_F0,0WAIT_SEND_F0,0F1 rank 0 computes 0F1 only after rank 1 has received 0F0's output.
 
         >>> rows = "0F0,0SEND_F0,0WAIT_SEND_F0,0F1,0SEND_F1,0WAIT_SEND_F1\n1RECV_F0,1F0,1RECV_F1,1F1"
         >>> simulate(Program.parse(rows), Costs(message_bytes=2, bytes_per_second=1)).awaited
@@ -160,7 +160,7 @@ class Simulation(Timeline):
         return found
 
     def awaited_before(self, rank: int, index: int) -> Span | None:
-        """Return the send or exchange that a WAIT or an UPDATE at (rank, index) waited for, if one did."""
+        """Return the send or exchange that a WAIT or an UPDATE at (rank, index) waited for, if any."""
         return self.awaited.get((rank, index)) or super().awaited_before(rank, index)
 
     @cached_property
@@ -190,7 +190,7 @@ class Simulation(Timeline):
 
     @cached_property
     def balanced(self) -> Timeline | None:
-        """The same program and work, were all stages and microbatches equally heavy; None where they are."""
+        """The same program and work, as if all stages and microbatches cost the same; None if they do."""
         seconds = work_seconds(self.graph, self.costs) if self.work is None else self.work
         level = level_work(self.graph, seconds)
         if np.allclose(level, seconds, rtol=1e-12, atol=0.0):
@@ -203,7 +203,7 @@ def simulate(
 ) -> Simulation:
     """Return the timeline of `program` under `costs`; every action starts as soon as what it waits for allows.
 
-    A `limit` changes no time: it lets the causes of idle time tell where holding more would have helped. `factors`
+    A `limit` changes no times: it lets the causes of idle time show where holding more would have helped. `factors`
     multiply the seconds of each compute and update action, as in `makespans`.
 
     >>> from drumline.schedules import generate
@@ -212,7 +212,7 @@ def simulate(
     (33.0, 0.2727, (4, 3, 2, 1))
     """
     if not isinstance(program, Program):
-        raise ProgramError(f"{program!r:.60} is not a program", fix='dl.generate("1f1b", ...) makes one')
+        raise ProgramError(f"{program!r:.60} is not a program", fix='make one with dl.generate("1f1b", ...)')
     costs = costs or Costs()
     if limit is not None:
         limit.check(costs)
@@ -230,8 +230,8 @@ def simulate(
 def makespans(program: Program, costs: Costs | Sequence[Costs], *, factors: Floats | None = None) -> Floats:
     """Return the makespan of one program under many costs at once.
 
-    Either pass a sequence of costs, or one and `factors`: an array (samples, compute and update actions) that
-    multiplies the seconds of each, row by row in order, the two halves of an overlapped pair apart.
+    Pass either a sequence of costs, or one Costs and `factors`: an array (samples, compute and update actions) that
+    multiplies the seconds of each action, row by row in order. The halves of an overlapped pair count separately.
 
     >>> from drumline.schedules import generate
     >>> program = generate("1f1b", num_ranks=2, num_microbatches=2)
@@ -243,7 +243,7 @@ def makespans(program: Program, costs: Costs | Sequence[Costs], *, factors: Floa
         return np.empty(0)
     kinds = {Messages.of(one) for one in many}
     if len(kinds) > 1:
-        raise CostsError("some of the costs have finite links and some have not", expected="one kind in one call")
+        raise CostsError("some of these costs have finite links and some do not", expected="only one kind in a call")
     try:
         for one in many:
             graph = _compiled(program, one)
@@ -263,7 +263,7 @@ def _samples(graph: TimeGraph, many: list[Costs], factors: Floats | None) -> tup
         waits = [lags(graph, one, cost) for one, cost in zip(many, seconds, strict=True)]
         return np.stack(seconds, axis=1), np.stack(waits, axis=1)
     if len(many) != 1:
-        raise CostsError(f"factors with {len(many)} Costs", expected="a single Costs")
+        raise CostsError(f"factors was passed with {len(many)} Costs", expected="a single Costs")
     work = work_seconds(graph, many[0])[:, None] * _by_work(graph, factors)
     seconds_many = node_seconds(graph, many[0], work)
     return seconds_many, lags(graph, many[0], seconds_many[:, 0])[:, None]
@@ -285,14 +285,14 @@ def _compiled(program: Program, costs: Costs) -> TimeGraph:
     for source, target in costs.edges:
         if max(source, target) >= graph.num_ranks:
             raise CostsError(
-                f"edges names {source}->{target}", expected=f"ranks 0 to {graph.num_ranks - 1}, which the program has"
+                f"edges has a link {source}->{target}", expected=f"ranks 0 to {graph.num_ranks - 1}, as in the program"
             )
     return graph
 
 
 def _invalid(program: Program) -> InvalidProgram:
     violations = validate(program)
-    assert violations, f"{program!r} passes the validator and yet cannot be simulated"
+    assert violations, f"{program!r} passes the validator but cannot be simulated"
     return InvalidProgram(program.name, violations)
 
 

@@ -1,1 +1,1 @@
-"""What happened or would happen, whoever says so: spans, messages, idle seconds and their causes."""
+"""What happened or would happen, measured or simulated: spans, messages, idle seconds and their causes."""

@@ -1,19 +1,19 @@
 """Why each idle second was idle.
 
 rank 1  ....F0..........B0      the rank's first action starts late: fill
-        |fill|  wait    |       then it waits for 2B0 of rank 2, until that ends: wait
-                        |       and until its gradient has arrived: transfer
+        |fill|  wait    |       then it waits for 2B0 of rank 2 to end: wait
+                        |       and for its gradient to arrive: transfer
 
 fill        before the rank's first action          drain    after its last one
-wait        for an action of another rank           transfer the input was made, and on its way
-imbalance   the part of the three above that equal stages and microbatches would not have had
-memory      the part of a wait in which a later forward was ready, but the stated limit forbade holding it
+wait        for an action of another rank           transfer the input exists and is on its way
+imbalance   the part of these three that equal stages and microbatches would not have
+memory      the part of a wait in which a later forward was ready, but the limit did not allow holding it
 
-Where a timeline was measured, spans of their own say what a rank did when it did not compute (see `account`). Beside
-fill, drain, wait and transfer there are then
+In a measured timeline, recorded spans say what a rank did when it did not compute (see `account`). Besides fill, drain,
+wait and transfer there are then
 
 overhead    the executor's own work                 outside  the rank had not begun its step when others had
-unexplained what no span covers
+unexplained time that no span covers
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from drumline.core.timeline.timeline import Timeline
 
 
 def attribute(timeline: Timeline, limit: Limit | None = None) -> tuple[Idle, ...]:
-    r"""Return every idle interval with its cause, rank by rank in order of time; they sum to `timeline.idle`.
+    r"""Return every idle interval with its cause, rank by rank in time order; they sum to `timeline.idle`.
 
     >>> from drumline.core.program import Program
     >>> from drumline.core.simulate.simulate import simulate
@@ -77,13 +77,13 @@ class _Rank:
             yield from self.parts(bounds, causes, action, waits_for, on_rank)
 
     def parts(self, bounds: Sequence[float], causes: Sequence[Cause], *about: Any) -> Iterator[Idle]:
-        """Yield what lies between the bounds, each with its cause; `about` is the same for all."""
+        """Yield the intervals between the bounds, each with its cause; `about` is the same for all."""
         for (low, high), cause in zip(pairwise(bounds), causes, strict=True):
             if high > low:
                 yield Idle(self.rank, low, high, cause, *about)
 
     def latest_input(self, index: int) -> tuple[float, int, Action] | None:
-        """Return when, on which rank and by which action the last input of the action at `index` was made, if any."""
+        """Return when, where and by which action the last input of the action at `index` was made, if any."""
         awaited = self.timeline.awaited_before(self.rank, index)
         if awaited is not None:
             return awaited.start, self.rank, awaited.action
@@ -91,7 +91,7 @@ class _Rank:
 
     def drain(self, free: float) -> Iterator[Idle]:
         timeline = self.timeline
-        # A rank that has computed all it has to is transferring as long as its own gradients are being exchanged.
+        # A rank that has finished computing counts as transferring while its own gradients are being exchanged.
         own = (span for span in timeline.exchanges if span.rank == self.rank and span.end > span.start)
         exchanged = max((span.end for span in own), default=free)
         on_rank, waits_for = timeline.last_action
@@ -115,7 +115,7 @@ class _Rank:
         return (track.starts[index] if index < len(track.starts) else self.twin.end) - free
 
     def split_by_occupied(self, start: float, end: float) -> Iterator[tuple[float, float, Action | None]]:
-        """Yield the interval's parts, and the message that the rank itself was busy moving in each, if it was."""
+        """Yield the parts of the interval, each with the message that the rank itself was busy moving, if any."""
         while self.occupied and self.occupied[0].start < end:
             span = self.occupied.popleft()
             if span.start > start:
@@ -127,7 +127,7 @@ class _Rank:
             yield start, end, None
 
     def refused_from(self, index: int, start: float, end: float) -> float:
-        """Return from when on a later forward was ready and the limit alone forbade it; `end` if it never was."""
+        """Return from when on a later forward was ready and only the limit blocked it; `end` if that never happened."""
         if not self.limit or index == 0 or (upcoming := self.next_forward[index]) < 0:
             return end
         forward = next(part for part in self.track.actions[upcoming].work if part.op is Op.FORWARD)
@@ -149,7 +149,7 @@ class _Rank:
 
 
 def _next_forwards(actions: Sequence[Action]) -> list[int]:
-    """Return, per action, the index of the next one behind it that holds a forward, or -1."""
+    """Return, per action, the index of the next action that contains a forward, or -1."""
     found, upcoming = [], -1
     for index in range(len(actions) - 1, -1, -1):
         found.append(upcoming)

@@ -31,7 +31,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """One idle interval: its cause, the action it ended with, and what that action waited for on which rank."""
+    """One idle interval: its cause, the action that ended it, and what that action waited for on which rank."""
 
     rank: int
     start: float
@@ -40,7 +40,7 @@ class Idle:
     before: Action | None = None
     waits_for: Action | None = None
     on_rank: int | None = None
-    kind: str = field(default="", repr=False)  # of overhead
+    kind: str = field(default="", repr=False)  # the kind of overhead
 
     @property
     def seconds(self) -> float:
@@ -56,7 +56,7 @@ class Idle:
         needed = f"{self.waits_for} of rank {self.on_rank}" if self.waits_for is not None else "nothing"
         before = self.before or "the end"
         if self.cause is Cause.OVERHEAD:
-            return _OVERHEAD.get(self.kind, "the rank is busy with something that is no action")
+            return _OVERHEAD.get(self.kind, "the rank is busy with work that is not an action")
         if self.cause is Cause.TRANSFER:
             if self.waits_for is not None and self.waits_for.op in TRANSFER_OPS:
                 return f"the rank itself is busy with {self.waits_for}"
@@ -65,26 +65,26 @@ class Idle:
         return SENTENCES[self.cause].format(before=before, needed=needed)
 
 
-# `needed` is what the action behind the interval waits for.
+# `needed` is what the action after the interval waits for.
 SENTENCES = {
     Cause.FILL: "the pipeline fills; {before} waits for {needed}",
     Cause.DRAIN: "the pipeline drains; {needed} ends last",
     Cause.WAIT: "{before} waits for {needed}",
-    Cause.TRANSFER: "{needed} is made and on its way to {before}",
+    Cause.TRANSFER: "{needed} has finished and its output is on its way to {before}",
     Cause.IMBALANCE: "{before} waits for {needed}, which unequal costs delay",
-    Cause.MEMORY: "{before} waits for {needed}, and the memory limit forbids running ahead",
+    Cause.MEMORY: "{before} waits for {needed}, and the memory limit does not allow running ahead",
     Cause.OUTSIDE: "the rank had not begun its step",
-    Cause.UNEXPLAINED: "nothing that was measured says what the rank did",
+    Cause.UNEXPLAINED: "no measurement says what the rank did",
 }
 _OVERHEAD = {
-    "begin": "the step begins: the batch is cut, and the last one is looked back at",
-    "post": "receives are posted",
-    "note": "what was measured is noted",
-    "end": "the step ends: gradients are looked at",
+    "begin": "the step begins: it splits the batch and checks the previous step",
+    "post": "the rank posts receives",
+    "note": "the rank writes its measurements",
+    "end": "the step ends: it checks the gradients",
 }
 
 
-# Relative: a sum of sizes is rounded with every addition, and what is over a limit by less than this is not over it.
+# Relative tolerance: every addition rounds a sum of sizes, so exceeding a limit by less than this is not an excess.
 _ROUNDING = 1e-11
 
 
@@ -110,28 +110,28 @@ class Limit:
 
     @property
     def most_pairs(self) -> float:
-        """How many whole pairs the limit admits; infinite where it does not count them."""
+        """How many whole pairs the limit allows; infinite if it does not limit pairs."""
         most = math.inf if self.max_activations is None else self.max_activations * (1 + _ROUNDING)
         return most if math.isinf(most) else math.floor(most)
 
     @property
     def most_bytes(self) -> float:
-        """The largest sum of sizes that the limit admits; infinite where it does not count bytes."""
+        """The largest sum of sizes that the limit allows; infinite if it does not limit bytes."""
         return math.inf if self.max_bytes is None else self.max_bytes * (1 + _ROUNDING)
 
     def admits_pairs(self, pairs: float) -> bool:
-        """Whether a rank may hold so many pairs."""
+        """Whether a rank may hold this many pairs."""
         return pairs <= self.most_pairs
 
     def admits_bytes(self, size: float) -> bool:
-        """Whether a rank may hold so many bytes."""
+        """Whether a rank may hold this many bytes."""
         return size <= self.most_bytes
 
     def check(self, costs: Costs) -> None:
-        """Refuse a limit in bytes where the costs do not say what activations take: nothing would be proven by it."""
+        """Raise an error for a limit in bytes if the costs have no activation bytes: it would prove nothing."""
         if self.max_bytes is not None and costs.activation_bytes is None:
             raise CostsError(
-                f"max_bytes is {number(self.max_bytes)}, but the costs do not say what activations take",
+                f"max_bytes is {number(self.max_bytes)}, but the costs do not say how large activations are",
                 expected="activation_bytes in the costs",
-                fix="give activation_bytes, or limit pairs with max_activations",
+                fix="set activation_bytes, or limit pairs with max_activations",
             )

@@ -1,10 +1,10 @@
-"""What happened, or would happen: spans on ranks, messages between them, and the figures that follow from both.
+"""What happened or would happen: spans on ranks, messages between them, and the metrics of both.
 
-The simulator and the executor both make timelines, so everything that reads one is written once.
+Both the simulator and the executor produce timelines, so every consumer is written once.
 
     makespan       first start to last end over all ranks
     bubble         1 - busy / (ranks x makespan)
-    span_bubble    the same with the longest rank's own span in place of the makespan (the zero-bubble papers' figure)
+    span_bubble    the same with the longest rank's own span instead of the makespan (as in the zero-bubble papers)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from drumline.core.timeline.idle import Cause, Idle, Limit
 
 
 class SpanLane(StrEnum):
-    """Where a span is drawn: a rank computes, exchanges gradients, or (with overlap off) moves a message itself."""
+    """Where a span is drawn: a rank computes, exchanges gradients, or (without overlap) moves a message itself."""
 
     COMPUTE = "compute"
     EXCHANGE = "exchange"
@@ -48,7 +48,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One message: `made` by its producer, on its way from `start` to `end`, taken up by its consumer at `consumed`."""
+    """One message: `made` by its producer, on its way from `start` to `end`, used by its consumer at `consumed`."""
 
     action: Action
     source: int
@@ -62,7 +62,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A time between two steps: "data", "update", "clip", "hear", "tell", "write", "evaluate", "check" or "save"."""
+    """A period between two steps: "data", "update", "clip", "hear", "tell", "write", "evaluate", "check" or "save"."""
 
     rank: int
     kind: str
@@ -80,14 +80,14 @@ class Track:
 
     @property
     def span(self) -> float:
-        """First start to last end; what takes no time, such as gathering parameters for free, does not begin it."""
+        """First start to last end; actions that take no time, like a free parameter gather, do not start it."""
         first = (start for start, end in zip(self.starts, self.ends, strict=True) if end > start)
         return self.ends[-1] - next(first, self.ends[-1]) if self.ends else 0.0
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Timeline(ABC):
-    r"""All ranks' tracks. Who makes one may override what it knows better: messages, memory, a balanced twin.
+    r"""The tracks of all ranks. Subclasses may override what they know better: messages, memory, a balanced twin.
 
     >>> from drumline.core.simulate.simulate import simulate
     >>> timeline = simulate(Program.parse("0F0,0B0\n1F0,1B0"))
@@ -114,7 +114,7 @@ class Timeline(ABC):
 
     @cached_property
     def causes_by_rank(self) -> tuple[tuple[Idle, ...], ...]:
-        """The same for each rank by itself."""
+        """The idle intervals and causes of each rank."""
         each: list[list[Idle]] = [[] for _ in range(self.num_ranks)]
         for idle in self.causes:
             each[idle.rank].append(idle)
@@ -132,7 +132,7 @@ class Timeline(ABC):
 
     @property
     def between(self) -> Sequence[Passed]:
-        """What ranks did since the step before, where that is known."""
+        """What ranks did since the previous step, if known."""
         return ()
 
     def __repr__(self) -> str:
@@ -150,22 +150,22 @@ class Timeline(ABC):
 
     @property
     def limit(self) -> Limit | None:
-        """What a rank was allowed to hold, if anything was said."""
+        """What a rank was allowed to hold, if a limit was given."""
         return None
 
     @property
     def balanced(self) -> Timeline | None:
-        """The same program were all stages and microbatches equally heavy; None where they are."""
+        """The same program as if all stages and microbatches cost the same; None if they do."""
         return None
 
     @property
     def accounted(self) -> tuple[Idle, ...] | None:
-        """Every idle interval as it was measured; None where causes follow from the actions."""
+        """Every measured idle interval; None if causes follow from the actions."""
         return None
 
     @property
     def clock_error(self) -> float:
-        """How far the ranks' clocks may be apart, where they were measured by several."""
+        """How far apart the ranks' clocks may be, if several clocks measured them."""
         return 0.0
 
     @property
@@ -174,7 +174,7 @@ class Timeline(ABC):
         return self.program.num_ranks
 
     def spans(self) -> Iterator[Span]:
-        """Yield every span of every rank, rank by rank in order of time; gradient exchanges come last."""
+        """Yield every span of every rank, rank by rank in time order; gradient exchanges come last."""
         for rank, track in enumerate(self.tracks):
             for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
                 yield Span(rank, action, start, end)
@@ -218,7 +218,7 @@ class Timeline(ABC):
 
     @property
     def span_bubble(self) -> float:
-        """Idle share of the longest rank's span: what the zero-bubble papers report."""
+        """Idle share of the longest rank's span, as reported in the zero-bubble papers."""
         return self._idle_share(self.span)
 
     def _idle_share(self, seconds: float) -> float:
@@ -231,24 +231,24 @@ class Timeline(ABC):
 
     @cached_property
     def peak_bytes(self) -> tuple[float, ...] | None:
-        """The most bytes each rank held at once: weights, gradients, optimizer and stash; None where unknown."""
+        """The most bytes each rank held at once: weights, gradients, optimizer and stash; None if unknown."""
         if any(holding.peak_bytes is None for holding in self.memory):
             return None
         return tuple(holding.peak_bytes or 0.0 for holding in self.memory)
 
     @cached_property
     def peak_receive_bytes(self) -> tuple[float, ...]:
-        """The most bytes of messages each rank had under way to it or waiting, apart from what it holds."""
+        """The most message bytes each rank had arriving or waiting, in addition to what it holds."""
         changes: list[list[tuple[float, float]]] = [[] for _ in range(self.num_ranks)]
         for transfer in self.transfers:
             changes[transfer.target] += [(transfer.start, transfer.num_bytes), (transfer.consumed, -transfer.num_bytes)]
-        # What arrives at the moment another message is taken up needs a place of its own.
+        # A message that arrives at the moment another is used needs its own space.
         ordered = (sorted(events, key=lambda event: (event[0], -event[1])) for events in changes)
         return tuple(max(accumulate(change for _, change in events), default=0.0) for events in ordered)
 
     @cached_property
     def queue_depths(self) -> dict[tuple[int, int], list[tuple[float, int]]]:
-        """Per edge, how many messages were made and not yet taken up, as (time, depth) at each change."""
+        """Per edge, how many messages were made and not yet used, as (time, depth) at each change."""
         changes: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
         for transfer in self.transfers:
             changes[transfer.source, transfer.target] += [(transfer.made, +1), (transfer.consumed, -1)]
@@ -264,9 +264,9 @@ class Timeline(ABC):
 
     @cached_property
     def latest_inputs(self) -> Sequence[Sequence[tuple[int, int]]]:
-        """Per rank, where the latest input of each timed action ran: (rank, index there), both -1 where it had none.
+        """Per rank, where the latest input of each timed action ran: (rank, index there), both -1 if it had none.
 
-        Only what another rank made counts.
+        Only inputs from other ranks count.
         """
         return [
             [(self.inputs(rank, action) or [(0.0, -1, -1, action)])[-1][1:3] for action in track.actions]
@@ -284,9 +284,9 @@ class Timeline(ABC):
         return where
 
     def gaps(self, rank: int) -> Iterator[tuple[float, float, int, Cause]]:
-        """Yield a rank's idle intervals: start, end, the index of the action behind it, and fill, wait or drain.
+        """Yield a rank's idle intervals: start, end, the index of the action after it, and fill, wait or drain.
 
-        Behind the last action the index is one past it. What takes no time, such as gathering parameters, fills too.
+        After the last action, the index is one past it. A zero-time action, like a free gather, does not end the fill.
         """
         track, free, waiting = self.tracks[rank], self.start, Cause.FILL
         for index, start in enumerate(track.starts):
@@ -313,13 +313,13 @@ class Timeline(ABC):
 
     @cached_property
     def last_action(self) -> tuple[int, Action]:
-        """The rank and the action, or exchange, that ends last of all."""
+        """The rank and the action or exchange that ends last."""
         place = self._last()
         assert place is not None, "a program has actions"
         return (place.rank, place.action) if isinstance(place, Span) else (place[0], self.tracks[place[0]].actions[-1])
 
     def inputs(self, rank: int, action: Action) -> list[tuple[float, int, int, Action]]:
-        """Return what `action` needed of other ranks, as (end, rank, index, action), the latest last."""
+        """Return what `action` needed from other ranks, as (end, rank, index, action), the latest last."""
         found = []
         for part in action.work:
             for alternatives in rules.needs(part, self.program.num_stages):
@@ -331,7 +331,7 @@ class Timeline(ABC):
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
-        r"""The chain of spans that makes the makespan what it is, first to last: shorten one of them to shorten it.
+        r"""The chain of spans that determines the makespan, in order: to shorten the step, shorten one of them.
 
         >>> from drumline.core.simulate.simulate import simulate
         >>> [span.action for span in simulate(Program.parse("0F0,0B0\n1F0,1B0")).critical_path]
@@ -351,7 +351,7 @@ class Timeline(ABC):
         return tuple(reversed(path))
 
     def _last(self) -> tuple[int, int] | Span | None:
-        """Return what ends last: a timed action, as (rank, index), or an exchange."""
+        """Return what ends last: a timed action as (rank, index), or an exchange."""
         ranks = [rank for rank, track in enumerate(self.tracks) if track.ends]
         exchange = max(self.exchanges, key=lambda span: span.end, default=None)
         if not ranks:
@@ -362,7 +362,7 @@ class Timeline(ABC):
         return rank, len(self.tracks[rank].ends) - 1
 
     def _before(self, rank: int, index: int) -> tuple[int, int] | Span | None:
-        """Return what the action at (rank, index) started right behind."""
+        """Return what the action at (rank, index) started right after."""
         track = self.tracks[rank]
         if index and track.ends[index - 1] >= track.starts[index]:
             return rank, index - 1
@@ -373,7 +373,7 @@ class Timeline(ABC):
         return latest if latest[0] >= 0 else ((rank, index - 1) if index else None)
 
     def _before_awaited(self, awaited: Span) -> tuple[int, int] | None:
-        """Return the action, of either rank that takes part, that an exchange or a message started right behind."""
+        """Return the action, on either rank involved, that an exchange or message started right after."""
         found = []
         for rank in self._between(awaited.action):
             index = bisect_right(self.tracks[rank].ends, awaited.start) - 1
@@ -382,7 +382,7 @@ class Timeline(ABC):
         return max(found)[1:] if found else None
 
     def _between(self, awaited: Action) -> tuple[int, ...]:
-        """Return the ranks that take part in an exchange or a message."""
+        """Return the ranks involved in an exchange or a message."""
         placement = self.program.placement
         if awaited.microbatch is None:
             return placement.ranks_of(awaited.stage)
@@ -390,7 +390,7 @@ class Timeline(ABC):
         return tuple(placement.rank_of(end.stage, awaited.microbatch) for end in (message.send, message.recv))
 
     def awaited_before(self, rank: int, index: int) -> Span | None:
-        """Return the exchange that an UPDATE at (rank, index) waited for, if it did."""
+        """Return the exchange that an UPDATE at (rank, index) waited for, if any."""
         action = self.tracks[rank].actions[index]
         if not self.exchanges or action.op is not Op.UPDATE:
             return None

@@ -50,8 +50,8 @@ def launch(
 
     If a rank fails, launch ends all ranks and raises RankFailed with the rank, its error and its traceback. If every
     rank raised the same DrumlineError, launch raises that. If a rank gives up waiting for another, that one prints its
-    stacks. `timeout` limits the whole call, in seconds: after it, each rank prints its stacks, and WaitTimeout names the
-    unfinished ranks.
+    stacks. `timeout` limits the whole call, in seconds: after it, each rank prints its stacks, and WaitTimeout names
+    the unfinished ranks.
 
     >>> def rank_of(word):
     ...     import torch.distributed as dist

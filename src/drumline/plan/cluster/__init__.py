@@ -1,1 +1,1 @@
-"""What a layout of a transformer on a cluster takes: seconds and bytes of its devices; models, machines by name."""
+"""What a transformer layout on a cluster costs: seconds and bytes of its devices; models and machines by name."""

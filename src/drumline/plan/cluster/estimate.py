@@ -1,8 +1,8 @@
-"""What a layout of a transformer on a cluster takes: `estimate`, in seconds of a step and bytes of a device.
+"""Estimate a transformer layout on a cluster: seconds of a step and bytes of a device.
 
-Every rank does a microbatch's work of its stages at its own pace. The schedule makes a step of it: all microbatches at
-the pace of the busiest rank, and a bubble around them, by formula or by the simulator. After that gradients are
-exchanged, as far as this was not hidden, and the optimizer steps.
+Every rank processes a microbatch through its stages at its own pace. The schedule turns this into a step: all
+microbatches at the pace of the busiest rank, plus a bubble, by formula or by the simulator. Then ranks exchange the
+gradients that were not exchanged earlier, and the optimizer steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from drumline.schedules.formulas import Paces
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """A step's seconds on the busiest rank, each second in one item; `exposed` is what computing does not hide."""
+    """A step's seconds on the busiest rank, each second in one item; `exposed` is what compute does not hide."""
 
     compute: float
     recompute: float
@@ -44,7 +44,7 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """All that is known of a layout before it runs. `flops_per_device` are the model's own, recomputation excluded."""
+    """What is known about a layout before it runs. `flops_per_device` are the model's own, without recomputation."""
 
     seconds: Seconds
     bytes: Bytes
@@ -53,7 +53,7 @@ class Estimate:
     bubble: float
 
     def to_json(self) -> dict[str, Any]:
-        """Return an object for JSON, with sums.
+        """Return a JSON object, including sums.
 
         >>> zeros = Estimate(Seconds(*[1.0] * 9), Bytes(*[2.0] * 5), Volumes(*[0.0] * 5), 18.0, 0.1)
         >>> zeros.to_json()["seconds"]["total"], zeros.to_json()["flops_per_second"]
@@ -70,7 +70,7 @@ class Estimate:
 
     @property
     def flops_per_second(self) -> float:
-        """Return what a device achieves of the model's own operations."""
+        """Return the rate at which a device runs the model's own operations."""
         return self.flops_per_device / self.seconds.total
 
 
@@ -78,7 +78,7 @@ STEP_BYTES = 42  # per parameter: the norm, the scale, Adam in 32 bits, and the 
 
 
 def estimate(transformer: Transformer, cluster: Cluster, layout: Layout, *, exact: bool = False) -> Estimate:
-    """Return what the layout takes; `exact` simulates every microbatch where otherwise a formula does.
+    """Estimate the layout; `exact` simulates every microbatch instead of using a formula.
 
     >>> from drumline.plan.cluster.hardware import cluster
     >>> from drumline.plan.cluster.models import model

@@ -1,7 +1,7 @@
-"""Machines: a device, the links inside a node, the links between nodes, by their data sheets; some have names.
+"""Machines: a device, the links inside a node and between nodes, by their data sheets; some have names.
 
-A link carries the data sheet's bytes one way times what is reached of them. Peaks are those of dense products of 16-bit
-numbers.
+A link carries the one-way bandwidth of the data sheet times the achievable share. Peaks are for dense 16-bit matrix
+products.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from drumline.core.parsed import shown
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link as one device sees it: latency of a message, and bytes a second that it really carries one way."""
+    """A link as one device sees it: the latency of a message, and the bytes per second it really carries one way."""
 
     latency_seconds: float
     bytes_per_second: float
@@ -30,7 +30,7 @@ class Link:
             raise PlanError(f"a link carries {self.bytes_per_second} bytes per second", expected="more than 0")
 
     def seconds(self, size: float) -> float:
-        """Return what a message of `size` bytes takes.
+        """Return the seconds for a message of `size` bytes.
 
         >>> Link(1e-6, 1e9).seconds(1e6)
         0.001001
@@ -40,11 +40,11 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What part of a data sheet's numbers kernels reach.
+    """The share of the data-sheet numbers that kernels achieve.
 
-    `product` is for a product that is deep and large; `depth` is how many steps of the inner sum it takes to start and
-    to write out a tile. `memory` is for kernels that pass over memory, `attention` for fused attention.
-    `launch_seconds` is the gap between two kernels.
+    `product` is for a deep and large product; `depth` is how many steps of the inner sum it takes to start and write
+    out a tile. `memory` is for kernels that pass over memory, `attention` for fused attention. `launch_seconds` is the
+    gap between two kernels.
     """
 
     product: float
@@ -62,13 +62,13 @@ class Reach:
                 raise PlanError(f"{name} is {getattr(self, name)}", expected="0 or more")
 
 
-# Taken from the ten rows of Table 1 of Megatron-LM's SC'21 paper (A100) and from nothing else: see docs/published.md.
+# Fitted only to the ten rows of Table 1 of Megatron-LM's SC'21 paper (A100): see docs/published.md.
 REACH = Reach(product=0.805, depth=128.0, memory=0.63, attention=0.5, launch_seconds=4e-6)
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator: what its data sheet says, and what kernels reach of that."""
+    """One accelerator: its data-sheet numbers, and the share that kernels achieve."""
 
     name: str
     flops_per_second: float
@@ -85,7 +85,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """`num_devices` equal devices, `devices_per_node` of them in a node."""
+    """`num_devices` equal devices, with `devices_per_node` in each node."""
 
     device: Device
     num_devices: int
@@ -100,13 +100,13 @@ class Cluster:
 
     @property
     def num_nodes(self) -> int:
-        """Return how many nodes its devices are in."""
+        """Return the number of nodes."""
         return -(-self.num_devices // self.devices_per_node)
 
     def link(self, size: int, stride: int) -> Link:
         """Return the link that a ring of `size` devices, `stride` apart, sees.
 
-        A ring that leaves its node shares the node's adapters among those of its members that are there.
+        A ring that leaves its node shares the node's adapters among its members there.
 
         >>> fast, slow = Link(0.0, 200e9), Link(0.0, 20e9)
         >>> cluster = Cluster(Device("any", 1e15, 8e10, 2e12), 64, 8, fast, slow)
@@ -123,12 +123,12 @@ class Cluster:
 
 
 _GIB = 2.0**30
-# As REACH, from the SC'21 paper: the first from the rows of its Table 1, the second from what it says of its largest
-# run, 892 GB/s between the two halves of a pipeline over 8 x 6 adapters of 25 GB/s each.
+# Like REACH, from the SC'21 paper: the first from the rows of its Table 1, the second from its largest run, which
+# reports 892 GB/s between the two halves of a pipeline over 8 x 6 adapters of 25 GB/s each.
 NODE_REACH = 0.615
 NETWORK_REACH = 0.74
-# A Hopper's tensor cores outrun its power. From one row of Llama 3's table, 430 TFLOP/s on 8192 H100. There is no
-# published row for a B200, which is taken to be alike.
+# A Hopper's tensor cores exceed its power limit. From one row of Llama 3's table, 430 TFLOP/s on 8192 H100. No row has
+# been published for a B200, so it is assumed to behave the same.
 HOPPER = replace(REACH, product=0.575)
 _KIND = Kind("machine", PlanError, "a JSON file that describes a machine")
 _NODE_LATENCY = 3e-6
@@ -137,7 +137,7 @@ _NETWORK_LATENCY = 8e-6
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A device and the links that its nodes have: bytes a second of one device, one way, by the data sheet."""
+    """A device and the links of its nodes: bytes per second of one device, one way, by the data sheet."""
 
     device: Device
     node_bytes_per_second: float
@@ -147,7 +147,7 @@ class Machine:
     network_reach: float = NETWORK_REACH
 
     def cluster(self, num_devices: int) -> Cluster:
-        """Return a cluster of so many of them."""
+        """Return a cluster of `num_devices` of them."""
         return Cluster(
             self.device,
             num_devices,
@@ -164,7 +164,7 @@ MACHINES = {
     "h200": Machine(Device("H200", 989e12, 140 * _GIB, 4.8e12, 132, HOPPER), 450e9, 50e9),
     "h800": Machine(Device("H800", 989e12, 80 * _GIB, 3.35e12, 132, HOPPER), 200e9, 50e9),
     "b200": Machine(Device("B200", 2250e12, 178 * _GIB, 8e12, 148, HOPPER), 900e9, 50e9),
-    # The machine that BLOOM was trained on: four Omni-Path links of 100 Gb/s for the eight devices of a node.
+    # The machine that trained BLOOM: four Omni-Path links of 100 Gb/s for the eight devices of a node.
     "jean-zay": Machine(Device("A100 80 GB", 312e12, 80 * _GIB, 2.039e12, 108), 300e9, 6.25e9),
 }
 
@@ -187,14 +187,14 @@ def cluster(name: str, num_devices: int) -> Cluster:
 
 
 def load(path: str | Path) -> Machine:
-    """Read a machine from a JSON file: an object with the numbers of its data sheet, as `machine` takes them."""
+    """Read a machine from a JSON file: an object with its data-sheet numbers, as `machine` expects."""
     table = read_object(path, _KIND)
     with named(path, _KIND):
         return machine(table)
 
 
 def machine(table: Any) -> Machine:
-    """Return the machine that an object describes.
+    """Build a machine from the object that describes it.
 
     >>> mine = {"name": "mine", "flops_per_second": 1e14, "memory_bytes": 2e10, "memory_bytes_per_second": 1e12}
     >>> mine |= {"node_bytes_per_second": 5e10, "network_bytes_per_second": 1e10, "reach": {"product": 0.7}}
@@ -224,7 +224,7 @@ def machine(table: Any) -> Machine:
 
 
 _SHARE = (1e-6, 1.0)
-# Of numbers that are neither bytes nor operations; what lies outside makes times that are no numbers.
+# Limits for numbers that are neither bytes nor operations; values outside lead to times that are not finite.
 _BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("product", "memory", "attention", "node_reach", "network_reach"), _SHARE),
     "depth": (0.0, 1e9),
@@ -238,12 +238,12 @@ _WORDS = {str: "text", int: "a whole number", float: "a number", dict: "an objec
 
 
 def _checked(table: Any, known: dict[str, type], what: str) -> dict[str, Any]:
-    """Return a copy of an object, having refused keys and kinds of values that do not belong there."""
+    """Return a copy of an object, after rejecting unknown keys and wrong types."""
     if not isinstance(table, dict):
         raise PlanError(f"the {what} is a {type(table).__name__}", expected="an object")
     for key, value in table.items():
         if key not in known:
-            raise PlanError(f"unknown key {shown(key)} of a {what}", fix=nearest(str(key)[:60], known))
+            raise PlanError(f"unknown key {shown(key)} in the {what}", fix=nearest(str(key)[:60], known))
         accepted = (int, float) if known[key] is float else known[key]
         if not isinstance(value, accepted) or isinstance(value, bool):
             raise PlanError(f"{key} of the {what} is {shown(value)}", expected=_WORDS[known[key]])

@@ -1,7 +1,7 @@
-"""A transformer from the `config.json` that stands beside its weights, read as plain data.
+"""Read a transformer from the `config.json` next to its weights, as plain data.
 
-Sizes come first; then what there is beside sizes: attention, positions, biases, and a phrase for every key that is not
-understood.
+It reads sizes first, then the rest: attention, positions, biases, and a phrase for every key that it does not
+understand.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from drumline.core.files import Kind, named, read_object
 from drumline.core.parsed import shown
 from drumline.plan.cluster.transformer import Details, Experts, Latent, Transformer
 
-# What stands in a config under different names.
+# Values that configs store under different names.
 _NAMES = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -33,16 +33,16 @@ _NAMES = {
 }
 _KEYS = frozenset(key for keys in _NAMES.values() for key in keys)
 _KIND = Kind("config", PlanError, "the config.json of a Hugging Face model")
-# Far more than any model has, and few enough to plan for.
+# Far more than any model has, but few enough to plan for.
 _MOST_LAYERS, _MOST = 10_000, 2**31
 _NEEDED = ("num_layers", "hidden", "num_heads", "vocabulary", "sequence")
-# The first families: two matrices in the feed-forward, biases everywhere, positions learned or none.
+# Early families: two matrices in the feed-forward, biases everywhere, learned positions or none.
 _PLAIN = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "gpt_bigcode", "phi")
 _LEARNED = ("gpt2", "gpt_neo", "opt", "gpt_bigcode")
 
 
 def read_config(path: str | Path) -> Transformer:
-    """Return the transformer that a config file describes; its name is the folder's, or the file's."""
+    """Return the transformer that a config file describes, named after the folder or the file."""
     place = Path(path)
     config = read_object(place, _KIND)
     plain = place.stem if place.stem != "config" else place.resolve().parent.name
@@ -62,7 +62,7 @@ def transformer_of(config: Any, *, name: str) -> Transformer:
     """
     if not isinstance(config, Mapping):
         raise PlanError(f"the config is a {type(config).__name__}", expected="an object")
-    if isinstance(config.get("text_config"), Mapping):  # of models that also see or hear
+    if isinstance(config.get("text_config"), Mapping):  # multimodal models
         config = {**config, **config["text_config"]}
     found = {key: _number(config, key) for key in _NAMES}
     lacking = [key for key in _NEEDED if not found[key]]
@@ -79,7 +79,7 @@ def transformer_of(config: Any, *, name: str) -> Transformer:
         experts = Experts(found["num_experts"], max(found["per_token"], 1), width, found["num_shared"])
     shared = found["num_key_value_heads"]
     latent = _whole(config, "kv_lora_rank", _MOST)
-    if latent:  # keys and values come through a narrow projection: as many plain heads hold as much
+    if latent:  # keys and values pass a narrow projection; the same number of plain heads has the same size
         width = found["head_width"] or max(found["hidden"] // found["num_heads"], 1)
         narrow = latent + _whole(config, "qk_rope_head_dim", _MOST)
         shared = 1
@@ -112,7 +112,7 @@ def _number(config: Mapping[str, Any], key: str) -> int:
 
 
 def _whole(config: Mapping[str, Any], name: str, most: int) -> int:
-    """Return a number of a config; 0 where it is not there, or null."""
+    """Return a number from a config; 0 if it is missing or null."""
     value = config.get(name)
     if value is None:
         return 0
@@ -125,10 +125,10 @@ _ALIBI = ("bloom", "mpt")
 _QK_NORM = ("qwen3", "qwen3_moe")
 _QKV_BIAS = ("qwen2", "qwen2_moe")
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-# Read here or beside sizes.
+# Keys that are read here, besides sizes.
 _ROTARY = ("rope_theta", "rope_parameters")
 _READ = ("model_type", "text_config", "tie_word_embeddings", "use_sliding_window", "alibi", *_ROTARY, *_LATENT)
-# About tokens, files, numbers at the start, kinds of numbers, and what is only there while something is generated.
+# Keys about tokens, files, initial values, number formats, and generation only.
 _ABOUT_FILES = ("architectures", "auto_map", "transformers_version", "_name_or_path", "tokenizer_class")
 _ABOUT_NUMBERS = ("torch_dtype", "dtype", "initializer_range", "quantization_config", "scale_attn_weights")
 _ABOUT_RUNS = ("pretraining_tp", "ep_size", "gradient_checkpointing", "attn_implementation", "_attn_implementation")
@@ -143,7 +143,7 @@ _ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation", "activ
 
 
 def details_of(config: Mapping[str, Any], *, read: frozenset[str], gated: bool) -> Details:
-    """Return the details of a config; `read` are the keys that sizes were taken from.
+    """Return the details of a config; `read` holds the keys that the sizes came from.
 
     >>> found = details_of({"rope_theta": 1e6, "sliding_window": 4096}, read=frozenset(), gated=True)
     >>> found.rotary_base, found.others
@@ -153,7 +153,7 @@ def details_of(config: Mapping[str, Any], *, read: frozenset[str], gated: bool) 
     latent = _latent(config)
     others = tuple(_others(config, {*_READ, *_HARMLESS, *read}, gated))
     if latent is None and config.get("kv_lora_rank"):
-        others += ("latent attention, whose widths the config does not name",)
+        others += ("latent attention with unnamed widths",)
     return Details(
         latent=latent,
         alibi=family in _ALIBI or config.get("alibi") is True,
@@ -178,7 +178,7 @@ def _rotary_base(config: Mapping[str, Any]) -> float:
 
 
 def _others(config: Mapping[str, Any], understood: set[str], gated: bool) -> Iterator[str]:
-    """Yield a phrase for every key that may make it another model."""
+    """Yield a phrase for every key that may change the model."""
     nested = config.get("rope_parameters")
     if isinstance(nested, Mapping) and nested.get("rope_type", "default") != "default":
         yield _phrase("rope_parameters", nested)
@@ -199,12 +199,12 @@ def _others(config: Mapping[str, Any], understood: set[str], gated: bool) -> Ite
 
 
 def _is_full(value: Any) -> bool:
-    """Whether all layers attend to everything."""
+    """Whether all layers attend to all tokens."""
     return isinstance(value, list) and all(one == "full_attention" for one in value)
 
 
 def _phrase(key: str, value: Any) -> str:
-    """Return a key with its value, in one short line.
+    """Return a key with its value, as one short line.
 
     >>> _phrase("num_nextn_predict_layers", 1), _phrase("attention_bias", True)
     ('num_nextn_predict_layers 1', 'attention_bias')

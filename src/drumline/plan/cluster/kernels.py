@@ -1,6 +1,6 @@
 """Seconds of single kernels: a product by its shape, a pass over memory by its bytes, a collective by its ring.
 
-The rates are those of the device's data sheet times what kernels reach of them, `Device.reach`. Seconds are summed by
+Rates are the device's data-sheet numbers times the share that kernels achieve, `Device.reach`. Seconds are grouped by
 what they are spent on (`Spent`), and by the pass of a microbatch that they belong to (`Ops`).
 """
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from drumline.plan.cluster.hardware import Device, Link
 
-TILE = 128  # a processor makes 128 x 128 numbers of a product at a time
+TILE = 128  # a processor computes 128 x 128 numbers of a product at a time
 
 
 def product_seconds(device: Device, rows: float, columns: float, depth: float, count: float = 1.0) -> float:
-    """Return what `count` products of (rows x depth) by (depth x columns) take, side by side, of 16-bit numbers.
+    """Return the seconds of `count` parallel 16-bit products of (rows x depth) by (depth x columns).
 
-    Tiles are dealt to the processors in waves, and the last wave is half empty on average. A product that is too thin
-    is limited by reading and writing it.
+    Processors compute the tiles in waves, and the last wave is half empty on average. Memory traffic limits a product
+    that is too thin.
 
     >>> a100 = Device("A100", 312e12, 80e9, 2.039e12)
     >>> [round(2 * n**3 / product_seconds(a100, n, n, n) / 1e12) for n in (512, 2048, 8192)]
@@ -33,17 +33,17 @@ def product_seconds(device: Device, rows: float, columns: float, depth: float, c
 
 
 def memory_seconds(device: Device, size: float) -> float:
-    """Return what it takes to read and write `size` bytes in all."""
+    """Return the seconds to read and write `size` bytes in total."""
     return size / (device.memory_bytes_per_second * device.reach.memory)
 
 
 def attention_seconds(device: Device, flops: float) -> float:
-    """Return what fused attention takes for so many operations."""
+    """Return the seconds of fused attention with this many operations."""
     return flops / (device.flops_per_second * device.reach.attention) + device.reach.launch_seconds
 
 
 def gather_seconds(link: Link, num_devices: int, size: float) -> float:
-    """Return what an all-gather takes, or a reduce-scatter, whose whole is `size` bytes.
+    """Return the seconds of an all-gather or a reduce-scatter with `size` bytes in total.
 
     >>> gather_seconds(Link(0.0, 1e9), 4, 4e9)
     3.0
@@ -52,13 +52,13 @@ def gather_seconds(link: Link, num_devices: int, size: float) -> float:
 
 
 def reduce_seconds(link: Link, num_devices: int, size: float) -> float:
-    """Return what an all-reduce of `size` bytes takes: a reduce-scatter and an all-gather."""
+    """Return the seconds of an all-reduce of `size` bytes: a reduce-scatter and an all-gather."""
     return 2 * gather_seconds(link, num_devices, size)
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Seconds of computing, and of messages that computing does not hide.
+    """Seconds of compute, and of messages that compute does not hide.
 
     >>> (Spent(1.0, tensor=0.5) + Spent(2.0)).total
     3.5
@@ -83,13 +83,13 @@ class Spent:
         )
 
     def times(self, factor: float) -> Spent:
-        """Return this much of it."""
+        """Return the seconds times a factor."""
         return Spent(self.compute * factor, self.tensor * factor, self.context * factor, self.expert * factor)
 
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """What one microbatch takes in a layer or a stage: forward, what is computed again, both halves of backward."""
+    """Seconds of one microbatch in a layer or a stage: forward, recomputation, both halves of the backward."""
 
     forward: Spent = Spent()
     again: Spent = Spent()
@@ -98,12 +98,12 @@ class Ops:
 
     @property
     def backward(self) -> Spent:
-        """Return a whole backward, with what it computes again."""
+        """Return the whole backward, with its recomputation."""
         return self.again + self.backward_input + self.backward_weight
 
     @property
     def total(self) -> Spent:
-        """Return all of it."""
+        """Return the sum of all parts."""
         return self.forward + self.backward
 
     def __add__(self, other: Ops) -> Ops:
@@ -115,7 +115,7 @@ class Ops:
         )
 
     def times(self, factor: float) -> Ops:
-        """Return this much of it."""
+        """Return the seconds times a factor."""
         return Ops(
             self.forward.times(factor),
             self.again.times(factor),

@@ -1,14 +1,14 @@
-"""What one microbatch takes in one layer, in the embedding and in the head, on one device of a layout.
+"""What one microbatch costs in one layer, in the embedding and in the head, on one device of a layout.
 
-A layer is products, passes over memory, and messages. With t tensor-parallel ranks each product's weight is cut in t,
-along its columns or its rows in turn, so that only the layer's two blocks end with an exchange:
+A layer consists of products, passes over memory, and messages. With t tensor-parallel ranks, each product's weight is
+divided by t, alternately along its columns and its rows, so that only the layer's two blocks end with an exchange:
 
     norm │ qkv (columns) │ attention │ out (rows) │ exchange │ dropout, sum
     norm │ up (columns)  │ gelu      │ down (rows) │ exchange │ dropout, sum
 
-Without sequence parallelism the exchange is an all-reduce, and what is left and right of the cut products is done by
-every rank for all tokens. With it, the exchange is a reduce-scatter there and an all-gather before the next product: as
-many bytes, but norms, dropouts and sums are divided by t as well.
+Without sequence parallelism the exchange is an all-reduce, and every rank does the work on both sides of the divided
+products for all tokens. With it, the exchange is a reduce-scatter there and an all-gather before the next product: the
+same number of bytes, but norms, dropouts and sums are also divided by t.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.transformer import Transformer
 
 WORD = 2  # bytes of a 16-bit number
-NUM_LAUNCHES = 12  # of kernels that pass over memory, in a layer one way
+NUM_LAUNCHES = 12  # kernels that pass over memory, per layer and direction
 LOSS_BYTES = 50  # passes over the logits in 32 bits: cast, maximum, difference, exponential, sum, quotient, and back
 
 
 class Product(NamedTuple):
-    """`times` products side by side: tokens in rows, what comes out in columns, what goes in as depth."""
+    """`times` products in parallel: tokens as rows, outputs as columns, inputs as depth."""
 
     rows: float
     columns: float
@@ -44,12 +44,12 @@ class Product(NamedTuple):
 
 
 def layer_ops(transformer: Transformer, cluster: Cluster, layout: Layout, *, experts: bool = False) -> Ops:
-    """Return what a microbatch takes in one layer."""
+    """Return the seconds of a microbatch in one layer."""
     return _layer(transformer, cluster, _relevant(layout), experts)
 
 
 def embedding_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> Ops:
-    """Return what a microbatch takes before the first layer: rows are read, and summed over ranks."""
+    """Return the seconds of a microbatch before the first layer: reading rows, and summing them over ranks."""
     size = WORD * tokens_of(transformer, layout) * transformer.hidden
     exchange = _exchange(cluster, layout, size) / (2 if layout.sequence_parallel else 1)
     passes = Spent(memory_seconds(cluster.device, 3 * size) + 3 * cluster.device.reach.launch_seconds)
@@ -57,7 +57,7 @@ def embedding_ops(transformer: Transformer, cluster: Cluster, layout: Layout) ->
 
 
 def head_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> Ops:
-    """Return what a microbatch takes after the last layer: a product with the vocabulary, and the loss."""
+    """Return the seconds of a microbatch after the last layer: a product with the vocabulary, and the loss."""
     device = cluster.device
     tokens = tokens_of(transformer, layout)
     part = transformer.vocabulary / layout.tensor
@@ -75,17 +75,17 @@ def head_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> Ops:
 
 
 def tokens_of(transformer: Transformer, layout: Layout) -> float:
-    """Return how many tokens of a microbatch a device has."""
+    """Return how many tokens of a microbatch a device processes."""
     return layout.microbatch * transformer.sequence / layout.context
 
 
 def keys_of(transformer: Transformer, layout: Layout) -> float:
-    """Return the width of keys and values on one tensor-parallel rank; with fewer heads than ranks they are copied."""
+    """Return the width of keys and values on one tensor-parallel rank; if there are more ranks than heads, copies."""
     return 2 * transformer.head_width * max(transformer.num_key_value_heads / layout.tensor, 1.0)
 
 
 def _relevant(layout: Layout) -> Layout:
-    """Return the layout with everything at its default that no layer depends on: many layouts share a result."""
+    """Return the layout with defaults for everything that no layer depends on, so that many layouts share a result."""
     return Layout(
         layout.microbatch,
         layout.microbatch,
@@ -143,7 +143,7 @@ def _feedforward(transformer: Transformer, tokens: float, width: float, times: f
 
 
 def _products(cluster: Cluster, products: list[Product]) -> tuple[float, float, float]:
-    """Return the seconds of products forward, of their inputs' gradients, and of their weights' gradients."""
+    """Return the seconds of products: forward, gradients of their inputs, gradients of their weights."""
     forward = by_input = by_weight = 0.0
     for rows, columns, depth, times in products:
         forward += product_seconds(cluster.device, rows, columns, depth, times)
@@ -153,11 +153,11 @@ def _products(cluster: Cluster, products: list[Product]) -> tuple[float, float, 
 
 
 def _passes(transformer: Transformer, cluster: Cluster, layout: Layout, experts: bool) -> tuple[float, float]:
-    """Return the seconds of passes over memory outside of attention, forward and backward.
+    """Return the seconds of passes over memory outside attention, forward and backward.
 
     Between the blocks are two norms (read, write; backward reads two and writes one) and two sums with the residual
-    (two reads, a write), where there is dropout with a mask of half a number. Inside are the queries, keys and values
-    that are put in order, and the activation; and a token is copied for every expert that it goes to.
+    (two reads, a write), with a mask of half a number if there is dropout. Inside, queries, keys and values are
+    rearranged, and the activation runs. A token is copied for every expert it goes to.
     """
     masks = 1.0 if transformer.dropout else 0.0
     along = layout.tensor if layout.sequence_parallel else 1
@@ -196,7 +196,7 @@ def _attention(transformer: Transformer, cluster: Cluster, layout: Layout) -> tu
 def _ring(
     transformer: Transformer, cluster: Cluster, layout: Layout, attend: float, attend_back: float
 ) -> tuple[float, float]:
-    """Return what attention does not hide of keys and values that go round the context-parallel ranks."""
+    """Return the time for keys and values to go round the context-parallel ranks that attention does not hide."""
     if layout.context == 1:
         return 0.0, 0.0
     link = cluster.link(layout.context, layout.tensor)
@@ -205,12 +205,12 @@ def _ring(
 
 
 def ring_bytes(transformer: Transformer, layout: Layout) -> float:
-    """Return the keys and values of a microbatch's whole sequences, as one tensor-parallel rank has them."""
+    """Return the bytes of keys and values of a microbatch's whole sequences, on one tensor-parallel rank."""
     return WORD * layout.microbatch * transformer.sequence * keys_of(transformer, layout)
 
 
 def _routing(transformer: Transformer, cluster: Cluster, layout: Layout) -> float:
-    """Return what it takes to send tokens to their experts and back."""
+    """Return the seconds to send tokens to their experts and back."""
     if layout.expert == 1:
         return 0.0
     link = cluster.link(layout.expert, layout.tensor)
@@ -219,7 +219,7 @@ def _routing(transformer: Transformer, cluster: Cluster, layout: Layout) -> floa
 
 
 def routed_bytes(transformer: Transformer, layout: Layout) -> float:
-    """Return what a device sends to experts elsewhere, for one layer and one way."""
+    """Return the bytes that a device sends to experts elsewhere, for one layer and direction."""
     if transformer.experts is None:
         return 0.0
     away = (layout.expert - 1) / layout.expert
@@ -229,22 +229,23 @@ def routed_bytes(transformer: Transformer, layout: Layout) -> float:
 
 
 def _exchange(cluster: Cluster, layout: Layout, size: float) -> float:
-    """Return an all-reduce among tensor-parallel ranks, or a reduce-scatter and an all-gather: they take the same."""
+    """Return the seconds of an all-reduce among tensor-parallel ranks; reduce-scatter plus all-gather take the same."""
     return reduce_seconds(cluster.link(layout.tensor, 1), layout.tensor, size)
 
 
 def _exchange_back(layout: Layout, exchange: float, by_weight: float) -> float:
-    """Return what of a layer's exchanges backward the weights' gradients do not hide.
+    """Return the part of a layer's backward exchanges that the weight gradients do not hide.
 
-    Each of the two blocks exchanges its input's gradient, which nothing else in the block waits for: it can hide. With
-    sequence parallelism a block also begins with a gather that cannot, and gathers its stored input, which can.
+    Each of the two blocks exchanges the gradient of its input. Nothing else in the block waits for it, so it can be
+    hidden. With sequence parallelism a block also begins with a gather that cannot be hidden, and gathers its stored
+    input, which can.
     """
     exposed = max(2 * exchange - by_weight, 0.0) if layout.practice.overlap_tensor else 2 * exchange
     return exposed + exchange if layout.sequence_parallel else exposed
 
 
 def _parameters(transformer: Transformer, layout: Layout, experts: bool) -> float:
-    """Return how many parameters of a layer a device has."""
+    """Return how many parameters of a layer a device holds."""
     if not experts or transformer.experts is None:
         return transformer.dense_layer_parameters / layout.tensor
     local = transformer.experts.num_experts / layout.expert * transformer.expert_parameters

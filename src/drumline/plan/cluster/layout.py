@@ -1,6 +1,6 @@
-"""A layout: how a cluster's devices divide one training step among themselves; and whether it can be.
+"""A layout: how the devices of a cluster divide one training step; and checks that it is possible.
 
-Every contradiction is refused with the value, what was expected, and the mend.
+Every contradiction raises an error with the value, what was expected, and the fix.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ RECOMPUTE = ("none", "selective", "full")
 
 @dataclass(frozen=True, slots=True)
 class Practice:
-    """What the software that runs a layout does at the same time, fuses, or leaves out.
+    """What the software that runs a layout overlaps, fuses, or leaves out.
 
-    - `flash_attention`: one kernel for attention; the scores are never stored, and only half of them are computed.
-    - `accumulation_bytes`: what is read and written per parameter and microbatch to add a gradient to its sum. Nothing
-      where the product that makes the gradient adds it by itself.
-    - `gradient_bytes`: of a gradient's sum over the microbatches, which is also what is exchanged.
+    - `flash_attention`: one kernel for attention; it never stores the scores, and computes only half of them.
+    - `accumulation_bytes`: bytes read and written per parameter and microbatch to add a gradient to its sum; 0 if the
+      product that makes the gradient adds it directly.
+    - `gradient_bytes`: bytes of a gradient's sum over the microbatches, which is also what ranks exchange.
     - `overlap_tensor`: in backward, tensor-parallel messages travel while weight gradients are computed.
-    - `overlap_pipeline`: a rank computes while messages between stages travel; where not, it waits for each.
-    - `scatter_gather`: of a message between stages each tensor-parallel rank sends its part only, and the receivers
+    - `overlap_pipeline`: a rank computes while messages between stages travel; otherwise it waits for each.
+    - `scatter_gather`: each tensor-parallel rank sends only its part of a message between stages, and the receivers
       gather it over the faster links of their node.
     - `duplex`: messages between two ranks travel both ways at once.
-    - `overlap_data`: gradients are exchanged while the last backward runs, weights while the next forward does.
+    - `overlap_data`: ranks exchange gradients during the last backward, and weights during the next forward.
     """
 
     flash_attention: bool = True
@@ -46,12 +46,12 @@ PRACTICE = Practice()
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Degrees of parallelism and everything else that decides what a device does and holds.
+    """Degrees of parallelism and all other settings that determine what a device does and holds.
 
     `tensor * pipeline * data * context` is the number of devices; `expert` divides `data * context`. `batch` and
-    `microbatch` count sequences; a data-parallel rank runs `batch / (data * microbatch)` microbatches. `counts` are the
-    layers of every stage, where they are not to be as even as possible. Ranks are numbered with tensor parallelism
-    innermost, then context, then data, then the pipeline.
+    `microbatch` count sequences; a data-parallel rank runs `batch / (data * microbatch)` microbatches. `counts` sets
+    the layers of every stage (default: as even as possible). Ranks are numbered with tensor parallelism innermost,
+    then context, then data, then the pipeline.
     """
 
     batch: int
@@ -71,12 +71,12 @@ class Layout:
 
     @property
     def num_devices(self) -> int:
-        """Return how many devices it takes."""
+        """Return the number of devices."""
         return self.tensor * self.pipeline * self.data * self.context
 
     @property
     def num_stages(self) -> int:
-        """Return into how many stages the layers are cut."""
+        """Return the number of stages."""
         return self.pipeline * self.stages_per_rank
 
     @property
@@ -90,7 +90,7 @@ class Layout:
 
     @property
     def recomputation(self) -> str:
-        """Return what is computed again, in words.
+        """Return the kind of recomputation, in words.
 
         >>> Layout(batch=8).recomputation, Layout(batch=8, recompute="full").recomputation
         ('no recomputation', 'full recomputation')
@@ -99,7 +99,7 @@ class Layout:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Return what it is besides its degrees, in words.
+        """Return all settings except the degrees of parallelism, in words.
 
         >>> ", ".join(Layout(batch=8, pipeline=2, schedule="zb-v", stages_per_rank=2, zero=1).settings.values())
         'zb-v with 2 stages per rank, microbatches of 1, ZeRO 1, no recomputation'
@@ -117,7 +117,7 @@ _COUNTS = ("batch", "microbatch", "tensor", "pipeline", "data", "context", "expe
 
 
 def check(transformer: Transformer, cluster: Cluster, layout: Layout) -> None:
-    """Raise PlanError where the layout contradicts itself, the model or the cluster."""
+    """Raise PlanError if the layout contradicts itself, the model or the cluster."""
     _check_values(layout)
     _check_devices(cluster, layout)
     _check_model(transformer, layout)
@@ -143,45 +143,45 @@ def _check_devices(cluster: Cluster, layout: Layout) -> None:
         copy = layout.tensor * layout.pipeline * layout.context
         fix = f"use data {cluster.num_devices // copy}"
         if cluster.num_devices % copy:
-            fix = f"no data parallelism does: {copy} does not divide {cluster.num_devices}"
+            fix = f"use other degrees: {copy} does not divide {cluster.num_devices}"
         raise PlanError(
             f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data} x context {layout.context}"
-            f" are {layout.num_devices} devices",
-            expected=f"{cluster.num_devices}, as the cluster has",
+            f" need {layout.num_devices} devices",
+            expected=f"{cluster.num_devices}, the size of the cluster",
             fix=fix,
         )
     if (layout.data * layout.context) % layout.expert:
         raise PlanError(
-            f"{layout.expert} expert-parallel ranks among data {layout.data} x context {layout.context}",
-            expected="a divisor of their product: experts are spread over those ranks",
+            f"{layout.expert} expert-parallel ranks do not divide data {layout.data} x context {layout.context}",
+            expected="a divisor of their product, because experts are spread over those ranks",
         )
 
 
 def _check_model(transformer: Transformer, layout: Layout) -> None:
-    widths = [("heads", transformer.num_heads), ("feed-forward width", transformer.feedforward)]
+    widths = [("number of heads", transformer.num_heads), ("feed-forward width", transformer.feedforward)]
     if transformer.experts is not None:
-        widths.append(("width of experts", transformer.experts.feedforward))
+        widths.append(("expert width", transformer.experts.feedforward))
     for name, count in widths:
         if count % layout.tensor:
             raise PlanError(
-                f"{count} {name} of {transformer.name} on {layout.tensor} tensor-parallel ranks",
+                f"the {name} of {transformer.name}, {count}, is not divisible by {layout.tensor} tensor-parallel ranks",
                 expected=f"a tensor parallelism that divides {count}",
             )
     parts = layout.tensor * layout.context if layout.sequence_parallel else layout.context
     if transformer.sequence % parts:
         raise PlanError(
-            f"sequences of {transformer.sequence} tokens on {parts} ranks",
-            expected="a number of ranks that divides them",
+            f"{parts} ranks cannot share sequences of {transformer.sequence} tokens",
+            expected="a number of ranks that divides the sequence length",
         )
     if layout.expert > 1 and (transformer.experts is None or transformer.experts.num_experts % layout.expert):
         num_experts = transformer.experts.num_experts if transformer.experts else 0
         raise PlanError(
-            f"{num_experts} experts of {transformer.name} on {layout.expert} expert-parallel ranks",
+            f"{layout.expert} expert-parallel ranks cannot share the {num_experts} experts of {transformer.name}",
             expected="a divisor of the number of experts" if num_experts else "expert=1 for a model without experts",
         )
     if transformer.num_layers < layout.num_stages and not layout.counts:
         raise PlanError(
-            f"{transformer.num_layers} layers of {transformer.name} in {layout.num_stages} stages",
+            f"{transformer.name} has {transformer.num_layers} layers for {layout.num_stages} stages",
             expected="at least one layer per stage",
             fix="use fewer pipeline ranks or fewer stages per rank",
         )
@@ -191,7 +191,7 @@ def _check_model(transformer: Transformer, layout: Layout) -> None:
         or min(layout.counts) < 0
     ):
         raise PlanError(
-            f"counts {layout.counts} are {sum(layout.counts)} layers in {len(layout.counts)} stages",
+            f"counts {layout.counts} place {sum(layout.counts)} layers in {len(layout.counts)} stages",
             expected=f"{transformer.num_layers} layers in {layout.num_stages} stages",
         )
 
@@ -200,7 +200,7 @@ def _check_batch(layout: Layout) -> None:
     each = layout.data * layout.microbatch
     if layout.batch % each:
         raise PlanError(
-            f"a batch of {layout.batch} on data {layout.data} x microbatch {layout.microbatch}",
+            f"a batch of {layout.batch} does not split into data {layout.data} x microbatch {layout.microbatch}",
             expected=f"a multiple of {each}",
             fix=f"use {layout.batch - layout.batch % each or each}",
         )

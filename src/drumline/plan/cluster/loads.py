@@ -1,6 +1,6 @@
 """What each rank of a pipeline does for one microbatch, and what its devices send each other in a step.
 
-Messages are bytes by what they are for, and seconds that computing does not hide.
+Messages are counted in bytes by purpose, and in seconds that compute does not hide.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from drumline.schedules.formulas import Pace
 
 @dataclass(frozen=True, slots=True)
 class ExchangeCost:
-    """Seconds that are exposed in every forward, in every backward, and once a step; and bytes that a device sends."""
+    """Exposed seconds in every forward, in every backward, and once per step; and the bytes that a device sends."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -37,9 +37,9 @@ def data_exchange(
 ) -> ExchangeCost:
     """Return the exchange of a rank's gradients and weights; the seconds are those of one microbatch on the rank.
 
-    Gradients are summed by a reduce-scatter. What comes back are all sums (ZeRO 0) or the new weights in 16 bits.
-    ZeRO 2 keeps no whole gradients and sums them after every microbatch; ZeRO 3 keeps no whole weights either, and
-    gathers them before every forward and every backward, layer by layer, so that every layer pays for the latency.
+    A reduce-scatter sums the gradients. All sums (ZeRO 0) or the new 16-bit weights come back. ZeRO 2 keeps no whole
+    gradients and sums them after every microbatch. ZeRO 3 keeps no whole weights either, and gathers them before every
+    forward and every backward, layer by layer, so every layer pays the latency.
     """
     reduce = gather = reduced = gathered = 0.0
     there = layout.practice.gradient_bytes
@@ -79,13 +79,13 @@ def tied_exchange(transformer: Transformer, cluster: Cluster, layout: Layout) ->
 
 
 def pipeline_link(cluster: Cluster, layout: Layout) -> Link:
-    """Return the slowest link between neighbours of a pipeline: that between nodes, where there are several."""
+    """Return the slowest link between neighbours of a pipeline: the one between nodes, if there are several nodes."""
     return cluster.intra_node if layout.num_devices <= cluster.devices_per_node else cluster.inter_node
 
 
 @dataclass(frozen=True, slots=True)
 class Volumes:
-    """Bytes that a device sends in a step, by what they are for."""
+    """Bytes that a device sends in a step, by purpose."""
 
     tensor: float
     context: float
@@ -95,7 +95,7 @@ class Volumes:
 
 
 def message_bytes(transformer: Transformer, layout: Layout) -> float:
-    """Return what a device sends of one microbatch to the next stage.
+    """Return the bytes of one microbatch that a device sends to the next stage.
 
     >>> gpt = Transformer("175B", num_layers=96, hidden=12288, num_heads=96, vocabulary=51200, sequence=2048)
     >>> message_bytes(gpt, Layout(batch=64, tensor=8, pipeline=8)) / 2**20
@@ -106,10 +106,10 @@ def message_bytes(transformer: Transformer, layout: Layout) -> float:
 
 
 def device_volumes(transformer: Transformer, layout: Layout, rank: Alike, data: float) -> Volumes:
-    """Return what a device of a pipeline rank sends; `data` is what the exchange of gradients takes.
+    """Return the bytes that a device of a pipeline rank sends; `data` is the size of the gradient exchange.
 
-    A layer's two blocks exchange in each pass: two of them, three with full recomputation. With sequence parallelism
-    also the stored inputs are gathered.
+    A layer's two blocks exchange in each pass: two passes, or three with full recomputation. With sequence parallelism,
+    the stored inputs are also gathered.
     """
     times, ranks = layout.num_microbatches, layout.tensor
     exchange = 2 * WORD * tokens_of(transformer, layout) * transformer.hidden * (ranks - 1) / ranks
@@ -130,7 +130,7 @@ def device_volumes(transformer: Transformer, layout: Layout, rank: Alike, data: 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Ranks that are alike: their work for a microbatch, what they wait for messages, and what they exchange."""
+    """Ranks that are alike: their work for a microbatch, their waits for messages, and what they exchange."""
 
     alike: Alike
     ops: Ops
@@ -140,7 +140,7 @@ class Load:
 
     @property
     def pace(self) -> Pace:
-        """Return the seconds of a microbatch, everything that holds the rank up included."""
+        """Return the seconds of a microbatch, including everything that delays the rank."""
         return Pace(
             len(self.alike.ranks),
             self.ops.forward.total + self.waiting / 2 + self.exchange.forward,
@@ -150,7 +150,7 @@ class Load:
 
 
 def loads_of(transformer: Transformer, cluster: Cluster, layout: Layout, waiting: float) -> list[Load]:
-    """Return the ranks of a pipeline; `waiting` is what a stage waits on each side that has a neighbour."""
+    """Return the ranks of a pipeline; `waiting` is the time a stage waits on each side with a neighbour."""
     counts = counts_of(transformer, layout)
     known: dict[StageLayers, Ops] = {}
     found = []
@@ -172,7 +172,7 @@ def loads_of(transformer: Transformer, cluster: Cluster, layout: Layout, waiting
 
 
 def stage_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> list[Ops]:
-    """Return what a microbatch takes in every stage, with everything that holds its rank up: what `exact` simulates."""
+    """Return the seconds of a microbatch in every stage, including everything that delays its rank; for `exact`."""
     _, waiting = hop_seconds(transformer, cluster, layout)
     slices = slices_of(transformer, counts_of(transformer, layout))
     known = {slice_: slice_ops(transformer, cluster, layout, slice_) for slice_ in set(slices)}
@@ -188,7 +188,7 @@ def stage_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> lis
 
 
 def slice_ops(transformer: Transformer, cluster: Cluster, layout: Layout, slice_: StageLayers) -> Ops:
-    """Return what a microbatch takes in a stage."""
+    """Return the seconds of a microbatch in a stage."""
     ops = layer_ops(transformer, cluster, layout).times(slice_.dense) if slice_.dense else Ops()
     if slice_.experts:
         ops = ops + layer_ops(transformer, cluster, layout, experts=True).times(slice_.experts)
@@ -200,7 +200,7 @@ def slice_ops(transformer: Transformer, cluster: Cluster, layout: Layout, slice_
 
 
 def hop_seconds(transformer: Transformer, cluster: Cluster, layout: Layout) -> tuple[float, float]:
-    """Return how late a message between stages comes, and how long a stage waits for it on each side."""
+    """Return how late a message between stages arrives, and how long a stage waits for it on each side."""
     if layout.pipeline == 1:
         return 0.0, 0.0
     seconds = pipeline_link(cluster, layout).seconds(message_bytes(transformer, layout))

@@ -1,13 +1,13 @@
-"""What a device holds: weights and their optimizer, activations by the layer, and what comes and goes.
+"""What a device holds: weights and optimizer state, activations per layer, and temporary buffers.
 
-Of a microbatch a layer keeps until its backward what the formulas of arXiv 2205.05198 say, written out by what is kept,
-so that other models follow: per token and layer a device keeps, in bytes, with h the hidden width, t tensor-parallel
-ranks, a heads and s the sequence,
+Until its backward, a layer keeps what the formulas of arXiv 2205.05198 say for each microbatch. They are written out by
+item, so that they extend to other models. Per token and layer a device keeps, in bytes, with h the hidden width, t
+tensor-parallel ranks, a heads and s the sequence,
 
-    10h + 24h/t + 5as/t        every rank keeps the whole of what is between the blocks, and its part of what is inside
-    34h/t + 5as/t              with sequence parallelism also of that only its part
-    34h/t                      with the scores (5as/t) computed again, or never stored
-    2h                         with everything computed again: a layer's input
+    10h + 24h/t + 5as/t        every rank keeps all activations between the blocks, and its part of those inside
+    34h/t + 5as/t              with sequence parallelism, it keeps only its part of both
+    34h/t                      with the scores (5as/t) recomputed, or never stored
+    2h                         with everything recomputed: the input of a layer
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Bytes:
 
 
 def device_parameters(transformer: Transformer, layout: Layout, rank: Alike) -> tuple[float, float]:
-    """Return how many parameters a device of a pipeline rank has: those that all tokens use, and its experts'."""
+    """Return how many parameters a device of a pipeline rank holds: those that all tokens use, and its experts'."""
     dense = experts = 0.0
     shared = transformer.shared_parameters
     local = transformer.experts.num_experts / layout.expert if transformer.experts else 0.0
@@ -57,7 +57,7 @@ def device_parameters(transformer: Transformer, layout: Layout, rank: Alike) -> 
 
 
 def sharded(layout: Layout, parameters: tuple[float, float]) -> float:
-    """Return how many of a device's parameters are its own among the data-parallel ranks that share them."""
+    """Return a device's own share of its parameters among the data-parallel ranks that share them."""
     group = layout.data * layout.context
     return parameters[0] / group + parameters[1] / (group // layout.expert)
 
@@ -65,7 +65,7 @@ def sharded(layout: Layout, parameters: tuple[float, float]) -> float:
 def device_bytes(transformer: Transformer, layout: Layout, rank: Alike) -> Bytes:
     """Return what one device of a pipeline rank holds at its peak.
 
-    The first rank holds most activations: as many microbatches as the schedule lets go ahead of their backwards.
+    The first rank holds the most activations: as many microbatches as the schedule runs ahead of their backwards.
     """
     parameters = device_parameters(transformer, layout, rank)
     whole, part = sum(parameters), sharded(layout, parameters)
@@ -84,10 +84,10 @@ def device_bytes(transformer: Transformer, layout: Layout, rank: Alike) -> Bytes
 
 
 def _buffers(transformer: Transformer, layout: Layout, rank: Alike, has_experts: bool) -> float:
-    """Return what comes and goes.
+    """Return the bytes of temporary buffers.
 
-    A message each way; one layer while it is computed again; two layers' whole weights where they are sharded; the
-    embedding's mask of every microbatch in flight; the head's input and its logits of one.
+    A message each way; one layer during recomputation; the whole weights of two layers if they are sharded; the
+    embedding's mask of every microbatch in flight; the head's input and logits of one microbatch.
     """
     tokens = tokens_of(transformer, layout)
     along = layout.tensor if layout.sequence_parallel else 1
@@ -108,7 +108,7 @@ def _buffers(transformer: Transformer, layout: Layout, rank: Alike, has_experts:
 
 
 def activation_bytes(transformer: Transformer, layout: Layout, *, experts: bool = False) -> float:
-    """Return what a device keeps of one microbatch in one layer until its backward.
+    """Return the bytes that a device keeps for one microbatch in one layer until its backward.
 
     >>> from drumline.plan.cluster.layout import Practice
     >>> gpt = Transformer("22B", num_layers=48, hidden=6144, num_heads=64, vocabulary=51200, sequence=2048)
@@ -124,16 +124,16 @@ def activation_bytes(transformer: Transformer, layout: Layout, *, experts: bool 
 
 
 def between(transformer: Transformer) -> float:
-    """Return the bytes per token between a layer's blocks: inputs of norms and of products, and dropout's masks."""
+    """Return the bytes per token between a layer's blocks: inputs of norms and products, and dropout masks."""
     return (8.0 + (2.0 if transformer.dropout else 0.0)) * transformer.hidden
 
 
 def inside(transformer: Transformer, layout: Layout, experts: bool) -> float:
-    """Return the bytes per token inside of a layer's blocks, on all tensor-parallel ranks together."""
+    """Return the bytes per token inside a layer's blocks, on all tensor-parallel ranks together."""
     width = transformer.num_heads * transformer.head_width
     size = 2.0 * (width + keys_of(transformer, layout) * layout.tensor) + 2.0 * width
     if layout.practice.flash_attention:
-        size += 4.0 * transformer.num_heads  # a sum of exponentials per row, in 32 bits
+        size += 4.0 * transformer.num_heads  # one 32-bit sum of exponentials per row
     elif layout.recompute == "none":
         size += (5.0 if transformer.dropout else 2.0) * transformer.num_heads * transformer.sequence
     each = 6.0 if transformer.gated else 4.0
@@ -144,7 +144,7 @@ def inside(transformer: Transformer, layout: Layout, experts: bool) -> float:
 
 
 def peak_bytes(transformer: Transformer, layout: Layout) -> float:
-    """Return what the fullest device holds: the total of the bytes that `estimate` itemises."""
+    """Return the bytes of the fullest device: the total of the items of `estimate`."""
     counts = counts_of(transformer, layout)
     kinds = alike(transformer, counts, layout.schedule, layout.pipeline, layout.stages_per_rank)
     return max(device_bytes(transformer, layout, one).total for one in kinds)

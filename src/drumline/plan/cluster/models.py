@@ -1,4 +1,4 @@
-"""Named transformers: those of published runs, and open ones."""
+"""Named transformers, from published runs and open models."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MODELS = {
             250880,
             sequence=2048,
             learned_positions=False,
-            details=Details(alibi=True, others=("a norm behind the embedding",)),
+            details=Details(alibi=True, others=("a norm after the embedding",)),
         ),
         _llama("llama-3-8b", 32, 4096, 32, 14336),
         _llama("llama-3-70b", 80, 8192, 64, 28672),
@@ -65,7 +65,7 @@ MODELS = {
             experts=Experts(8, 2, 14336),
             details=Details(rotary_base=1000000.0),
         ),
-        # Its attention goes through narrow projections; here it is taken for plain heads with as many parameters.
+        # Its attention uses narrow projections; here it counts as plain heads with the same number of parameters.
         _modern(
             "deepseek-v3",
             61,
@@ -83,7 +83,7 @@ MODELS = {
                 rotary_base=10000.0,
                 others=(
                     "experts chosen by a sigmoid with a bias for balance, from 4 of 8 groups, their weights x 2.5",
-                    "a layer behind the last one that predicts the token after the next",
+                    "a layer after the last one that predicts the token after the next",
                 ),
             ),
         ),
@@ -92,7 +92,7 @@ MODELS = {
 
 
 def model(name: str) -> Transformer:
-    """Return the transformer of that name.
+    """Return the transformer with this name.
 
     >>> model("llama-3-405b").num_layers
     126

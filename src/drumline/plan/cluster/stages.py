@@ -1,12 +1,12 @@
-"""A transformer cut into a layout's stages: how many layers each takes, which ranks hold them, and for how long.
+"""A transformer cut into the stages of a layout: the layers of each stage, the ranks that hold them, and their times.
 
-Layers are equal, so they are dealt one by one (`dealt`), and the embedding and the head weigh something too:
+Layers are equal, so they are assigned one by one (`dealt`); the embedding and the head count too:
 
     126 layers on 16 stages, a head worth two thirds of a layer:   7 8 8 8 8 8 8 8 8 8 8 8 8 8 8 7
 
-Ties go to the middle: the first stage holds the embedding, the last one the head. Then the schedule says which stages a
-rank has, how many pairs it holds, and how long they take. Where it has no formula its program is made, and counted or
-simulated, for as few microbatches as show everything: a step's middle repeats itself.
+Ties go to the middle: the first stage holds the embedding, the last one the head. The schedule determines which stages
+a rank has, how many pairs it holds, and how long they take. If it has no formula, its program is built and counted or
+simulated, for as few microbatches as show everything: the middle of a step repeats itself.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.cut.cuts import dealt
 from drumline.schedules import find, generate
 
-# A look-up costs no operations, but its weights lie in the first stage: it loses every tie.
+# A lookup costs no operations, but its weights are in the first stage, so it loses every tie.
 _EMBEDDING = 1e-3
 
 
 @lru_cache(maxsize=4096)
 def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Return layers per stage as even as possible; the ends, which have the head and the embedding, get fewer.
+    """Return layers per stage as even as possible; the ends, with the head and the embedding, get fewer.
 
     >>> even_counts(70, 12), even_counts(126, 16)[::15]
     ((5, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 5), (7, 7))
@@ -41,7 +41,7 @@ def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def layer_counts(transformer: Transformer, pipeline: int, schedule: str = "1f1b", per_rank: int = 1) -> tuple[int, ...]:
-    """Return the layers of every stage, each at least one; the largest rank is as small as it can be.
+    """Return the layers of every stage, each at least one, so that the largest rank is as small as possible.
 
     >>> llama = Transformer("405b", 126, 16384, 128, 128256, 8192, 8, 53248, gated=True, tied=False)
     >>> layer_counts(llama, 16)
@@ -60,7 +60,7 @@ def layer_counts(transformer: Transformer, pipeline: int, schedule: str = "1f1b"
 
 
 def stage_weights(transformer: Transformer, counts: Sequence[int]) -> list[float]:
-    """Return the work of every stage, counted in layers."""
+    """Return the work of every stage, in layers."""
     weights = [float(count) for count in counts]
     weights[0] += _EMBEDDING
     weights[-1] += head_weight(transformer)
@@ -83,7 +83,7 @@ def head_weight(transformer: Transformer) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StageLayers:
-    """A stage: how many of its layers are dense and how many have experts, and whether it is the first or the last."""
+    """A stage: the number of dense layers and of layers with experts, and whether it is the first or the last."""
 
     dense: int
     experts: int
@@ -92,20 +92,20 @@ class StageLayers:
 
     @property
     def num_layers(self) -> int:
-        """Return all its layers."""
+        """Return the number of layers."""
         return self.dense + self.experts
 
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """Ranks with equal stages: `slices`, each with the part of its microbatches that runs there."""
+    """Ranks with equal stages: `slices`, each with the share of its microbatches that runs there."""
 
     ranks: tuple[int, ...]
     slices: tuple[tuple[StageLayers, float], ...]
 
     @property
     def first(self) -> int:
-        """Return the first of them, which holds no less than the others."""
+        """Return the first of these ranks, which holds no less than the others."""
         return self.ranks[0]
 
 
@@ -129,7 +129,7 @@ def counts_of(transformer: Transformer, layout: Layout) -> tuple[int, ...]:
 def alike(
     transformer: Transformer, counts: tuple[int, ...], schedule: str, num_ranks: int, stages_per_rank: int
 ) -> tuple[Alike, ...]:
-    """Return the ranks of a pipeline, those with equal stages as one."""
+    """Return the ranks of a pipeline, grouped by equal stages."""
     slices = slices_of(transformer, counts)
     found: dict[tuple[tuple[StageLayers, float], ...], list[int]] = {}
     for rank in range(num_ranks):
@@ -139,7 +139,7 @@ def alike(
 
 
 def stages_of(schedule: str, rank: int, num_ranks: int, stages_per_rank: int) -> tuple[tuple[int, float], ...]:
-    """Return a rank's stages, each with the part of its microbatches that runs there.
+    """Return a rank's stages, each with the share of its microbatches that runs there.
 
     >>> stages_of("interleaved-1f1b", 1, 4, 2), stages_of("zb-v", 1, 4, 2), stages_of("dualpipe", 1, 4, 1)
     (((1, 1.0), (5, 1.0)), ((1, 1.0), (6, 1.0)), ((1, 0.5), (2, 0.5)))
@@ -161,7 +161,7 @@ def num_sides(schedule: str, stage: int, num_ranks: int, num_stages: int) -> int
 
 
 def pairs_held(schedule: str, rank: int, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> int:
-    """Return how many (stage, microbatch) pairs a rank holds at most.
+    """Return the most (stage, microbatch) pairs that a rank holds.
 
     >>> [pairs_held("1f1b", rank, 4, 8, 1) for rank in range(4)], pairs_held("interleaved-1f1b", 0, 4, 8, 2)
     ([4, 3, 2, 1], 11)
@@ -177,7 +177,7 @@ def pairs_held(schedule: str, rank: int, num_ranks: int, num_microbatches: int, 
 def simulated(
     schedule: str, stages: Sequence[Ops], num_ranks: int, num_microbatches: int, *, hop_seconds: float = 0.0
 ) -> Simulation:
-    """Return the step of the ranks by the simulator, every microbatch of it; what is computed again counts with I.
+    """Simulate the step of the ranks with every microbatch; recomputation counts with I.
 
     >>> from drumline.plan.cluster.kernels import Spent
     >>> simulated("zb-h1", [Ops(Spent(1.0), Spent(), Spent(1.0), Spent(1.0))] * 4, 4, 8).makespan
@@ -197,7 +197,7 @@ def simulated(
 def simulated_few(
     schedule: str, stages: Sequence[Ops], num_ranks: int, num_microbatches: int, *, hop_seconds: float = 0.0
 ) -> float:
-    """Simulate as many microbatches as show everything, and add the others at the pace that these have at last."""
+    """Simulate as many microbatches as show everything, and add the rest at the final pace."""
     few = _few(num_ranks, num_microbatches)
     taken = simulated(schedule, stages, num_ranks, few, hop_seconds=hop_seconds).makespan
     if few == num_microbatches:
@@ -208,7 +208,7 @@ def simulated_few(
 
 
 def _few(num_ranks: int, num_microbatches: int) -> int:
-    """Return a smaller count that shows the same; two directions want an even one where the whole is even."""
+    """Return a smaller count that shows the same; with two directions, even if the whole count is even."""
     return num_microbatches if num_microbatches <= 4 * num_ranks else 4 * num_ranks + num_microbatches % 2
 
 

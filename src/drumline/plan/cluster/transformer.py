@@ -1,9 +1,9 @@
-"""A transformer as numbers: what a layer multiplies, keeps and sends follows from these alone.
+"""A transformer as numbers; they determine what a layer multiplies, keeps and sends.
 
-Its `Details` make it this model and no other, and decide neither seconds nor bytes here. Whoever starts a plan needs
-them: a framework that is told the sizes alone would train another model.
+Its `Details` identify the exact model, but affect neither seconds nor bytes here. Launching a plan needs them: given
+only the sizes, a framework would train a different model.
 
-It says how many parameters its parts have; how many operations a step takes with them stands below.
+This file also counts the parameters of each part, and the operations of a step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from drumline.core.errors import PlanError
 class Latent:
     """Attention through narrow projections (MLA): their widths, and those of a head with and without positions.
 
-    `queries` is 0 where queries are projected at once.
+    `queries` is 0 if queries are projected directly.
 
     >>> Latent(queries=1536, keys_values=512, head=128, rotary_head=64, value_head=128).keys_values
     512
@@ -34,7 +34,7 @@ class Latent:
             raise PlanError(
                 f"latent attention has the widths {self.queries}, {self.keys_values}, {self.head}, "
                 f"{self.rotary_head}, {self.value_head}",
-                expected="widths of 1 or more; 0 for queries that are projected at once",
+                expected="widths of 1 or more; 0 for queries that are projected directly",
             )
 
     def __str__(self) -> str:
@@ -47,10 +47,10 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """Attention, positions and biases beyond sizes; `others` has a phrase for everything that has no field here.
+    """Attention, positions and biases, beyond sizes; `others` has a phrase for everything without a field here.
 
-    `rotary_base` is 0 where it is not known. `alibi` models have neither learned nor rotary positions. `qk_norm` ones
-    norm queries and keys of every head, `qkv_bias` ones add a bias to queries, keys and values alone.
+    `rotary_base` is 0 if unknown. `alibi` models have neither learned nor rotary positions. `qk_norm` models normalise
+    queries and keys of every head; `qkv_bias` models add a bias only to queries, keys and values.
     """
 
     latent: Latent | None = None
@@ -66,7 +66,7 @@ PLAIN = Details()
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of a layer: `num_experts`, of which each token goes to `per_token`, and `num_shared` that all use."""
+    """The experts of a layer: `num_experts`, of which each token uses `per_token`, and `num_shared` that all use."""
 
     num_experts: int
     per_token: int
@@ -75,11 +75,11 @@ class Experts:
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_token <= self.num_experts:
-            raise PlanError(f"{self.per_token} of {self.num_experts} experts per token", expected="1 to all of them")
+            raise PlanError(f"a token uses {self.per_token} of {self.num_experts} experts", expected="1 to all of them")
         if self.feedforward < 1 or self.num_shared < 0:
             raise PlanError(
-                f"experts of width {self.feedforward}, {self.num_shared} of them shared",
-                expected="a width of 1 or more, and no negative count",
+                f"experts have width {self.feedforward}, with {self.num_shared} shared",
+                expected="a width of 1 or more, and a count of 0 or more",
             )
 
 
@@ -87,9 +87,9 @@ class Experts:
 class Transformer:
     """A decoder of `num_layers` equal layers between an embedding and a head.
 
-    `feedforward` is the inner width of the dense layers; `gated` ones multiply two such projections. With `experts`,
-    the layers from `num_dense_layers` on have those instead. `biased` layers add a bias after every product, and
-    `dropout` keeps a mask of every place where it is applied. `details` is what a framework must be told beside sizes.
+    `feedforward` is the inner width of the dense layers; `gated` layers multiply two such projections. With `experts`,
+    the layers from `num_dense_layers` on have experts instead. `biased` layers add a bias after every product, and
+    `dropout` keeps a mask everywhere it applies. `details` is what a framework must know besides sizes.
 
     >>> gpt = Transformer("175B", num_layers=96, hidden=12288, num_heads=96, vocabulary=51200, sequence=2048)
     >>> gpt.feedforward, gpt.head_width
@@ -120,14 +120,14 @@ class Transformer:
                 raise PlanError(f"{name} of {self.name} is {getattr(self, name)}", expected="1 or more")
         for name in ("num_key_value_heads", "feedforward", "head_width", "num_dense_layers"):
             if getattr(self, name) < 0:
-                raise PlanError(f"{name} of {self.name} is {getattr(self, name)}", expected="no negative number")
+                raise PlanError(f"{name} of {self.name} is {getattr(self, name)}", expected="0 or more")
         if not self.feedforward:
             object.__setattr__(self, "feedforward", 4 * self.hidden)
         if not self.num_key_value_heads:
             object.__setattr__(self, "num_key_value_heads", self.num_heads)
         if self.num_heads % self.num_key_value_heads:
             raise PlanError(
-                f"{self.num_heads} heads of {self.name} share {self.num_key_value_heads} keys and values",
+                f"{self.num_heads} heads of {self.name} cannot share {self.num_key_value_heads} keys and values",
                 expected="a number of key and value heads that divides the heads",
             )
         if not self.head_width:
@@ -136,12 +136,12 @@ class Transformer:
             object.__setattr__(self, "num_dense_layers", self.num_layers)
         elif self.num_dense_layers > self.num_layers:
             raise PlanError(
-                f"{self.num_dense_layers} dense layers of {self.num_layers} in {self.name}", expected="no more than all"
+                f"{self.name} has {self.num_dense_layers} dense layers of {self.num_layers}", expected="at most all"
             )
 
     @property
     def attention_parameters(self) -> int:
-        """The parameters of a layer's attention, its normalisation included."""
+        """The parameters of a layer's attention, including its normalisation."""
         width = self.num_heads * self.head_width
         keys = 2 * self.num_key_value_heads * self.head_width
         biases = width + keys + self.hidden if self.biased else 0
@@ -163,7 +163,7 @@ class Transformer:
 
     @property
     def shared_parameters(self) -> int:
-        """What of a layer with experts every token uses: attention, the router, and the shared experts; or 0."""
+        """The parameters of a layer with experts that every token uses: attention, router, shared experts; or 0."""
         if self.experts is None:
             return 0
         beside = self.hidden * self.experts.num_experts + self.experts.num_shared * self.expert_parameters
@@ -181,7 +181,7 @@ class Transformer:
 
     @property
     def head_parameters(self) -> int:
-        """The parameters after the last layer; the table of a tied one counts here only where it is a copy."""
+        """The parameters after the last layer; a tied table counts here only if it is a copy."""
         return self.hidden * self.vocabulary + self._norm
 
     @property
@@ -190,10 +190,10 @@ class Transformer:
 
 
 def model_flops(transformer: Transformer, batch: int, *, causal: bool = False) -> float:
-    """Return the operations of a step: two for each weight and token forward, twice as many backward, and attention.
+    """Return the operations of a step: per weight and token two forward and four backward, plus attention.
 
-    Attention counts as if every token looked at every other, as most papers count it; `causal` counts the half that is
-    not masked.
+    Attention counts as if every token attended to every other, as in most papers; `causal` counts only the half that
+    is not masked.
 
     >>> gpt = Transformer("175B", num_layers=96, hidden=12288, num_heads=96, vocabulary=51200, sequence=2048)
     >>> h, l, s, v = 12288, 96, 2048, 51200
@@ -212,7 +212,7 @@ def attention_flops(transformer: Transformer, batch: int) -> float:
 
 
 def layer_weights(transformer: Transformer) -> float:
-    """Return the weights of all layers that a token is multiplied with."""
+    """Return the number of weights in all layers that a token is multiplied with."""
     width = transformer.num_heads * transformer.head_width
     keys = 2 * transformer.num_key_value_heads * transformer.head_width
     inner = float(transformer.num_dense_layers * transformer.feedforward)

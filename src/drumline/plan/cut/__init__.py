@@ -1,1 +1,1 @@
-"""Where to cut a chain of blocks into stages: exactly where that is quick, then by the simulator."""
+"""Where to cut a chain of blocks into stages: exactly if that is fast, then with the simulator."""

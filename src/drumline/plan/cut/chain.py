@@ -1,7 +1,7 @@
-"""A chain of blocks as numbers: what any runs of them take as stages, on ranks that hold so many pairs of each.
+"""A chain of blocks as numbers: what runs of blocks cost as stages, on ranks that hold a given number of pairs.
 
-Everything is a difference of prefix sums, so that runs come in arrays of any shape: every slice of the chain for a
-dynamic programme, the stages of one cut, or those of many cuts at once.
+Everything is a difference of prefix sums, so runs can be arrays of any shape: every slice of the chain for dynamic
+programming, the stages of one cut, or those of many cuts at once.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Again = bool | npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class BlockCosts:
-    """What one block takes in whichever stage it is.
+    """What one block costs, in any stage.
 
     `activation_bytes` are held per microbatch from F on, `held_until_weight_bytes` of it from I to W (None: the same).
-    A stage that begins with this block holds `start_bytes` more per microbatch: what it received. `static_bytes` are
-    weights, gradients and optimizer state. Of these, what other blocks hold too is in `tied` by its name: a rank has it
-    once. `output_bytes` is what the block hands on; a stage that is recomputed keeps what it received and, of its last
-    block, `checkpoint_bytes`, and in its backward it holds `again_bytes` of that block more than one that is not.
+    A stage that begins with this block also holds `start_bytes` per microbatch: its input. `static_bytes` are weights,
+    gradients and optimizer state. `tied` names the part of these that other blocks share: a rank holds it once.
+    `output_bytes` is what the block passes on. A recomputed stage keeps its input and, for its last block,
+    `checkpoint_bytes`; in its backward it holds `again_bytes` more for that block than a stage without recomputation.
     """
 
     seconds: float
@@ -50,7 +50,7 @@ def sums(values: Sequence[float]) -> Floats:
 
 
 class BlockTable:
-    """Runs of blocks from `firsts` to before `ends`, in arrays of any shape; what is returned has the same shape."""
+    """Runs of blocks from `firsts` to before `ends`, in arrays of any shape; results have the same shape."""
 
     def __init__(self, blocks: Sequence[BlockCosts]) -> None:
         self.num_blocks = len(blocks)
@@ -73,23 +73,23 @@ class BlockTable:
         return np.arange(self.num_blocks)[:, None], np.arange(self.num_blocks + 1)[None, :]
 
     def sent(self, ends: Ints) -> Floats:
-        """Return what a run hands on; nothing where it is the last."""
+        """Return what a run passes on; nothing for the last run."""
         return np.where(ends < self.num_blocks, self._outputs[ends], 0.0)
 
     def received(self, firsts: Ints) -> Floats:
-        """Return what a run is handed; nothing where it is the first."""
+        """Return the input of a run; nothing for the first run."""
         found: Floats = self._outputs[firsts]
         return found
 
     def pairs(self, firsts: Ints, ends: Ints, again: Again = False) -> Floats:
-        """Return the bytes of a pair, (..., 3): as it is kept, what its backward adds to that, and between I and W."""
+        """Return the bytes of a pair, (..., 3): as kept, what its backward adds, and between I and W."""
         full = self._full[ends] - self._full[firsts] + self._start[firsts]
         kept = np.where(again, self.received(firsts) + self._checkpoint[ends - 1], full)
         more = full + self._again[ends - 1] * again - kept
         return np.stack([kept, more, self._until[ends] - self._until[firsts]], axis=-1)
 
     def rank_bytes(self, rank: HeldPairs, firsts: Ints, ends: Ints, again: Again = False) -> Floats:
-        """Return the peak of a rank that has the runs along the last axis as its stages, what is tied once."""
+        """Return the peak of a rank whose stages are the runs along the last axis; tied weights count once."""
         static: Floats = (self._static[ends] - self._static[firsts]).sum(axis=-1)
         for size, uses in self._tied:
             static = static - size * np.maximum((uses[ends] - uses[firsts]).sum(axis=-1) - 1, 0)
@@ -97,7 +97,7 @@ class BlockTable:
 
 
 class Chain:
-    """The blocks on ranks, each of which holds so much of its stages; some stages may be recomputed."""
+    """The blocks on ranks, with what each rank holds of its stages; some stages may be recomputed."""
 
     def __init__(
         self, table: BlockTable, num_stages: int, held: Sequence[HeldPairs], recompute: Sequence[bool] = ()
@@ -110,12 +110,12 @@ class Chain:
         self.shares = np.zeros((len(self.held), num_stages))
         named = {stage for rank in self.held for stage in rank.stages}
         if named != set(range(num_stages)):
-            raise PlanError(f"held names the stages {sorted(named)}", expected=f"all of 0 to {num_stages - 1}")
+            raise PlanError(f"held covers the stages {sorted(named)}", expected=f"all of 0 to {num_stages - 1}")
         for rank, row in zip(self.held, self.shares, strict=True):
             row[list(rank.stages)] = rank.shares or 1.0
 
     def stage_bytes(self, stage: int) -> Floats:
-        """Return what every slice would take as this stage, with its ranks to itself; infinite where it is empty."""
+        """Return what every slice would cost as this stage, alone on its ranks; infinite if it is empty."""
         firsts, ends = self.table.grid
         runs = firsts[..., None], ends[..., None], self._again[[stage]]
         alone = [rank.only([stage]) for rank in self.held if stage in rank.stages]
@@ -132,7 +132,7 @@ class Chain:
         return np.stack(columns, axis=1)
 
     def quality(self, many: Sequence[Counts]) -> list[tuple[float, float]]:
-        """Return how long the largest rank takes, then how uneven the stages are: the smaller, the better."""
+        """Return the time of the largest rank, then the unevenness of the stages: smaller is better."""
         seconds = np.diff(self.table.seconds[[ends_of(counts) for counts in many]], axis=1)
         largest, squares = (seconds @ self.shares.T).max(axis=1), (seconds**2).sum(axis=1)
         return list(zip(largest.tolist(), squares.tolist(), strict=True))

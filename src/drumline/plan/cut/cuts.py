@@ -1,22 +1,22 @@
-"""The best cut of a chain where every stage has its own times and its own memory: exactly, then by moving boundaries.
+"""The best cut of a chain when every stage has its own times and memory: exactly, then by moving boundaries.
 
-Two objectives, by dynamic programming over (stage, first block):
+There are two objectives, solved by dynamic programming over (stage, first block):
 
-    largest     the largest stage as short as it can be, then a sum over the stages
-    step        sum of all stages + (M - 1) x largest stage: a microbatch on its way, and the others behind the slowest
+    largest     shortest largest stage, then the smallest sum over the stages
+    step        sum of all stages + (M - 1) x largest stage: one microbatch's path, and the others behind the slowest
 
-For the second, every length that the largest stage could have is tried, shortest first: within it the shortest sum is a
-dynamic programme again. It ends where even the shortest sum of all cannot make up for a longer largest stage.
+For the second, every possible length of the largest stage is tried, shortest first, each with dynamic programming for
+the shortest sum. The search ends when even the shortest sum of all cannot make up for a longer largest stage.
 
     best(s, i) = min over j of seconds(s, i..j) + best(s + 1, j),   seconds(s, i..j) <= largest
 
-Where all blocks are equal neither is needed: they are dealt one by one (`dealt`), stages that share a rank included.
+If all blocks are equal, neither is needed: they are assigned one by one (`dealt`), even if stages share a rank.
 
-What a program makes of a cut only the simulator knows. So from there on a hill is climbed: boundaries are moved for as
-long as that is better, by whatever measure.
+Only the simulator knows what a program makes of a cut. So hill climbing follows: boundaries move as long as that
+improves any given measure.
 
-    2 | 3 | 3 | 1      12.4 ms      one boundary moved by one or two blocks, or two of them by one
-    2 | 3 | 2 | 2      12.1 ms      the best neighbour is next, until none is shorter
+    2 | 3 | 3 | 1      12.4 ms      move one boundary by one or two blocks, or two boundaries by one
+    2 | 3 | 2 | 2      12.1 ms      go on from the best neighbour, until none is shorter
 
 All neighbours of a cut are measured at once: the simulator times them as columns of one compiled program.
 """
@@ -35,11 +35,11 @@ from drumline.core.simulate.graph import Floats
 Counts = tuple[int, ...]
 Values = Callable[[Sequence[Counts]], Sequence[Any]]
 
-SLACK = 1e-12  # of the largest stage: seconds are sums in floating point
+SLACK = 1e-12  # relative to the largest stage: seconds are floating-point sums
 
 
 def suffixes(cost: Sequence[Floats], join: np.ufunc) -> list[Floats]:
-    """Return, for every stage and first block, the least joined cost of this stage and those after it."""
+    """Return, for every stage and first block, the smallest joined cost of this stage and those after it."""
     num_blocks = cost[0].shape[0]
     table = [np.where(np.arange(num_blocks + 1) == num_blocks, 0.0, np.inf)]
     for one in reversed(cost):
@@ -49,10 +49,10 @@ def suffixes(cost: Sequence[Floats], join: np.ufunc) -> list[Floats]:
 
 
 def shortest_largest(seconds: Sequence[Floats], then: Sequence[Floats] | None = None) -> Counts | None:
-    """Return how many blocks each stage gets: the largest the shortest, then the sum; None where nothing is allowed.
+    """Return the blocks per stage with the shortest largest stage, then the smallest sum; None if no cut is allowed.
 
-    `seconds[stage][first, end]` is what the blocks from `first` to `end` take as that stage; infinite is forbidden. The
-    sum is that of `then`, tables of the same shape, where given.
+    `seconds[stage][first, end]` is the cost of the blocks from `first` to `end` as that stage; infinity forbids it. The
+    sum is over `then`, tables of the same shape, if given.
 
     >>> table = np.array([[np.inf, 3, 4], [np.inf, np.inf, 1]])
     >>> shortest_largest([table, table])
@@ -63,7 +63,7 @@ def shortest_largest(seconds: Sequence[Floats], then: Sequence[Floats] | None = 
 
 
 def shortest_step(seconds: Sequence[Floats], num_microbatches: int) -> Counts | None:
-    """Return how many blocks each stage gets: sum + (M - 1) x largest the shortest; None where nothing is allowed."""
+    """Return the blocks per stage that minimise sum + (M - 1) x largest; None if no cut is allowed."""
     lengths = np.unique(np.concatenate([one[np.isfinite(one)] for one in seconds]))
     least_largest = float(suffixes(seconds, np.maximum)[0][0])
     if least_largest == np.inf:
@@ -82,7 +82,7 @@ def shortest_step(seconds: Sequence[Floats], num_microbatches: int) -> Counts | 
 def _shortest_sum(
     seconds: Sequence[Floats], largest: float, then: Sequence[Floats] | None = None
 ) -> tuple[float, Counts]:
-    """Return the shortest sum with no stage above `largest`, and its cut."""
+    """Return the smallest sum with no stage above `largest`, and its cut."""
     allowed = [np.where(one <= largest, cost, np.inf) for one, cost in zip(seconds, then or seconds, strict=True)]
     table = suffixes(allowed, np.add)
     ends = [0]
@@ -92,10 +92,10 @@ def _shortest_sum(
 
 
 def dealt(num_blocks: int, owners: Sequence[int], extra: Sequence[float]) -> Counts:
-    """Return how many of `num_blocks` equal blocks each stage gets, so that the largest rank is as small as it can be.
+    """Return how many of `num_blocks` equal blocks each stage gets, so that the largest rank is as small as possible.
 
-    `owners` are the ranks of the stages, `extra` what a stage has besides its blocks, counted in blocks. Each block
-    goes to the rank that has least so far, and there to the stage that has least; ties go to the middle.
+    `owners` are the ranks of the stages, `extra` what a stage has besides its blocks, in blocks. Each block goes to the
+    rank with the least work so far, and there to the stage with the least; ties go to the middle.
 
     >>> dealt(7, [0, 1, 1, 0], [0, 0, 0, 2])
     (2, 2, 2, 1)
@@ -123,9 +123,9 @@ def climb(
     singly: bool = False,
     better: Callable[[Any, Any], bool] = operator.lt,
 ) -> Counts:
-    """Return the cut that is reached from the best of `starts`; a lesser value is better.
+    """Return the cut reached by hill climbing from the best of `starts`; a smaller value is better.
 
-    With `singly` a step tries the moves of two boundaries, which are many, only where no single one is better.
+    With `singly`, a step tries moves of two boundaries, which are many, only if no single move is better.
 
     >>> climb([(1, 4)], lambda many: [abs(one[0] - one[1]) for one in many], rounds=10)
     (2, 3)
@@ -145,12 +145,12 @@ def climb(
 
 
 def _least(values: Values, many: Sequence[Counts]) -> tuple[Any, Counts]:
-    """Return the least value and its cut; of equal ones the cut whose first stages are the smallest."""
+    """Return the smallest value and its cut; in a tie, the cut with the smallest first stages."""
     return min(zip(values(many), many, strict=True))
 
 
 def neighbours(counts: Counts, *, reach: int = 2, alone: bool = False) -> Iterator[Counts]:
-    """Yield the cuts with one boundary moved by up to `reach` blocks, or, unless `alone`, two of them by one."""
+    """Yield the cuts with one boundary moved by up to `reach` blocks, or, unless `alone`, two boundaries by one."""
     inner = range(1, len(counts))
     steps = [by for far in range(1, reach + 1) for by in (-far, far)]
     moves: list[tuple[tuple[int, int], ...]] = [((at, by),) for at in inner for by in steps]
@@ -166,7 +166,7 @@ def neighbours(counts: Counts, *, reach: int = 2, alone: bool = False) -> Iterat
 
 
 def ends_of(counts: Sequence[int]) -> list[int]:
-    """Return where the stages end, from 0 on.
+    """Return where the stages end, starting with 0.
 
     >>> ends_of((2, 3))
     [0, 2, 5]
@@ -175,7 +175,7 @@ def ends_of(counts: Sequence[int]) -> list[int]:
 
 
 def even_cut(num_blocks: int, num_stages: int) -> Counts:
-    """Return the cut whose stages have about as many blocks each.
+    """Return the cut whose stages have about the same number of blocks.
 
     >>> even_cut(5, 2)
     (2, 3)
@@ -185,7 +185,7 @@ def even_cut(num_blocks: int, num_stages: int) -> Counts:
 
 
 def every_cut(num_blocks: int, num_stages: int) -> list[Counts]:
-    """Return every cut of so many blocks.
+    """Return every cut of this many blocks.
 
     >>> every_cut(3, 2)
     [(1, 2), (2, 1)]

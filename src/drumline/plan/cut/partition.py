@@ -1,9 +1,9 @@
-"""The best cut of a chain of blocks: the largest rank as short as it can be, within every rank's memory.
+"""The best cut of a chain of blocks: the shortest possible largest rank, within every rank's memory.
 
-    blocks   3 1 2 2 4        into 3 stages:   3 1 | 2 2 | 4     largest 4, and no cut has a smaller one
+    blocks   3 1 2 2 4        into 3 stages:   3 1 | 2 2 | 4     largest 4, the smallest possible
 
-Among cuts with the shortest largest rank, the one with the smallest sum of squares is taken: stages are as even as that
-allows. With one stage on every rank both are found exactly, by dynamic programming over (stage, first block), O(S n²):
+Among cuts with the shortest largest rank, the one with the smallest sum of squares wins: it has the most even stages.
+With one stage per rank, dynamic programming over (stage, first block) finds both exactly, in O(S n²):
 
     best(s, i) = min over j of max(seconds(i..j), best(s + 1, j))
 
@@ -11,9 +11,9 @@ and a limit only forbids some (stage, i, j). Several stages on one rank share it
 
     blocks   1 1 1 1 1 1 1 1 4    as a V on 2 ranks:   1 1 | 1 1 1 | 1 1 1 | 4     2 + 4 on rank 0, 3 + 3 on rank 1
 
-Then the boundaries of that cut are moved until nothing gets better, and from there all cuts are searched, with the
-table and the share of what is left as bounds. The search is exact unless it runs out of nodes, and says so
-(`Partition.is_exact`).
+Then the boundaries of that cut move until nothing improves, and a search over all cuts follows, bounded by the table
+and by each rank's share of the remaining work. The search is exact unless it runs out of nodes; `Partition.is_exact`
+says so.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from drumline.plan.cut.peaks import HeldPairs
 
 _MAX_MOVES = 20_000  # a second or two
 _MAX_NODES = 100_000  # a few seconds
-_REACH = 3  # blocks that a boundary moves at once
+_REACH = 3  # blocks that a boundary moves at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A cut: how many blocks each stage gets, its seconds per microbatch, and each rank's peak where it is known.
+    """A cut: the blocks per stage, their seconds per microbatch, and each rank's peak if known.
 
-    `is_exact` is False where a search over stages that share ranks ran out of nodes: then a better one may exist.
+    `is_exact` is False if a search over stages that share ranks ran out of nodes: a better cut may exist.
     """
 
     counts: tuple[int, ...]
@@ -70,18 +70,18 @@ def partition(
     """
     if not 1 <= num_stages <= len(blocks):
         raise PlanError(
-            f"{counted(len(blocks), 'block')} for {counted(num_stages, 'stage')}",
+            f"{counted(len(blocks), 'block')} cannot fill {counted(num_stages, 'stage')}",
             expected="at least one block per stage, and at least one stage",
         )
     if max_bytes is not None and not held:
-        raise PlanError("max_bytes without held", expected="what every rank holds, as held_by(program) tells")
+        raise PlanError("max_bytes needs held", expected="what every rank holds, from held_by(program)")
     chain = Chain(BlockTable(blocks), num_stages, held)
     counts, is_exact = _best(chain, Limit(max_bytes=max_bytes).most_bytes)
     return partition_at(chain, counts, is_exact, knows_bytes=bool(held))
 
 
 def partition_at(chain: Chain, counts: Counts, is_exact: bool, *, knows_bytes: bool = True) -> Partition:
-    """Return a cut as a result, having checked that every block is in exactly one stage."""
+    """Return a cut as a result, after checking that every block is in exactly one stage."""
     assert len(counts) == chain.num_stages, "a stage is missing"
     assert min(counts) >= 1, "a stage is empty"
     assert sum(counts) == chain.table.num_blocks, "the cut misses a block"
@@ -91,7 +91,7 @@ def partition_at(chain: Chain, counts: Counts, is_exact: bool, *, knows_bytes: b
 
 
 def _best(chain: Chain, limit: float) -> tuple[Counts, bool]:
-    """Return the best cut within the limit, and whether that is proven."""
+    """Return the best cut within the limit, and whether it is proven."""
     bounds = Bounds(chain, limit)
     found = bounds.best_cut()
     if found is not None and not chain.shares_ranks:
@@ -99,11 +99,11 @@ def _best(chain: Chain, limit: float) -> tuple[Counts, bool]:
     even = even_cut(chain.table.num_blocks, chain.num_stages)
 
     def sizes(many: Sequence[Counts]) -> list[Any]:
-        """Return the ranks' peaks, largest first: the smaller, the less memory a cut needs."""
+        """Return the ranks' peaks, largest first: smaller needs less memory."""
         return [sorted(peaks, reverse=True) for peaks in chain.rank_bytes(many).tolist()]
 
     def fitting(many: Sequence[Counts]) -> list[Any]:
-        """Return by how much each cut exceeds the limit, then how good it is: the smaller, the better."""
+        """Return by how much each cut exceeds the limit, then how good it is: smaller is better."""
         excess = np.maximum(chain.rank_bytes(many) - limit, 0.0).sum(axis=1).tolist()
         return list(zip(excess, chain.quality(many), strict=True))
 
@@ -115,21 +115,21 @@ def _best(chain: Chain, limit: float) -> tuple[Counts, bool]:
         if search.best is not None:
             return search.best, search.is_exact
     smallest = Search(Bounds(chain, math.inf), least, smallest=True)
-    assert smallest.best is not None, "without a limit something fits"
+    assert smallest.best is not None, "without a limit some cut fits"
     size = float(chain.rank_bytes([smallest.best]).max())
     if size <= limit:
-        return smallest.best, False  # the search for a fast one gave up before it found any
+        return smallest.best, False  # the search for a fast cut gave up before it found any
     raise _too_small(chain, limit, math.ceil(size), smallest.is_exact)
 
 
 def _climbed(begun: Counts, values: Values) -> Counts:
-    """Return the cut at which no move of one or two boundaries makes the value smaller any more."""
+    """Return the cut from which no move of one or two boundaries reduces the value."""
     rounds = _MAX_MOVES // max(sum(1 for _ in neighbours(begun, reach=_REACH)), 1)
     return climb([begun], values, rounds=rounds, reach=_REACH)
 
 
 def _too_small(chain: Chain, limit: float, smallest: int, is_exact: bool) -> PlanError:
-    """Return the error that names the smallest limit that would do."""
+    """Return the error that names the smallest limit that works."""
     error = PlanError(
         f"no cut {'of' if is_exact else 'was found of'} {counted(chain.table.num_blocks, 'block')} into"
         f" {counted(chain.num_stages, 'stage')} that keeps every rank within {limit:,.0f} bytes",
@@ -141,7 +141,7 @@ def _too_small(chain: Chain, limit: float, smallest: int, is_exact: bool) -> Pla
 
 
 class Bounds:
-    """For every (stage, first block): the best that this and later stages can do, each with its ranks to itself."""
+    """For every (stage, first block): the best that this and later stages can do, each alone on its ranks."""
 
     def __init__(self, chain: Chain, limit: float) -> None:
         self.chain, self.limit = chain, limit
@@ -156,19 +156,19 @@ class Bounds:
         self.sizes = suffixes(sizes, np.maximum)
 
     def best_cut(self) -> Counts | None:
-        """Return the best cut if no stages shared a rank; None where no cut has every stage within the limit."""
+        """Return the best cut as if no stages shared a rank; None if no cut has every stage within the limit."""
         return shortest_largest(self._on_ranks, self._squared)
 
 
 @dataclass
 class Search:
-    """Depth first over where each stage ends, the most promising first, leaving out what cannot beat the best so far.
+    """Depth-first search over where each stage ends, the most promising first, pruning what cannot beat the best.
 
-    With `smallest` the objective is the largest rank's bytes in place of the seconds.
+    With `smallest`, the objective is the largest rank's bytes instead of seconds.
     """
 
     bounds: Bounds
-    best: Counts | None = None  # what it begins with, which fits
+    best: Counts | None = None  # the cut to start with, which fits
     smallest: bool = False
     value: tuple[float, float] = (math.inf, math.inf)
     nodes: int = 0
@@ -177,12 +177,12 @@ class Search:
     def __post_init__(self) -> None:
         self.chain = chain = self.bounds.chain
         stages = range(chain.num_stages)
-        # The ranks that have each stage, with what they have been given so far.
+        # The ranks that have each stage, with what they have so far.
         self._holders = [
             [rank.only([one for one in rank.stages if one <= stage]) for rank in chain.held if stage in rank.stages]
             for stage in stages
         ]
-        # The ranks that have a stage behind each one: what is left to deal goes to them.
+        # The ranks that have a stage after each one: the remaining work goes to them.
         self._open = [
             [at for at, rank in enumerate(chain.held) if any(one > stage for one in rank.stages)] for stage in stages
         ]
@@ -193,7 +193,7 @@ class Search:
 
     @property
     def is_exact(self) -> bool:
-        """Whether everything was looked at, or the largest rank cannot be shorter by the bound alone."""
+        """Whether the search was complete, or the bound proves that the largest rank cannot be shorter."""
         if self.nodes <= _MAX_NODES:
             return True
         least = max(float(self.bounds.largest[0][0]), float(self.chain.table.seconds[-1]) / len(self.chain.held))
@@ -208,7 +208,7 @@ class Search:
         after = self.chain.num_stages - stage - 1
         nexts = np.arange(first + 1 if after else num_blocks, num_blocks - after + 1)
         now = np.maximum(size, self._rank_sizes(ends, nexts))
-        allowed = int((now <= self.bounds.limit).sum())  # a longer slice takes no less
+        allowed = int((now <= self.bounds.limit).sum())  # a longer slice never takes less
         self.nodes += min(allowed + 1, len(nexts))
         nexts = nexts[: max(allowed - max(self.nodes - _MAX_NODES, 0), 0)]
         now, seconds = now[: len(nexts)], self.bounds.seconds[first, nexts]
@@ -223,7 +223,7 @@ class Search:
                 self._extend([*ends, int(nexts[at])], more[at], float(even[at]), float(now[at]))
 
     def _least(self, loads: Floats, stage: int, ends: Ints) -> Floats:
-        """Return what the largest rank takes at least: what it has, one more stage, or its share of what is left."""
+        """Return a lower bound of the largest rank: what it has, one more stage, or its share of the rest."""
         least: Floats = np.maximum(loads.max(axis=1), self.bounds.largest[stage + 1][ends])
         if open_ranks := self._open[stage]:
             left = self.chain.table.seconds[-1] - self.chain.table.seconds[ends]
@@ -231,14 +231,14 @@ class Search:
         return least
 
     def _beats(self, first: float, second: float) -> bool:
-        """Whether something this good would be better than the best; sums that differ by rounding are equal."""
+        """Whether this would be better than the best so far; sums that differ by rounding are equal."""
         best, evenness = self.value
         if first == math.inf or first > best * (1 + SLACK):
             return False
         return first < best * (1 - SLACK) or second < evenness * (1 - SLACK)
 
     def _rank_sizes(self, ends: list[int], nexts: Ints) -> Floats:
-        """Return the largest peak of the ranks that hold the stage that begins last, for each of its next ends."""
+        """Return the largest peak of the ranks that hold the last begun stage, for each of its next ends."""
         if self.bounds.limit == math.inf and not self.smallest:
             return np.zeros(len(nexts))
         placed = np.array([[*ends, end] for end in nexts])

@@ -1,11 +1,11 @@
-"""What every rank holds at its peak: how many microbatches of each of its stages, as counts for sizes to be put into.
+"""What every rank holds at its peak: how many microbatches of each of its stages, as counts to multiply with sizes.
 
     row of rank 0 (1f1b, 2 ranks)    0F0  0F1  0B0  0F2  0B1  0B2
-    pairs held, one of them in B      1    2   2+B   2   2+B  1+B      of which only "2+B" can be the peak
+    pairs held, one of them in B      1    2   2+B   2   2+B  1+B      only "2+B" can be the peak
 
 A rank with several stages peaks at different moments for different sizes, so every moment that could be the peak is
-kept. A stage that is recomputed holds less, and while its backward runs one microbatch's whole: so each moment counts
-pairs held since F, those of them whose backward runs, and those between I and W. With a cut's bytes put in, the largest
+kept. A recomputed stage holds less, plus all of one microbatch while its backward runs. So each moment counts pairs
+held since F, those of them whose backward runs, and those between I and W. Multiplied with a cut's bytes, the largest
 sum is the simulator's peak, for many cuts at once.
 """
 
@@ -28,20 +28,20 @@ _Moment = tuple[int, ...]  # (held since F, of them in their backward, between I
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldPairs:
-    """One rank: its stages, and for each moment that could be the peak what it holds of each: (moments, stages, 3).
+    """One rank: its stages, and what it holds of each at every moment that could be the peak: (moments, stages, 3).
 
-    That is how many pairs between F and I (or B), how many of them are in their backward, and how many between I and W.
-    `shares` says what part of each stage's microbatches the rank runs: less than all where a stage has two copies.
+    The three are the pairs between F and I (or B), those of them in their backward, and the pairs between I and W.
+    `shares` is the share of each stage's microbatches that the rank runs: less than all if a stage has two copies.
     """
 
     stages: tuple[int, ...]
     moments: Floats
-    shares: tuple[float, ...] = ()  # all of them, unless given
+    shares: tuple[float, ...] = ()  # all microbatches, unless given
 
     def stash(self, pairs: Floats) -> Floats:
         """Return the rank's peak of activations, given the bytes of a pair of each of its stages, (..., stages, 3).
 
-        They are those of a pair as it is kept, what its backward adds to that, and between I and W.
+        The three are the bytes of a pair as kept, what its backward adds, and between I and W.
 
         >>> from drumline.schedules import generate
         >>> ranks = held_by(generate("1f1b", num_ranks=2, num_microbatches=4))
@@ -53,7 +53,7 @@ class HeldPairs:
         return found
 
     def only(self, stages: Sequence[int]) -> HeldPairs:
-        """Return what the rank holds of some of its stages alone."""
+        """Return what the rank holds of only some of its stages."""
         return HeldPairs(tuple(stages), self.moments[:, [self.stages.index(stage) for stage in stages]])
 
 
@@ -101,7 +101,7 @@ def _moments(row: Sequence[Action], stages: Sequence[int], backwards: Sequence[B
 
 
 def _largest(moments: Iterable[_Moment]) -> list[_Moment]:
-    """Leave out moments at which nothing is held more of than at some other."""
+    """Drop moments at which nothing is larger than at some other moment."""
     found: list[_Moment] = []
     for moment in sorted(set(moments), reverse=True):
         if not any(all(a >= b for a, b in zip(other, moment, strict=True)) for other in found):

@@ -1,9 +1,9 @@
-"""Cuts moved by simulation: what each takes with its program, and boundaries moved for as long as a step gets shorter.
+"""Improve cuts by simulation: time each cut with its program, and move boundaries as long as the step gets shorter.
 
-Even ranks are where to begin, not what is wanted: a stage that is late fills others' bubbles, and what a cut takes is
-known by running its program. So `TimedCuts` moves boundaries for as long as the simulator says less. Where blocks are
-frozen, the program has fewer backwards, and a rank holds less, depending on where the cut is; every number of stages
-without any backward is tried.
+Even ranks are the start, not the goal: a stage that is late fills the bubbles of others, and only running the program
+shows what a cut costs. So `TimedCuts` moves boundaries as long as the simulated step gets shorter. With frozen blocks,
+the program has fewer backwards and a rank holds less, depending on the cut; every possible number of stages without a
+backward is tried.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from drumline.plan.cut.cuts import Counts, climb, ends_of, neighbours
 from drumline.plan.cut.partition import Partition, partition, partition_at
 from drumline.plan.cut.peaks import held_by
 
-_GAIN = 1e-3  # what a move has to gain, as a part of the step: less is no reason to leave even ranks
-_MAX_TIMED = 2_000_000  # actions timed in all: about a second
+_GAIN = 1e-3  # the least gain of a move, as a share of the step: less does not justify leaving even ranks
+_MAX_TIMED = 2_000_000  # total number of timed actions: about a second
 
 Steps = Callable[[Program, Sequence[Counts]], Floats]
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A cut, the seconds of its step, every rank's peak, and by how much of the limits ranks are over it, summed."""
+    """A cut, the seconds of its step, every rank's peak, and the sum of shares by which ranks exceed their limits."""
 
     counts: Counts
     seconds: float
@@ -45,21 +45,21 @@ class Cut:
 
     @property
     def order(self) -> tuple[float, float]:
-        """Less is better: what is over the limits first, then seconds."""
+        """Smaller is better: first the excess over the limits, then seconds."""
         return self.excess, self.seconds
 
 
 def steps_of(costs: Callable[[Counts], Costs]) -> Steps:
-    """Return how long steps take by the simulator, where `costs` returns what the stages of a cut take."""
+    """Return a function that simulates steps; `costs` returns the costs of the stages of a cut."""
     return lambda program, many: makespans(program, [costs(counts) for counts in many])
 
 
 @dataclass(frozen=True)
 class TimedCuts:
-    """Cuts of one chain for one schedule; `steps` returns the seconds of a step of a program with each of some cuts.
+    """Cuts of one chain for one schedule; `steps` returns the step times of a program with each of several cuts.
 
-    The program has the backwards that these cuts need. `limits` are what each rank may hold, `recompute` says which
-    stages compute again; no limit and none unless given.
+    The program has the backwards that these cuts need. `limits` are what each rank may hold (default: no limit),
+    `recompute` says which stages recompute (default: none).
     """
 
     blocks: Sequence[BlockCosts]
@@ -92,7 +92,7 @@ class TimedCuts:
         return tuple(any(self._trains[i:j]) for i, j in pairwise(ends_of(counts)))
 
     def timed(self, many: Sequence[Counts]) -> list[Cut]:
-        """Return what each of these cuts takes, all timed at once."""
+        """Time all of these cuts at once."""
         alike: dict[tuple[bool, ...], list[Counts]] = {}
         for counts in many:
             alike.setdefault(self._trained(counts), []).append(counts)
@@ -107,7 +107,7 @@ class TimedCuts:
         return [found[counts] for counts in many]
 
     def moved(self, starts: Sequence[Counts], value: Callable[[Cut], Any], **how: Any) -> Cut:
-        """Return the cut with the least value that is reached from the best of `starts`; `how` is for `climb`."""
+        """Return the cut with the smallest value reachable from the best of `starts`; `how` is for `climb`."""
         tried: dict[Counts, Cut] = {}
 
         def values(many: Sequence[Counts]) -> list[Any]:
@@ -118,7 +118,7 @@ class TimedCuts:
         return tried[climb(starts, values, **how)]
 
     def best(self, max_bytes: float | None = None) -> Partition:
-        r"""Return the cut with the shortest simulated step that was found, every rank within `max_bytes`.
+        r"""Return the cut with the shortest simulated step found, with every rank within `max_bytes`.
 
         >>> program = Program.parse("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
         >>> steps = steps_of(lambda counts: Costs(forward=counts, backward=counts))
@@ -133,7 +133,7 @@ class TimedCuts:
         begun, problem = self._evenest(max_bytes)
         fitting = [one for one in self.timed([one.counts for one in begun]) if seconds(one) < np.inf]
         if not fitting:
-            assert problem is not None, "the evenest cut fits, or is refused"
+            assert problem is not None, "the most even cut fits, or is rejected"
             raise problem
         start = min(fitting, key=seconds).counts
         actions = sum(map(len, self.program.rows)) * sum(1 for _ in neighbours(start))
@@ -143,7 +143,7 @@ class TimedCuts:
         return partition_at(self.chain(self.pruned(found)), found, is_exact)
 
     def _evenest(self, max_bytes: float | None) -> tuple[list[Partition], PlanError | None]:
-        """Return the cut with the evenest ranks, for each number of stages without a backward; and why none is."""
+        """Return the cut with the most even ranks for each number of stages without a backward, or why none exists."""
         stages = self.program.num_stages
         frozen = 0 if any(self._trains) and self._trains[0] else stages - 1
         found, problem = [], None
@@ -158,5 +158,5 @@ class TimedCuts:
 
 @once_per_program
 def _pruned(program: Program, trained: tuple[bool, ...]) -> Program:
-    """Return the program for stages of which these are trained."""
+    """Return the program for stages of which only these train."""
     return prune(program, trained)

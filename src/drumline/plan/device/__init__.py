@@ -1,1 +1,1 @@
-"""A plan for a model that was profiled: its blocks as numbers, the ranks, candidates, the choice and its reasons."""
+"""A plan for a profiled model: its blocks as numbers, the ranks, the candidates, the choice and its reasons."""

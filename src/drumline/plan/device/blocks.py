@@ -1,4 +1,4 @@
-"""What the blocks of a model take at one size of microbatch, as numbers: JSON, and the costs of any cut."""
+"""What the blocks of a model cost at one microbatch size, as numbers: JSON, and the costs of any cut."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from drumline.core.placement import Placement
 from drumline.plan.cut.chain import BlockCosts
 from drumline.plan.cut.cuts import ends_of
 
-NOISY = 0.05  # a share above which a profile says more of the machine than of the model
+NOISY = 0.05  # above this share, a profile says more about the machine than about the model
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of F, of the whole B, and of its halves I and W; `taped` is F where a tape is kept for I and W."""
+    """Seconds of F, of the whole B, and of its halves I and W; `taped` is F when it keeps a tape for I and W."""
 
     forward: float
     backward: float
@@ -29,7 +29,7 @@ class Times:
     taped: float | None = None
 
     def forward_for(self, *, split: float) -> float:
-        """Return the seconds of F where this share of the backwards is in halves.
+        """Return the seconds of F if this share of the backwards is split.
 
         >>> Times(2.0, 2.0, 1.0, 1.0, taped=3.0).forward_for(split=0.5)
         2.5
@@ -37,11 +37,11 @@ class Times:
         return self.forward if self.taped is None else (1 - split) * self.forward + split * self.taped
 
     def of(self, op: str, *, split: float) -> float:
-        """Return the seconds of an op by its name, where this share of the backwards is in halves."""
+        """Return the seconds of an op by name, if this share of the backwards is split."""
         return self.forward_for(split=split) if op == "forward" else float(getattr(self, op))
 
     def total(self, *, split: float) -> float:
-        """Return the seconds of a microbatch, where this share of the backwards is in halves."""
+        """Return the seconds of a microbatch, if this share of the backwards is split."""
         back = (1 - split) * self.backward + split * (self.backward_input + self.backward_weight)
         return self.forward_for(split=split) + back
 
@@ -50,14 +50,14 @@ class Times:
 class Layer:
     """One block: seconds and bytes of one microbatch.
 
-    `activation_bytes` are kept from F on, beyond what the blocks before it keep; `held_until_weight_bytes` from I to W.
-    A stage that begins here holds `start_bytes` more: what it received. `weight_bytes` include buffers;
-    `gradient_bytes` are those of parameters that are trained; `output_bytes` is what the block hands on. What other
-    blocks hold too is in `tied`, as (name, bytes of weight, bytes of gradient): a rank has it once.
+    `activation_bytes` are kept from F on, beyond what earlier blocks keep; `held_until_weight_bytes` from I to W. A
+    stage that begins here also holds `start_bytes`: its input. `weight_bytes` include buffers; `gradient_bytes` are
+    those of trained parameters; `output_bytes` is what the block passes on. `tied` lists what other blocks also hold,
+    as (name, bytes of weight, bytes of gradient): a rank holds it once.
 
-    A stage that is recomputed keeps what it received and, of its last block, `checkpoint_bytes`; in its backward it
-    holds `again_bytes` of that block more than one that is not. `spreads` are half the distance between the quartiles
-    of each time.
+    A recomputed stage keeps its input and, for its last block, `checkpoint_bytes`; in its backward it holds
+    `again_bytes` more for that block than a stage without recomputation. `spreads` are half the distance between the
+    quartiles of each time.
     """
 
     name: str
@@ -75,13 +75,13 @@ class Layer:
 
     @property
     def trains(self) -> bool:
-        """Whether any of its parameters is trained."""
+        """Whether any of its parameters trains."""
         return self.gradient_bytes > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What every block takes, and what calling any stage costs in itself. Times are medians over `num_runs`."""
+    """What every block costs, and the fixed cost of calling any stage. Times are medians over `num_runs`."""
 
     layers: tuple[Layer, ...]
     overhead: Times
@@ -90,7 +90,7 @@ class Profile:
 
     @property
     def noise(self) -> float:
-        """The median over blocks of how far the quartiles of F and B are from the middle, as a share."""
+        """The median over blocks of the relative distance of the quartiles of F and B from the middle."""
         shares = sorted(
             (one.spreads.forward + one.spreads.backward) / (one.times.forward + one.times.backward)
             for one in self.layers
@@ -100,7 +100,7 @@ class Profile:
 
     @property
     def disturbed(self) -> str:
-        """What to tell the user where the machine was busy while this was measured; nothing where it was quiet."""
+        """What to tell the user if the machine was busy during the measurement; empty if it was quiet."""
         if self.noise <= NOISY:
             return ""
         return f"This machine was busy: half of the runs differ by {self.noise:.0%} or more from a block's time."
@@ -114,16 +114,16 @@ class Profile:
         recompute: Sequence[bool] | None = None,
         split: float = 0.0,
     ) -> Costs:
-        """Return the costs of the stages that a cut makes; what a stage receives counts as held, the batch does not.
+        """Return the costs of the stages of a cut; a stage's input counts as held, the batch does not.
 
         The optimizer keeps `optimizer_states` tensors of every weight's size: 2 for Adam, 0 for plain SGD. With a
-        `placement` a tied weight counts in the first of the stages of a rank that hold it, without one in all of them.
-        Stages named by `recompute` hold what they received instead, and run F again before their backward. The share
-        `split` of forwards keeps a tape, as those do whose backwards are I and W.
+        `placement`, a tied weight counts in the first stage of a rank that holds it; without one, in all of them.
+        Stages in `recompute` hold their input instead, and run F again before their backward. The share `split` of
+        forwards keeps a tape, for backwards split into I and W.
         """
         ends = ends_of(counts)
         if ends[-1] != len(self.layers) or min(counts) < 1:
-            raise ModelError(f"counts are {list(counts)}", expected=f"1 or more each, {len(self.layers)} in all")
+            raise ModelError(f"counts are {list(counts)}", expected=f"1 or more each, {len(self.layers)} in total")
         stages = [self.layers[i:j] for i, j in pairwise(ends)]
 
         def seconds(op: str) -> list[float]:
@@ -157,7 +157,7 @@ class Profile:
         )
 
     def blocks(self, *, split: float, optimizer_states: int = 2) -> list[BlockCosts]:
-        """Return the blocks as they are cut, their backwards whole or split."""
+        """Return the blocks for cutting, with whole or split backwards."""
         return [
             BlockCosts(
                 one.times.total(split=split),
@@ -175,7 +175,7 @@ class Profile:
         ]
 
     def to_json(self) -> str:
-        """Return it as a JSON object.
+        """Return the profile as a JSON object.
 
         >>> profile = Profile((), Times(1, 2, 1, 1), "cpu", 5)
         >>> Profile.from_json(profile.to_json()) == profile
@@ -185,7 +185,7 @@ class Profile:
 
     @staticmethod
     def from_json(text: str) -> Profile:
-        """Return the profile that `to_json` wrote; raises PlanError with what is wrong."""
+        """Read a profile that `to_json` wrote, or raise PlanError with what is wrong."""
         return profile_from(Parsed(parse_object(text, _KIND), _KIND))
 
 
@@ -196,7 +196,7 @@ _TIMES = tuple(one.name for one in fields(Times))
 
 
 def profile_from(table: Parsed) -> Profile:
-    """Return the profile that a JSON object spells."""
+    """Read a profile from a JSON object."""
     table.only(one.name for one in fields(Profile))
     return Profile(
         tuple(map(_layer_from, table["layers"].each())),
@@ -219,7 +219,7 @@ def _layer_from(table: Parsed) -> Layer:
     )
 
 
-_LATER = ("checkpoint", "again")  # bytes that profiles of the first version did not have
+_LATER = ("checkpoint", "again")  # bytes that the first version of profiles did not have
 
 
 def _tied_from(row: Parsed) -> tuple[str, int, int]:
@@ -237,7 +237,7 @@ def _times_from(table: Parsed, least: float = 0.0) -> Times:
 
 
 def _static(stages: Sequence[Sequence[Layer]], placement: Placement | None) -> tuple[list[float], list[float]]:
-    """Return every stage's bytes of weights and of gradients, what is tied once for each rank."""
+    """Return every stage's bytes of weights and of gradients; tied weights count once per rank."""
     weights, gradients = [], []
     ranks = [{stage} if placement is None else set(placement.ranks_of(stage)) for stage in range(len(stages))]
     for stage, layers in enumerate(stages):

@@ -1,4 +1,4 @@
-"""One way to run a step: a program with its cut, what that takes item by item, and why another one is better."""
+"""One way to run a step: a program with its cut, its cost item by item, and why another one is better."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from drumline.plan.device.stages import FIELD, Stages
 EQUAL = 0.01  # steps or peaks that differ by a smaller share count as equal
 _MIB = 2**20
 _SAID = {
-    "compute": "computing {} longer",
-    "recompute": "recomputing {} longer",
+    "compute": "computes {} longer",
+    "recompute": "recomputes {} longer",
     "executor": "more actions, {} longer",
-    "communication": "communication {} longer",
+    "communication": "communicates {} longer",
     "bubble": "bubble {} longer",
     "around": "begin and end {} longer",
 }
@@ -46,7 +46,7 @@ class Candidate:
 
     @property
     def program(self) -> Program:
-        """The program, with every backward."""
+        """The program, including every backward."""
         return self.stages.program
 
     @property
@@ -61,21 +61,21 @@ class Candidate:
 
     @cached_property
     def costs(self) -> Costs:
-        """What its stages take, handling of messages included."""
+        """The costs of its stages, including message handling."""
         return self.stages.costs(self.cut.counts)
 
     def timeline(self) -> Simulation:
-        """Return the step as it is predicted."""
+        """Simulate the predicted step."""
         return simulate(self.stages.cuts.pruned(self.cut.counts), self.costs)
 
     @cached_property
     def makespan(self) -> float:
-        """The predicted step without what comes before its first action and behind its last."""
+        """The predicted step without the time before its first action and after its last."""
         return self.step_seconds - self.stages.around(self.costs, self.program)
 
     @cached_property
     def sent_bytes(self) -> float:
-        """The bytes that go between ranks in a step, activations and gradients."""
+        """The bytes sent between ranks in a step, activations and gradients."""
         layers, homes = self.stages.profile.layers, self.program.placement.homes
         ends = list(accumulate(self.cut.counts))[:-1]
         crossed = (
@@ -85,17 +85,17 @@ class Candidate:
 
     @property
     def peak(self) -> float:
-        """The bytes of the rank that holds most."""
+        """The bytes of the rank that holds the most."""
         return max(self.cut.rank_bytes)
 
     @property
     def largest_share(self) -> float:
-        """How much of its limit the fullest rank takes."""
+        """The share of its limit that the fullest rank uses."""
         return max(size / limit for size, limit in zip(self.cut.rank_bytes, self.stages.ranks.limits, strict=True))
 
     @property
     def over(self) -> tuple[int, float]:
-        """The rank that is over its limit by most, and by how many bytes."""
+        """The rank that exceeds its limit the most, and by how many bytes."""
         limits = self.stages.ranks.limits
         each = [size - limit for size, limit in zip(self.cut.rank_bytes, limits, strict=True)]
         rank = int(np.argmax(each))
@@ -159,7 +159,7 @@ class Candidate:
         )
 
     def plan(self, profile: ModelProfile, optimizer: str) -> Plan:
-        """Return it as a plan."""
+        """Return the candidate as a plan."""
         starts = list(accumulate(self.cut.counts))[:-1]
         limited = self.stages.ranks.is_limited
         return Plan(
@@ -178,26 +178,26 @@ class Candidate:
         )
 
     def why_not(self, best: Candidate) -> Remedy:
-        """Return why another one was chosen, and what of its step this one would save."""
+        """Return why another one was chosen, and how much of its step this one would save."""
         gain = 1 - self.step_seconds / best.step_seconds if best.step_seconds else 0.0
         return Remedy(self.program.name, self._against(best), gain)
 
     def _against(self, best: Candidate) -> str:
         if not self.fits:
             rank, size = self.over
-            return f"{size / _MIB:.1f} MiB too much on rank {rank}"
+            return f"rank {rank} is {size / _MIB:.1f} MiB over"
         if self.step_seconds <= best.step_seconds:
             more = self.peak - best.peak
             if more > EQUAL * best.peak:
-                return f"<1% faster, holds {more / _MIB:.1f} MiB more"
+                return f"<1% faster, but holds {more / _MIB:.1f} MiB more"
             if self.sent_bytes > best.sent_bytes:
-                return f"<1% faster, sends {(self.sent_bytes - best.sent_bytes) / _MIB:.1f} MiB more"
+                return f"<1% faster, but sends {(self.sent_bytes - best.sent_bytes) / _MIB:.1f} MiB more"
             return "<1% faster"
         item, more = lost_and_saved(best.seconds, self.seconds)[0][0]
         return _SAID[item].format(f"{more * 1e3:.1f} ms")
 
     def summary(self, best: Candidate | None = None) -> dict[str, Any]:
-        """Return it as plain values, with why `best` is better."""
+        """Return the candidate as plain values, with why `best` is better."""
         placement = self.program.placement
         found = {
             "schedule": self.program.name,

@@ -1,4 +1,4 @@
-"""Everything that a profiled model could be run by on given ranks, each combination with its best cut."""
+"""Every way to run a profiled model on given ranks, each combination with its best cut."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from drumline.plan.device.ranks import Ranks
 from drumline.plan.device.stages import Stages
 from drumline.schedules import find
 
-OPTIMIZERS = {"adam": 2, "momentum": 1, "sgd": 0}  # tensors of the weights' size that each keeps
+OPTIMIZERS = {"adam": 2, "momentum": 1, "sgd": 0}  # tensors of the weights' size that each optimizer keeps
 CHECKPOINTING = ("none", "full")
 _MOST_MICROBATCHES = 128
-_EVERY_STAGE = 4  # stages up to which every choice of those to recompute is tried
+_EVERY_STAGE = 4  # up to this many stages, every choice of stages to recompute is tried
 _EVERY_RANK = 4
 
 
@@ -34,7 +34,7 @@ class Question:
     seconds: float
     progress: Callable[[str], None] | None = None
     stages_per_rank: int | None = None
-    only: tuple[int, ...] = ()  # sizes of microbatches; all that the profile has unless given
+    only: tuple[int, ...] = ()  # microbatch sizes to try (default: all in the profile)
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
@@ -43,16 +43,16 @@ class Question:
             if one not in CHECKPOINTING:
                 raise PlanError(f"unknown checkpointing {one!r}", fix=nearest(one, CHECKPOINTING))
         if isinstance(self.batch, bool) or not isinstance(self.batch, int) or self.batch < 1:
-            raise PlanError(f"a batch of {self.batch!r} rows", expected="a whole number of 1 or more")
+            raise PlanError(f"the batch has {self.batch!r} rows", expected="a whole number of 1 or more")
         if self.ranks.num_ranks > len(self.profile.layers):
             raise PlanError(
-                f"{self.ranks.num_ranks} ranks for the model's {len(self.profile.layers)} blocks",
+                f"the model has {len(self.profile.layers)} blocks for {self.ranks.num_ranks} ranks",
                 expected="at least one block per rank",
                 fix=f"use {len(self.profile.layers)} ranks or fewer",
             )
 
     def combinations(self) -> Iterator[Candidate]:
-        """Yield everything with its best cut: the shortest step that fits, or the one that is over by the least."""
+        """Yield each combination with its best cut: the shortest step that fits, or the one with the least excess."""
         sizes = self.sizes()
         for number, rows in enumerate(sizes):
             self.say(f"microbatches of {rows} rows ({number + 1} of {len(sizes)} sizes) ...")
@@ -61,26 +61,26 @@ class Question:
                     yield from self._checkpointed(reordered(program, order), rows)
 
     def _checkpointed(self, program: Program, rows: int) -> Iterator[Candidate]:
-        """Yield a program without checkpointing, and with it where without it the best cut of all does not fit."""
+        """Yield a program without checkpointing, and also with it if the best cut does not fit without."""
         if "none" in self.checkpoint:
             stages = self.stages(program, rows, (False,) * program.num_stages)
             best, free = stages.best()
             yield Candidate(stages, best, rows, self.batch)
             if free.excess == 0:
-                return  # recomputing could only make the step longer
+                return  # recomputation could only make the step longer
         if "full" in self.checkpoint:
             for again in _recomputed(program, partly="none" in self.checkpoint):
                 stages = self.stages(program, rows, again)
                 yield Candidate(stages, stages.best()[0], rows, self.batch)
 
     def stages(self, program: Program, rows: int, recompute: tuple[bool, ...]) -> Stages:
-        """Return the cuts of one program, for microbatches of so many rows."""
+        """Return the cuts of one program, for microbatches of this many rows."""
         return Stages(
             self.profile.at(rows), program, self.ranks, self.profile.overheads, recompute, OPTIMIZERS[self.optimizer]
         )
 
     def sizes(self) -> list[int]:
-        """Return the sizes of microbatches to try: those that divide the batch and were measured, or lie between."""
+        """Return the microbatch sizes to try: those that divide the batch and are within the measured range."""
         if self.only:
             return list(self.only)
         low, high = self.profile.rows[0], self.profile.rows[-1]
@@ -90,16 +90,16 @@ class Question:
             if self.batch % rows == 0 and self.batch // rows <= _MOST_MICROBATCHES
         ]
         if not found:
-            few = "no size of microbatch was measured that divides it"
+            few = "no measured microbatch size divides it"
             raise PlanError(
-                f"a batch of {self.batch} rows: {'it is smaller than any microbatch' if self.batch < low else few}",
+                f"cannot split a batch of {self.batch} rows: {'any microbatch is larger' if self.batch < low else few}",
                 expected=f"a multiple of a size from {low} to {high}, in at most {_MOST_MICROBATCHES} microbatches",
                 fix="profile other sizes with --microbatch-sizes, or plan for another batch",
             )
         return found
 
     def _programs(self, num_microbatches: int) -> Iterator[Program]:
-        """Yield the program of every schedule that admits the counts."""
+        """Yield the program of every schedule that supports the counts."""
         for name in self.schedules:
             recipe = find(name)
             finer = [2, 3, 4] if recipe.stage_counts != "fixed" and recipe.stages_per_rank > 1 else []
@@ -116,13 +116,13 @@ class Question:
                     yield program
 
     def say(self, what: str) -> None:
-        """Tell whoever wants to know how far it is."""
+        """Report progress."""
         if self.progress is not None:
             self.progress(what)
 
 
 def reordered(program: Program, order: Sequence[int]) -> Program:
-    r"""Return the program with rank `order[r]` in the place of rank r.
+    r"""Return the program with rank `order[r]` in place of rank r.
 
     >>> print(reordered(Program.parse("0F0,0B0\n1F0,1B0"), [1, 0]))
     1F0,1B0
@@ -135,10 +135,10 @@ def reordered(program: Program, order: Sequence[int]) -> Program:
 
 
 def _recomputed(program: Program, *, partly: bool) -> Iterator[tuple[bool, ...]]:
-    """Yield which stages to recompute: those of the first rank on the way, of more, ..., of all; or all alone.
+    """Yield which stages to recompute: those of the first rank on the way, of more, ..., of all; or only all.
 
-    Of up to four stages every choice is tried, of up to four ranks every number of them, of more the first, a quarter,
-    half and all.
+    With up to four stages every choice is tried; with up to four ranks every number of them; with more ranks the first,
+    a quarter, half and all.
     """
     homes = program.placement.homes
     if partly and len(homes) <= _EVERY_STAGE:

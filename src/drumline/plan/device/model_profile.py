@@ -1,7 +1,6 @@
-"""A model on a device as numbers: what `drumline profile` measures and saves, and all that a plan is made from.
+"""A model on a device as numbers: what `drumline profile` measures and saves, and what a plan is made from.
 
-Sizes of microbatches that were not measured lie on straight lines between those that were; beyond them nothing is
-known.
+Microbatch sizes between the measured ones are interpolated linearly; beyond them nothing is known.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from drumline.plan.device.overheads import Line, Overheads
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Which model was measured: its name, its number of parameters, and a hash of all names, shapes and kinds."""
+    """Which model was measured: its name, its number of parameters, and a hash of all names, shapes and dtypes."""
 
     name: str
     num_parameters: int
@@ -35,7 +34,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class ProfiledLink:
-    """From one rank to another: the seconds of messages of some sizes, and the line that fits them."""
+    """A link between two ranks: the seconds of messages of some sizes, and the line that fits them."""
 
     source: int
     target: int
@@ -44,30 +43,30 @@ class ProfiledLink:
 
 
 class Saved(ABC):
-    """What is kept as a JSON file that says what it is (`KIND`) and of which version (`HEAD`)."""
+    """A value stored as a JSON file that names its format (`KIND`) and version (`HEAD`)."""
 
     __slots__ = ()
     KIND: ClassVar[Kind]
     HEAD: ClassVar[dict[str, Any]]
-    AGAIN: ClassVar[str]  # the mend of one that another version wrote
+    AGAIN: ClassVar[str]  # how to replace a file that another version wrote
 
     @abstractmethod
     def to_json(self) -> str:
-        """Return it as the text of a JSON file."""
+        """Return the text of a JSON file."""
 
     @classmethod
     @abstractmethod
     def _read(cls, table: Parsed) -> Self:
-        """Return what an object of this version spells."""
+        """Read an object of this version."""
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return what `to_json` wrote; raises PlanError with what is wrong."""
+        """Read the text that `to_json` wrote, or raise PlanError with what is wrong."""
         table, kind, head = parse_object(text, cls.KIND), cls.KIND, cls.HEAD
         if table.get("format") != head["format"]:
-            raise kind.refuse(f"not a {kind.name}")
+            raise kind.refuse(f"the file is not a {kind.name}")
         if table.get("version") != head["version"]:
-            wrong = f"a {kind.name} of version {shown(table.get('version'))}"
+            wrong = f"the {kind.name} has version {shown(table.get('version'))}"
             raise PlanError(wrong, expected=f"version {head['version']}", fix=f"{cls.AGAIN} with this drumline")
         return cls._read(Parsed(table, kind))
 
@@ -85,10 +84,10 @@ class Saved(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ModelProfile(Saved):
-    """Seconds and bytes of every block by the rows of a microbatch, links between ranks, and the executor's own work.
+    """Seconds and bytes of every block by microbatch size, links between ranks, and the executor's own work.
 
-    Times are medians over `num_runs` and over `num_ranks` ranks that measured at once, each with `num_threads`. In a
-    pipeline blocks take longer than one by one, by a factor for each size (`paces`); `at` has that in it.
+    Times are medians over `num_runs` and over `num_ranks` ranks that measured at once, each with `num_threads`. Blocks
+    run slower in a pipeline than one by one, by a factor for each size (`paces`); `at` includes it.
     """
 
     model: Identity
@@ -112,11 +111,11 @@ class ModelProfile(Saved):
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The sizes of microbatches that were measured."""
+        """The microbatch sizes that were measured."""
         return tuple(rows for rows, _ in self.sizes)
 
     def at(self, rows: float) -> Profile:
-        """Return the blocks at a size of microbatch between the smallest and the largest that were measured.
+        """Return the blocks at a microbatch size between the smallest and the largest measured ones.
 
         >>> one, four = (Profile((), Times(rows, rows, rows, rows), "cpu", 5) for rows in (1.0, 4.0))
         >>> found = ModelProfile(Identity("m", 0, ""), "cpu", 1, 1, ((1, one), (4, four)))
@@ -126,8 +125,8 @@ class ModelProfile(Saved):
         known = self.rows
         if not known[0] <= rows <= known[-1]:
             raise PlanError(
-                f"microbatches of {rows:g} rows",
-                expected=f"{known[0]} to {known[-1]}, which were measured",
+                f"microbatches of {rows:g} rows were not measured",
+                expected=f"{known[0]} to {known[-1]} rows, the measured range",
                 fix=f"profile again with --microbatch-sizes {','.join(map(str, sorted({*known, math.ceil(rows)})))}",
             )
         place = bisect_left(known, rows)
@@ -142,7 +141,7 @@ class ModelProfile(Saved):
         return _blend([below, above], between, pace=between((paces[before], paces[place])))
 
     def to_json(self) -> str:
-        """Return it as the text of a JSON file."""
+        """Return the text of a JSON file."""
         table = {
             **self.HEAD,
             "model": asdict(self.model),
@@ -171,12 +170,12 @@ class ModelProfile(Saved):
         sizes = tuple((one["rows"].whole(1), profile_from(one["profile"])) for one in table["sizes"].each())
         paces = tuple(one.number() for one in table["paces"].each())
         if len(paces) not in (0, len(sizes)):
-            raise PlanError(f"{len(paces)} paces for {len(sizes)} sizes", expected="one for each")
+            raise PlanError(f"the profile has {len(paces)} paces for {len(sizes)} sizes", expected="one for each")
         if not sizes or [rows for rows, _ in sizes] != sorted({rows for rows, _ in sizes}):
-            raise PlanError(f"sizes of microbatches {[rows for rows, _ in sizes]}", expected="one or more, rising")
+            raise PlanError(f"microbatch sizes are {[rows for rows, _ in sizes]}", expected="one or more, rising")
         names = [one.name for one in sizes[0][1].layers]
         if not names or any([layer.name for layer in one.layers] != names for _, one in sizes):
-            raise PlanError("sizes with different blocks", expected="the same blocks at every size")
+            raise PlanError("the sizes have different blocks", expected="the same blocks at every size")
         return cls(
             identity_from(table["model"]),
             table["device"].text(),
@@ -191,7 +190,7 @@ class ModelProfile(Saved):
 
 
 def is_profile(path: str | Path) -> bool:
-    """Whether a file says of itself that it is a profile, of whatever version, whole or damaged.
+    """Whether a file claims to be a profile, of any version, intact or damaged.
 
     >>> is_profile("no-such-file.json")
     False
@@ -210,7 +209,7 @@ def merged(profiles: Sequence[Profile]) -> Profile:
 
 
 def identity_from(table: Parsed) -> Identity:
-    """Return the model that a JSON object names."""
+    """Read the identity of a model from a JSON object."""
     table.only(one.name for one in fields(Identity))
     return Identity(table["name"].text(), table["num_parameters"].whole(), table["fingerprint"].text())
 
@@ -231,7 +230,7 @@ _BYTES = tuple(one.name for one in fields(Layer) if one.name.endswith("_bytes"))
 
 
 def _blend(profiles: Sequence[Profile], how: Callable[[Sequence[float]], float], *, pace: float = 1.0) -> Profile:
-    """Return one profile with every number made from those of several, which have the same blocks."""
+    """Combine several profiles with the same blocks into one, number by number."""
 
     def times(each: Sequence[Times]) -> Times:
         taped = [one.taped for one in each if one.taped is not None]
@@ -240,7 +239,7 @@ def _blend(profiles: Sequence[Profile], how: Callable[[Sequence[float]], float],
 
     first = profiles[0]
     if any([one.name for one in other.layers] != [one.name for one in first.layers] for other in profiles):
-        raise PlanError("profiles of different blocks", expected="the same model in all of them")
+        raise PlanError("the profiles have different blocks", expected="the same model in all of them")
     layers = []
     for each in zip(*(one.layers for one in profiles), strict=True):
         sizes = {name: round(how([getattr(one, name) for one in each])) for name in _BYTES}
@@ -258,17 +257,17 @@ def _blend(profiles: Sequence[Profile], how: Callable[[Sequence[float]], float],
 
 
 def refuse_other(mine: Identity, other: Identity, what: str) -> None:
-    """Refuse a profile or plan of another model.
+    """Raise an error if a profile or plan belongs to another model.
 
     >>> refuse_other(Identity("a", 1, "x"), Identity("b", 2, "y"), "the plan")
     Traceback (most recent call last):
-    drumline.core.errors.PlanError: the plan is of a (1 parameters), and this model is b (2 parameters); expected ...
+    drumline.core.errors.PlanError: the plan is for a (1 parameters), but this model is b (2 parameters); expected ...
     """
     if mine.fingerprint != other.fingerprint:
         same = mine.name == other.name and mine.num_parameters == other.num_parameters
         raise PlanError(
-            f"{what} is of {mine.name} ({mine.num_parameters:,} parameters), and this model is {other.name}"
+            f"{what} is for {mine.name} ({mine.num_parameters:,} parameters), but this model is {other.name}"
             f" ({other.num_parameters:,} parameters)" + (": names, shapes or what is trained differ" if same else ""),
             expected="the model that was profiled",
-            fix="profile this model, and plan again",
+            fix="profile this model and plan again",
         )

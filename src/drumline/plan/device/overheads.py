@@ -1,11 +1,11 @@
-"""What a step takes beside computing, for messages of any size: handling that was measured at some sizes.
+"""The time of a step besides compute, for messages of any size: handling that was measured at some sizes.
 
-    rank 0    0F0 │own│send│                     what the executor does itself, and copying the message out
-    rank 1             │flight│take│ 1F0 │own│   waking up, which occupies nobody, and copying it in
+    rank 0    0F0 │own│send│                     the executor's own work, and copying the message out
+    rank 1             │flight│take│ 1F0 │own│   waking up, which occupies no rank, and copying it in
 
-Copying keeps a rank from computing, so it is part of the action that makes or needs the message. At the end of a step a
-rank looks at its gradients, which takes longer the more there are. Seconds that grow with bytes are a `Line`: a latency
-and a bandwidth, fitted to what was measured.
+A rank cannot compute while it copies, so the copy belongs to the action that makes or needs the message. At the end of
+a step a rank checks its gradients, which takes longer with more gradients. Seconds that grow with bytes are a `Line`: a
+latency and a bandwidth, fitted to the measurements.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Numbers = TypeVar("Numbers", float, Floats)
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """`seconds` for nothing, and `seconds_per_byte` more for each byte.
+    """`seconds` for an empty message, plus `seconds_per_byte` for each byte.
 
     >>> Line(1.0, 0.5).at(4)
     3.0
@@ -37,19 +37,19 @@ class Line:
     seconds_per_byte: float = 0.0
 
     def at(self, num_bytes: Numbers) -> Numbers:
-        """Return the seconds of so many bytes."""
+        """Return the seconds for this many bytes."""
         return self.seconds + self.seconds_per_byte * num_bytes
 
     @property
     def bytes_per_second(self) -> float:
-        """The bandwidth; infinite where more bytes take no longer."""
+        """The bandwidth; infinite if more bytes take no longer."""
         return 1 / self.seconds_per_byte if self.seconds_per_byte > 0 else math.inf
 
 
 def fitted(points: Sequence[tuple[float, float]]) -> Line:
-    """Return the line through (bytes, seconds) whose errors, as shares of the seconds, have the least squares.
+    """Return the least-squares line through (bytes, seconds), with errors relative to the seconds.
 
-    Neither latency nor bandwidth is ever negative: where the best line would have one, the best without it is taken.
+    Neither latency nor bandwidth is ever negative: if the best line has a negative one, it is fixed at 0.
 
     >>> line = fitted([(0, 2e-5), (1000, 3e-5), (2000, 4e-5)])
     >>> round(line.seconds * 1e6, 3), round(line.bytes_per_second / 1e6, 3)
@@ -58,7 +58,7 @@ def fitted(points: Sequence[tuple[float, float]]) -> Line:
     if not points:
         raise PlanError("no message was measured", expected="(bytes, seconds) of one message or more")
     size, seconds = (np.array(column, dtype=float) for column in zip(*points, strict=True))
-    weight = 1 / np.maximum(seconds, 1e-12)  # a microsecond counts for more in a short message than in a long one
+    weight = 1 / np.maximum(seconds, 1e-12)  # a microsecond matters more in a short message than in a long one
     if len(set(size.tolist())) > 1:
         columns = np.stack([weight, weight * size / size.max()], axis=1)
         (latency, slope), *_ = np.linalg.lstsq(columns, weight * seconds, rcond=None)
@@ -76,9 +76,9 @@ _LINES = ("send", "take", "end")
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """Seconds: to `send` and to `take` a message of so many bytes, of its `flight`, of any `action`, to `begin` a step.
+    """Seconds to `send` and `take` a message of a given size, of its `flight`, per `action`, and to `begin` a step.
 
-    `end` is that of a rank with so many bytes of gradients.
+    `end` depends on a rank's bytes of gradients.
     """
 
     send: Line = _NOTHING
@@ -90,7 +90,7 @@ class Overheads:
 
     @staticmethod
     def fitted(measured: Sequence[tuple[float, Handling]], ends: Sequence[tuple[float, float]]) -> Overheads:
-        """Return what fits the handling of messages of some sizes, and ends of steps with some bytes of gradients.
+        """Fit the handling of messages of some sizes, and the ends of steps with some bytes of gradients.
 
         >>> told = [(0.0, Handling(send=1.0, action=0.5)), (10.0, Handling(send=2.0, action=0.5))]
         >>> found = Overheads.fitted(told, [(0.0, 1.0)])
@@ -105,13 +105,13 @@ class Overheads:
         return Overheads(send, take, fitted(ends), **middle)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as an object for JSON."""
+        """Return the overheads as a JSON object."""
         table = {one.name: getattr(self, one.name) for one in fields(self)}
         return table | {name: [table[name].seconds, table[name].seconds_per_byte] for name in _LINES}
 
     @staticmethod
     def from_json(table: Parsed) -> Overheads:
-        """Return what `to_json` made an object of.
+        """Read the overheads from the object that `to_json` returned.
 
         >>> from drumline.core.errors import PlanError
         >>> from drumline.core.files import Kind
@@ -121,7 +121,7 @@ class Overheads:
         """
         table.only(one.name for one in fields(Overheads))
         send, take, end = (_line_from(table[name]) for name in _LINES)
-        # What is left over of a step, shared among its actions, may come out below 0.
+        # The rest of a step, divided among its actions, may be negative.
         action = table["action"].number(-LARGEST)
         return Overheads(send, take, end, table["flight"].number(), action, table["begin"].number())
 

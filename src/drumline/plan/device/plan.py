@@ -1,6 +1,6 @@
-"""A plan: everything that was decided for one model on given ranks, and what it is predicted to take.
+"""A plan: all decisions for one model on given ranks, and the predicted costs.
 
-`Pipeline(model, plan=...)` runs it. As a file it is JSON, with the program in its text form.
+`Pipeline(model, plan=...)` runs it. As a file it is JSON that contains the program's text.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from drumline.plan.device.model_profile import Identity, Saved, identity_from
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
-    """A step, each second in one item; the mean over ranks where they differ.
+    """A step, each second in one item; the mean over ranks if they differ.
 
-    `compute` is F and the backward once, `recompute` the forwards that run again, `executor` what it adds to actions,
-    `bubble` waiting for other ranks, `communication` what the step would be shorter if messages took no time, `around`
-    what comes before the first action and behind the last.
+    `compute` is F and the backward once, `recompute` the forwards that run again, `executor` its overhead per action,
+    `bubble` waiting for other ranks. `communication` is what the step would save if messages took no time, `around` the
+    time before the first action and after the last.
     """
 
     compute: float
@@ -41,7 +41,7 @@ class StepSeconds:
 
 @dataclass(frozen=True, slots=True)
 class RankBytes:
-    """What a rank holds at its peak; `received` is what came from other stages and is kept for a backward."""
+    """What a rank holds at its peak; `received` is input from other stages, kept for a backward."""
 
     weights: float
     gradients: float
@@ -56,7 +56,7 @@ class RankBytes:
 
     @property
     def stash(self) -> float:
-        """What is held for backwards to come."""
+        """The bytes held for later backwards."""
         return self.activations + self.received
 
 
@@ -64,8 +64,8 @@ class RankBytes:
 class Plan(Saved):
     """Cuts, placement, schedule, microbatches and checkpointing, with the predicted step and every rank's peak.
 
-    `counts` are the blocks of each stage, `cuts` the names of those with which stages 1, 2, ... begin. `checkpoint`
-    says of each stage whether it is recomputed. `limits` are the bytes that each rank may hold, None without any.
+    `counts` are the blocks of each stage, `cuts` the names of the blocks that begin stages 1, 2, ... `checkpoint` says
+    which stages are recomputed. `limits` are the bytes that each rank may hold, None without a limit.
     """
 
     model: Identity
@@ -92,17 +92,17 @@ class Plan(Saved):
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks it is for."""
+        """The number of ranks."""
         return self.program.num_ranks
 
     @property
     def num_microbatches(self) -> int:
-        """How many microbatches a step has."""
+        """The number of microbatches per step."""
         return self.program.num_microbatches
 
     @property
     def stages_per_rank(self) -> int:
-        """How many stages the rank with most of them holds."""
+        """The largest number of stages on one rank."""
         return max(len(self.program.placement.stages_of(rank)) for rank in range(self.num_ranks))
 
     @property
@@ -112,17 +112,17 @@ class Plan(Saved):
 
     @property
     def bubble(self) -> float:
-        """The share of the step that ranks wait for each other."""
+        """The share of the step in which ranks wait for each other."""
         return self.seconds.bubble / self.seconds.total if self.seconds.total else 0.0
 
     @cached_property
     def pipeline_settings(self) -> dict[str, Any]:
-        """What `Pipeline` is given."""
+        """The arguments for `Pipeline`."""
         full = {stage: "full" for stage, again in enumerate(self.checkpoint) if again}
         return {"schedule": self.program, "balance": self.counts, "checkpoint": full or "none"}
 
     def summary(self) -> dict[str, Any]:
-        """Return it as plain values, without the program's text."""
+        """Return the plan as plain values, without the program's text."""
         placement = self.program.placement
         return {
             "schedule": self.schedule,
@@ -146,7 +146,7 @@ class Plan(Saved):
         }
 
     def to_json(self) -> str:
-        """Return it as the text of a JSON file."""
+        """Return the text of a JSON file."""
         head = {**self.HEAD, "model": asdict(self.model)}
         return json.dumps({**head, **self.summary(), "program": self.program.format().split("\n")}, indent=1)
 

@@ -1,18 +1,18 @@
-"""`plan`: what to run a profiled model by, on given ranks.
+"""`plan`: decide how to run a profiled model on given ranks.
 
-Everything is decided together: microbatches, schedule, stages per rank, checkpointing, the order of the ranks, and the
-cut. Each combination gets the best cut that fits (`stages`), timed by simulation with everything that was measured:
-blocks, messages, the executor's own work. For the best few, programs are searched as well.
+It decides everything together: microbatches, schedule, stages per rank, checkpointing, the order of the ranks, and the
+cut. Each combination gets the best cut that fits (`stages`), simulated with all measurements: blocks, messages, the
+executor's own work. For the best few, it also searches for programs.
 
 The objective, in this order:
 
-1. Every rank's peak is within its memory, less the headroom. What is not is never returned.
-2. The step is the shortest: computing + recomputing + bubble + communication. Steps within 1% count as equal, because
-   no prediction is better than that.
-3. Of equal ones, the rank that holds most holds least: the stash. Peaks within 1% count as equal, too.
-4. Then the fewest bytes are sent, a schedule with a name comes before a searched one, and the shortest step is first.
+1. Every rank's peak fits in its memory minus the headroom. A plan that does not fit is never returned.
+2. The step is the shortest: compute + recompute + bubble + communication. Steps within 1% count as equal, because no
+   prediction is more accurate than that.
+3. Among equal steps, the fullest rank holds the least: the stash. Peaks within 1% also count as equal.
+4. Then: the fewest bytes sent, a named schedule before a searched one, and the shortest step.
 
-Where nothing fits, the error names the least that would have to change.
+If nothing fits, the error names the smallest changes that would help.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from drumline.plan.search.search import search
 from drumline.schedules import DEFAULT, Schedule, find, schedules
 
 _MIB = 2**20
-_SEARCHED = 3  # combinations for which programs are searched
+_SEARCHED = 3  # number of combinations for which to search programs
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What was chosen and what it was chosen from, the best first; `rejected` does not fit, the nearest first."""
+    """The plan and its alternatives, the best first; `rejected` ones do not fit, the nearest first."""
 
     best: Plan
     candidates: tuple[Candidate, ...]
@@ -52,7 +52,7 @@ class Planned:
 
     @property
     def chosen(self) -> Candidate:
-        """The candidate that the plan was made of."""
+        """The candidate that became the plan."""
         return self.candidates[0]
 
 
@@ -73,11 +73,11 @@ def plan(
     links: Mapping[tuple[int, int], Edge] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Planned:
-    """Return the best plan for a batch of so many rows, and what it was chosen from; PlanError says why none fits.
+    """Return the best plan for a batch of `batch` rows, and its alternatives; PlanError says why none fits.
 
-    `memory_bytes` is what every rank has, of which the share `headroom` stays free; `rank_memory` and `rank_speeds` are
-    for ranks that differ, `links` for messages that go by other links than were profiled. `seconds` is the budget for
-    searching programs; 0 leaves that out.
+    `memory_bytes` is what every rank has; the share `headroom` of it stays free. `rank_memory` and `rank_speeds` are
+    for ranks that differ, `links` for messages over links that were not profiled. `seconds` is the budget for searching
+    programs; 0 disables the search.
 
     >>> from drumline.plan.device.blocks import Layer, Profile, Times
     >>> from drumline.plan.device.model_profile import Identity
@@ -113,7 +113,7 @@ def plan(
 
 
 def _with_searched(question: Question, fitting: list[Candidate]) -> list[Candidate]:
-    """Return the candidates with programs that were searched for the best few of them, the shortest step first."""
+    """Return the candidates plus programs that were searched for the best few, the shortest step first."""
     kinds: dict[object, Candidate] = {}
     for one in fitting:
         kinds.setdefault((one.rows, one.program.placement.homes, one.stages.recompute), one)
@@ -131,11 +131,11 @@ def _with_searched(question: Question, fitting: list[Candidate]) -> list[Candida
 
 
 def _searched(question: Question, start: Candidate, seconds: float) -> Candidate | None:
-    """Return the candidate with the best program found for its stages, if that takes less time."""
+    """Return the candidate with the best program found for its stages, if it is faster."""
     costs, placement = start.stages.costs_for_search(start.cut.counts), start.program.placement
     limit = None
     if question.ranks.is_limited:
-        # One limit for all ranks: those that may hold less are taken to hold the difference already.
+        # The search takes one limit for all ranks; ranks with a smaller limit count as already holding the difference.
         most = max(one for one in question.ranks.limits if one < math.inf)
         weights = list(costs.per_stage("weight_bytes", placement.num_stages))
         for rank, own in enumerate(question.ranks.limits):
@@ -145,7 +145,7 @@ def _searched(question: Question, start: Candidate, seconds: float) -> Candidate
     try:
         found = search(costs, placement, num_microbatches=start.program.num_microbatches, limit=limit, seconds=seconds)
     except PlanError:
-        return None  # one limit for all ranks is tighter than theirs
+        return None  # a single limit for all ranks is tighter than theirs
     assert not validate(found.program), "the search returns programs that can run"
     program = Program(found.program.rows, f"searched, {placement.name}")
     stages = replace(start.stages, program=program)
@@ -154,12 +154,12 @@ def _searched(question: Question, start: Candidate, seconds: float) -> Candidate
 
 
 def _is_suited(schedule: Schedule) -> bool:
-    """Whether a profile knows all that it does: no updates of its own, no exchange between copies, and a backward."""
+    """Whether a profile covers all that it does: no updates of its own, no exchange between copies, and a backward."""
     return schedule.flushed and schedule.trains and not schedule.two_directions
 
 
 def _names(asked: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the schedules to try: those asked for, or all that a plan can be made of."""
+    """Return the schedules to try: the requested ones, or all that can be planned."""
     suited = tuple(name for name, one in schedules().items() if _is_suited(one) and not one.baseline)
     if asked is None:
         return suited
@@ -168,10 +168,10 @@ def _names(asked: Sequence[str] | None) -> tuple[str, ...]:
             raise PlanError(
                 f"{name} cannot be planned from a profile",
                 expected="a flushed schedule with one copy of every stage",
-                fix=f"leave it out; {', '.join(suited)} can",
+                fix=f"leave it out; these can be planned: {', '.join(suited)}",
             )
     if not asked:
-        raise PlanError("no schedules", expected="one name or more")
+        raise PlanError("schedules is empty", expected="one name or more")
     return tuple(asked)
 
 
@@ -185,33 +185,33 @@ def _chosen(fitting: Sequence[Candidate]) -> Candidate:
 
 
 def _is_whole(candidate: Candidate) -> bool:
-    """Whether every stage has a whole backward: others the search does not know."""
+    """Whether every stage has a whole backward; the search supports no others."""
     return all(kind is Backward.WHOLE for kind in candidate.stages.cuts.pruned(candidate.cut.counts).backwards)
 
 
 def _nothing_fits(question: Question, rejected: Sequence[Candidate]) -> PlanError:
-    """Return the error for a model that fits nowhere, `rejected` being the nearest first."""
+    """Return the error when nothing fits; `rejected` has the nearest first."""
     if not rejected:
         return PlanError(
-            "no schedule admits these counts",
+            "no schedule supports these counts",
             expected=f"one of {', '.join(question.schedules)} for {counted(question.ranks.num_ranks, 'rank')}",
-            fix="name other schedules, or a batch that divides into more microbatches",
+            fix="choose other schedules, or a batch that splits into more microbatches",
         )
     nearest = rejected[0]
     rank, over = nearest.over
     items, limit = nearest.rank_bytes[rank], question.ranks.limits[rank]
     needs = less_activations(over, items.stash) or (
-        f"{over / _MIB:.1f} MiB less: weights, gradients and the optimizer's state alone take"
+        f"{over / _MIB:.1f} MiB less: weights, gradients and optimizer state alone take"
         f" {(items.total - items.stash) / _MIB:.1f} MiB"
     )
     share = max(size / own for size, own in zip(nearest.cut.rank_bytes, question.ranks.memory, strict=True))
     enough = math.ceil(max(question.ranks.memory) * share / (1 - question.ranks.headroom))
     error = PlanError(
-        f"nothing fits: of {counted(len(rejected), 'combination')} the smallest"
+        f"nothing fits: the smallest of {counted(len(rejected), 'combination')}"
         f" ({nearest.program.name}, {_how(nearest)}) holds {items.total / _MIB:.1f} MiB on rank {rank},"
-        f" which may hold {limit / _MIB:.1f}",
+        f" whose limit is {limit / _MIB:.1f} MiB",
         expected=needs,
-        fix=", or ".join([*_mends(question, nearest), f"{enough / _MIB:.1f} MiB of memory a rank (--memory {enough})"]),
+        fix=", or ".join([*_mends(question, nearest), f"{enough / _MIB:.1f} MiB per rank (--memory {enough})"]),
     )
     error.smallest_bytes = enough
     return error
@@ -224,7 +224,7 @@ def _how(candidate: Candidate) -> str:
 
 
 def _mends(question: Question, nearest: Candidate) -> Iterator[str]:
-    """Yield changes of which each alone would do, for the schedule that is nearest to fit."""
+    """Yield changes that would each be enough, for the schedule that is nearest to fitting."""
     quiet = replace(question, seconds=0.0, progress=None, schedules=(nearest.program.name,), only=(nearest.rows,))
     if "full" not in question.checkpoint:
         fitting = [one for one in replace(quiet, checkpoint=("none", "full")).combinations() if one.fits]

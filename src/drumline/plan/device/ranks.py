@@ -1,4 +1,4 @@
-"""The ranks that a plan is for: how fast each computes, what it may hold, and links that are not the profiled ones."""
+"""The ranks of a plan: how fast each computes, what it may hold, and links that differ from the profiled ones."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from itertools import permutations
 from drumline.core.costs import Edge
 from drumline.core.errors import PlanError, counted
 
-_MOST_PERMUTED = 4  # ranks of which every order is tried
+_MOST_PERMUTED = 4  # up to this many ranks, every order is tried
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """`speeds` are shares of the profiled device's; of its `memory` bytes a rank keeps the share `headroom` free.
+    """`speeds` are relative to the profiled device; a rank keeps the share `headroom` of its `memory` bytes free.
 
     >>> Ranks.of(2, memory_bytes=1000, headroom=0.25).limits
     (750.0, 750.0)
@@ -36,30 +36,30 @@ class Ranks:
         rank_memory: Sequence[float] | None = None,
         links: Mapping[tuple[int, int], Edge] | None = None,
     ) -> Ranks:
-        """Return the ranks; memory without a limit unless given."""
+        """Return the ranks; without a memory limit unless given."""
         if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
-            raise PlanError(f"{num_ranks!r} ranks", expected="a whole number of 1 or more")
+            raise PlanError(f"num_ranks is {num_ranks!r}", expected="a whole number of 1 or more")
         if not 0 <= headroom < 1:
             raise PlanError(f"headroom is {headroom:g}", expected="a share of the memory, from 0 to less than 1")
         if memory_bytes is not None and rank_memory is not None:
-            raise PlanError("memory for all ranks and for each", expected="one of the two")
+            raise PlanError("both memory_bytes and rank_memory are set", expected="only one of the two")
         speeds = [1.0] * num_ranks if rank_speeds is None else list(rank_speeds)
         memory = [math.inf if memory_bytes is None else float(memory_bytes)] * num_ranks
         if rank_memory is not None:
             memory = [float(one) for one in rank_memory]
-        for what, values in (("speeds", speeds), ("sizes of memory", memory)):
+        for what, values in (("speeds", speeds), ("memory sizes", memory)):
             if len(values) != num_ranks:
-                raise PlanError(f"{len(values)} {what}", expected=f"one for each of {counted(num_ranks, 'rank')}")
+                raise PlanError(f"got {len(values)} {what}", expected=f"one for each of {counted(num_ranks, 'rank')}")
             if any(math.isnan(one) or one <= 0 for one in values):
-                raise PlanError(f"{what} {values}", expected="more than 0 each")
+                raise PlanError(f"the {what} are {values}", expected="more than 0 each")
         for source, target in links or {}:
             if not (source in range(num_ranks) and target in range(num_ranks) and source != target):
-                raise PlanError(f"a link {source}-{target}", expected=f"two different ranks of 0 to {num_ranks - 1}")
+                raise PlanError(f"a link is {source}-{target}", expected=f"two different ranks of 0 to {num_ranks - 1}")
         return Ranks(tuple(speeds), tuple(memory), headroom, dict(links or {}))
 
     @property
     def num_ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return len(self.speeds)
 
     @property
@@ -69,11 +69,11 @@ class Ranks:
 
     @property
     def is_limited(self) -> bool:
-        """Whether any rank's memory is."""
+        """Whether any rank has a memory limit."""
         return min(self.memory) < math.inf
 
     def orders(self) -> Iterator[tuple[int, ...]]:
-        """Yield the orders of ranks that differ: which rank plays the part of rank 0, 1, ... of a schedule.
+        """Yield the distinct orders of ranks: which rank plays rank 0, 1, ... of a schedule.
 
         >>> list(Ranks.of(3).orders()), list(Ranks.of(2, rank_speeds=[1, 0.5]).orders())
         ([(0, 1, 2)], [(0, 1), (1, 0)])

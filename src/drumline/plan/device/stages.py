@@ -1,8 +1,8 @@
-"""Cuts of a profiled model for one program and one size of microbatch: what each takes, and the best that fits.
+"""Cuts of a profiled model for one program and one microbatch size: what each costs, and the best that fits.
 
-Where there are few cuts, all are simulated. Otherwise the exact cuts of `cuts` are where to begin (the shortest largest
-stage, and the shortest sum + (M - 1) x largest, of those whose every stage fits its rank), and boundaries are moved for
-as long as that makes the simulated step shorter.
+If there are few cuts, all are simulated. Otherwise the exact cuts of `cuts` are the start (the shortest largest stage,
+and the shortest sum + (M - 1) x largest, among cuts whose stages each fit their rank), and boundaries move as long as
+the simulated step gets shorter.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from drumline.plan.device.ranks import Ranks
 OPS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 FIELD = dict(zip(OPS, ("forward", "backward", "backward_input", "backward_weight"), strict=True))
 
-_EVERY = 130  # so many cuts are all simulated
-_ROUNDS = 12  # of moving boundaries
+_EVERY = 130  # up to this many cuts, all are simulated
+_ROUNDS = 12  # rounds of moving boundaries
 
 
 @dataclass(frozen=True)
 class Stages:
-    """A program, the blocks at its size of microbatch, and the stages that are recomputed."""
+    """A program, the blocks at its microbatch size, and the recomputed stages."""
 
     profile: Profile
     program: Program
@@ -48,12 +48,12 @@ class Stages:
 
     @cached_property
     def cuts(self) -> TimedCuts:
-        """The cuts of the blocks, timed with everything that was measured."""
+        """The cuts of the blocks, timed with all measurements."""
         blocks = self.profile.blocks(split=split_share(self.program), optimizer_states=self.optimizer_states)
         return TimedCuts(blocks, self.program, self._steps, self.ranks.limits, self.recompute)
 
     def costs_for_search(self, counts: Counts) -> Costs:
-        """Return what the stages of a cut take where it is open which backwards are split: the tape counts with I."""
+        """Return the costs of a cut's stages while it is open which backwards are split: the tape counts with I."""
         plain, taped = (self.costs(counts, split=share) for share in (0.0, 1.0))
         names = ("forward", "backward_input")
         stages = self.program.num_stages
@@ -62,9 +62,9 @@ class Stages:
         return replace(plain, backward_input=[one + more for one, more in zip(own, tape, strict=True)])
 
     def costs(self, counts: Counts, *, messages: bool = True, split: float | None = None) -> Costs:
-        """Return what the stages of a cut take, handling included; without `messages`, as if those were free.
+        """Return the costs of a cut's stages, including handling; without `messages`, as if messages were free.
 
-        `split` is the share of forwards that keep a tape, the program's own unless given.
+        `split` is the share of forwards that keep a tape (default: as in the program).
         """
         overheads = self.overheads
         if not messages:
@@ -72,7 +72,7 @@ class Stages:
         ends = np.array(ends_of(counts))
         each = self._seconds(ends[:-1], ends[1:], overheads=overheads, split=split)
         seconds: dict[str, Any] = dict(zip(FIELD.values(), each.tolist(), strict=True))
-        for name in ("backward", "backward_input"):  # here the simulator adds the F that runs again, handling and all
+        for name in ("backward", "backward_input"):  # the simulator adds the recomputed F, with its handling
             less = zip(seconds[name], seconds["forward"], self.recompute, strict=True)
             seconds[name] = [max(back - forward, 0.0) if again else back for back, forward, again in less]
         costs = self.profile.costs(
@@ -80,7 +80,7 @@ class Stages:
         )
         costs = replace(costs, **seconds, comm=overheads.flight)
         if not messages or not self.ranks.edges:
-            return replace(costs, message_bytes=0.0)  # copying them is in the actions
+            return replace(costs, message_bytes=0.0)  # copying them is part of the actions
         edges = {ends: replace(edge, latency=edge.latency + costs.comm) for ends, edge in self.ranks.edges.items()}
         return replace(costs, edges=edges)
 
@@ -93,9 +93,9 @@ class Stages:
         overheads: Overheads | None = None,
         split: float | None = None,
     ) -> Floats:
-        """Return the seconds of each op with its handling, and of F where a backward runs it again, ops first.
+        """Return the seconds of each op with its handling, and of F when a backward runs it again, ops first.
 
-        Runs of blocks from `firsts` to before `ends` are all of one stage, or along their last axis of all stages.
+        Runs of blocks from `firsts` to before `ends` belong to one stage, or along their last axis to all stages.
         """
         share = split_share(self.program) if split is None else split
         own, homes = overheads or self.overheads, self.program.placement.homes
@@ -103,7 +103,7 @@ class Stages:
         earlier, later = (crossed[stage] for crossed in crossings(self.program))
         plain = {op: self._plain(op, firsts, ends, split=share) / speed for op in OPS}
         sent, received = self.cuts.table.sent(ends), self.cuts.table.received(firsts)
-        # A stage sends its gradient where its input came from.
+        # A stage sends its gradient to where its input came from.
         back = plain[Op.FORWARD] * np.array(self.recompute)[stage]
         back = back + own.take.at(sent) * later + own.send.at(received) * earlier
         ahead = own.send.at(sent) * later + own.take.at(received) * earlier
@@ -111,13 +111,13 @@ class Stages:
         return np.stack([plain[op] + extra[op] + own.action for op in OPS])
 
     def _plain(self, op: Op, firsts: Ints, ends: Ints, *, split: float) -> Floats:
-        """Return the seconds of an op, with what calling a stage adds; `split` is the share of backwards in halves."""
+        """Return the seconds of an op, with the cost of calling a stage; `split` is the share of split backwards."""
         whole = sums([one.times.of(FIELD[op], split=split) for one in self.profile.layers])
         found: Floats = whole[ends] - whole[firsts] + self.profile.overhead.of(FIELD[op], split=split)
         return found
 
     def _steps(self, program: Program, many: Sequence[Counts]) -> Floats:
-        """Return the predicted step of every cut: as it is simulated, and what comes before and behind that."""
+        """Return the predicted step of every cut: the simulated time, plus the time before and after it."""
         ends = np.array([ends_of(counts) for counts in many])
         gradients = np.diff(sums([one.gradient_bytes for one in self.profile.layers])[ends], axis=1)
         held = (list(program.placement.stages_of(rank)) for rank in range(program.num_ranks))
@@ -129,7 +129,7 @@ class Stages:
         return makespans(program, unit, factors=self._seconds(ends[:, :-1], ends[:, 1:])[ops, :, stages].T) + around
 
     def around(self, costs: Costs, program: Program) -> float:
-        """Return what a step takes before its first action and behind its last one."""
+        """Return the time of a step before its first action and after its last."""
         gradients = costs.per_stage("gradient_bytes", program.num_stages)
         held = (program.placement.stages_of(rank) for rank in range(program.num_ranks))
         return self._around(max(sum(gradients[stage] for stage in stages) for stages in held))
@@ -140,7 +140,7 @@ class Stages:
     def best(self) -> tuple[Cut, Cut]:
         """Return the best cut within the limits and the best of all, which may be the same.
 
-        Where none was found within them, the first is the one that is over by the least.
+        If no cut is within them, the first is the one with the least excess.
         """
         num_blocks, num_stages = len(self.profile.layers), self.program.num_stages
         if math.comb(num_blocks - 1, num_stages - 1) <= _EVERY:
@@ -152,13 +152,13 @@ class Stages:
         return self._moved(free.counts, self.tables(), lambda one: one.order), free
 
     def _moved(self, begun: Counts, tables: Sequence[Floats], value: Callable[[Cut], Any]) -> Cut:
-        """Return the best cut from the exact ones on, moving to the best neighbour for as long as that helps."""
+        """Return the best cut found from the exact ones, moving to the best neighbour as long as that helps."""
         exact = shortest_largest(tables), shortest_step(tables, self.program.num_microbatches)
         starts = dict.fromkeys(one for one in (begun, *exact) if one is not None)
         return self.cuts.moved(list(starts), value, rounds=_ROUNDS, singly=True)
 
     def tables(self, *, limited: bool = True) -> list[Floats]:
-        """Return the seconds of every run of blocks as each stage, [first, end]; infinite where it does not fit."""
+        """Return the seconds of every run of blocks as each stage, [first, end]; infinite if it does not fit."""
         split, chain = split_share(self.program), self.cuts.chain(self.program)
         found = []
         for stage, home in enumerate(self.program.placement.homes):
@@ -186,7 +186,7 @@ def split_share(program: Program) -> float:
 
 
 def crossings(program: Program) -> tuple[Floats, Floats]:
-    """Return for every stage whether messages between it and the stage before it, and behind it, change ranks.
+    """Return, per stage, whether messages between it and the previous stage, and the next one, change ranks.
 
     >>> from drumline.schedules import generate
     >>> [ends.tolist() for ends in crossings(generate("zb-v", num_ranks=2, num_microbatches=2))]

@@ -1,1 +1,1 @@
-"""How a layout is started: the order of ranks, the command, and the files of frameworks that can run it."""
+"""How to start a layout: the order of ranks, the command, and config files for the frameworks that can run it."""

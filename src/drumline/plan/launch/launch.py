@@ -1,24 +1,24 @@
-"""How a plan is started: the torchrun line, and what torchtitan and Megatron-LM are to be told.
+"""How to start a plan: the torchrun command, and the settings for torchtitan and Megatron-LM.
 
-Drumline's own file holds all of a plan, as TOML of which this is version 1. No verb starts it yet; the command beside
-it shows the schedule.
+Drumline's own file holds the whole plan as TOML; this is version 1. No command starts it yet; the command next to it
+shows the schedule.
 
     format = "drumline-train"        [batch]     sequences, microbatch (both in sequences), sequence (tokens)
     version = 1                      [mesh]      tensor, pipeline, data, context, expert
     [model]  name and its numbers    [pipeline]  schedule, stages_per_rank, layers (of every stage, in order)
                                      [memory]    zero, recompute, sequence_parallel
 
-The others take what they can express. The rest is said in `missing`, a sentence each, and never left out in silence.
+The other files hold what the framework can express. `missing` lists the rest, one sentence each.
 
-Which rank is which, the order of the axes on the cluster, follows a rule: **tensor innermost, then context, then data,
-and the pipeline outermost**. Tensor parallelism talks in every layer and stays inside a node; a pipeline talks least,
-once per stage and microbatch, and takes what is farthest. Rank ((p x DP + d) x CP + c) x TP + t is that of stage p,
-replica d, context piece c and tensor piece t.
+The order of ranks on the cluster follows one rule: **tensor innermost, then context, then data, and the pipeline
+outermost**. Tensor parallelism communicates in every layer and stays inside a node. A pipeline communicates least, once
+per stage and microbatch, and spans the longest distance. Rank ((p x DP + d) x CP + c) x TP + t has stage p, replica d,
+context piece c and tensor piece t.
 
     16 devices in nodes of 8, TP4 PP2 DP2:   node 0   d0: t0 t1 t2 t3   d1: t0 t1 t2 t3    p0
                                              node 1   d0: t0 t1 t2 t3   d1: t0 t1 t2 t3    p1
 
-It is what Megatron-LM calls tp-cp-ep-dp-pp and torchtitan's mesh pp, dp, cp, tp, so both place ranks alike.
+Megatron-LM calls this order tp-cp-ep-dp-pp, and torchtitan's mesh is pp, dp, cp, tp, so both place ranks the same way.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ AXES = ("tensor", "context", "data", "pipeline")
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What one framework is told: the command, a file with its settings, and what it cannot be told.
+    """The config for one framework: the command, a file with its settings, and what it cannot express.
 
-    Where it does not start (`starts`), the command shows what can be shown of the plan; it is empty if that is nothing.
+    If the framework cannot start the plan (`starts`), the command shows the plan as far as possible; it may be empty.
     """
 
     framework: str
@@ -57,19 +57,19 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A plan's configs, one of each framework."""
+    """A plan's configs, one per framework."""
 
     configs: tuple[Config, ...]
 
     def of(self, framework: str) -> Config:
-        """Return the config of a framework."""
+        """Return the config for a framework."""
         for config in self.configs:
             if config.framework == framework:
                 return config
         raise PlanError(f"unknown framework {framework!r}", fix=nearest(framework, FRAMEWORKS))
 
     def to_json(self) -> dict[str, Any]:
-        """Return them by name."""
+        """Return the configs by name."""
         names = ("command", "starts", "file", "text")
         return {
             one.framework: {**{name: getattr(one, name) for name in names}, "missing": list(one.missing)}
@@ -78,7 +78,7 @@ class Launch:
 
 
 def launch(transformer: Transformer, cluster: Cluster, layout: Layout) -> Launch:
-    """Return what every framework is told."""
+    """Return the configs for every framework."""
     start = torchrun(cluster)
     by_titan = f"{start} -m torchtitan.train --job.config_file plan.toml"
     by_megatron = f"grep -v '^#' plan.args | xargs {start} pretrain_gpt.py"
@@ -92,7 +92,7 @@ def launch(transformer: Transformer, cluster: Cluster, layout: Layout) -> Launch
 
 
 def torchrun(cluster: Cluster) -> str:
-    """Return how every node starts its processes.
+    """Return the command that starts the processes on every node.
 
     >>> from drumline.plan.cluster.hardware import Device, Link
     >>> link = Link(1e-5, 1e11)
@@ -108,7 +108,7 @@ def torchrun(cluster: Cluster) -> str:
 
 
 def show_command(layout: Layout) -> str:
-    """Return the command that shows a layout's schedule; none where there is no pipeline.
+    """Return the command that shows a layout's schedule; empty without a pipeline.
 
     >>> show_command(Layout(batch=8, pipeline=2, data=2, schedule="zb-v", stages_per_rank=2, counts=(1, 1, 1, 1)))
     'drumline show zb-v --ranks 2 --microbatches 4 --stages-per-rank 2'
@@ -120,7 +120,7 @@ def show_command(layout: Layout) -> str:
 
 
 def train_config(transformer: Transformer, layout: Layout) -> str:
-    """Return all of a plan as Drumline's own config."""
+    """Return the whole plan as Drumline's own config."""
     nested = ("experts", "details", "sequence")
     model = {one.name: getattr(transformer, one.name) for one in fields(transformer) if one.name not in nested}
     details = transformer.details
@@ -147,12 +147,12 @@ def train_config(transformer: Transformer, layout: Layout) -> str:
                 "sequence_parallel": layout.sequence_parallel,
             },
         },
-        comment="A plan of `drumline plan`. Ranks count tensor first, then context, data, and the pipeline last.",
+        comment="Written by `drumline plan`. Ranks count tensor first, then context, data, and the pipeline last.",
     )
 
 
 class RankPlace(NamedTuple):
-    """Where a rank lies, and which part of the work it has."""
+    """Where a rank is, and which part of the work it has."""
 
     node: int
     tensor: int
@@ -171,7 +171,7 @@ def place(layout: Layout, cluster: Cluster, rank: int) -> RankPlace:
     RankPlace(node=1, tensor=1, context=0, data=1, pipeline=1)
     """
     if not 0 <= rank < layout.num_devices:
-        raise PlanError(f"rank {rank} of {layout.num_devices}", expected=f"0 to {layout.num_devices - 1}")
+        raise PlanError(f"there is no rank {rank}", expected=f"a rank from 0 to {layout.num_devices - 1}")
     rest, tensor = divmod(rank, layout.tensor)
     rest, context = divmod(rest, layout.context)
     pipeline, data = divmod(rest, layout.data)
@@ -179,7 +179,7 @@ def place(layout: Layout, cluster: Cluster, rank: int) -> RankPlace:
 
 
 def first_places(layout: Layout, cluster: Cluster) -> dict[int, RankPlace]:
-    """Return the places of the ranks of the first nodes of the first two stages, enough to see the order."""
+    """Return the places of the ranks in the first nodes of the first two stages, enough to show the order."""
     per_node, stride = cluster.devices_per_node, layout.tensor * layout.context * layout.data
     nodes = sorted({start // per_node + more for start in (0, stride) for more in (0, 1)})
     ranks = (rank for node in nodes for rank in range(node * per_node, (node + 1) * per_node))
@@ -187,7 +187,7 @@ def first_places(layout: Layout, cluster: Cluster) -> dict[int, RankPlace]:
 
 
 def links(layout: Layout, cluster: Cluster) -> dict[str, str]:
-    """Return for every axis with more than one rank whether its groups stay inside a node.
+    """Return, for every axis with more than one rank, whether its groups stay inside a node.
 
     >>> from drumline.plan.cluster.hardware import Device, Link
     >>> link = Link(1e-5, 1e11)
@@ -200,7 +200,7 @@ def links(layout: Layout, cluster: Cluster) -> dict[str, str]:
         size = getattr(layout, axis)
         inside *= size
         if size > 1:
-            # A group that divides no node evenly crosses from one to the next somewhere.
+            # A group that does not divide a node evenly crosses into the next one somewhere.
             stays = inside <= cluster.devices_per_node and cluster.devices_per_node % inside == 0
             found[axis] = "inside a node" if stays else "between nodes"
     return found

@@ -1,4 +1,4 @@
-"""A plan for Megatron-LM: the arguments of its pretraining scripts, as far as they can say it."""
+"""A plan for Megatron-LM: the arguments of its pretraining scripts, as far as they can express it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
 
 
 def megatron(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, ...]]:
-    """Return the arguments, one to a line, and a sentence for everything that they cannot say."""
+    """Return the arguments, one per line, and a sentence for everything they cannot express."""
     missing = list(_unsaid(transformer))
     lines = [
         *_sizes(transformer),
@@ -23,17 +23,17 @@ def megatron(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, 
         *_stages(layout, missing),
     ]
     lines += [*_sharding(layout, missing), *_memory(layout), "--attention-backend flash", "--bf16"]
-    missing.append(f"the vocabulary of {transformer.vocabulary}: it comes from the tokenizer that you choose")
-    head = ["# A plan of `drumline plan`, for Megatron-LM. What it cannot say:", *(f"# - {one}" for one in missing)]
+    missing.append(f"the vocabulary of {transformer.vocabulary}: it comes from the tokenizer you choose")
+    head = ["# Written by `drumline plan` for Megatron-LM. Not expressed:", *(f"# - {one}" for one in missing)]
     return "\n".join([*head, *lines]), tuple(missing)
 
 
 def _unsaid(transformer: Transformer) -> Iterator[str]:
-    """Yield what there is no argument for."""
+    """Yield what has no argument."""
     if transformer.details.alibi:
-        yield "ALiBi positions: Megatron-LM has none, and no others are written"
+        yield "ALiBi positions: Megatron-LM does not support them, and no others are written"
     for one in transformer.details.others:
-        yield f"{one}: give the arguments for it yourself, if there are any"
+        yield f"{one}: add the arguments for it yourself, if there are any"
 
 
 def _sizes(transformer: Transformer) -> Iterator[str]:
@@ -54,7 +54,7 @@ def _sizes(transformer: Transformer) -> Iterator[str]:
 
 
 def _attention(transformer: Transformer) -> Iterator[str]:
-    """Yield latent attention as what it is; the plan's plain heads only stand in for its work."""
+    """Yield the real latent attention; the plan's plain heads only approximate its work."""
     latent = transformer.details.latent
     if latent is not None:
         yield "--multi-latent-attention"
@@ -116,7 +116,7 @@ def _batch_and_degrees(transformer: Transformer, layout: Layout) -> Iterator[str
 
 
 def _stages(layout: Layout, missing: list[str]) -> Iterator[str]:
-    """Yield how layers lie on ranks, and say which schedules Megatron-LM does not have."""
+    """Yield the placement of layers, and report schedules that Megatron-LM does not have."""
     if layout.pipeline == 1:
         return
     schedule = find(layout.schedule)
@@ -129,15 +129,15 @@ def _stages(layout: Layout, missing: list[str]) -> Iterator[str]:
         elif looped:
             yield f"--num-virtual-stages-per-pipeline-rank {layout.stages_per_rank}"
         return
-    # Of a V, rank r has stages r and 2P - 1 - r: without the V, each rank keeps as many layers, in one piece.
+    # In a V, rank r has stages r and 2P - 1 - r; without the V, each rank keeps the same number of layers in one piece.
     together = [layout.counts[at] + layout.counts[-1 - at] for at in range(layout.pipeline)]
-    missing.append("the V placement: every rank has as many layers, but in one piece")
+    missing.append("the V placement: every rank has the same number of layers, but in one piece")
     if len(set(together)) > 1:
         yield f"--pipeline-model-parallel-layout {pipeline_layout(together)}"
 
 
 def pipeline_layout(counts: list[int] | tuple[int, ...]) -> str:
-    """Return the stages as Megatron-LM writes them: E the embedding, t a layer, L the loss.
+    """Return the stages in Megatron-LM's notation: E is the embedding, t a layer, L the loss.
 
     >>> pipeline_layout((7, 8, 8, 7)), pipeline_layout((0, 1, 0))
     ('Et*7|t*8|t*8|t*7L', 'E|t*1|L')

@@ -1,6 +1,6 @@
-"""A plan for torchtitan: its job config in TOML, as far as that can say it.
+"""A plan for torchtitan: its job config in TOML, as far as that can express it.
 
-The same names are flags of its command line (`--parallelism.tensor_parallel_degree 8`), for versions without TOML.
+Versions without TOML take the same names as command-line flags (`--parallelism.tensor_parallel_degree 8`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from drumline.schedules import find
 
 
 def titan(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, ...]]:
-    """Return the config, and a sentence for everything that it cannot say."""
+    """Return the config, and a sentence for everything it cannot express."""
     missing: list[str] = []
     parallelism: dict[str, Any] = {
         **_sharding(layout, missing),
@@ -28,19 +28,17 @@ def titan(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, ...
     if layout.pipeline > 1:
         parallelism |= _pipeline(layout, missing)
     if layout.tensor > 1 and not layout.sequence_parallel:
-        missing.append("no sequence parallelism: torchtitan has it wherever there is tensor parallelism")
+        missing.append("no sequence parallelism: torchtitan always uses it with tensor parallelism")
     mode: dict[str, Any] = {"mode": layout.recompute}
     if layout.recompute == "selective":
         mode["selective_ac_option"] = "op"
-        missing.append("selective recomputation: torchtitan chooses other operations to keep than the plan counts with")
-    # Without a pipeline, a forward takes the local batch whole and the rest is accumulated.
+        missing.append("selective recomputation: torchtitan keeps other operations than the plan assumes")
+    # Without a pipeline, a forward takes the whole local batch and the rest is accumulated.
     local = layout.batch // layout.data if layout.pipeline > 1 else layout.microbatch
     if transformer.tied and layout.pipeline > 1:
-        missing.append("tied embeddings: torchtitan does not tie weights of two stages")
-    missing.append(f"the model: choose or write the flavor that is {transformer.name}: {described(transformer)}")
-    comment = "\n".join(
-        ["A plan of `drumline plan`, for torchtitan. What it cannot say:", *(f"- {one}" for one in missing)]
-    )
+        missing.append("tied embeddings: torchtitan does not tie weights across stages")
+    missing.append(f"the model: choose or write the flavor for {transformer.name}: {described(transformer)}")
+    comment = "\n".join(["Written by `drumline plan` for torchtitan. Not expressed:", *(f"- {one}" for one in missing)])
     text = written(
         {
             "training": {"seq_len": transformer.sequence, "local_batch_size": local, "global_batch_size": layout.batch},
@@ -57,7 +55,7 @@ def _sharding(layout: Layout, missing: list[str]) -> dict[str, Any]:
         return {"data_parallel_replicate_degree": layout.data, "data_parallel_shard_degree": 1}
     if layout.zero < 2 and layout.data * layout.context > 1:
         missing.append(
-            f"ZeRO {layout.zero}: beside other axes torchtitan shards gradients and optimizer state (ZeRO 2 at least), "
+            f"ZeRO {layout.zero}: with other axes, torchtitan shards gradients and optimizer state (at least ZeRO 2), "
             "which holds less and sends more"
         )
     policy = "always" if layout.zero == 3 else "never"
@@ -74,10 +72,10 @@ def _pipeline(layout: Layout, missing: list[str]) -> dict[str, Any]:
     if schedule.titan:
         settings["pipeline_parallel_schedule"] = schedule.titan
     else:
-        # The name then only says on which ranks the stages lie; the order comes from the file.
+        # The name then only determines the placement of stages; the order comes from the file.
         placed = titan_by_placement(schedule.layout(layout.pipeline, layout.stages_per_rank))
         if placed is None:
-            missing.append(f"the placement of {layout.schedule}: torchtitan has no schedule whose stages lie so")
+            missing.append(f"the placement of {layout.schedule}: torchtitan has no schedule with this placement")
         settings["pipeline_parallel_schedule"] = placed or "1F1B"
         settings["pipeline_parallel_schedule_csv"] = f"{layout.schedule}.csv"
         missing.append(
@@ -90,7 +88,7 @@ def _pipeline(layout: Layout, missing: list[str]) -> dict[str, Any]:
 
 
 def parts(layout: Layout) -> list[list[str]]:
-    """Return the names of the modules of every stage, as torchtitan's decoders have them.
+    """Return the module names of every stage, as in torchtitan's decoders.
 
     >>> parts(Layout(batch=2, pipeline=2, counts=(1, 2)))
     [['tok_embeddings', 'layers.0'], ['layers.1', 'layers.2', 'norm', 'output']]
@@ -105,7 +103,7 @@ def parts(layout: Layout) -> list[list[str]]:
 
 
 def described(transformer: Transformer) -> str:
-    """Return all that tells a transformer from others.
+    """Return everything that distinguishes a transformer from others.
 
     >>> described(Transformer("tiny", 4, 64, 4, vocabulary=1000, sequence=128))
     '4 layers of width 64, 4 heads of 16, feed-forward 256, vocabulary 1000, learned positions, biases, dropout, tied'

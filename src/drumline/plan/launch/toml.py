@@ -1,4 +1,4 @@
-"""Plain TOML: tables of strings, numbers, truth values and lists of them. Reading is the standard library's."""
+"""Write plain TOML: tables of strings, numbers, booleans and lists of them. The standard library reads it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def written(values: Mapping[str, Any], *, comment: str = "") -> str:
-    """Return values as TOML, those that are mappings as tables behind the rest; `comment` stands on top.
+    """Return values as TOML, with mappings as tables after the rest; `comment` comes first.
 
     >>> print(written({"version": 1, "mesh": {"tensor": 8, "order": ["tensor", "data"]}}, comment="A plan."))
     # A plan.
@@ -31,5 +31,5 @@ def _value(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_value, value))}]"
-    # A JSON string is a TOML string, but for the letters that JSON may leave as they are.
+    # A JSON string is a TOML string, except for characters that JSON may leave unescaped.
     return json.dumps(value) if isinstance(value, str) else repr(value)

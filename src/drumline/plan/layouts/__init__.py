@@ -1,1 +1,1 @@
-"""Which layout to run on a cluster: all legal ones are looked at, the best simulated, the choice explained."""
+"""Which layout to run on a cluster: consider all legal layouts, simulate the best, explain the choice."""

@@ -1,4 +1,4 @@
-"""A plan with its reasons, as one value: every number that the page, the text and the JSON show."""
+"""A plan with its reasons, as one value: every number in the page, the text and the JSON."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from drumline.plan.layouts.why import Alternative, why_not
 
 FORMAT = "drumline-cluster-plan"
 VERSION = 1
-MOST = 6000  # (stage, microbatch) pairs that are drawn
+MOST = 6000  # the most (stage, microbatch) pairs to draw
 
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """A timeline, and what of the step it shows."""
+    """A timeline, and which part of the step it shows."""
 
     timeline: Simulation
     shows: str
@@ -41,7 +41,7 @@ class Drawing:
 def drawing(transformer: Transformer, cluster: Cluster, layout: Layout) -> Drawing | None:
     """Return the timeline of a pipeline; None for a single rank.
 
-    Where all microbatches would be too many, a step of fewer is drawn: its middle repeats itself.
+    If there are too many microbatches, it shows a step with fewer: the middle of a step repeats itself.
     """
     if layout.pipeline == 1:
         return None
@@ -53,25 +53,25 @@ def drawing(transformer: Transformer, cluster: Cluster, layout: Layout) -> Drawi
     name = f"{layout.schedule}: {counted(layout.pipeline, 'rank')}, {counted(layout.num_stages, 'stage')}"
     words = f"{name}, {counted(min(shown, whole), 'microbatch')}"
     if shown < whole:
-        words += f" instead of {whole}, the middle of which repeats itself"
+        words += f" instead of {whole}; the middle repeats itself"
     return Drawing(timeline, words)
 
 
 @dataclass(frozen=True, slots=True)
 class Reasons:
-    """What further plans say of the choice."""
+    """What further plans say about the choice."""
 
     changes: list[Alternative]
     margins: list[Remedy]
     pareto: list[Choice]
-    scaling: dict[str, list[ScalePoint]]  # strong and weak
+    scaling: dict[str, list[ScalePoint]]  # keys: strong and weak
     traffic: list[tuple[str, Choice]]
     drawing: Drawing | None
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A plan: the best layout of each mesh and why it loses, how it is started, and what further plans say of it."""
+    """A plan: the best layout of each mesh and why it loses, how to start it, and what further plans say about it."""
 
     plan: ClusterPlan
     best: list[Alternative]
@@ -80,7 +80,7 @@ class Explanation:
     reasons: Reasons | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it as one object."""
+        """Return everything as one object."""
         plan, layout = self.plan, self.plan.chosen.layout
         places = first_places(layout, plan.cluster)
         return {
@@ -110,13 +110,13 @@ class Explanation:
 
 
 def brief(plan: ClusterPlan) -> Explanation:
-    """Return the plan without further ones."""
+    """Return the plan without further plans."""
     best = [why_not(plan.chosen, one, plan.limit_bytes) for one in plan.best]
     return Explanation(plan, best, launch(plan.transformer, plan.cluster, plan.chosen.layout))
 
 
 def explain(plan: ClusterPlan) -> Explanation:
-    """Return the plan with its reasons; most of them are further plans."""
+    """Return the plan with its reasons, most of which are further plans."""
     reasons = Reasons(
         changes(plan),
         margins(plan),
@@ -164,7 +164,7 @@ def _curve_json(plan: ClusterPlan, points: Sequence[ScalePoint]) -> list[dict[st
 
 
 def _layout_json(plan: ClusterPlan, choice: Choice) -> dict[str, Any]:
-    """Return a layout and what it takes; times in seconds, sizes in bytes."""
+    """Return a layout and its costs; times in seconds, sizes in bytes."""
     layout, estimate = choice.layout, choice.estimate
     return {
         "mesh": str(choice.mesh),

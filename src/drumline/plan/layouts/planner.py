@@ -1,11 +1,11 @@
-"""Which layout to run: the one with the shortest step that fits.
+"""Choose the layout to run: the shortest step that fits.
 
-The objective, all of it: **the seconds of one step of the given batch, on the busiest rank** (computing, computing
-again, communication that is not hidden, bubble, optimizer), **over all layouts whose fullest device stays within its
-memory less the headroom**. Of equally fast layouts the one that holds less wins, then the plainer one. Bubble and
-communication count as the seconds they cost, the stash as bytes of the limit; there are no weights to choose.
+The complete objective: **the seconds of one step of the given batch, on the busiest rank** (compute, recomputation,
+exposed communication, bubble, optimizer), **over all layouts whose fullest device fits in its memory minus the
+headroom**. Among equally fast layouts, the one that holds less wins, then the simpler one. Bubble and communication
+count as the seconds they cost, the stash as bytes of the limit; there are no weights to tune.
 
-Closed forms look at everything (`survey`); then the pipelines of the best are simulated action by action, and those
+Formulas evaluate every layout (`survey`). Then the pipelines of the best are simulated action by action, and those
 seconds decide.
 """
 
@@ -26,17 +26,17 @@ from drumline.plan.layouts.survey import Choice, Evaluator, Survey
 from drumline.plan.layouts.why import nothing_fits
 
 OBJECTIVE = (
-    "the fewest seconds of a step on the busiest rank, over all layouts whose fullest device stays within its memory "
-    "less the headroom"
+    "the fewest seconds of a step on the busiest rank, over all layouts whose fullest device fits in its memory "
+    "minus the headroom"
 )
 HEADROOM = 0.1
-_EACH = 4  # layouts of a mesh that are simulated
-_MORE = 4  # meshes beyond those asked for that are simulated: one of them may come out ahead
+_EACH = 4  # layouts to simulate per mesh
+_MORE = 4  # extra meshes to simulate beyond those requested: one of them may turn out faster
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """The best layouts, one of each mesh, best first; the first is the choice."""
+    """The best layouts, one per mesh, best first; the first is the choice."""
 
     transformer: Transformer
     cluster: Cluster
@@ -54,19 +54,19 @@ class ClusterPlan:
 
     @property
     def limit_bytes(self) -> float:
-        """Return what a device may hold."""
+        """Return the bytes that a device may hold."""
         return limit_of(self.cluster, self.headroom)
 
     def tokens_per_second(self, choice: Choice) -> float:
-        """Return what the whole cluster trains on with a layout."""
+        """Return the tokens per second of the whole cluster with a layout."""
         return choice.layout.batch * self.transformer.sequence / choice.seconds
 
     def utilisation(self, choice: Choice) -> float:
-        """Return the part of a device's peak that a layout reaches."""
+        """Return the share of a device's peak that a layout achieves."""
         return choice.estimate.flops_per_second / self.cluster.device.flops_per_second
 
     def fits(self, choice: Choice) -> bool:
-        """Return whether a device holds a layout."""
+        """Return whether a layout fits on a device."""
         return choice.bytes <= self.limit_bytes
 
 
@@ -82,10 +82,10 @@ def plan(
     top: int = 10,
     clock: Callable[[], float] = time.perf_counter,
 ) -> ClusterPlan:
-    """Return the plan; where nothing fits or the pins contradict each other, raise PlanError with what would do.
+    """Return the plan, or raise PlanError with what would work if nothing fits or the pins contradict each other.
 
-    `evaluate` is quick and sees every layout that may matter, `refine` is exact and sees the best of them; they are
-    `estimate` by formulas and by simulation unless given.
+    `evaluate` is fast and sees every layout that may matter; `refine` is exact and sees the best of them. The defaults
+    are `estimate` by formula and by simulation.
     """
     began, weigh = clock(), None
     if evaluate is None:
@@ -102,7 +102,7 @@ def plan(
 def chosen_of(survey: Survey, limit: float, *, top: int = 1, more: int = 1, each: int = 2) -> list[Choice]:
     """Return the best layout of each of the `top` best meshes within the limit.
 
-    `each` layouts of as many meshes and `more` are simulated: one that came after may come out ahead.
+    It simulates `each` layouts of `top` + `more` meshes: one that ranked lower may turn out faster.
     """
     if survey.refine is None:
         return survey.best(limit, top=top)
@@ -114,7 +114,7 @@ def chosen_of(survey: Survey, limit: float, *, top: int = 1, more: int = 1, each
 
 
 def limit_of(cluster: Cluster, headroom: float) -> float:
-    """Return what a device may hold.
+    """Return the bytes that a device may hold.
 
     >>> from drumline.plan.cluster.hardware import Device, Link
     >>> link = Link(1e-5, 1e11)
@@ -125,16 +125,16 @@ def limit_of(cluster: Cluster, headroom: float) -> float:
 
 
 def check(cluster: Cluster, batch: int, headroom: float, top: int) -> None:
-    """Refuse what makes no sense before anything is planned."""
+    """Reject nonsensical values before planning anything."""
     for name, value in (("batch", batch), ("num_devices", cluster.num_devices), ("top", top)):
         if value < 1:
             raise PlanError(f"{name} is {value}", expected="a whole number of 1 or more")
     if not 0 <= headroom < 1:
-        raise PlanError(f"headroom is {headroom:g}", expected="a share of the memory from 0 to less than 1")
+        raise PlanError(f"headroom is {headroom:g}", expected="a share of the memory, from 0 to less than 1")
     if cluster.num_devices > cluster.devices_per_node and cluster.num_devices % cluster.devices_per_node:
         nodes = -(-cluster.num_devices // cluster.devices_per_node)
         raise PlanError(
-            f"{counted(cluster.num_devices, 'device')} in nodes of {cluster.devices_per_node}",
+            f"{counted(cluster.num_devices, 'device')} do not fill nodes of {cluster.devices_per_node}",
             expected="whole nodes",
             fix=f"use {nodes * cluster.devices_per_node} or {(nodes - 1) * cluster.devices_per_node}",
         )

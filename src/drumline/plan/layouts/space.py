@@ -1,19 +1,19 @@
-"""Every layout that a transformer admits on a cluster, and what may be decided beforehand (`Pins`).
+"""Every possible layout of a transformer on a cluster, and what the user may fix in advance (`Pins`).
 
-What is enumerated, unless a pin says otherwise:
+Unless a pin says otherwise, this enumerates:
 
     tensor      degrees within a node that divide heads, key/value heads and the feed-forward width
     context     1, and degrees that leave a device at least 8,192 tokens, in two equal pieces
-    pipeline    any number of ranks up to the layers, stages as even as they go (`cut`)
-    data        what is left of the devices; it divides the batch
+    pipeline    any number of ranks up to the number of layers, with stages as even as possible (`cut`)
+    data        the remaining devices; it divides the batch
     expert      degrees that divide data x context and the experts
     microbatch  1, 2, 4, 8 or 16 sequences
-    schedule    those to be tried; interleaved ones with 2 to 8 stages per rank where ranks divide microbatches
-    ZeRO        1 to 3: stage 0 sends gradients back in 32 bits where stage 1 sends weights in 16, and holds more
-    sequence    parallel wherever there is tensor parallelism: the same bytes sent, fewer kept
+    schedule    those to try; interleaved ones with 2 to 8 stages per rank if ranks divide microbatches
+    ZeRO        1 to 3: stage 0 returns 32-bit gradients where stage 1 returns 16-bit weights, and holds more
+    sequence    parallel whenever there is tensor parallelism: the same bytes sent, fewer kept
     recompute   none, selective, full
 
-Degrees of parallelism come first; where pinned ones do not go together, the error says why.
+Degrees of parallelism come first; if pinned degrees contradict each other, the error says why.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from drumline.schedules import DEFAULT, find, schedules
 from drumline.schedules.registry import MAX_PAIRS
 
 MICROBATCHES = (1, 2, 4, 8, 16)
-SHORTEST = 8192  # tokens that a context-parallel rank keeps at least
+SHORTEST = 8192  # the fewest tokens on a context-parallel rank
 ZERO = (0, 1, 2, 3)
 
 
 def tried_schedules() -> dict[str, tuple[int, ...]]:
-    """Return, by name, with how many stages per rank schedules are tried.
+    """Return, by name, the numbers of stages per rank with which to try each schedule.
 
     >>> tried_schedules()["zb-v"]
     (2,)
@@ -48,7 +48,7 @@ def tried_schedules() -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """What is decided already; None leaves a choice to the planner."""
+    """What the user has fixed; None leaves the choice to the planner."""
 
     tensor: int | None = None
     pipeline: int | None = None
@@ -78,17 +78,17 @@ class Pins:
 
     @property
     def recomputations(self) -> tuple[str, ...]:
-        """What may be computed again, from the fastest to the smallest."""
+        """The allowed kinds of recomputation, from the fastest to the smallest."""
         return RECOMPUTE if self.recompute is None else (self.recompute,)
 
     def zero_stages(self, mesh: Degrees) -> tuple[int, ...]:
-        """Return the ZeRO stages worth a look: with nobody to share with, only none."""
+        """Return the ZeRO stages to try: only stage 0 if there is no rank to share with."""
         if self.zero is not None:
             return (self.zero,)
         return ZERO[1:] if mesh.data * mesh.context > 1 else (0,)
 
     def microbatch_sizes(self, batch: int, mesh: Degrees) -> list[int]:
-        """Return the sizes of a microbatch that divide what a data-parallel rank gets.
+        """Return the microbatch sizes that divide the share of a data-parallel rank.
 
         >>> Pins().microbatch_sizes(24, Degrees(data=2))
         [1, 2, 4]
@@ -99,7 +99,7 @@ class Pins:
 
 
 class Degrees(NamedTuple):
-    """Degrees of parallelism alone.
+    """The degrees of parallelism.
 
     >>> print(Degrees(tensor=8, pipeline=16, data=16))
     TP8 PP16 DP16
@@ -123,7 +123,7 @@ class Degrees(NamedTuple):
 
 
 def meshes(transformer: Transformer, cluster: Cluster, batch: int, pins: Pins) -> list[Degrees]:
-    """Return every mesh that uses all devices and admits the batch; where there is none, say what contradicts what.
+    """Return every mesh that uses all devices and supports the batch, or raise an error that names the contradiction.
 
     >>> from drumline.plan.cluster.hardware import Cluster, Device, Link
     >>> link = Link(1e-5, 1e11)
@@ -162,20 +162,20 @@ def _tensor(transformer: Transformer, cluster: Cluster, pins: Pins) -> list[int]
 
 
 def _unfit(transformer: Transformer, tensor: int) -> PlanError | None:
-    """Return why the model cannot be cut that way, or None."""
+    """Return why the model cannot be divided this way, or None."""
     parts = [
-        ("attention heads", transformer.num_heads),
-        ("key/value heads", transformer.num_key_value_heads),
+        ("number of attention heads", transformer.num_heads),
+        ("number of key/value heads", transformer.num_key_value_heads),
         ("feed-forward width", transformer.feedforward),
     ]
     if transformer.experts is not None:
-        parts.append(("width of an expert", transformer.experts.feedforward))
+        parts.append(("expert width", transformer.experts.feedforward))
     for what, number in parts:
         if number % tensor:
             good = [degree for degree in divisors(number) if degree < tensor]
             return PlanError(
                 f"TP {tensor} does not divide the {what} of {transformer.name}, {number}",
-                expected="a degree that does",
+                expected="a degree that divides it",
                 fix=f"use TP {good[-1]}" if good else "",
             )
     return None
@@ -186,7 +186,7 @@ def _context(transformer: Transformer, cluster: Cluster, tensor: int, pins: Pins
         if pins.context > 1 and transformer.sequence % (2 * pins.context):
             raise PlanError(
                 f"CP {pins.context} cannot share sequences of {transformer.sequence} tokens",
-                expected=f"a sequence that is a multiple of {2 * pins.context}: every rank takes two equal pieces",
+                expected=f"a multiple of {2 * pins.context} tokens, because every rank takes two equal pieces",
             )
         return [pins.context]
     longest = transformer.sequence // SHORTEST
@@ -200,14 +200,14 @@ def _context(transformer: Transformer, cluster: Cluster, tensor: int, pins: Pins
 def _expert(transformer: Transformer, ranks: int, pins: Pins) -> list[int]:
     if transformer.experts is None:
         if pins.expert not in (None, 1):
-            raise PlanError(f"EP {pins.expert} for {transformer.name}, which has no experts", fix="leave it out")
+            raise PlanError(f"EP is {pins.expert}, but {transformer.name} has no experts", fix="omit EP")
         return [1]
     degrees = [degree for degree in divisors(ranks) if transformer.experts.num_experts % degree == 0]
     return degrees if pins.expert is None else [degree for degree in degrees if degree == pins.expert]
 
 
 def _contradiction(transformer: Transformer, cluster: Cluster, batch: int, pins: Pins) -> PlanError:
-    """Return which pins cannot go together, and what would."""
+    """Return which pins contradict each other, and what would work."""
     devices = cluster.num_devices
     named = {"TP": pins.tensor, "PP": pins.pipeline, "DP": pins.data, "CP": pins.context}
     given = {name: degree for name, degree in named.items() if degree is not None}
@@ -218,23 +218,23 @@ def _contradiction(transformer: Transformer, cluster: Cluster, batch: int, pins:
         others = product // given[last]
         fix = f"use {last} {devices // others}" if devices % others == 0 else ""
         return PlanError(
-            f"{written} is {counted(product, 'device')}, and the cluster has {devices}",
+            f"{written} needs {counted(product, 'device')}, but the cluster has {devices}",
             expected="degrees whose product is the number of devices",
             fix=fix,
         )
     if pins.pipeline is not None and pins.pipeline > transformer.num_layers:
         return PlanError(
-            f"PP {pins.pipeline} for the {counted(transformer.num_layers, 'layer')} of {transformer.name}",
+            f"PP is {pins.pipeline}, but {transformer.name} has only {counted(transformer.num_layers, 'layer')}",
             expected="at least one layer per stage",
         )
     if pins.expert is not None and transformer.experts is not None:
         return PlanError(
-            f"EP {pins.expert} with {counted(transformer.experts.num_experts, 'expert')} on {devices} devices",
+            f"EP {pins.expert} cannot share {counted(transformer.experts.num_experts, 'expert')} on {devices} devices",
             expected="a degree that divides both the experts and DP x CP",
         )
     if pins.data is not None and batch % pins.data:
         return PlanError(
-            f"a batch of {batch} sequences does not divide among DP {pins.data}",
+            f"DP {pins.data} does not divide a batch of {batch} sequences",
             expected="a batch that is a multiple of DP",
             fix=f"use a batch of {-(-batch // pins.data) * pins.data}",
         )
@@ -257,7 +257,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def schedules_of(transformer: Transformer, mesh: Degrees, num_microbatches: int, pins: Pins) -> list[tuple[str, int]]:
-    """Return the schedules that admit the counts, each with its stages per rank; a pipeline of one rank needs none.
+    """Return the schedules that support the counts, each with its stages per rank; one rank needs no schedule.
 
     >>> gpt = Transformer("small", 8, 64, 4, vocabulary=1000, sequence=128)
     >>> schedules_of(gpt, Degrees(pipeline=4), 4, Pins())
@@ -284,14 +284,14 @@ def _admits(name: str, stages: int, pipeline: int, num_microbatches: int, num_la
 
 
 def sequence_parallel(transformer: Transformer, mesh: Degrees, pins: Pins) -> bool:
-    """Whether activations between the tensor-parallel parts are shared out over the sequence as well."""
+    """Whether activations between the tensor-parallel parts are also divided over the sequence."""
     if mesh.tensor == 1 or pins.sequence_parallel is False:
         return False
     return transformer.sequence // mesh.context % mesh.tensor == 0
 
 
 def layouts(transformer: Transformer, cluster: Cluster, batch: int, pins: Pins) -> Iterator[Layout]:
-    """Yield every layout, one by one: what a search without any pruning would go through."""
+    """Yield every layout one by one, as a search without pruning would."""
     for mesh in meshes(transformer, cluster, batch, pins):
         for size in pins.microbatch_sizes(batch, mesh):
             for name, stages in schedules_of(transformer, mesh, batch // (mesh.data * size), pins):
@@ -310,7 +310,7 @@ def layout_of(
     zero: int,
     recompute: str,
 ) -> Layout:
-    """Return one layout, its layers cut."""
+    """Return one layout, with its layers cut into stages."""
     name, stages = schedule
     shared = sequence_parallel(transformer, mesh, pins)
     counts = layer_counts(transformer, mesh.pipeline, name, stages)

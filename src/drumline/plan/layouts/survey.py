@@ -1,17 +1,17 @@
-"""The best layouts under a memory limit, without a look at most of them.
+"""Find the best layouts under a memory limit without evaluating most of them.
 
-Layouts of one mesh and one microbatch size are a family: they differ in schedule, ZeRO stage and recomputation. Memory
-comes first: bytes are quickly weighed, and say how much has to be computed again. Then some things that are taken for
-true of any estimate let a search pass by what cannot win:
+Layouts with the same mesh and microbatch size form a family: they differ in schedule, ZeRO stage and recomputation.
+Memory comes first: bytes are fast to compute, and show how much must be recomputed. Then a few assumptions that hold
+for any estimate let the search skip what cannot win:
 
-    recomputing more never saves time, and never holds more             the first that fits is the best
-    larger microbatches never hold less                                 where the smallest do not fit, none do
-    what a family computes, recomputes and sends is paid by all of      a floor of their seconds, and a higher one for
-    its layouts, and the bubble of (interleaved) 1f1b is known          1f1b and interleaved-1f1b
-    only the gradient exchange and the optimizer know of ZeRO           the rest is a floor of the other stages
-    what is made to hold less (`saves_memory_of`) is not faster         it is tried where the other does not fit
+    more recomputation never saves time, and never holds more           the first that fits is the best
+    larger microbatches never hold less                                 if the smallest do not fit, none do
+    every layout of a family computes, recomputes and sends at          a lower bound of their seconds, and a higher one
+    least so much, and the bubble of (interleaved) 1f1b is known        for 1f1b and interleaved-1f1b
+    only the gradient exchange and the optimizer depend on ZeRO         the rest is a lower bound for the other stages
+    a schedule made to hold less (`saves_memory_of`) is not faster      it is tried only if the other does not fit
 
-What was found is kept, so that another limit costs only what was passed by before.
+Results are cached, so another limit costs only what was skipped before.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Evaluator = Callable[[Transformer, Cluster, Layout], Estimate]
 Weigher = Callable[[Transformer, Layout], float]
 _Key = tuple[tuple[str, int], int, str]  # the schedule with its stages per rank, the ZeRO stage, the recomputation
 
-MOST_PAIRS = 40_000  # (stage, microbatch) pairs of a pipeline that is simulated
-_SLACK = 0.97  # of a floor: stages of other schedules may be a little more even than the weights say
+MOST_PAIRS = 40_000  # (stage, microbatch) pairs of the largest pipeline to simulate
+_SLACK = 0.97  # factor on a lower bound: stages of other schedules may be slightly more even than the weights say
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A layout and what it takes; `is_exact` where its pipeline was simulated action by action."""
+    """A layout and its costs; `is_exact` if its pipeline was simulated action by action."""
 
     layout: Layout
     estimate: Estimate
@@ -57,12 +57,12 @@ class Choice:
 
     @property
     def bytes(self) -> float:
-        """Return what the fullest device holds."""
+        """Return the bytes of the fullest device."""
         return self.estimate.bytes.total
 
     @property
     def rank(self) -> tuple[object, ...]:
-        """Return what decides: seconds, then bytes, then how little is asked for."""
+        """Return the sort key: seconds, then bytes, then simplicity."""
         one = self.layout
         plain = (one.stages_per_rank, list(schedules()).index(one.schedule), one.zero, RECOMPUTE.index(one.recompute))
         return (self.seconds, self.bytes, *plain, one.microbatch, self.mesh)
@@ -70,7 +70,7 @@ class Choice:
 
 @dataclass(slots=True)
 class _Family:
-    """Layouts of one mesh and one microbatch size, and what is known of them."""
+    """Layouts with one mesh and one microbatch size, and what is known about them."""
 
     mesh: Degrees
     microbatch: int
@@ -81,14 +81,14 @@ class _Family:
     seen: dict[_Key, Choice] = field(default_factory=dict)
 
     def bubble(self, schedule: tuple[str, int]) -> float:
-        """Return the least bubble, as a part of the work: for (interleaved) 1f1b it is known, of others nothing is."""
+        """Return the least bubble as a share of the work: known for (interleaved) 1f1b, 0 for others."""
         name, stages = schedule
         known = find(name).bubble
         return known(self.mesh.pipeline, self.num_microbatches, stages) if known is not None else 0.0
 
 
 class _Best:
-    """The best candidates so far: some of each mesh, and how fast another must be to count."""
+    """The best candidates so far: a few per mesh, and the time that a new one must beat."""
 
     def __init__(self, top: int, each: int) -> None:
         self.top, self.each = top, each
@@ -96,12 +96,12 @@ class _Best:
         self._held: dict[Degrees, list[Choice]] = {}
 
     def bound(self, mesh: Degrees) -> float:
-        """Return the seconds above which nothing of this mesh counts."""
+        """Return the seconds above which no layout of this mesh counts."""
         held = self._held.get(mesh, [])
         return min(self.threshold, held[-1].seconds) if len(held) == self.each else self.threshold
 
     def add(self, choice: Choice) -> None:
-        """Keep it if it is among the best of its mesh; of a schedule with its stages per rank only one stays."""
+        """Keep a layout if it is among the best of its mesh; only one stays per schedule and stages per rank."""
         held = self._held.setdefault(choice.mesh, [])
         insort(held, choice, key=lambda one: one.rank)
         first: dict[tuple[str, int], Choice] = {}
@@ -119,7 +119,7 @@ class _Best:
 
 @dataclass(eq=False)
 class Survey:
-    """All layouts of a transformer on a cluster, evaluated as far as was needed."""
+    """All layouts of a transformer on a cluster, evaluated on demand."""
 
     transformer: Transformer
     cluster: Cluster
@@ -134,14 +134,14 @@ class Survey:
         self._exact: dict[Layout, Choice] = {}
         lightest = self.pins.recomputations[0]
         self._families = sorted(self._enumerated(), key=lambda one: self._floor(one, lightest))
-        # Of each mesh the family with the smallest microbatches: where that holds too much, all of them do.
+        # Per mesh, the family with the smallest microbatches: if it holds too much, all of them do.
         self._least: dict[Degrees, _Family] = {}
         for one in self._families:
             if one.mesh not in self._least or one.microbatch < self._least[one.mesh].microbatch:
                 self._least[one.mesh] = one
 
     def exact(self, layout: Layout) -> Choice:
-        """Return what the layout takes as exactly as is known; the longest pipelines are left to the formulas."""
+        """Return the costs of the layout as exactly as known; formulas handle the longest pipelines."""
         if layout not in self._exact:
             known = self.refine if layout.num_microbatches * layout.num_stages <= MOST_PAIRS else None
             estimate = (known or self.evaluate)(self.transformer, self.cluster, layout)
@@ -149,9 +149,9 @@ class Survey:
         return self._exact[layout]
 
     def cut(self, layout: Layout, limit_bytes: float) -> Choice:
-        """Return the layout with the better of two cuts, exactly.
+        """Return the layout with the better of two cuts, simulated exactly.
 
-        Interleaved stages wait for each other, so that equal ones may be faster than equal ranks; no formula tells.
+        Interleaved stages wait for each other, so equal stages may be faster than equal ranks; no formula shows which.
         """
         first = self.exact(layout)
         if find(layout.schedule).placement == "v" or layout.stages_per_rank == 1 or not first.is_exact:
@@ -162,18 +162,18 @@ class Survey:
 
     @property
     def num_layouts(self) -> int:
-        """Return how many layouts there are."""
+        """Return the number of layouts."""
         settings = len(self.pins.recomputations)
         return sum(len(one.schedules) * len(self.pins.zero_stages(one.mesh)) * settings for one in self._families)
 
     def best(self, limit_bytes: float, *, top: int = 1, each: int = 1) -> list[Choice]:
-        """Return the best layouts of the `top` best meshes that stay within the limit, best first.
+        """Return the best layouts of the `top` best meshes within the limit, best first.
 
-        Of each mesh there are `each`, which differ in their schedule or its stages per rank.
+        There are `each` layouts per mesh, which differ in schedule or stages per rank.
         """
         found = _Best(top, each)
         lightest = self.pins.recomputations[0]
-        for family in self._least.values():  # some layout of every mesh, so that there are bounds from the beginning
+        for family in self._least.values():  # one layout of every mesh, to have bounds from the start
             self._search(family, family.schedules[-1], limit_bytes, found)
         for family in self._families:
             if self._floor(family, lightest) > found.threshold:
@@ -183,7 +183,7 @@ class Survey:
         return found.candidates()
 
     def smallest(self) -> Choice | None:
-        """Return the layout that holds the least, or None where the pins admit none."""
+        """Return the layout that holds the least, or None if the pins allow none."""
         most = self.pins.recomputations[-1]
         every = (
             (self._bytes(family, (schedule, zero, most)), at, family, (schedule, zero, most))
@@ -214,7 +214,7 @@ class Survey:
         return family.floors[recompute]
 
     def _search(self, family: _Family, schedule: tuple[str, int], limit: float, best: _Best) -> None:
-        """Add what stays within the limit and may be among the best."""
+        """Add layouts that are within the limit and may be among the best."""
         lightest = self.pins.recomputations[0]
         larger, idle = (find(schedule[0]).saves_memory_of, schedule[1]), 1 + family.bubble(schedule)
         if self._floor(family, lightest) * idle > best.bound(family.mesh):
@@ -234,7 +234,7 @@ class Survey:
                 return
 
     def _first_within(self, family: _Family, schedule: tuple[str, int], zero: int, limit: float) -> str | None:
-        """Return the least recomputation that stays within the limit, if any does."""
+        """Return the least recomputation within the limit, if any."""
         again = self.pins.recomputations
         least = self._least[family.mesh]
         for one in (least, family):

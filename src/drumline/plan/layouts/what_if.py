@@ -1,7 +1,7 @@
-"""What if: one setting of the plan changed, more of something, fewer or more devices; each is planned anew.
+"""What if: plan again with one setting changed, more of something, or fewer or more devices.
 
-- `changes`: the chosen layout with one setting changed; `against_fsdp`: its opposite, sharded weights and no pipeline.
-- `margins`: what a GPU, a node, a larger cluster, a GiB, as much memory as pays would buy; `pareto`: speed by memory.
+- `changes`: the chosen layout with one setting changed; `against_fsdp`: the opposite, sharded weights and no pipeline.
+- `margins`: the gain from a GPU, a node, a larger cluster, a GiB, more memory; `pareto`: speed by memory.
 - `scaling`: the same question on fewer and on more devices.
 """
 
@@ -21,14 +21,14 @@ from drumline.plan.layouts.survey import Choice, Survey
 from drumline.plan.layouts.why import Alternative, settings, why_not
 
 _GIB = 2**30
-_STEPS = (1.125, 1.25, 1.5, 2.0)  # times the nodes, until one is faster
-_LIMITS = 12  # of the picture of throughput against memory
-_NOTHING = 5e-4  # of the throughput: less is no gain
-_ROOMIEST = 1.5  # times the limit, where that picture ends
+_STEPS = (1.125, 1.25, 1.5, 2.0)  # multiples of the nodes to try, until one is faster
+_LIMITS = 12  # memory limits in the plot of throughput against memory
+_NOTHING = 5e-4  # share of the throughput; a smaller gain counts as none
+_ROOMIEST = 1.5  # multiple of the limit at which that plot ends
 
 
 def margins(plan: ClusterPlan) -> list[Remedy]:
-    """Return what one more device, one more node, a larger cluster, and more memory would buy."""
+    """Return what one more device, one more node, a larger cluster, and more memory would gain."""
     found = [_devices(plan, 1, "one more GPU")]
     per_node, devices = plan.cluster.devices_per_node, plan.cluster.num_devices
     if devices % per_node == 0 and per_node > 1:
@@ -43,29 +43,29 @@ def margins(plan: ClusterPlan) -> list[Remedy]:
             found.append(one)
             break
     roomier = plan.limit_bytes + _GIB
-    found.append(_margin(plan, "one more GiB a device", devices, roomier, _fastest(plan.survey, roomier)))
+    found.append(_margin(plan, "one more GiB per device", devices, roomier, _fastest(plan.survey, roomier)))
     return found + _next_memory(plan)
 
 
 def _devices(plan: ClusterPlan, more: int, what: str) -> Remedy:
-    """Plan on more devices; those that no layout uses stay idle."""
+    """Plan on more devices; devices that no layout uses stay idle."""
     devices = plan.cluster.num_devices + more
     return _margin(plan, what, devices, plan.limit_bytes, planned(plan, devices, plan.batch))
 
 
 def _margin(plan: ClusterPlan, what: str, devices: int, limit: float, best: Choice | None) -> Remedy:
-    """Return what something more gains with the best plan that has it, where there is one that uses it."""
+    """Return the gain of the best plan with additional resources, if a plan uses them."""
     given = {"devices": devices, "limit_bytes": limit}
     if best is None:
-        return Remedy(what, f"{what}: nothing, no layout uses them all", settings=given)
+        return Remedy(what, f"{what}: no gain, no layout uses them all", settings=given)
     gain = max(plan.chosen.seconds / best.seconds - 1, 0.0)
-    bought = f"{gain:.1%} more tokens a second, as {settings(best, plan.chosen)}"
-    said = bought if gain >= _NOTHING else "nothing, no layout is faster then"
+    bought = f"{gain:.1%} more tokens per second, with {settings(best, plan.chosen)}"
+    said = bought if gain >= _NOTHING else "no gain, no layout is faster"
     return Alternative(what, f"{what}: {said}", gain, given, choice=best)
 
 
 def planned(plan: ClusterPlan, devices: int, batch: int) -> Choice | None:
-    """Return the best layout on another number of devices, all of them used; degrees stay free, settings pinned."""
+    """Return the best layout that uses all of another number of devices; degrees are free, settings stay pinned."""
     per_node = min(plan.cluster.devices_per_node, devices)
     if devices % per_node:
         return None
@@ -73,7 +73,7 @@ def planned(plan: ClusterPlan, devices: int, batch: int) -> Choice | None:
     pins = replace(plan.pins, data=None, pipeline=None)
     try:
         survey = replace(plan.survey, cluster=cluster, batch=batch, pins=pins)
-    except PlanError:  # no mesh at all
+    except PlanError:  # no mesh exists
         return None
     return _fastest(survey, plan.limit_bytes)
 
@@ -83,19 +83,19 @@ def _fastest(survey: Survey, limit: float) -> Choice | None:
 
 
 def _next_memory(plan: ClusterPlan) -> list[Remedy]:
-    """Return the least memory that buys half a percent at least, where there is such a thing."""
+    """Return the smallest amount of memory that gains at least half a percent, if there is one."""
     for point in pareto(plan):
         gain = plan.chosen.seconds / point.seconds - 1
         if point.bytes > plan.limit_bytes and gain > 5e-3:
             more = point.bytes - plan.limit_bytes
-            what = f"{more / _GIB:.1f} GiB more a device"
+            what = f"{more / _GIB:.1f} GiB more per device"
             found = _margin(plan, what, plan.cluster.num_devices, point.bytes, point)
             return [found] if more > _GIB else []
     return []
 
 
 def pareto(plan: ClusterPlan) -> list[Choice]:
-    """Return the fastest layout of each memory, smallest first: none has another that is both smaller and faster."""
+    """Return the fastest layout for each amount of memory, smallest first: no other is both smaller and faster."""
     smallest = plan.survey.smallest()
     assert smallest is not None, "a plan has a layout"
     low, high = smallest.bytes, _ROOMIEST * plan.limit_bytes
@@ -138,16 +138,16 @@ def _changed(plan: ClusterPlan) -> Iterator[tuple[str, Layout]]:
 
 
 def against_fsdp(plan: ClusterPlan) -> list[tuple[str, Choice]]:
-    """Return the choice beside the fastest layout that shards everything and has no pipeline, fitting or not.
+    """Return the choice and the fastest layout that shards everything without a pipeline, whether it fits or not.
 
-    Where the choice itself has no pipeline, the fastest of those that have one stands beside it, too.
+    If the choice itself has no pipeline, the fastest layout with a pipeline is included too.
     """
     rows = [("chosen", plan.chosen)]
     if plan.chosen.layout.pipeline == 1:
         rows += [("with a pipeline", one) for one in plan.best if one.layout.pipeline > 1][:1]
     try:
         every = list(layouts(plan.transformer, plan.cluster, plan.batch, Pins(pipeline=1, zero=3)))
-    except PlanError:  # fewer sequences than devices, even with all of a node on one of them
+    except PlanError:  # fewer sequences than devices, even with a whole node per sequence
         return rows
     sharded = [plan.survey.exact(layout) for layout in every]
     fitting = [one for one in sharded if one.bytes <= plan.limit_bytes] or sharded
@@ -159,9 +159,9 @@ TIMES = (Fraction(1, 4), Fraction(1, 2), Fraction(1), Fraction(2), Fraction(4))
 
 @dataclass(frozen=True, slots=True)
 class ScalePoint:
-    """The best plan on so many devices; None where nothing fits.
+    """The best plan on this many devices; None if nothing fits.
 
-    `efficiency` is what it reaches of the throughput per device of the smallest that fits.
+    `efficiency` is its throughput per device, relative to the smallest plan that fits.
     """
 
     devices: int
@@ -171,12 +171,12 @@ class ScalePoint:
 
 
 def scaling(plan: ClusterPlan) -> dict[str, list[ScalePoint]]:
-    """Return plans on other numbers of devices: `strong` of the same batch, `weak` of one that grows with them."""
+    """Return plans on other numbers of devices: `strong` with the same batch, `weak` with one that grows with them."""
     return {"strong": _scaled(plan, growing=0), "weak": _scaled(plan, growing=1)}
 
 
 def _scaled(plan: ClusterPlan, growing: int) -> list[ScalePoint]:
-    """Return the plans on so many times the devices, the batch times that to the power of `growing`."""
+    """Return plans for multiples of the devices, with the batch times that multiple to the power of `growing`."""
     found, first = [], 0.0
     for times in TIMES:
         devices, batch = plan.cluster.num_devices * times, plan.batch * times**growing

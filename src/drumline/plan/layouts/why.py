@@ -1,4 +1,4 @@
-"""Why one layout loses against another, and why nothing fits and what would: found by trying, not by rule of thumb."""
+"""Why one layout loses against another, and why nothing fits and what would; found by trying, not by rules of thumb."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from drumline.plan.layouts.survey import Choice, Survey
 from drumline.schedules.registry import MAX_PAIRS
 
 _GIB = 2**30
-_LARGEST = 64  # times the devices asked for
-_EVEN = 5e-4  # of a step; less than that is no difference
+_LARGEST = 64  # the largest multiple of the requested devices to try
+_EVEN = 5e-4  # share of a step; a smaller difference counts as none
 _MORE_AND_LESS = {
-    "compute": ("its busiest rank computes {} more", "{} less computing"),
-    "recompute": ("it recomputes {} more", "{} less recomputing"),
-    "tensor": ("TP exposes {} more", "{} less of TP"),
-    "context": ("CP exposes {} more", "{} less of CP"),
-    "expert": ("EP exposes {} more", "{} less of EP"),
-    "pipeline": ("PP exposes {} more", "{} less of PP"),
-    "data_exposed": ("DP exposes {} more", "{} less of DP"),
-    "bubble": ("{} more bubble", "{} less bubble"),
-    "optimizer": ("its optimizer takes {} more", "{} less of the optimizer"),
+    "compute": ("its busiest rank computes {} longer", "{} less compute"),
+    "recompute": ("it recomputes {} longer", "{} less recomputation"),
+    "tensor": ("TP exposes {} more", "{} less for TP"),
+    "context": ("CP exposes {} more", "{} less for CP"),
+    "expert": ("EP exposes {} more", "{} less for EP"),
+    "pipeline": ("PP exposes {} more", "{} less for PP"),
+    "data_exposed": ("DP exposes {} more", "{} less for DP"),
+    "bubble": ("its bubble is {} longer", "{} less bubble"),
+    "optimizer": ("its optimizer takes {} longer", "{} less for the optimizer"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative(Remedy):
-    """Another layout: what it is, what it gains or why it loses, and what it takes."""
+    """Another layout: what it is, what it gains or why it loses, and what it costs."""
 
     choice: Choice = field(kw_only=True)
 
 
 def why_not(chosen: Choice, other: Choice, limit_bytes: float, what: str = "") -> Alternative:
-    """Return what speaks against `other`; of the choice itself there is nothing to say."""
+    """Return the arguments against `other`; there are none against the choice itself."""
     said = "" if other is chosen else why(chosen, other, limit_bytes)
     return Alternative(what or str(other.mesh), said, chosen.seconds / other.seconds - 1, choice=other)
 
 
 def why(chosen: Choice, other: Choice, limit_bytes: float) -> str:
-    """Return what speaks against `other`: that it does not fit, or which seconds it loses and which it saves."""
+    """Say what is wrong with `other`: it does not fit, or which seconds it loses and which it saves."""
     if other.bytes > limit_bytes:
         over = (other.bytes - limit_bytes) / _GIB
         gain = 1 - other.seconds / chosen.seconds
@@ -56,12 +56,12 @@ def why(chosen: Choice, other: Choice, limit_bytes: float) -> str:
     reasons = [_MORE_AND_LESS[item][0].format(_seconds(by)) for item, by in lost[:2]]
     if saved and saved[0][1] > 0.1 * lost[0][1]:
         item, by = saved[0]
-        reasons.append("in spite of " + _MORE_AND_LESS[item][1].format(_seconds(by)))
+        reasons.append("despite " + _MORE_AND_LESS[item][1].format(_seconds(by)))
     return f"{slower:.1%} slower: {', '.join(reasons)}"
 
 
 def settings(choice: Choice, than: Choice) -> str:
-    """Return a layout in words, of its settings only those that differ from another's."""
+    """Describe a layout, with only those settings that differ from another's."""
     known, parts = than.layout.settings, choice.layout.settings
     if choice.layout.pipeline == 1:
         del parts["schedule"]
@@ -71,14 +71,14 @@ def settings(choice: Choice, than: Choice) -> str:
 def _as_fast(chosen: Choice, other: Choice) -> str:
     more = (other.bytes - chosen.bytes) / _GIB
     if more >= 0.05:
-        return f"as fast, but holds {more:.1f} GiB more"
+        return f"just as fast, but holds {more:.1f} GiB more"
     if more <= -0.05:
-        return f"{max(other.seconds / chosen.seconds - 1, 0):.2%} slower, and holds {-more:.1f} GiB less"
-    return "as fast, in as much memory"
+        return f"{max(other.seconds / chosen.seconds - 1, 0):.2%} slower, but holds {-more:.1f} GiB less"
+    return "just as fast, with the same memory"
 
 
 def _seconds(value: float) -> str:
-    """Return seconds as a sentence has them.
+    """Format seconds for a sentence.
 
     >>> _seconds(2.13), _seconds(0.0412)
     ('2.1 s', '41 ms')
@@ -95,42 +95,42 @@ def nothing_fits(survey: Survey, limit: float, headroom: float) -> PlanError:
     roomier = smallest.bytes / (1 - headroom) / _GIB
     error = PlanError(
         f"{name} does not fit on {devices} x {survey.cluster.device.name}: the smallest layout, {described(smallest)}, "
-        f"holds {smallest.bytes / _GIB:.1f} GiB on a device",
+        f"holds {smallest.bytes / _GIB:.1f} GiB per device",
         expected=f"at most {limit / _GIB:.1f} GiB with {headroom:.0%} headroom: {_short_of(smallest, limit)}",
-        fix="; ".join([*_mends(survey, limit), *_larger(survey, limit), f"or {roomier:.0f} GiB a device"]),
+        fix="; ".join([*_mends(survey, limit), *_larger(survey, limit), f"or use devices with {roomier:.0f} GiB"]),
     )
     error.smallest_bytes = int(smallest.bytes)
     return error
 
 
 def _not_admitted(survey: Survey) -> PlanError:
-    """Return which pins leave no layout at all, however much memory there is."""
+    """Return which pins leave no layout at all, even with unlimited memory."""
     pins = survey.pins
     if pins.microbatch is not None and survey.batch % pins.microbatch:
         return PlanError(
-            f"a batch of {survey.batch} sequences in microbatches of {pins.microbatch}",
+            f"microbatches of {pins.microbatch} do not divide a batch of {survey.batch} sequences",
             expected="microbatches that divide the batch",
         )
     named = {"schedule": " or ".join(pins.schedules), "stages per rank": pins.stages_per_rank, "PP": pins.pipeline}
     given = ", ".join(f"{name} {value}" for name, value in named.items() if value)
     return PlanError(
-        f"no layout on {counted(survey.cluster.num_devices, 'device')} admits {given or f'a batch of {survey.batch}'}",
-        expected="stages per rank that the schedule has, as many layers as stages, and a step of at most "
+        f"no layout on {counted(survey.cluster.num_devices, 'device')} allows {given or f'a batch of {survey.batch}'}",
+        expected="stages per rank that the schedule supports, at least one layer per stage, and a step of at most "
         f"{MAX_PAIRS} (stage, microbatch) pairs",
-        fix="stages per rank are "
-        + ", ".join(f"{' or '.join(map(str, stages))} of {name}" for name, stages in tried_schedules().items()),
+        fix="use these stages per rank: "
+        + ", ".join(f"{' or '.join(map(str, stages))} for {name}" for name, stages in tried_schedules().items()),
     )
 
 
 def described(choice: Choice) -> str:
-    """Return a layout in a few words."""
+    """Describe a layout in a few words."""
     return f"{choice.mesh} with ZeRO {choice.layout.zero} and {choice.layout.recomputation}"
 
 
 def _short_of(smallest: Choice, limit: float) -> str:
     over, held = smallest.bytes - limit, smallest.estimate.bytes
     if (less := less_activations(over, held.activations)) is not None:
-        return f"needs {less}"
+        return f"it needs {less}"
     state = (held.weights + held.gradients + held.optimizer) / _GIB
     return f"weights, gradients and optimizer alone take {state:.1f} GiB"
 
@@ -167,7 +167,7 @@ def _unpinned(survey: Survey, limit: float) -> Iterator[str]:
 
 
 def _larger(survey: Survey, limit: float) -> Iterator[str]:
-    """Yield the smallest cluster that holds it, doubling the devices."""
+    """Yield the smallest cluster on which it fits, doubling the devices."""
     pins, times = replace(survey.pins, data=None), 2
     while times <= _LARGEST:
         cluster = replace(survey.cluster, num_devices=survey.cluster.num_devices * times)
@@ -179,10 +179,10 @@ def _larger(survey: Survey, limit: float) -> Iterator[str]:
 
 
 def fits(survey: Survey, cluster: Cluster, pins: Pins, limit: float) -> Choice | None:
-    """Return the smallest layout of another question if it fits."""
+    """Return the smallest layout of another question, if it fits."""
     try:
         other = replace(survey, cluster=cluster, pins=pins)
-    except PlanError:  # pins that this cluster cannot meet
+    except PlanError:  # this cluster cannot satisfy the pins
         return None
     found = other.smallest()
     return found if found is not None and found.bytes <= limit else None

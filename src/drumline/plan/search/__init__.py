@@ -1,1 +1,1 @@
-"""The best program under a memory limit: bounds, constructions, and local search on the simulator."""
+"""Search for the best program under a memory limit: bounds, constructions, and local search with the simulator."""

@@ -1,14 +1,14 @@
-"""Beam search: programs grown action by action, the most promising few hundred at a time.
+"""Beam search: grow programs action by action, a few hundred of the most promising at a time.
 
 The next action always goes to the rank whose earliest candidate ends first; everything that could start there before
-that end is tried (Giffler and Thompson's active schedules). Under a limit, not to run a forward that there is room for
-is tried as well: the room may be needed for a later stage of the same rank.
+that end is tried (Giffler and Thompson's active schedules). Under a limit, skipping a forward that fits is also tried:
+a later stage of the same rank may need the room.
 
-    t = 7, rank 1 next:   I2 at 7    F5 at 7.5    W0 at 7       three children; of two states with the same
-                                                                actions done, the one that promises less is dropped
+    t = 7, rank 1 next:   I2 at 7    F5 at 7.5    W0 at 7       three children; if two states have done the same
+                                                                actions, the less promising one is dropped
 
-What a state promises: on every rank, its time plus the work it has left; for every lane, its time plus the way that its
-last microbatch has yet to go.
+The promise of a state: for every rank, its time plus its remaining work; for every lane, its time plus the remaining
+path of its last microbatch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UNKNOWN = math.inf
 
 @dataclass(slots=True, eq=False)
 class _State:
-    """What is done, when every rank is free, what it holds, and how it came about."""
+    """What is done, when every rank is free, what it holds, and how it got there."""
 
     done: list[int]
     free: list[float]
@@ -64,7 +64,7 @@ class Beam:
             self.of_rank[rank].append(at)
         relaxed = Relaxed(instance)
         stages = [lane.stage for lanes in instance.lanes for lane in lanes]
-        # What is left of a lane with so many F, I or W done, as work; and the way after its last F and its last I.
+        # The remaining work of a lane after n F, I or W; and the path after its last F and its last I.
         taken = [[[instance.seconds[n + op] for n in actions[::-1]] for op in (F, I, W)] for _, actions in self.lanes]
         self.left = [[list(accumulate(one, initial=0.0))[::-1] for one in ops] for ops in taken]
         self.way_back = [relaxed.way_back[s] - relaxed.seconds[s, F] + relaxed.way_out[s] for s in stages]
@@ -74,7 +74,7 @@ class Beam:
     def run(
         self, *, width: int, noise: float = 0.0, keep_on: Callable[[int], bool] = lambda states: True
     ) -> Rows | None:
-        """Return the best rows that a beam of this width finds; None where it runs into dead ends, or is stopped."""
+        """Return the best rows that a beam of this width finds; None if it reaches only dead ends, or is stopped."""
         ranks, lanes = self.instance.num_ranks, len(self.lanes)
         first = _State(
             [0] * (3 * lanes),

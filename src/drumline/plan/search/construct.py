@@ -1,14 +1,14 @@
-"""A program built in one pass: whenever a rank is free, it takes what costs least to take now.
+"""Build a program in one pass: whenever a rank is free, it takes the cheapest available action.
 
-    rank 0 free at t = 7:    I3 arrives at 7.4      F6 is here      W1 is here
-                             7.4 + 0                7 + 1.2         7 + 0.9       the least: wait for I3
+    rank 0 free at t = 7:    I3 arrives at 7.4      F6 is ready     W1 is ready
+                             7.4 + 0                7 + 1.2         7 + 0.9       the cheapest: wait for I3
 
-Every candidate has a price: when it could start, plus a penalty of its op on this rank. A large penalty for W keeps a
-rank waiting for an I that is about to arrive; a small one fills the gap. Waiting is paid from the rank's idle budget;
-once that is spent, the rank takes whatever is there. So a few numbers per rank span the programs that the literature
-makes by hand, and what lies between.
+Every candidate has a price: the time it could start, plus a penalty for its op on this rank. A large penalty for W
+makes a rank wait for an I that is about to arrive; a small one fills the gap. Waiting uses up the rank's idle budget;
+after that, the rank takes whatever is ready. So a few numbers per rank cover the hand-made programs of the literature,
+and everything in between.
 
-F is no candidate where the rank could not hold its pair, or could no longer finish a microbatch that has begun: later
+F is not a candidate if the rank could not hold its pair, or could then not finish a microbatch that has begun: later
 stages of the same rank keep room for one.
 """
 
@@ -27,7 +27,7 @@ _UNKNOWN = math.inf
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The penalties of one lane, how many forwards it may be ahead, and whether it runs whole backwards (`joined`)."""
+    """The penalties of one lane, how many forwards it may run ahead, and whether it runs whole backwards (`joined`)."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -38,7 +38,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How one rank chooses: a rule a lane, what it may idle by choice, and how much more once its forwards are done."""
+    """How one rank chooses: a rule per lane, its idle budget, and extra idle budget after its forwards are done."""
 
     rules: tuple[Rule, ...]
     idle: float = math.inf
@@ -47,7 +47,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """Rows, with every action's start as the clock would give it, and every rank's first start and last end."""
+    """Rows, with every action's start by the clock, and every rank's first start and last end."""
 
     rows: Rows
     starts: list[list[float]]
@@ -55,7 +55,7 @@ class Built:
 
 
 class Builder:
-    """Builds programs of one instance; what does not depend on the policies is laid out once.
+    """Builds programs of one instance; everything independent of the policies is prepared once.
 
     >>> from drumline.core.costs import Costs
     >>> from drumline.core.timeline.idle import Limit
@@ -74,7 +74,7 @@ class Builder:
             [[number(lane.stage, F, m) for m in lane.microbatches] for lane in lanes] for lanes in instance.lanes
         ]
         self.lane_of = {n: at for lanes in self.lanes for at, lane in enumerate(lanes) for n in lane}
-        # On whom what an action makes is waited for.
+        # Which actions wait for an action's output.
         self.taken_on = [link % instance.num_ranks if link >= 0 else -1 for link in instance.link]
         self.room = [
             [[_room(resource, lanes[at:]) for resource in instance.resources] for at in range(len(lanes))]
@@ -82,15 +82,15 @@ class Builder:
         ]
 
     def build(self, policies: Sequence[Policy], order: Rows | None = None) -> Built | None:
-        """Return what these policies, one a rank, lead to; None where they lead nowhere.
+        """Build a program with one policy per rank; None if they reach a dead end.
 
-        With an `order`, forwards and backwards run as it says and only W is free to go where it fills a gap.
+        With an `order`, forwards and backwards follow it, and only W is free to fill gaps.
         """
         return _Run(self, policies, order).run()
 
 
 def _room(resource: Resource, lanes: Sequence[Sequence[int]]) -> float:
-    """Return what the first of these lanes' F takes, and room for these lanes to finish the largest microbatch."""
+    """Return what the F of the first of these lanes takes, plus room for the lanes to finish the largest microbatch."""
     held = most = 0.0
     path = [(lane, F) for lane in lanes] + [(lane, op) for lane in reversed(lanes) for op in (I, W)]
     for lane, op in path:
@@ -101,9 +101,9 @@ def _room(resource: Resource, lanes: Sequence[Sequence[int]]) -> float:
 
 
 class _Lane:
-    """One lane while a program is built: how far its forwards and backwards are.
+    """One lane during a build: how far its forwards and backwards are.
 
-    `owed` holds the W whose I has run, in the order of these: an order that is given may let microbatches overtake.
+    `owed` holds the pending W, in the order of their I: a given order may let microbatches overtake each other.
     """
 
     __slots__ = ("actions", "backward", "backwards", "count", "forwards", "owed", "room", "rule", "weights")
@@ -117,7 +117,7 @@ class _Lane:
 
 
 class _Run:
-    """One build: the state of every rank, and a queue of the moments at which one has to choose."""
+    """One build: the state of every rank, and a queue of the moments at which a rank must choose."""
 
     def __init__(self, builder: Builder, policies: Sequence[Policy], order: Rows | None) -> None:
         instance = builder.instance
@@ -163,13 +163,13 @@ class _Run:
         return Built(self.rows, self.starts, ends)
 
     def _choose(self, rank: int, time: float) -> tuple[float, float, int] | None:
-        """Return (price, start, action) of what the rank shall do next; None if nothing is known that it could."""
+        """Return (price, start, action) of the rank's next action; None if no action is available yet."""
         offers = self._offers(rank, time) if self.order is None else self._next_offers(rank, time, self.order[rank])
         if not offers:
             return None
         best = min(offers)
         if best[1] > time and best[1] - self.free[rank] > self.idle[rank]:
-            # Too long to wait for: take what is there, if anything is.
+            # The wait would be too long: take what is ready, if anything.
             best = min((offer for offer in offers if offer[1] == time), default=best)
         return best
 
@@ -248,7 +248,7 @@ class _Run:
             self._hand_on(number - 2 if op == B else number, time + self.latency[number])
 
     def _hand_on(self, number: int, arrives: float) -> None:
-        """Let whoever waits for what `number` made know when it arrives."""
+        """Notify the action that waits for the output of `number` when it arrives."""
         self.ready[number] = arrives
         rank = self.taken_on[number]
         if rank >= 0 and self.wakes[rank] > arrives:

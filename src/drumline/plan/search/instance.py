@@ -1,13 +1,13 @@
-"""What is searched over, as flat lists: every action's seconds, what it waits for, and what it holds.
+"""What is searched, as flat lists: every action's seconds, what it waits for, and what it holds.
 
-An action is one number, four to a (stage, microbatch) pair:
+An action is a number, with four numbers per (stage, microbatch) pair:
 
     4 * (stage * M + microbatch) + op        op: 0 F, 1 I, 2 W, 3 B
 
 A row is a list of such numbers. Memory depends on each row alone, whatever the times, so a limit is a property of rows;
-times depend on all of them. I and B make the same message, so both tell of it in the place of I.
+times depend on all of them. I and B send the same message, so both use the entry of I for it.
 
-The seconds and bytes are read off the simulator's own graph of the plainest program, one microbatch after another.
+Seconds and bytes come from the simulator's own graph of the simplest program, one microbatch after another.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from drumline.core.simulate.graph import OPS, Messages
 from drumline.core.simulate.memory import Sizes
 from drumline.core.timeline.idle import Limit
 
-F, I, W, B = range(4)  # noqa: E741 - the literature's own letters
+F, I, W, B = range(4)  # noqa: E741 - the letters the papers use
 _OPS = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.BACKWARD)
 _NUMBER = {op: number for number, op in enumerate(_OPS)}
 
@@ -38,7 +38,7 @@ Rows = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class StageLane:
-    """A stage on one rank, with the microbatches that pass it there, in order."""
+    """A stage on one rank, with the microbatches that pass through it there, in order."""
 
     rank: int
     stage: int
@@ -47,10 +47,10 @@ class StageLane:
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """Something a rank holds: what each action adds while it runs and for good, what is there always, and the most.
+    """Something a rank holds: what each action adds while it runs and permanently, the constant part, and the limit.
 
-    `always` is per rank. The sums are made as the simulator makes them, so that both agree to the last bit; `most` is
-    what the limit admits, rounding included.
+    `always` is per rank. Sums follow the simulator's order, so that both agree to the last bit; `most` is what the
+    limit allows, including rounding.
     """
 
     during: list[float]
@@ -82,28 +82,28 @@ class Instance:
         return 4 * (stage * self.num_microbatches + microbatch) + op
 
     def action(self, number: int) -> Action:
-        """Return the action of that number."""
+        """Return the action with this number."""
         pair, op = divmod(number, 4)
         return Action(pair // self.num_microbatches, _OPS[op], pair % self.num_microbatches)
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.placement.num_ranks
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return self.placement.num_stages
 
     @property
     def num_actions(self) -> int:
-        """How many numbers there are, I and W beside B included."""
+        """The number of action numbers, including both B and I with W."""
         return 4 * self.num_stages * self.num_microbatches
 
     @cached_property
     def messages(self) -> Messages:
-        """How messages are modelled; under BLOCKING only the simulator itself gives times."""
+        """How messages are modelled; under BLOCKING, only the simulator itself computes times."""
         return Messages.of(self.costs)
 
     @cached_property
@@ -114,7 +114,7 @@ class Instance:
 
     @cached_property
     def lanes(self) -> tuple[tuple[StageLane, ...], ...]:
-        """Every rank's lanes, its lowest stage first."""
+        """The lanes of every rank, its lowest stage first."""
         found = []
         for rank in range(self.num_ranks):
             mine = []
@@ -129,12 +129,12 @@ class Instance:
 
     @cached_property
     def plain(self) -> Program:
-        """One microbatch after another, backwards split: the program that holds least."""
+        """One microbatch after another, with split backwards: the program that holds the least."""
         return self._one_by_one((Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
 
     @cached_property
     def joined(self) -> Program:
-        """The same with whole backwards."""
+        """The same program with whole backwards."""
         return self._one_by_one((Op.BACKWARD,))
 
     def _one_by_one(self, backward: Sequence[Op]) -> Program:
@@ -160,11 +160,11 @@ class Instance:
         )
 
     def program(self, rows: Rows, name: str = "searched") -> Program:
-        """Return the program of these rows."""
+        """Return the program with these rows."""
         return self._finished([[self.action(number) for number in row] for row in rows], name)
 
     def rows_of(self, program: Program) -> Rows | None:
-        """Return a program's rows as numbers; None where it has overlapped pairs or updates, which are none."""
+        """Return a program's rows as numbers; None if it has overlapped pairs or updates, which have no number."""
         rows: Rows = []
         for row in program.rows:
             kept = [action for action in row if action.op is not Op.REDUCE_GRAD]
@@ -187,29 +187,29 @@ class Instance:
 
     @cached_property
     def need(self) -> list[int]:
-        """What every action waits for on another stage, by number; -1 where there is nothing."""
+        """What every action waits for on another stage, by number; -1 if nothing."""
         found = [-1] * self.num_actions
         length = 4 * self.num_microbatches
         for (stage, op), (needed_stage, needed_op) in self.inputs.items():
-            if op != W:  # a rank owes W from its own I on, and runs it where it will
+            if op != W:  # W only needs its own I, and can run any time after it
                 first, needed = self.number(stage, op, 0), self.number(needed_stage, needed_op, 0)
                 found[first : first + length - op : 4] = range(needed, needed + length - needed_op, 4)
         return found
 
     @cached_property
     def inputs(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """What every (stage, op) waits for, as `rules` says: the last of its inputs, which is never there before."""
+        """What every (stage, op) waits for, by `rules`: the last of its inputs, which never arrives earlier."""
         found = {}
         for stage in range(self.num_stages):
             for number, op in enumerate(_OPS):
                 for alternatives in rules.needs(Action(stage, op, 0), self.num_stages):
-                    # B tells of its gradient in the place of I.
+                    # B uses the entry of I for its gradient.
                     found[stage, number] = min((one.stage, _NUMBER[one.op]) for one in alternatives)
         return found
 
     @cached_property
     def link(self) -> list[int]:
-        """The link that what every action makes travels on, as source * P + target; -1 where it stays."""
+        """The link that every action's output travels on, as source * P + target; -1 if it stays on its rank."""
         found = [-1] * self.num_actions
         for number, needed in enumerate(self.need):
             if needed >= 0 and number % 4 != B:
@@ -222,7 +222,7 @@ class Instance:
 
     @cached_property
     def latency(self) -> list[float]:
-        """How long after its end what every action makes can be used at the earliest, moving it included."""
+        """How long after its end every action's output can be used at the earliest, including the transfer."""
         return [
             moving + (self.costs.edge(*divmod(link, self.num_ranks)).latency if link >= 0 else 0.0)
             for link, moving in zip(self.link, self.moving, strict=True)
@@ -230,7 +230,7 @@ class Instance:
 
     @cached_property
     def moving(self) -> list[float]:
-        """How long what every action makes occupies its link."""
+        """How long every action's output occupies its link."""
         found = [0.0] * self.num_actions
         if self.costs.has_finite_links:
             for program in (self.plain, self.joined):
@@ -244,7 +244,7 @@ class Instance:
 
     @cached_property
     def resources(self) -> tuple[Resource, ...]:
-        """What the limit speaks of: pairs, bytes or both."""
+        """What the limit restricts: pairs, bytes or both."""
         found = []
         if self.limit.max_activations is not None:
             during = [1.0 if op is Op.FORWARD else 0.0 for op in _OPS]

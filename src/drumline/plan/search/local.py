@@ -1,14 +1,14 @@
-"""Local search on rows: move one action along the critical path, keep what is no worse.
+"""Local search on rows: move one action along the critical path, and keep changes that are no worse.
 
-The critical path runs back from the last end through whatever each action started right behind. Where it stays on one
-rank for several actions, that is a block:
+The critical path runs back from the last end, through whatever each action started right after. If it stays on one rank
+for several actions, these form a block:
 
-    rank 1   ... F4 [I1 W0 F5 I2] ...          I2 is what rank 0 waits for: a move takes something out from before it,
-                            └──► rank 0        or puts the first of the block, for which rank 1 waited, further back
+    rank 1   ... F4 [I1 W0 F5 I2] ...          rank 0 waits for I2: a move takes something out from before it,
+                            └──► rank 0        or moves the first of the block, which rank 1 waited for, further back
 
-Only moves that touch a block can shorten the path. A move that would make the rank hold too much pulls a W ahead that
-is due anyway; if there is none, it is dropped. What is worse is kept now and then, ever more rarely (simulated
-annealing), because most orders that are one move away from the best look worse first.
+Only moves that touch a block can shorten the path. If a move would make the rank hold too much, a W that is due anyway
+moves ahead; if there is none, the move is dropped. Worse rows are accepted now and then, ever more rarely (simulated
+annealing), because most orders one move away from the best look worse at first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Neighbourhood:
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
         factors = instance.costs.factors(instance.num_microbatches)
-        # Equal microbatches may as well go in order; unequal ones may overtake each other.
+        # Equal microbatches may as well stay in order; unequal ones may overtake each other.
         self.in_order = len(set(factors)) == 1
 
     def conflict(self, first: int, second: int) -> bool:
@@ -48,19 +48,19 @@ class Neighbourhood:
         return one == other or (one != F and other != F and B in (one, other))
 
     def moved(self, row: list[int], rank: int, source: int, target: int, length: int = 1) -> list[int] | None:
-        """Return the row with `length` actions from `source` on moved to begin at `target`; None where none may."""
+        """Return the row with `length` actions from `source` moved to begin at `target`; None if not allowed."""
         piece, rest = row[source : source + length], [*row[:source], *row[source + length :]]
         changed = [*rest[:target], *piece, *rest[target:]]
         return self.allowed(row, changed, rank, min(source, target), max(source, target) + length)
 
     def swapped(self, row: list[int], rank: int, one: int, other: int) -> list[int] | None:
-        """Return the row with two actions in each other's place; what is held stays nearly the same."""
+        """Return the row with two actions exchanged, which hardly changes what is held."""
         changed = list(row)
         changed[one], changed[other] = row[other], row[one]
         return self.allowed(row, changed, rank, min(one, other), max(one, other) + 1)
 
     def allowed(self, row: list[int], changed: list[int], rank: int, low: int, high: int) -> list[int] | None:
-        """Return the changed row (it differs in [low, high)), mended where it holds too much; None if it may not be."""
+        """Return the changed row (it differs in [low, high)), repaired if it holds too much; None if not allowed."""
         before = row[low:high]
         place = {number: at for at, number in enumerate(changed[low:high])}
         for at, first in enumerate(before):
@@ -70,7 +70,7 @@ class Neighbourhood:
         return changed if self.instance.fits(changed, rank) else self.repaired(changed, rank)
 
     def repaired(self, row: list[int], rank: int) -> list[int] | None:
-        """Return the row with W pulled ahead of whatever would hold too much; None if that is not enough."""
+        """Return the row with W moved ahead of whatever would hold too much; None if that is not enough."""
         limits = [(one.during, one.after, one.always[rank], one.most) for one in self.instance.resources]
         held = [0.0] * len(limits)
         made: list[int] = []
@@ -97,7 +97,7 @@ class Neighbourhood:
         return made
 
     def rejoined(self, row: list[int], rank: int, at: int) -> list[int] | None:
-        """Return the row with the backward at `at` as a whole if it was split, and split if it was whole."""
+        """Return the row with the backward at `at` joined if it was split, and split if it was whole."""
         number = row[at]
         if number % 4 == B:
             changed = [*row[:at], number - 2, number - 1, *row[at + 1 :]]
@@ -113,7 +113,7 @@ def critical_blocks(
 ) -> list[Block]:
     """Return the critical path to a rank's end as blocks (rank, first position, last position), the last one first.
 
-    Where an action started right behind two others, chance decides which of them the path follows.
+    If an action started right after two others, the path follows one of them at random.
     """
     seconds, latency, need = instance.seconds, instance.latency, instance.need
     row = rows[rank]
@@ -165,7 +165,7 @@ class Annealer:
         heat: float,
         keep_on: Callable[[float, Rows], bool] = lambda value, rows: True,
     ) -> tuple[float, Rows]:
-        """Return the best value and rows of so many steps; `keep_on` is told the best so far before every one."""
+        """Return the best value and rows of this many steps; `keep_on` gets the best so far before every step."""
         now = self.objective.measure(rows)
         assert now is not None, "a search begins with rows that run"
         best, best_rows, blocks = now.value, rows, self._blocks(rows, now)

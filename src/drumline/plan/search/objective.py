@@ -1,12 +1,12 @@
-"""What a search makes small: a number for rows.
+"""What a search minimises: a number for rows.
 
     makespan    first start to last end over all ranks
-    span        the longest rank's own first start to last end: what the zero-bubble papers report
-    steady      seconds from one step to the next when each rank begins its next step as soon as it is through with this
-                one: what a program costs that leaves its drain to the next step's fill
+    span        the longest rank's own first start to last end, as in the zero-bubble papers
+    steady      seconds from one step to the next, if each rank begins its next step as soon as it finishes this one:
+                the cost of a program whose drain overlaps the fill of the next step
 
-Under jitter every action's seconds are multiplied by random factors, the same ones for all programs, and the number is
-a quantile of the makespans (spans, steps) over the samples.
+Under jitter, random factors multiply every action's seconds, the same factors for all programs, and the number is a
+quantile of the makespans (spans, steps) over the samples.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from drumline.plan.search.instance import B, I, Instance, Rows
 from drumline.plan.search.times import Ends, clock, clock_many
 
 OBJECTIVES = ("makespan", "span", "steady")
-_STEPS = 12  # after so many the time of a step has settled, or swings around its mean
+_STEPS = 12  # after this many steps the time of a step has settled, or oscillates around its mean
 
 
 @dataclass(frozen=True, slots=True)
 class Jitter:
-    """How much seconds vary from action to action: the standard deviation, as a share, of all stages or of each.
+    """How much seconds vary from action to action: the relative standard deviation, for all stages or for each.
 
-    The factors are log-normal with mean 1. `quantile` 0.9 asks for the program whose 90% best steps are the shortest.
+    The factors are log-normal with mean 1. `quantile` 0.9 minimises the 90th percentile of the step time.
     """
 
     spread: float | Sequence[float] = 0.1
@@ -38,7 +38,7 @@ class Jitter:
     seed: int = 0
 
     def factors(self, instance: Instance) -> Floats:
-        """Return one factor per action and sample; a whole backward has that of its I."""
+        """Return one factor per action and sample; a whole backward uses the factor of its I."""
         stages = instance.num_stages
         spread = [self.spread] * stages if isinstance(self.spread, float | int) else list(self.spread)
         if len(spread) != stages:
@@ -55,7 +55,7 @@ class Jitter:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The value of rows, every rank's first start and last end, and when what each action makes can be used."""
+    """The value of rows, every rank's first start and last end, and when each action's output can be used."""
 
     value: float
     ends: Ends
@@ -77,7 +77,7 @@ class Objective:
             raise CostsError(f"unknown objective {name!r}", fix=nearest(name, OBJECTIVES))
         self.instance, self.name, self.jitter = instance, name, jitter
         self._begin = [0.0] * instance.num_ranks
-        # Where stages have copies, their gradients are exchanged behind the last of both ranks' actions.
+        # If stages have copies, their gradients are exchanged after the last actions of both ranks.
         exchanged = instance.costs.per_stage("reduce", instance.num_stages)
         copied = bool(instance.placement.mirrored)
         self._clock = clock(instance, until_sent=name == "makespan" and copied and max(exchanged) > 0)
@@ -85,7 +85,7 @@ class Objective:
         self._many = None if jitter is None else clock_many(instance, jitter.factors(instance))
 
     def measure(self, rows: Rows) -> Score | None:
-        """Return what the rows are worth; None where ranks wait for each other."""
+        """Return the score of the rows; None if ranks wait for each other."""
         times = self._clock(rows, self._begin)
         if times is None:
             return None
@@ -104,7 +104,7 @@ class Objective:
         return self._steady(rows, ends)
 
     def longest(self, ends: Ends) -> int:
-        """Return the rank whose end makes the value what it is."""
+        """Return the rank whose end determines the value."""
         if self.name == "makespan":
             return max(range(len(ends)), key=lambda rank: ends[rank][1] + self._after[rank])
         return max(range(len(ends)), key=lambda rank: ends[rank][1] - ends[rank][0])

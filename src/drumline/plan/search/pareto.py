@@ -1,7 +1,7 @@
-"""Bubble against memory: the best program found under every limit, from the smallest feasible to plenty.
+"""Bubble against memory: the best program found under every limit, from the smallest feasible limit to plenty.
 
-The limits are counted in whole-rank activations (v pairs of a v-th each are one), or in bytes where these are known, so
-that placements can be held against each other and against every hand-made schedule.
+Limits are in whole-rank activations (v pairs of 1/v each count as one), or in bytes if these are known, so that
+placements can be compared with each other and with every hand-made schedule.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_LIMITS = 12
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A program's memory and bubble; for a searched one the `limit` it had, and the least bubble that this admits."""
+    """A program's memory and bubble; for a searched one, also its `limit` and the smallest bubble this allows."""
 
     name: str
     placement: str
@@ -38,9 +38,9 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Pareto:
-    """What was searched for every limit, and every hand-made schedule; memory in `unit`.
+    """The search results for every limit, and every hand-made schedule; memory in `unit`.
 
-    `left_out` says why placements were not searched, by their name.
+    `left_out` says, by name, why placements were not searched.
     """
 
     num_ranks: int
@@ -53,7 +53,7 @@ class Pareto:
 
     @property
     def front(self) -> tuple[Point, ...]:
-        """The searched programs that no other one beats in both, the smallest first."""
+        """The searched programs that no other beats in both memory and bubble, the smallest first."""
         best, found = float("inf"), []
         for point in sorted(self.searched, key=lambda one: (one.memory, one.bubble)):
             if point.bubble < best:
@@ -62,9 +62,9 @@ class Pareto:
         return tuple(found)
 
     def possible(self, memory: float) -> float:
-        """Return the least bubble that any placement's bound admits within this memory.
+        """Return the smallest bubble that any placement's bound allows within this memory.
 
-        Between two limits the larger one's bound holds: whatever fits less fits it too.
+        Between two limits the larger one's bound holds: whatever fits in less also fits in more.
         """
         bounds = []
         for name in {point.placement for point in self.searched}:
@@ -76,7 +76,7 @@ class Pareto:
         return min(bounds, default=1.0)
 
     def summary(self) -> dict[str, Any]:
-        """Return all of it as plain data."""
+        """Return everything as plain data."""
 
         def listed(points: tuple[Point, ...]) -> list[dict[str, Any]]:
             return [{name: getattr(point, name) for name in Point.__slots__} for point in points]
@@ -106,9 +106,9 @@ def pareto(
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> Pareto:
-    """Return the picture for one placement, or for all of them.
+    """Return the trade-off for one placement, or for all of them.
 
-    The seconds are shared out over the limits; `tries` count for each of them.
+    The limits share the seconds; `tries` applies to each of them.
 
     >>> picture = pareto(Costs(), 2, num_microbatches=4, placement="linear", seconds=2)
     >>> [(point.memory, round(point.bubble, 3)) for point in picture.front]
@@ -118,7 +118,7 @@ def pareto(
     placements, refused = admitted(names, num_ranks, num_microbatches, stages_per_rank)
     if not placements:
         raise refused[names[0]]
-    # Where there are several placements, stages are cut finer where a rank holds several.
+    # With several placements, stages are cut finer if a rank holds several.
     parts = [one.num_stages // num_ranks if placement is None else 1 for one in placements.values()]
     instances = [
         Instance(cut_finer(costs, part), one, num_microbatches)
@@ -160,7 +160,7 @@ def pareto(
 
 
 def _limits(instance: Instance, in_bytes: bool, peaks: Sequence[float]) -> list[float]:
-    """Return limits from what one microbatch holds to what nobody could use more of, and hand-made ones in between."""
+    """Return limits from what one microbatch holds to more than any program uses, with the hand-made ones between."""
     least = _peak(instance, instance.plain, in_bytes)
     alone = least if in_bytes else 1.0
     most = alone * min(instance.num_microbatches, 2 * instance.num_ranks)
@@ -172,7 +172,7 @@ def _limits(instance: Instance, in_bytes: bool, peaks: Sequence[float]) -> list[
 
 
 def _peak(instance: Instance, program: Program, in_bytes: bool) -> float:
-    """Return the largest rank's peak: bytes, or pairs over the stages of a rank."""
+    """Return the largest rank's peak: bytes, or pairs divided by the stages per rank."""
     found = holdings(program, instance.costs)
     if in_bytes:
         return max(one.peak_bytes or 0.0 for one in found)

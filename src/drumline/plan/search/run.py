@@ -1,10 +1,10 @@
-"""The search under way: hand-made starts, constructions, W woven anew, local search, until the bound or the end.
+"""A running search: hand-made starts, constructions, moving W, local search, until the bound or the budget ends it.
 
     starts ──► climb over styles ──► stretch ──► weave W, anneal, beams in turn ──► the best
                  (far from the bound)  (many equal microbatches)
 
-Everything is drawn from one seed, and what it takes is counted in timed actions; the clock only cuts it short. So on a
-machine that keeps up with its budget a search finds the same program every time.
+One seed drives all randomness, and the budget counts timed actions; the clock only cuts the search short. So on a
+machine that keeps up with its budget, a search finds the same program every time.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from drumline.plan.search.objective import Objective
 from drumline.plan.search.starts import split, starts, stretched
 from drumline.plan.search.styles import FIRST, WOVEN, Style, Styles, climb
 
-SAME = 1e-9  # relative: values this close are one
+SAME = 1e-9  # relative: values this close are equal
 
-# What timing one action is worth; a machine does two or three million of them in a second.
+# The cost of timing one action; a machine times two or three million of them per second.
 _UNITS_PER_SECOND = 1.5e6
-_PROOF = 5e-5  # seconds an action that the proof and the timeline take at the end
-_BUILD = 15.0  # building takes so many times as long as timing
+_PROOF = 5e-5  # seconds per action for the proof and the timeline at the end
+_BUILD = 15.0  # building takes this many times as long as timing
 _CONSTRUCTING = 0.4  # share of the budget for constructions
 _MOST_BUILDS = 300
 _CLOSE = 0.01  # a start this close to the bound is improved rather than replaced
-_STRETCHING = 0.6  # share of what is left for a search with fewer microbatches
+_STRETCHING = 0.6  # share of the remaining budget for a search with fewer microbatches
 _POOL = 8
 _LEAST_STEPS, _MOST_STEPS = 500, 4000
 _HEATS = (0.01, 0.03, 0.003)
 _BEAM_SIZE = 700
 _WEAVES = 24
 _BEAMS = ((30, 0.0), (100, 0.02), (100, 0.1), (200, 0.0), (60, 0.05))
-_BRANCH = 40.0  # what growing one state of a beam is worth
+_BRANCH = 40.0  # the cost of growing one state of a beam
 
 
 class SearchRun:
-    """One search under way: the best so far, a pool to improve on, and what is left of the budget."""
+    """A running search: the best so far, a pool to improve, and the remaining budget."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class SearchRun:
                 self.offer(start.value, start.rows)
 
     def offer(self, value: float, rows: Rows) -> None:
-        """Take rows into the pool if they are among the best, and as the best if they are."""
+        """Add rows to the pool if they are among the best, and record them if they are the best."""
         self.num_tried += 1
         if value < self.value * (1 - SAME):
             self.value, self.rows, self.program = value, rows, None
@@ -114,7 +114,7 @@ class SearchRun:
         self.improve()
 
     def smaller(self, few: int) -> Instance | None:
-        """Return the same with fewer microbatches, where there are more of them and all alike."""
+        """Return the same instance with fewer microbatches, if there are many and all are alike."""
         instance = self.instance
         alike = len(set(instance.costs.factors(instance.num_microbatches))) == 1
         if instance.num_microbatches <= few or not alike or instance.placement.mirrored:
@@ -125,7 +125,7 @@ class SearchRun:
         return replace(instance, costs=costs, num_microbatches=few)
 
     def stretch(self) -> None:
-        """Search with fewer microbatches, and repeat the middle of what was found."""
+        """Search with fewer microbatches, and repeat the middle of the result."""
         small = self.smaller(2 * self.instance.num_ranks + 2)
         if small is None or not self.keep_on() or self.objective.jitter is not None:
             return
@@ -143,7 +143,7 @@ class SearchRun:
                     return
 
     def construct(self) -> None:
-        """Climb over styles: with fewer microbatches first, where there are many of them and all alike."""
+        """Climb over styles: first with fewer microbatches, if there are many and all are alike."""
         instance, given = self.instance, None
         share = self.units * _CONSTRUCTING
         small = self.smaller(3 * instance.num_ranks)
@@ -161,7 +161,7 @@ class SearchRun:
         *,
         order: Rows | None = None,
     ) -> list[Style]:
-        """Try styles for so many units, and return the best of them."""
+        """Try styles for this many units, and return the best of them."""
         styles = Styles(instance, may_join=self.may_join and order is None)
         best: list[tuple[float, Style]] = []
         own = instance is self.instance
@@ -186,7 +186,7 @@ class SearchRun:
         return [style for _, style in sorted(best, key=lambda one: one[0])[:6]]
 
     def improve(self) -> None:
-        """Improve what is in the pool, and what beams find, in turns, for as long as the budget lasts."""
+        """Alternate between improving the pool and running beams, as long as the budget lasts."""
         turn = 0
         while self.keep_on() and self.pool:
             if turn % 3 < 2:
@@ -197,7 +197,7 @@ class SearchRun:
             turn += 1
 
     def anneal(self, rows: Rows, turn: int) -> None:
-        """Walk along the critical paths from these rows on."""
+        """Anneal along the critical paths from these rows."""
         steps = max(_LEAST_STEPS, min(_MOST_STEPS, int(self.units / (8 * self.size))))
         value, improved = self.annealer.run(
             rows,
@@ -208,12 +208,12 @@ class SearchRun:
         self.offer(value, improved)
 
     def weave(self, turn: int) -> None:
-        """Place the W of a good order anew: where they fill gaps, or where memory asks for them."""
+        """Place the W of a good order again: where they fill gaps, or where memory requires them."""
         rows = self.pool[turn % min(len(self.pool), 3)][1]
         self._climb(self.instance, self.objective, _WEAVES * _BUILD * self.size, WOVEN, order=split(rows))
 
     def beam(self, turn: int) -> Rows | None:
-        """Return what a beam finds, another one every turn; None where the instance is too large for it."""
+        """Return what a beam finds, a different one every turn; None if the instance is too large for it."""
         if self.size > _BEAM_SIZE:
             return None
         width, noise = _BEAMS[turn % len(_BEAMS)]
@@ -227,7 +227,7 @@ class SearchRun:
         return rows
 
     def _step(self, best: float, rows: Rows) -> bool:
-        """Take what local search has so far, and say whether it shall go on."""
+        """Record what local search has so far, and say whether to continue."""
         self.num_tried += 1
         if best < self.value * (1 - SAME):
             self.offer(best, rows)

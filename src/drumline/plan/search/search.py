@@ -1,11 +1,11 @@
-"""The best program within a limit, with its proof and its distance from the possible; on one placement, or on all.
+"""Find the best program within a limit, with a proof and its distance from the bound; on one placement, or on all.
 
-On all placements the costs are those of a stage when every rank holds one. A placement with v stages per rank cuts
+With all placements, the costs are those of a stage when every rank holds one. A placement with v stages per rank cuts
 each of these into v equal parts, so that every placement does the same work and holds the same bytes; a limit in pairs
 counts v of them as one.
 
-    one stage a rank    a        b        c        d
-    two                 a/2 a/2  b/2 b/2  c/2 c/2  d/2 d/2     dealt to the ranks as the placement says
+    one stage per rank    a        b        c        d
+    two                   a/2 a/2  b/2 b/2  c/2 c/2  d/2 d/2     placed on the ranks by the placement
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from drumline.plan.search.starts import Start
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search returns: a proven program, its timeline, its value under the objective, and what bounds it."""
+    """The result of a search: a proven program, its timeline, its value under the objective, and its bound."""
 
     program: Program
     timeline: Simulation
@@ -49,20 +49,20 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """How much of the value is above the bound: 0 is proven to be the best."""
+        """The share of the value above the bound; 0 means that the program is proven optimal."""
         return max(0.0, 1.0 - self.bound.value / self.value) if self.value > 0 else 0.0
 
     @property
     def verdict(self) -> str:
-        """How far from the possible it is, in words."""
+        """How far from the optimum the program is, in words."""
         if self.gap <= SAME:
-            return f"proven to be the best: the {self.bound.name} bound is the same"
+            return f"proven optimal: it equals the {self.bound.name} bound"
         least = f"none is below {number(self.bound.value)} (the {self.bound.name} bound)"
-        return f"at most {self.gap:.2%} from the best: {least}"
+        return f"at most {self.gap:.2%} from optimal: {least}"
 
     @property
     def placement(self) -> str:
-        """The name of the placement that was searched on."""
+        """The name of the searched placement."""
         return self.program.placement.name
 
 
@@ -81,8 +81,8 @@ def search(
 ) -> Found:
     """Return the best program found for these costs on this placement within the limit.
 
-    `seconds` is the budget; it ends earlier where the bound is reached, or so many programs were tried. Ctrl-C ends it
-    with the best so far.
+    `seconds` is the budget. The search ends earlier if it reaches the bound or has tried `tries` programs. Ctrl-C ends
+    it with the best program so far.
 
     >>> found = search(Costs(), Placement.linear(4), num_microbatches=8, limit=Limit(max_activations=4))
     >>> found.value, found.bound.value, found.gap
@@ -116,7 +116,7 @@ def search(
 
 
 def _check_limit(instance: Instance) -> None:
-    """Refuse a limit that not even one microbatch after another fits, and name the smallest that would do."""
+    """Reject a limit that not even one microbatch after another fits in, and name the smallest that works."""
     programs = (instance.plain, instance.joined)
     if any(not validate(one, limit=instance.limit, costs=instance.costs) for one in programs):
         return
@@ -140,7 +140,7 @@ PLACEMENTS = ("linear", "loop", "v", "bidirectional")
 
 
 def placement_named(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None) -> Placement:
-    """Return a placement by its name; on a bidirectional one the second half of the microbatches goes up.
+    """Return a placement by name; in a bidirectional one the second half of the microbatches goes up.
 
     >>> placement_named("v", 2, 4).homes
     (0, 1, 1, 0)
@@ -150,15 +150,15 @@ def placement_named(name: str, num_ranks: int, num_microbatches: int, stages_per
     if name in ("linear", "bidirectional"):
         if stages_per_rank not in (None, 1):
             raise PlanError(
-                f"{name} with {stages_per_rank} stages per rank",
+                f"{name} cannot use {stages_per_rank} stages per rank",
                 expected="one stage per rank",
-                fix="leave --stages-per-rank out, or choose loop or v",
+                fix="omit --stages-per-rank, or choose loop or v",
             )
         if name == "linear":
             return Placement.linear(num_ranks)
         if num_ranks % 2 or num_microbatches < 2:
             raise PlanError(
-                f"bidirectional with {num_ranks} ranks and {num_microbatches} microbatches",
+                f"bidirectional cannot use {num_ranks} ranks and {num_microbatches} microbatches",
                 expected="an even number of ranks, and two microbatches or more",
             )
         return Placement.bidirectional(num_ranks, mirrored=range((num_microbatches + 1) // 2, num_microbatches))
@@ -169,7 +169,7 @@ def placement_named(name: str, num_ranks: int, num_microbatches: int, stages_per
 def admitted(
     names: Iterable[str], num_ranks: int, num_microbatches: int, stages_per_rank: int | None
 ) -> tuple[dict[str, Placement], dict[str, PlanError]]:
-    """Return the placements that the counts admit, by their names, and why the others are left out."""
+    """Return the placements that support the counts, by name, and why the others are left out."""
     found, left_out = {}, {}
     for name in names:
         try:
@@ -181,7 +181,7 @@ def admitted(
 
 
 class Everywhere(list[Found]):
-    """What was found on every placement, the best first, and why placements were left out, by their name."""
+    """The results on every placement, the best first, and why placements were left out, by name."""
 
     def __init__(self, results: Iterable[Found], left_out: Mapping[str, PlanError] | None = None) -> None:
         super().__init__(results)
@@ -198,10 +198,10 @@ def search_all(
     seconds: float = 10.0,
     **options: Any,
 ) -> Everywhere:
-    """Search on every placement that the counts and the limit admit, and return what was found, the best first.
+    """Search on every placement that the counts and the limit allow, and return the results, the best first.
 
-    The seconds are shared out evenly; `options` are those of `search`. Placements that do not admit the counts or the
-    limit are in `left_out`, each with the reason.
+    The placements share the seconds evenly; `options` are those of `search`. `left_out` holds the placements that do
+    not support the counts or the limit, each with the reason.
 
     >>> [found.placement for found in search_all(Costs(), 2, num_microbatches=4, seconds=2)]
     ['bidirectional', 'loop', 'v', 'linear']

@@ -1,14 +1,14 @@
 """Where a search begins: every hand-made schedule of the placement, and one microbatch after another.
 
-A search is never worse than the best of these that fits. What was found for fewer microbatches is another beginning:
-what it does over and over in its middle is done more often.
+A search is never worse than the best of these that fits. A result for fewer microbatches is another start: its repeated
+middle is repeated more often.
 
     few    |F0 F1 F2 I0 F3 I1 W0 | F4 I2 W1 | I3 W2 I4 W3 W4 |
     more   |F0 F1 F2 I0 F3 I1 W0 | F4 I2 W1   F5 I3 W2   F6 I4 W3 | I5 W4 I6 W5 W6 |
 
-From some moment on every rank's next few actions hold one forward and one backward of each stage: that is a period. It
-stands there again for every microbatch more, and those behind it are numbered on. Whether the result is any good its
-times tell.
+From some moment on, every rank's next few actions contain one forward and one backward of each stage: that is a period.
+It is repeated for every additional microbatch, and later microbatches are renumbered. Timing shows whether the result
+is any good.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Step = tuple[int, int]  # (stage, op)
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A program to begin with: its value, and its rows where the search can change them."""
+    """A program to begin with: its value, and its rows if the search can change them."""
 
     name: str
     program: Program
@@ -55,7 +55,7 @@ def starts(instance: Instance, objective: Objective) -> list[Start]:
     plainest = [Program(instance.plain.rows, "one by one"), Program(instance.joined.rows, "one by one, joined")]
     for program in (*plainest, *_hand_made(instance)):
         rows = instance.rows_of(program) if program.placement == instance.placement else None
-        # Proving a large program takes seconds; what a recipe makes is legal, so here only its memory is in question.
+        # Proving a large program takes seconds; a recipe's program is legal, so only its memory is checked here.
         fits = all(instance.fits(row, rank) for rank, row in enumerate(rows or ()))
         if not fits or (rows is None and validate(program, limit=instance.limit, costs=instance.costs)):
             continue
@@ -66,7 +66,7 @@ def starts(instance: Instance, objective: Objective) -> list[Start]:
 
 
 def _hand_made(instance: Instance) -> Iterator[Program]:
-    """Yield what every schedule makes for these counts, where its stages lie as asked."""
+    """Yield every schedule's program for these counts, if its placement is the requested one."""
     placement, per_rank = instance.placement, instance.num_stages // instance.num_ranks
     for schedule in schedules().values():
         if schedule.refusal(instance.num_ranks, instance.num_microbatches, per_rank) is not None:
@@ -86,13 +86,13 @@ def _value(instance: Instance, objective: Objective, program: Program, rows: Row
         measured = objective.measure(rows)
         return None if measured is None else measured.value
     if objective.name == "steady" or objective.jitter is not None:
-        return None  # only rows of our own can be measured so
+        return None  # only rows of our own can be measured this way
     timeline = simulate(program, instance.costs)
     return timeline.makespan if objective.name == "makespan" else timeline.span
 
 
 def split(rows: Rows) -> Rows:
-    """Return the rows with every whole backward as its two halves.
+    """Return the rows with every whole backward split into its two halves.
 
     >>> split([[4, 7]])
     [[4, 5, 6]]
@@ -101,7 +101,7 @@ def split(rows: Rows) -> Rows:
 
 
 def stretched(few: Instance, rows: Rows, more: Instance) -> Iterator[Rows]:
-    """Yield the rows for all of `more`'s microbatches, once for every moment from which on the program is periodic.
+    """Yield the rows for all of `more`'s microbatches, once for every moment from which the program is periodic.
 
     >>> from drumline.core.costs import Costs
     >>> from drumline.core.placement import Placement
@@ -133,7 +133,7 @@ def _first_since(few: Instance, row: list[int], ready: list[float], begin: float
 
 
 def _repeated(few: Instance, row: list[int], cut: int, more: Instance) -> list[int] | None:
-    """Return the row with the period at `cut` repeated; None where there is none."""
+    """Return the row with the period at `cut` repeated; None if there is none."""
     word = [(number // 4 // few.num_microbatches, number % 4) for number in row]
     period = _period(word, cut)
     if period is None:
@@ -146,7 +146,7 @@ def _repeated(few: Instance, row: list[int], cut: int, more: Instance) -> list[i
         if op == W:
             turn = owed[stage].popleft()
         else:
-            kind = (stage, F if op == F else I)  # whole and split backwards count on together
+            kind = (stage, F if op == F else I)  # whole and split backwards share a count
             turn = turns.get(kind, 0)
             turns[kind] = turn + 1
             if op == I:
@@ -156,7 +156,7 @@ def _repeated(few: Instance, row: list[int], cut: int, more: Instance) -> list[i
 
 
 def _period(word: list[Step], cut: int) -> list[Step] | None:
-    """Return the next few actions that hold one forward and one backward, whole or split, of every stage.
+    """Return the next few actions that contain one forward and one backward, whole or split, of every stage.
 
     >>> _period([(0, F), (0, F), (0, B), (0, F), (0, I), (0, W)], 1)
     [(0, 0), (0, 3)]

@@ -1,8 +1,8 @@
-"""A handful of numbers from which every rank's policy follows, and the hill that is climbed over them.
+"""A few numbers that determine every rank's policy, and hill climbing over them.
 
     forward, weight   penalties, in mean seconds of F and of W
-    lane, back        what a later stage of the same rank pays more (or less) for F and for I
-    idle, late_idle   what a rank may idle by choice, in mean seconds of W; tilted from the first rank to the last
+    lane, back        the extra price (or discount) of F and of I on later stages of the same rank
+    idle, late_idle   how long a rank may idle by choice, in mean seconds of W; tilted from the first rank to the last
     ahead, extra      how many microbatches a lane may have begun: `ahead` times the fewest with which it can flow
 
 With `ahead` 1.5 and `joined` this is 1F1B; with 3 it starts like zb-h2 on one stage per rank, and like zb-v on two.
@@ -23,7 +23,7 @@ from drumline.plan.search.instance import F, Instance, Rows, W
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """The numbers; the comment above says what each is measured in."""
+    """The numbers; the module docstring gives their units."""
 
     forward: float = 0.5
     weight: float = 3.0
@@ -51,7 +51,7 @@ _CHOICES: dict[str, tuple[float, ...]] = {
 
 
 class Styles:
-    """Styles of one instance, turned into programs."""
+    """Turns styles of one instance into programs."""
 
     def __init__(self, instance: Instance, *, may_join: bool) -> None:
         self.builder = Builder(instance)
@@ -69,7 +69,7 @@ class Styles:
         ]
 
     def build(self, style: Style, order: Rows | None = None) -> Built | None:
-        """Return the program of a style; with an order, only its W are placed."""
+        """Return the program of a style; with an order, only W is placed."""
         return self.builder.build(self.policies(style), order)
 
     def policies(self, style: Style) -> list[Policy]:
@@ -91,7 +91,7 @@ class Styles:
         return found
 
     def drawn(self, rng: random.Random) -> Style:
-        """Return a style at random."""
+        """Return a random style."""
         numbers: dict[str, Any] = {name: rng.choice(values) for name, values in _CHOICES.items()}
         return Style(**numbers, joined=self.may_join and rng.random() < 0.3)
 
@@ -106,7 +106,7 @@ class Styles:
         return replace(style, **changed)
 
 
-# What does well on the published costs; the hill is climbed from here and from random places.
+# What works well on the published costs; hill climbing starts here and at random styles.
 FIRST = (
     Style(),
     Style(forward=0.25, weight=0.5, idle=50.0, ahead=100.0),
@@ -116,7 +116,7 @@ FIRST = (
     Style(forward=0.1, idle=2.0, ahead=2.0),
     Style(forward=0.1, weight=1.0, idle=50.0, ahead=1.5),
 )
-# For W alone: how long to wait rather than begin one.
+# For W alone: how long to wait before starting one.
 WOVEN = (
     Style(weight=1.0, idle=40.0, tilt=0.5),
     Style(weight=1.0, idle=20.0, tilt=-0.5),
@@ -138,7 +138,7 @@ def climb(
 ) -> Iterator[tuple[float, Style, Built]]:
     """Yield values, styles and programs without end: first given and random styles, then variations of the best.
 
-    With an `order`, forwards and backwards run as it says, and a style only decides where W go.
+    With an `order`, forwards and backwards follow it, and a style only decides where W goes.
 
     >>> from drumline.core.costs import Costs
     >>> from drumline.core.placement import Placement
@@ -160,7 +160,7 @@ def climb(
         built = styles.build(style, order)
         if built is None:
             if turn > len(given) + num_drawn and not best:
-                return  # nothing fits that is not one after another
+                return  # nothing fits except one microbatch after another
             continue
         found = value(built)
         best = sorted([*best, (found, style)], key=lambda one: one[0])[:8]

@@ -1,9 +1,9 @@
 """When every action of a row ends: the simulator's arithmetic on flat lists, without compiling a program first.
 
-Compiling takes longer than timing, and a search looks at each program once. The same sweep as the simulator's runs
-every row as far as its needs allow; `ready` is when what an action makes can be used.
+Compiling takes longer than timing, and a search looks at each program once. The same sweep as in the simulator runs
+every row as far as its needs allow; `ready` is when an action's output can be used.
 
-    end = max(end of the one before, ready of its need) + seconds        ready = end + latency
+    end = max(end of the previous one, ready of its need) + seconds        ready = end + latency
 
 A link of finite bandwidth carries one message at a time, in the order of its source's row.
 """
@@ -29,10 +29,10 @@ Clock = Callable[[Rows, Sequence[float]], Times | None]
 
 
 def clock(instance: Instance, *, until_sent: bool = False) -> Clock:
-    """Return the function that times rows: every rank's start and end, or None where ranks wait for each other.
+    """Return the function that times rows: every rank's start and end, or None if ranks wait for each other.
 
-    Its second argument is when each rank may begin. Where sends hold their rank, a rank ends with its last action, or
-    with its last send where `until_sent`.
+    Its second argument says when each rank may begin. If sends occupy their rank, a rank ends with its last action, or
+    with its last send if `until_sent`.
 
     >>> from drumline.core.costs import Costs
     >>> from drumline.core.placement import Placement
@@ -145,7 +145,7 @@ def _with_links(instance: Instance) -> Clock:
 
 
 def _simulated(instance: Instance, until_sent: bool) -> Clock:
-    """Let the simulator itself do it: where messages occupy ranks, when they are posted matters."""
+    """Use the simulator itself: if messages occupy ranks, it matters when they are posted."""
 
     def timed(rows: Rows, begin: Sequence[float]) -> Times | None:
         try:
@@ -168,10 +168,10 @@ def _simulated(instance: Instance, until_sent: bool) -> Clock:
 
 
 def clock_many(instance: Instance, factors: Floats) -> Callable[[Rows, Floats], tuple[Floats, Floats]]:
-    """Return the same for many samples at once: `factors` (actions, samples) multiply the seconds.
+    """Return the function that times many samples at once: `factors` (actions, samples) multiply the seconds.
 
-    Takes rows that do not wait for each other, and when every rank may begin, (ranks, samples); returns every rank's
-    first start and last end in the same shape. Links count as pure latency.
+    It takes rows that do not wait for each other, and when every rank may begin, (ranks, samples). It returns every
+    rank's first start and last end in the same shape. Links count as pure latency.
     """
     seconds = np.array(instance.seconds)[:, None] * factors
     need, latency = instance.need, instance.latency

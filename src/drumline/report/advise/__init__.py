@@ -1,1 +1,1 @@
-"""What to change, and what that is predicted to gain."""
+"""Advice: what to change, and the predicted gain."""

@@ -1,10 +1,10 @@
-"""What to change about a step, in one sentence with a predicted gain, and all else that would help.
+"""What to change about a step, in one sentence with a predicted gain, and what else would help.
 
                   cut, link, microbatches, time outside    schedule    stages, lost time
-run of ours       from its records                         yes         (the cut and the link say it better)
-foreign trace     not known                                yes         from its idle time by cause
+run of ours       from its records                         yes         (covered better by the cut and the link)
+foreign trace     unknown                                  yes         from its idle time by cause
 
-A comparison of schedules (`report/compare.py`) is no step; what it comes to is said in the same form.
+A comparison of schedules (`report/compare.py`) is not a step, but returns its advice in the same form.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _REMEDIES = (recut, equal_stages, other_counts, slow_link, other_schedule, lost_
 
 
 def advise(seen: Evidence) -> Advice:
-    """Return what is predicted to make a step shorter; changes that rest on assumptions count half."""
+    """Return the changes that are predicted to shorten a step; those that rely on assumptions count half."""
     found = [remedy for remedies in _REMEDIES for remedy in remedies(seen)]
     ordered = tuple(sorted(found, key=lambda one: -one.weight))
     if seen.plan is not None:
@@ -27,5 +27,5 @@ def advise(seen: Evidence) -> Advice:
     return Advice(
         ordered,
         least=0.03,
-        nothing="Nothing stands out: no single change that the traces show would save 3% of the pipeline's time.",
+        nothing="No single change that the traces show would save 3% or more of the pipeline's time.",
     )

@@ -5,12 +5,12 @@ rank 1   4 5 6 7
 rank 0   0 1 2 3 4 5        blocks 4-5 move to rank 0
 rank 1   6 7
 
-Where blocks are not known, as in a trace, the remedy says which stage to take them from.
+If blocks are unknown, as in a trace, the remedy names the stage to take them from.
 
-A run times stages, not blocks. How a stage's seconds are shared among its blocks is known or assumed, best first:
+A run times stages, not blocks. The division of a stage's seconds among its blocks is known or assumed, best first:
 
-    profile      the blocks were measured one by one before the run: then a rank may also turn out slow as a whole
-    parameters   in proportion to the parameters that they compute with
+    profile      the blocks were measured one by one before the run; this also shows ranks that are slow as a whole
+    parameters   in proportion to the parameters they compute with
     evenly       nothing else is known
 """
 
@@ -33,17 +33,17 @@ from drumline.report.units import ms
 
 Counts = tuple[int, ...]
 
-_ASSUMES = {  # what is taken for true without having been measured
+_ASSUMES = {  # assumptions that were not measured
     "profile": "",
-    "parameters": "if a block costs by its parameters, on any rank",
-    "evenly": "if the blocks of a stage cost the same, on any rank",
+    "parameters": "assuming that a block's cost follows its parameters, on any rank",
+    "evenly": "assuming that all blocks of a stage cost the same, on any rank",
 }
-_SLOWER = 0.02  # less is no difference between ranks
+_SLOWER = 0.02  # smaller differences between ranks do not count
 _NAMED_MOVES = 3
 
 
 def recut(seen: Evidence) -> Iterator[Remedy]:
-    """Yield the best other cut, where one is shorter."""
+    """Yield the best other cut, if one is faster."""
     program = seen.program
     blocks = blocks_of(seen.plan or {}, program, seen.costs)
     if blocks is None or set(program.backwards) != {Backward.WHOLE}:
@@ -65,21 +65,21 @@ def recut(seen: Evidence) -> Iterator[Remedy]:
 
 
 def equal_stages(seen: Evidence) -> Iterator[Remedy]:
-    """Yield what equal stages would save, where only stages are known."""
+    """Yield what equal stages would save, if only stages are known."""
     ideal, level, stages = seen.simulated, seen.simulated.balanced, seen.stage_seconds
     if seen.plan is not None or level is None or len(stages) < 2:
         return
     slowest = max(range(len(stages)), key=stages.__getitem__)
     sentence = (
         f"Move layers off stage {slowest}: a microbatch takes {ms(stages[slowest])} there and "
-        f"{ms(sum(stages) / len(stages))} on average. With equal stages the same order would take "
-        f"{ms(level.makespan)} at best in place of {ms(ideal.makespan)}"
+        f"{ms(sum(stages) / len(stages))} on average. With equal stages, the same order would take "
+        f"{ms(level.makespan)} at best instead of {ms(ideal.makespan)}"
     )
     yield Remedy("stages", sentence, (ideal.makespan - level.makespan) / seen.measured.makespan)
 
 
 def slowest_rank(seconds: Sequence[float]) -> str:
-    """Return which rank is slower than the others on average, and by how much.
+    """Say which rank is slower than the average, and by how much.
 
     >>> slowest_rank([1.0, 1.2, 1.0]), slowest_rank([1.0, 1.0])
     ('Rank 1 is 20% slower', 'The stages are uneven')
@@ -91,7 +91,7 @@ def slowest_rank(seconds: Sequence[float]) -> str:
 
 
 def moves(blocks: Blocks, counts: Counts) -> Iterator[str]:
-    """Yield what moves where, neighbours that move together at once."""
+    """Yield which blocks move where; neighbours that move together count as one move."""
     old, new = _stages(blocks.counts), _stages(counts)
     homes = blocks.program.placement.homes
     for (source, target), group in groupby(enumerate(blocks.names), key=lambda at: (old[at[0]], new[at[0]])):
@@ -107,7 +107,7 @@ def _stages(counts: Counts) -> list[int]:
 
 
 def _named(names: Sequence[str]) -> str:
-    """Return blocks by name.
+    """Return a phrase for these blocks.
 
     >>> _named(["5"]), _named(["5", "6"]), _named(["layers.5", "layers.6"])
     ('block 5', 'blocks 5-6', 'blocks layers.5 to layers.6')
@@ -131,7 +131,7 @@ class Blocks:
     measured: Costs
 
     def costs(self, counts: Counts) -> Costs:
-        """Return what the stages of a cut would take."""
+        """Return the costs of the stages of a cut."""
         speeds = [self.speed[home] for home in self.program.placement.homes]
         found: dict[str, Any] = {
             op: [sum(own) * speed for own, speed in zip(_by_stage(self.seconds[op], counts), speeds, strict=True)]
@@ -141,7 +141,7 @@ class Blocks:
 
 
 def blocks_of(plan: Mapping[str, Any], program: Program, costs: Costs) -> Blocks | None:
-    r"""Return the blocks that a run's plan names, or None where it names none.
+    r"""Return the blocks in a run's plan, or None if it has none.
 
     >>> program = Program.parse("0F0,0B0\n1F0,1B0")
     >>> costs = Costs(forward=[1, 3], backward_input=[2, 6], backward_weight=0)
@@ -170,20 +170,20 @@ def blocks_of(plan: Mapping[str, Any], program: Program, costs: Costs) -> Blocks
 
 
 def _shared(stages: Sequence[float], shares: Sequence[float], counts: Counts) -> tuple[float, ...]:
-    """Return every block's part of what its stage takes."""
+    """Return every block's share of its stage's seconds."""
     each = zip(stages, _by_stage(shares, counts), strict=True)
     return tuple(taken * share / sum(own) for taken, own in each for share in own)
 
 
 def _by_stage(values: Sequence[float], counts: Counts) -> list[Sequence[float]]:
-    """Return what belongs to the blocks of each stage."""
+    """Group the values of blocks by stage."""
     return [values[i:j] for i, j in pairwise(accumulate(counts, initial=0))]
 
 
 def _speed(
     blocks: Mapping[str, Sequence[float]], stages: Mapping[str, Sequence[float]], counts: Counts, program: Program
 ) -> tuple[float, ...]:
-    """Return by what factor each rank is slower than the blocks' own seconds say."""
+    """Return the factor by which each rank is slower than its blocks' own seconds predict."""
     alone = {op: [sum(own) for own in _by_stage(blocks[op], counts)] for op in OPS}
     found = []
     for rank in range(program.num_ranks):

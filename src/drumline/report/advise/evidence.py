@@ -1,10 +1,10 @@
-"""What is known of a step that could be changed: the evidence that predictions of a gain rest on.
+"""What is known about a step: the evidence for predicted gains.
 
-A prediction is the difference of two simulations with the step's own seconds, as a part of the measured makespan. What
-the simulator does not know, the executor's own time, is taken to stay with every action.
+A prediction is the difference between two simulations with the step's own seconds, as a share of the measured makespan.
+It assumes that the executor's own time, which the simulator does not model, stays the same for every action.
 
     measured   ├────────── simulated ──────────┤── overhead ──┤
-    changed    ├──── simulated ─────┤── overhead ──┤              the gain is what the second is shorter
+    changed    ├──── simulated ─────┤── overhead ──┤              the gain is the difference
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ OPS = ("forward", "backward_input", "backward_weight")
 
 @dataclass(frozen=True)
 class Evidence:
-    """A step as it was measured, `simulated` with the same seconds of every action, and what stages and edges cost.
+    """A measured step, `simulated` with the same seconds of every action, and the costs of stages and edges.
 
-    What a source does not know is None or empty here, and remedies that need it are left out.
+    Unknown values are None or empty, and remedies that need them are left out.
     """
 
     measured: Timeline
     simulated: Simulation
-    costs: Costs  # in the middle
+    costs: Costs  # medians
     step: int
-    plan: Mapping[str, Any] | None = None  # what the pipeline was told; None where it is not ours
-    metrics: Sequence[Mapping[str, Any]] = ()  # of the run's steps
-    kinds: Mapping[str, Sequence[float]] = field(default_factory=dict)  # of overhead, by rank, the largest first
+    plan: Mapping[str, Any] | None = None  # the pipeline's settings; None if it is not ours
+    metrics: Sequence[Mapping[str, Any]] = ()  # the run's steps
+    kinds: Mapping[str, Sequence[float]] = field(default_factory=dict)  # overhead by kind and rank, the largest first
 
     @property
     def program(self) -> Program:
@@ -44,17 +44,17 @@ class Evidence:
 
     @property
     def line(self) -> Mapping[str, Any]:
-        """What the metrics say of the step; empty where they say nothing."""
+        """The metrics of the step; empty if there are none."""
         return next((one for one in self.metrics if one["step"] == self.step), {})
 
     @cached_property
     def middle(self) -> Simulation:
-        """The step with what stages and edges cost in the middle: what changes are held against."""
+        """The step simulated with the median costs of stages and edges: the baseline for changes."""
         return simulate(self.program, self.costs)
 
     @property
     def overhead(self) -> float:
-        """Seconds by which the step was longer than in the simulator: the executor's own, and jitter of messages."""
+        """Seconds that the step took longer than in the simulator: the executor's own time, and message jitter."""
         return max(self.measured.makespan - self.simulated.makespan, 0.0)
 
     @cached_property
@@ -65,7 +65,7 @@ class Evidence:
 
     @cached_property
     def rank_seconds(self) -> tuple[float, ...]:
-        """Seconds that each rank computes for one microbatch, on average over them."""
+        """Seconds that each rank computes per microbatch, on average."""
         found = [0.0] * self.program.num_ranks
         for stage, seconds in enumerate(self.stage_seconds):
             ranks = self.program.placement.ranks_of(stage)

@@ -1,7 +1,7 @@
-"""Change the program: how many microbatches a batch is cut into, or the schedule.
+"""Change the program: the number of microbatches, or the schedule.
 
-more microbatches    fill and drain are shorter, since they take as long as a microbatch
-fewer                every action has overhead of its own, and there are fewer of them
+more microbatches    fill and drain get shorter, because each microbatch is shorter
+fewer                there are fewer actions, each with its own overhead
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from drumline.schedules import schedules
 from drumline.schedules.registry import made_by
 
 _FACTORS = (4, 2, 1 / 2, 1 / 4)
-_HALVES = "if W takes half of B"
-_LINEAR = "if a microbatch takes as long as it has rows"
+_HALVES = "assuming that W takes half of B"
+_LINEAR = "assuming that a microbatch's time is proportional to its rows"
 
 
 def other_counts(seen: Evidence) -> Iterator[Remedy]:
-    """Yield the number of microbatches that is predicted to be the best, where another one is."""
+    """Yield the number of microbatches that is predicted to be the best, if it differs."""
     if seen.plan is None:
         return
     program, now = seen.program, seen.program.num_microbatches
@@ -44,18 +44,18 @@ def other_counts(seen: Evidence) -> Iterator[Remedy]:
         return
     settings = {"num_microbatches": count}
     if count > now:
-        said = f"With {now} microbatches {seen.simulated.bubble:.0%} is bubble: cut the batch into {count}"
+        said = f"With {now} microbatches, {seen.simulated.bubble:.0%} is bubble: split the batch into {count}"
     else:
         share = seen.overhead / seen.measured.makespan
-        said = f"With {now} microbatches {share:.0%} is overhead: cut the batch into {count}"
+        said = f"With {now} microbatches, {share:.0%} is overhead: split the batch into {count}"
     yield Remedy("microbatches", f"{said}, {predicted(gain)}", gain, settings, _LINEAR)
 
 
 def other_schedule(seen: Evidence) -> Iterator[Remedy]:
-    """Yield the schedule that is predicted to be the best, where another one is, and one that holds less.
+    """Yield the schedule that is predicted to be the best, if it differs, and one that holds less.
 
-    Where the pipeline is not ours, the executor's own time is not known to stay: both are then held at their best, and
-    only schedules count that hold no more.
+    If the pipeline is not ours, the executor's own time may change: then both schedules are compared at their best, and
+    only schedules that hold no more count.
     """
     program, ours = seen.program, seen.plan is not None
     if ours and (program.num_updates or program.placement.mirrored or made_by(program.name, program) != program):
@@ -72,7 +72,7 @@ def other_schedule(seen: Evidence) -> Iterator[Remedy]:
 
 
 def _others(program: Program, *, elsewhere: bool) -> Iterator[Program]:
-    """Yield the programs of other schedules that train the same stages with the same result, on the same ranks."""
+    """Yield other schedules' programs that train the same stages with the same result, on the same ranks."""
     for name in schedules() if program.has_backward else ():
         other = None if name == program.name else made_by(name, program)
         if other is None or not other.has_backward or other.num_updates:
@@ -83,17 +83,17 @@ def _others(program: Program, *, elsewhere: bool) -> Iterator[Program]:
 
 def _faster(seen: Evidence, now: Simulation, others: list[Simulation], assumes: str) -> Iterator[Remedy]:
     gains = [(_gain(seen, one, one.program.num_actions / now.program.num_actions), one) for one in others]
-    # Of those that gain the same to a thousandth, the one that holds least.
+    # Among equal gains, to a thousandth, the one that holds the least.
     gain, best = max(gains, key=lambda one: (round(one[0], 3), -max(one[1].peak_activations)), default=(0.0, now))
     if gain >= LEAST_GAIN:
         name, held, holds = best.program.name, max(now.peak_activations), max(best.peak_activations)
         memory = f", holding {holds} microbatches instead of {held}" if holds > held else ""
-        sentence = f"Run {name} in place of {now.program.name}, {predicted(gain)}{memory}"
+        sentence = f"Run {name} instead of {now.program.name}, {predicted(gain)}{memory}"
         yield Remedy("schedule", sentence, gain, {"schedule": name}, assumes)
 
 
 def _smaller(now: Simulation, others: list[Simulation]) -> Iterator[Remedy]:
-    """Yield the schedule that holds least in the same time."""
+    """Yield the schedule that holds the least in the same time."""
     as_fast = [one for one in others if one.makespan <= now.makespan * 1.005]
     least = min(as_fast, key=lambda one: max(one.peak_activations), default=now)
     held, holds = max(now.peak_activations), max(least.peak_activations)
@@ -105,7 +105,7 @@ def _smaller(now: Simulation, others: list[Simulation]) -> Iterator[Remedy]:
 
 
 def _at_best(seen: Evidence, now: Simulation, others: list[Simulation], split: bool) -> Iterator[Remedy]:
-    """Yield the fastest schedule of those that hold no more, both without transfer and overhead."""
+    """Yield the fastest schedule that holds no more, both without transfer and overhead."""
     smaller = [one for one in others if max(one.peak_activations) <= max(now.peak_activations)]
     best = min(smaller, key=lambda one: one.makespan, default=now)
     if best is not now:
@@ -113,20 +113,20 @@ def _at_best(seen: Evidence, now: Simulation, others: list[Simulation], split: b
         sentence = (
             f"Run {best.program.name}: with the median times of these stages it takes {ms(best.makespan)} at best and "
             f"{now.program.name} {ms(now.makespan)}, with no more activations held"
-            + (", if the halves of the backward take equally long" if guessed else "")
+            + (", assuming that both halves of the backward take equally long" if guessed else "")
         )
         gain = (now.makespan - best.makespan) / seen.measured.makespan
         yield Remedy("schedule", sentence, gain, {"schedule": best.program.name})
 
 
 def rows_of_batch(seen: Evidence, *, most: int) -> int:
-    """Return how many rows a batch has, as far as the metrics tell; `most` where they do not."""
+    """Return how many rows a batch has, according to the metrics; `most` if they do not say."""
     rate, seconds = seen.line.get("throughput(rows/s)"), seen.line.get("time_metrics/end_to_end(s)")
     return int(rate * seconds + 0.5) if rate and seconds else most
 
 
 def _gain(seen: Evidence, changed: Simulation, actions: float) -> float:
-    """Return what a changed program gains; it has `actions` times as many, each with its overhead."""
+    """Return the gain of a changed program; it has `actions` times as many actions, each with its overhead."""
     return (seen.middle.makespan - changed.makespan + seen.overhead * (1 - actions)) / seen.measured.makespan
 
 

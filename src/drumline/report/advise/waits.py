@@ -1,4 +1,4 @@
-"""What no setting of the pipeline mends, but is worth knowing: messages, overhead, time outside of the steps."""
+"""Problems that no pipeline setting fixes, but worth knowing: messages, overhead, time outside the steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drumline.plan.advice import LEAST_GAIN, Remedy, predicted
 from drumline.report.advise.evidence import Evidence
 from drumline.report.units import duration, ms, size_text
 
-_EDGES = 8  # those with the slowest messages
+_EDGES = 8  # the edges with the slowest messages
 _KINDS = {
     "update": "the optimizer",
     "data": "waiting for data",
@@ -27,13 +27,13 @@ _KINDS = {
 _WAYS = {
     "posting messages": "larger microbatches post fewer of them",
     "launching kernels": "larger microbatches, torch.compile or CUDA graphs launch fewer of them",
-    "made and not yet sent": "sends are posted late, or queue behind other messages",
+    "made and not yet sent": "sends are posted late, or wait in a queue for other messages",
 }
-_OUTSIDE = 0.2  # of the time from step to step; updates and data always take some
+_OUTSIDE = 0.2  # share of the time from step to step; updates and data always take some
 
 
 def slow_link(seen: Evidence) -> Iterator[Remedy]:
-    """Yield the edge whose messages delay the step most."""
+    """Yield the edge whose messages delay the step the most."""
     program, costs, measured = seen.program, seen.costs, seen.measured.makespan
     before = seen.middle.makespan
     slowest = sorted(costs.edges, key=lambda edge: -costs.edges[edge].latency)[:_EDGES]
@@ -47,11 +47,11 @@ def slow_link(seen: Evidence) -> Iterator[Remedy]:
             f"A message from rank {source} to rank {target} takes {took}, and the step waits for it: "
             f"use a faster link, {predicted(gain)} at most"
         )
-        yield Remedy("link", sentence, gain, {}, "if messages took no time at all")
+        yield Remedy("link", sentence, gain, {}, "assuming that messages take no time at all")
 
 
 def time_outside(seen: Evidence) -> Iterator[Remedy]:
-    """Yield how much of the time from step to step is not spent in steps, where it is much."""
+    """Yield how much of the time from step to step is spent outside steps, if it is a lot."""
     if not isinstance(seen.measured, Measured):
         return
     whole, inside = seen.line.get("time_metrics/end_to_end(s)"), seen.measured.parts[0].total
@@ -61,14 +61,14 @@ def time_outside(seen: Evidence) -> Iterator[Remedy]:
         most = sorted((seconds, what) for what, seconds in taken.items() if seconds > _OUTSIDE * (whole - inside))
         named = ", ".join(f"{what} {duration(seconds)}" for seconds, what in reversed(most))
         took = duration(whole - inside)
-        sentence = f"{share:.0%} of the time from step to step passes outside of the step, {took} on rank 0"
+        sentence = f"{share:.0%} of the time from step to step is outside the step, {took} on rank 0"
         yield Remedy("outside", f"{sentence}: {named}" if named else sentence)
 
 
 def lost_time(seen: Evidence) -> Iterator[Remedy]:
-    """Yield what transfer, overhead and time without a name cost, where the pipeline is not ours to set.
+    """Yield the cost of transfer, overhead and unexplained time, if the pipeline is not ours to configure.
 
-    The step lost so much against its own order and times in the simulator; idle time by cause says what to.
+    The loss is measured against the step's own order and times in the simulator; idle time by cause divides it.
     """
     if seen.plan is not None:
         return
@@ -89,7 +89,7 @@ def _transfer(seen: Evidence, cost: str) -> str:
     sizes = [one.num_bytes for one in transfers if one.num_bytes]
     each = f", {size_text(max(sizes))} each" if sizes else ""
     return (
-        f"Messages are the brake: waiting for what is made and on its way {cost} ({len(transfers)} messages{each}). "
+        f"Messages are the bottleneck: waiting for messages on their way {cost} ({len(transfers)} messages{each}). "
         "A faster link, a narrower type or fewer stages per rank would help"
     )
 
@@ -97,7 +97,7 @@ def _transfer(seen: Evidence, cost: str) -> str:
 def _overhead(seen: Evidence, cost: str) -> str:
     kind = next(iter(seen.kinds), "")
     hint = f": {_WAYS[kind]}" if kind in _WAYS else ""
-    return f"The ranks' own overhead is the brake: it {cost}, most of it {kind}{hint}"
+    return f"The ranks' own overhead is the bottleneck: it {cost}, most of it {kind}{hint}"
 
 
 def _unexplained(seen: Evidence, cost: str) -> str:

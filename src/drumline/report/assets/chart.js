@@ -1,4 +1,4 @@
-/* One timeline on the page: its rows, axis and strips, drawn for a view on whichever surface suits. */
+/* One timeline on the page: its rows, axis and strips, drawn for a view on the surface that suits. */
 
 const SVG_LIMIT = 10000; // boxes in view; above, canvas
 const MOVING_LIMIT = 1500; // the same while the view moves
@@ -173,7 +173,7 @@ class Chart {
     for (const [cause, d] of Object.entries(this.hatches)) {
       if (d) pen.path("hatch", d, { stroke: colours.idle[cause], name: `hatch ${cause}` });
     }
-    this.note.textContent = dense.length ? "narrower than pixels: colours are means, zoom in for boxes" : "";
+    this.note.textContent = dense.length ? "boxes are narrower than pixels, so colours are averages: zoom in" : "";
     if (dense.length) pen.lines(this.width, dense, (rank) => this.y(rank), this.rowHeight);
     this.exchanges(pen);
     if (state.memory && model.explained) this.memory(pen, colours);
@@ -235,7 +235,7 @@ class Chart {
     }
   }
 
-  /* Boxes beside the critical path step back, once it is known. */
+  /* Boxes off the critical path fade, once it is known. */
   alpha(row, i) { return this.state.critical && this.model.explained && !row.critical[i] ? 0.22 : 1; }
 
   named(row, i) { return this.state.critical && row.critical[i] ? "box critical" : "box"; }
@@ -267,7 +267,7 @@ class Chart {
     pen.text("label", middle, y + height / 2 + size * 0.36 - band / 3, label, shades.ink, { size, alpha });
   }
 
-  /* One RGBA line for a row of boxes narrower than pixels: every pixel the mean of what lies under it. */
+  /* One RGBA line for a row of boxes narrower than pixels: every pixel is the mean of what it covers. */
   pixels(row, first, last) {
     const wide = Math.round(this.width * this.ratio), perSecond = this.scale * this.ratio;
     const { from } = this, { rgb } = this.state.colours;
@@ -293,7 +293,7 @@ class Chart {
     return out;
   }
 
-  /* What lies under a dense row, three numbers a pixel: the track, tinted where the rank is idle. */
+  /* The background of a dense row, three numbers per pixel: the track, tinted where the rank is idle. */
   ground(row, wide, perSecond) {
     const { rgb } = this.state.colours, under = new Uint8ClampedArray(wide * 3);
     for (let at = 0; at < under.length; at++) under[at] = rgb.track[at % 3];

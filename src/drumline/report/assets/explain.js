@@ -1,7 +1,7 @@
-/* What is pointed at or walked to: its outline, its microbatch's way through the ranks, the arrow from its input, and
-   words for eye and ear. */
+/* The box under the pointer or keyboard: its outline, its microbatch's path through the ranks, the arrow from its input,
+   and words on screen and for screen readers. */
 
-const LONGEST_WAY = 2000; // boxes; a longer way is not lit up
+const LONGEST_WAY = 2000; // boxes; a longer path is not highlighted
 
 class Explainer {
   constructor(page) { Object.assign(this, { page, shown: null, walking: false }); }
@@ -14,7 +14,7 @@ class Explainer {
     this.refocus();
   }
 
-  /* Look again at what lies under the pointer, after explanations came. */
+  /* Update what is under the pointer, after explanations arrived. */
   relocate() {
     if (this.shown?.pointer) this.shown.found = this.shown.chart.locate(this.shown.x, this.shown.y);
     this.refocus();
@@ -63,7 +63,7 @@ class Explainer {
     tip.style.top = `${below ? anchor.y + 20 : Math.max(8, anchor.y - high - 16)}px`;
   }
 
-  /* Light up a microbatch's boxes on all ranks, with arrows from each to those that need it. */
+  /* Highlight a microbatch's boxes on all ranks, with arrows from each to those that need it. */
   way(chart, microbatch, ink) {
     const { model } = chart, way = model.way(microbatch);
     if (microbatch < 0 || !model.explained || way.length < 2 || way.length > LONGEST_WAY) return;

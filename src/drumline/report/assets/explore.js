@@ -22,7 +22,7 @@ function label() {
   for (const input of inputs) {
     const shown = input.parentElement.querySelector("output");
     if (shown) shown.textContent = Number(input.value) === 0 && ["stages_per_rank", "max_activations"].includes(input.name)
-      ? (input.name === "max_activations" ? "none" : "usual") : input.value;
+      ? (input.name === "max_activations" ? "none" : "default") : input.value;
   }
   const about = extra.schedules[form.elements.schedule.value];
   byId("about").textContent = about ? about.summary : "";
@@ -71,7 +71,7 @@ function trouble(answer) {
   box.replaceChildren(node("h2", `${count} violation${count === 1 ? "" : "s"}: this program cannot run`), list, program(answer));
 }
 
-/* The rows themselves, with what breaks a rule marked where it stands. */
+/* The rows, with actions that break a rule marked. */
 function program({ rows, violations }) {
   const made = node("div", "", "program"), marked = new Map();
   for (const { rank, index, reason } of violations) if (index !== null) marked.set(`${rank}/${index}`, reason);
@@ -88,7 +88,7 @@ function program({ rows, violations }) {
   return made;
 }
 
-/* Ask the core; null, and the trouble shown, where nobody answers. */
+/* Ask the core; if it does not answer, show that and return null. */
 async function ask(what, address, signal = null) {
   try {
     return await (await fetch(`${what}?${address}`, { signal, ...(own === null ? {} : { method: "POST", body: own.text }) })).json();
@@ -98,7 +98,7 @@ async function ask(what, address, signal = null) {
   }
 }
 
-/* Show what the settings say now. One question at a time: of what changes meanwhile, the newest is asked next. */
+/* Show the current settings. One request at a time: if settings change meanwhile, the newest are requested next. */
 async function refresh() {
   latest += 1;
   label();
@@ -132,7 +132,7 @@ async function show(turn) {
   else document.documentElement.dataset.explained = String(turn);
 }
 
-/* Explanations follow the picture: at once, or during a drag when it rests. Those of an older picture are dropped. */
+/* Explanations follow the picture: at once, or during a drag when it rests. Those for an older picture are dropped. */
 async function explain(turn, address) {
   const { signal } = explaining = new AbortController();
   if (dragging) await new Promise((rested) => setTimeout(rested, REST_MS));
@@ -163,7 +163,7 @@ async function choose(file) {
   refresh();
 }
 
-/* The picture comes first and stays in view; what changes it stands beside or below. */
+/* The picture comes first and stays in view; the controls are beside or below it. */
 const stage = node("div", "", "stage"), work = node("div", "", "work");
 stage.append(byId("figures"), byId("trouble"), document.querySelector(".toolbar"), byId("legend"), byId("charts"));
 work.append(stage, form);

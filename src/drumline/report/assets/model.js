@@ -1,7 +1,7 @@
 /* What the page's data says: rows as typed arrays that can be searched, and words for every part of them. */
 
 const number = (value) => String(Number(value.toPrecision(6)));
-/* Times are in the unit of the costs, which nobody knows, unless the page says that they are seconds. */
+/* Times are in the unit of the costs, which is unknown unless the page says that they are seconds. */
 const clock = { seconds: false };
 
 function timeText(value) {
@@ -32,13 +32,13 @@ function after(values, wanted) {
 
 const KINDS = { u1: Uint8Array, i2: Int16Array, i4: Int32Array, f8: Float64Array };
 
-/* The numbers of a packed column: its kind, and the base64 of its bytes. */
+/* The numbers of a packed column: its type, and the base64 of its bytes. */
 function unpack(text) {
   const coded = text.slice(3), bytes = Uint8Array.fromBase64?.(coded) ?? Uint8Array.from(atob(coded), (one) => one.charCodeAt(0));
   return new KINDS[text.slice(0, 2)](bytes.buffer);
 }
 
-/* Times from starts and lengths that count `perSecond` to a second, as [starts, ends]. */
+/* Times from starts and lengths in ticks, `perSecond` of them per second, as [starts, ends]. */
 function spans(starts, lengths, perSecond = 1) {
   const start = new Float64Array(starts.length), end = new Float64Array(starts.length);
   for (let i = 0; i < start.length; i++) {
@@ -62,7 +62,7 @@ class Row {
     this.length = this.start.length;
     [this.stage, this.op, this.microbatch, this.local] = PARTS.map((name) => unpack(raw[name]));
     this.later = Object.fromEntries(["index", ...PARTS].map((name) => [name, unpack(raw.second[name])]));
-    this.laterAt = new Int32Array(this.length); // one more than where it stands, so that 0 is none
+    this.laterAt = new Int32Array(this.length); // its index plus one, so that 0 means none
     this.later.index.forEach((index, at) => { this.laterAt[index] = at + 1; });
     this.critical = new Uint8Array(this.length);
     this.why = null;
@@ -70,7 +70,7 @@ class Row {
     this.causes = [];
   }
 
-  /* Take in what explains the row. */
+  /* Load the explanations of the row. */
   learn(why, perSecond) {
     this.why = why;
     [this.idleStart, this.idleEnd] = spans(why.idle.start, why.idle.seconds);
@@ -86,13 +86,13 @@ class Row {
     return at < 0 ? null : { stage: stage[at], op: op[at], microbatch: microbatch[at], local: local[at] };
   }
 
-  /* Where the box's latest input of another rank ran, as {rank, index}, or null. */
+  /* Where the box's latest input from another rank ran, as {rank, index}, or null. */
   input(index) {
     const rank = this.needRank ? this.needRank[index] : -1;
     return rank < 0 ? null : { rank, index: this.needIndex[index] };
   }
 
-  /* The box at a time, or -1; one of no length is found within `slack`. */
+  /* The box at a time, or -1; a box without length is found within `slack`. */
   boxAt(time, slack = 0) {
     const next = after(this.end, time);
     for (const index of [next - 1, next]) {
@@ -133,7 +133,7 @@ class Model {
     if (raw.why) this.learn(raw.why);
   }
 
-  /* Take in what explains the picture, which may come after it. */
+  /* Load the explanations of the picture, which may arrive later. */
   learn({ rows, critical: { rank, index }, queues }) {
     const perSecond = this.raw.ticks_per_second;
     this.rows.forEach((row, at) => row.learn(rows[at], perSecond));
@@ -164,7 +164,7 @@ class Model {
     return this.ways.get(microbatch) ?? [];
   }
 
-  /* The length that nine boxes in ten reach: it decides how much a label says. */
+  /* The length that nine of ten boxes reach: it determines how long labels are. */
   typicalShortest() {
     const lengths = [];
     for (const row of this.rows) {
@@ -224,7 +224,7 @@ class Model {
   }
 
   waited(row, index) {
-    if (!this.explained) return "What it waited for is being worked out.";
+    if (!this.explained) return "Still computing what it waited for.";
     const slack = 1e-9 * this.makespan, start = row.start[index], freed = index ? row.end[index - 1] : 0, reasons = [];
     for (let i = after(row.idleEnd, freed + slack); i < row.idleEnd.length && row.idleStart[i] < start - slack; i++) {
       reasons.push([timeText(row.idleEnd[i] - row.idleStart[i]), this.idleWords(row, i)]);
@@ -234,15 +234,15 @@ class Model {
       return `Waited ${timeText(start - freed)}: ${reasons.map(([length, words]) => `${words} (${length})`).join("; then ")}.`;
     }
     const needed = row.input(index);
-    if (!needed) return "Needs nothing of another rank.";
+    if (!needed) return "Needs nothing from another rank.";
     const from = this.rows[needed.rank], spare = start - from.end[needed.index];
     const input = `${this.code(from, needed.index)} of rank ${needed.rank}`;
     return spare > slack
       ? `Did not wait: its input, ${input}, had been ready for ${timeText(spare)}.`
-      : `Did not wait: its input, ${input}, was ready just then.`;
+      : `Did not wait: its input, ${input}, was ready just in time.`;
   }
 
-  /* Why the row was idle: in words of its own, or as its cause is always said. */
+  /* Why the row was idle: its own words, or the standard sentence of its cause. */
   idleWords(row, index) {
     const own = row.why.idle.words[index];
     if (own) return own;
@@ -278,7 +278,7 @@ class Model {
     const depth = value[Math.max(0, after(times, time) - 1)];
     return {
       kind: "queue", title: `${depth} ${depth === 1 ? "message waits" : "messages wait"}`, code: `${source} → ${target}`,
-      facts: [["at", timeText(time)]], why: `Sent by rank ${source} and not yet taken up by rank ${target}.`,
+      facts: [["at", timeText(time)]], why: `Sent by rank ${source} and not yet used by rank ${target}.`,
     };
   }
 }

@@ -1,4 +1,4 @@
-/* What stands around the timelines: legend, summary table, the picture of the trade-off. */
+/* Everything around the timelines: legend, summary table, trade-off plot. */
 
 function legend(models, state) {
   const used = new Set(), causes = new Set(), [first] = models;
@@ -63,8 +63,8 @@ function summary(models) {
   return element("table", {}, element("thead", {}, head), element("tbody", {}, ...lines));
 }
 
-/* Bubble against peak memory, a point per schedule; the line joins those that no other beats in both. One that is far
-   worse than all others would squeeze them together: it stands on the upper edge, with its figure. */
+/* Bubble against peak memory, a point per schedule; the line joins those that no other beats in both. A point
+   far worse than all others would squeeze them together: it is drawn at the upper edge, with its value. */
 function scatter(points, colours, width) {
   const height = Math.max(300, Math.min(400, width * 0.6)), left = 44, right = 16, top = 30, bottom = height - 44;
   const sorted = points.map((p) => p.bubble).sort((a, b) => b - a), second = sorted.find((value) => value < sorted[0]) ?? 0;
@@ -105,7 +105,7 @@ function scatter(points, colours, width) {
   return svg;
 }
 
-/* The points that fit and that no other fitting one beats, from little memory to much. */
+/* The points that fit and that no other fitting one beats, from the least memory to the most. */
 function undominated(points) {
   const fitting = points.filter((p) => p.fits);
   const beaten = (p) => fitting.some((q) => q.bubble <= p.bubble && q.peak_share <= p.peak_share
@@ -113,7 +113,7 @@ function undominated(points) {
   return fitting.filter((p) => !beaten(p)).sort((p, q) => p.peak_share - q.peak_share);
 }
 
-/* Points by place, since those on one place share a dot and a label; the best come first. */
+/* Points grouped by position, because those at the same position share a dot and a label; the best come first. */
 function gathered(points, best, x, y) {
   const spots = new Map();
   for (const point of points) {
@@ -125,7 +125,7 @@ function gathered(points, best, x, y) {
   return [...spots.values()].sort((a, b) => b.lit - a.lit);
 }
 
-/* Give each label the first side on which it covers nothing; where many names do not fit, the first and a count may. */
+/* Put each label on the first side where it covers nothing; if many names do not fit, try the first plus a count. */
 function placeLabels(spots, nameOf, obstacles, room) {
   const taken = [...obstacles, ...spots.map(({ at, down }) => [at - 7, down - 7, at + 7, down + 7])];
   for (const spot of spots) {

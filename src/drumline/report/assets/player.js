@@ -1,6 +1,6 @@
-/* Time that runs: what has not happened yet lies behind a curtain, and a line shows now. */
+/* Playback: a curtain hides the future, and a line shows the current time. */
 
-const PLAY_SECONDS = 12; // for the stretch in view
+const PLAY_SECONDS = 12; // for the visible interval
 
 class Player {
   constructor(page) { Object.assign(this, { page, now: null, playing: false }); }
@@ -20,7 +20,7 @@ class Player {
     this.label();
   }
 
-  /* Take the curtain away. */
+  /* Remove the curtain. */
   stop() {
     this.now = null;
     this.pause();
@@ -42,7 +42,7 @@ class Player {
     requestAnimationFrame((next) => this.tick(next));
   }
 
-  /* Draw the curtain of every timeline: the line stands at the same time on all of them. */
+  /* Draw the curtain of every timeline, with the line at the same time on all of them. */
   show() {
     const { colours, view } = this.page.state;
     for (const chart of this.page.charts) {

@@ -62,7 +62,7 @@ class Pointers {
     this.page.moved();
   }
 
-  /* A wheel zooms; where it has nothing to zoom, it scrolls the page, and goes on doing so until it rests. */
+  /* The wheel zooms; if there is nothing to zoom, it scrolls the page until it rests. */
   wheel(chart, event, x) {
     const { view } = this.page.state, sideways = event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY);
     const now = performance.now(), scrolling = now - (this.scrolledAt ?? -1e9) < 350;

@@ -92,7 +92,7 @@ class SvgSurface {
     this.take(layer, "path", { d, fill, stroke, "stroke-width": width, "fill-opacity": alpha, class: name });
   }
 
-  /* An area under steps: `points` are pairs of a place and the level from there on, the last one ends it. */
+  /* An area under steps: `points` are pairs of a position and the level from there on; the last one ends it. */
   steps(layer, points, bottom, fill) {
     const [[left, level], ...rest] = points;
     const line = rest.reduce((d, [x, y]) => `${d}H${x}V${y}`, `M${left} ${level}`);
@@ -191,7 +191,7 @@ class CanvasSurface {
     }
   }
 
-  /* Rows of boxes narrower than a pixel: each pixel gets the mean of what lies under it. `rows` are RGBA lines. */
+  /* Rows of boxes narrower than a pixel: each pixel gets the mean of what it covers. `rows` are RGBA lines. */
   lines(width, rows, y, height) {
     const wide = Math.round(width * this.ratio);
     if (!rows.length || !wide) return;

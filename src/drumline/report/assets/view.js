@@ -1,7 +1,7 @@
-/* The stretch of time that all timelines show. */
+/* The interval that all timelines show. */
 
 class View {
-  /* `home` is how much a fresh page shows: all, unless few timelines are far longer than the others. */
+  /* `home` is what a new page shows: everything, unless a few timelines are far longer than the others. */
   constructor(extent, home = extent) {
     this.extent = extent || 1;
     this.home = home || 1;

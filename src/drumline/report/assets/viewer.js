@@ -1,6 +1,6 @@
-/* The page: one view that all timelines share, what moves it, and what explains what it shows. */
+/* The page: one view that all timelines share, its controls, and its explanations. */
 
-const STRIPS_UP_TO = 16; // ranks; more make strips of a hand's breadth, which wait until they are asked for
+const STRIPS_UP_TO = 16; // ranks; with more, the strips are tall and stay hidden until requested
 
 class Page {
   constructor() {
@@ -19,7 +19,7 @@ class Page {
     document.addEventListener("keydown", (event) => this.key(event));
   }
 
-  /* Show a document as `scene.document` makes it; may be called again with another. */
+  /* Show a document from `scene.document`; may be called again with another. */
   load(data) {
     this.data = data;
     clock.seconds = Boolean(data.seconds);
@@ -52,7 +52,7 @@ class Page {
     this.unfold();
   }
 
-  /* Take in what explains a timeline that was loaded without. */
+  /* Load the explanations of a timeline that arrived without them. */
   explain(why, index = 0) {
     this.models[index].learn(why);
     this.charts[index].layout();
@@ -61,7 +61,7 @@ class Page {
     this.request();
   }
 
-  /* Colours come from the style sheet, so that canvas and SVG follow the theme alike. */
+  /* Colours come from the style sheet, so that canvas and SVG both follow the theme. */
   repaint() {
     const style = getComputedStyle(document.documentElement), value = (name) => style.getPropertyValue(name).trim();
     const named = (...names) => Object.fromEntries(names.map((name) => [name, value(`--${name}`)]));
@@ -110,7 +110,7 @@ class Page {
     this.pending ??= requestAnimationFrame(() => { this.pending = null; this.frame(); });
   }
 
-  /* After the view moved: draw soon, lightly, and fully once it rests. */
+  /* After the view moved: draw quickly first, and fully once it rests. */
   moved() {
     this.moving = true;
     clearTimeout(this.resting);
@@ -118,7 +118,7 @@ class Page {
     this.invalidate();
   }
 
-  /* Draw the timelines near the window; the others follow when they come near, or when there is time. */
+  /* Draw the timelines near the window; draw the others when they come near, or when there is time. */
   frame() {
     const start = performance.now(), low = -window.innerHeight, high = 2 * window.innerHeight;
     for (const chart of this.charts) {
@@ -199,7 +199,7 @@ class Page {
     }
   }
 
-  /* What tests, and anyone at the console, may ask. */
+  /* For tests and the console. */
   api() {
     const chartAt = (index) => this.charts[index];
     const sum = (name) => this.charts.reduce((total, chart) => total + chart[name], 0);

@@ -1,1 +1,1 @@
-"""A timeline as a picture: grid, SVG, page, trace, and the plain charts. Where it came from does not matter."""
+"""Pictures of a timeline, simulated or measured: grid, SVG, page, trace, and plain charts."""

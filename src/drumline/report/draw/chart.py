@@ -1,7 +1,7 @@
 """Plain charts as a standalone SVG.
 
-chart    curves and points: what a formula or the simulator says, and what was measured, on one sheet
-bars     stacked bars: one bar a row, its parts in the order of the legend
+chart    curves and points: formulas, simulations and measurements on one sheet
+bars     stacked bars: one bar per row, its parts in the order of the legend
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def chart(
     log_x: bool = False,
     x_from: float | None = None,
 ) -> str:
-    """Return an SVG document with all series; a point's own numbers are its tooltip. `log_x` doubles from mark to mark.
+    """Return an SVG document with all series; tooltips show each point's numbers. `log_x` doubles from mark to mark.
 
-    The first x is that of the first point, or `x_from`.
+    The x axis begins at the first point, or at `x_from`.
 
     >>> bound = Series("M / (M + 1)", [(1, 0.5), (4, 0.8)])
     >>> picture = chart([bound], title="Bound", x_label="M", y_label="utilisation")
@@ -55,9 +55,9 @@ def chart(
     """
     points = [point for one in series for point in one.points]
     if not points or not all(math.isfinite(x) and math.isfinite(y) for x, y in points):
-        raise UsageError("a chart without points, or with one that is not finite", expected="numbers to draw")
+        raise UsageError("the chart has no points, or one that is not finite", expected="finite numbers to draw")
     if log_x and min(x for x, _ in points) <= 0:
-        raise UsageError(f"x is {number(min(x for x, _ in points))} on an axis that doubles", expected="x above 0")
+        raise UsageError(f"x is {number(min(x for x, _ in points))} on a logarithmic axis", expected="x above 0")
     xs, ys = zip(*points, strict=True)
     first = min(xs) if x_from is None else min(x_from, *xs)
     across = Axis(first, max(xs), _LEFT, width - _RIGHT, log_x)
@@ -104,7 +104,7 @@ def _stroke(series: Series, hue: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A row: its name, its parts by the names of the legend, and what stands behind it."""
+    """A row: its name, its parts by the names in the legend, and a note after it."""
 
     name: str
     parts: Mapping[str, float]
@@ -122,9 +122,9 @@ def bars(
     right: int = 90,
     unit: str = "",
 ) -> str:
-    """Return the bars, `row` pixels each; `hues` are the parts' colours, in the order of drawing.
+    """Draw the bars, `row` pixels each; `hues` are the parts' colours, in drawing order.
 
-    Notes stand in the `right` margin; `unit` is that of the numbers that parts show when they are pointed at.
+    Notes go in the `right` margin; `unit` is the unit of the numbers in tooltips.
 
     >>> picture = bars([Bar("TP8", {"busy": 2.0, "idle": 1.0}, "3 s")], {"busy": "#009e73", "idle": "#999999"},
     ...                title="A step", x_label="seconds")
@@ -132,7 +132,7 @@ def bars(
     (2, True)
     """
     if not rows:
-        raise UsageError("no bars", expected="something to draw")
+        raise UsageError("there are no bars", expected="something to draw")
     names = min(_NAMES, 30 + 6.5 * max(len(one.name) for one in rows))
     axis = Axis(0, max(sum(one.parts.values()) for one in rows) or 1.0, names, width - right)
     bottom = _ABOVE + row * len(rows)

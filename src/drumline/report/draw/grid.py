@@ -3,8 +3,8 @@
     rank 0 |F0 F1 .. .. .. B0--- F2 B1--- .. B2--- | idle 31% peak 2
     rank 1 |.. F0 B0--- F1 B1--- F2 B2--- .. .. ..| ...
 
-Every column is the same stretch of time. Where labels do not fit the terminal, one letter per column stays: the op.
-With two stages on a rank the second one's letters are small; with more, labels carry the stage number.
+Every column is the same amount of time. If labels do not fit the terminal, each column shows one letter: the op. With
+two stages on a rank, lower-case letters mark the second; with more, labels include the stage number.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _COLOURS: dict[Op, tuple[int, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Canvas:
-    """How time becomes columns."""
+    """Maps time to columns."""
 
     start: float
     slot: float
@@ -49,7 +49,7 @@ class _Canvas:
     cell: int
 
     def columns(self, start: float, end: float) -> tuple[int, int]:
-        """Return the first and one past the last column of a stretch of time."""
+        """Return the first column of a time interval, and one past the last."""
         low = round((start - self.start) / self.slot) * self.cell
         high = round((end - self.start) / self.slot) * self.cell
         return max(low, 0), min(max(high, low), self.num_slots * self.cell)
@@ -64,9 +64,9 @@ def grid(
     figures: bool = True,
     memory: bool = False,
 ) -> str:
-    r"""Return the picture of a timeline, no line wider than `width`.
+    r"""Draw a timeline; no line is wider than `width`.
 
-    `figures` end each line with idle share and peak; `memory` adds a strip with the pairs that the rank holds.
+    `figures` adds idle share and peak to each line; `memory` adds a strip with the pairs that the rank holds.
 
     >>> from drumline.core.program import Program
     >>> from drumline.core.simulate.simulate import simulate
@@ -91,15 +91,15 @@ def grid(
 
 
 def legend(timeline: Timeline) -> str:
-    """Return a line that explains the letters, or an empty one where capital letters say it all."""
+    """Return a line that explains the letters; empty if there are only capital letters."""
     per_rank = max(len(timeline.program.placement.stages_of(rank)) for rank in range(timeline.num_ranks))
     if timeline.program.placement.mirrored:
-        return "Small letters: microbatches going up, on the rank's second copy."
-    return "Small letters: the rank's second stage." if per_rank == 2 else ""
+        return "Lower-case letters: microbatches going up, on the rank's second copy."
+    return "Lower-case letters: the rank's second stage." if per_rank == 2 else ""
 
 
 def _margins(timeline: Timeline, width: int, figures: bool) -> tuple[list[str], list[str]]:
-    """Return what stands before and behind each rank's line; narrow terminals do without."""
+    """Return the text before and after each rank's line; narrow terminals omit it."""
     digits = len(str(timeline.num_ranks - 1))
     prefix = [f"{rank:<{digits}}" if width < 30 else f"rank {rank:<{digits}} " for rank in range(timeline.num_ranks)]
     if width < 60 or not figures:
@@ -127,7 +127,7 @@ def _labels(timeline: Timeline) -> Callable[[int, Action], str]:
 
 
 def _fit(timeline: Timeline, start: float, end: float, name_of: Callable[[int, Action], str], room: int) -> _Canvas:
-    """Choose the slot and its width: labels if they fit, otherwise one letter per column."""
+    """Choose the time per column and its width: labels if they fit, otherwise one letter per column."""
     spans = [span for span in timeline.spans() if span.end > span.start and span.end > start and span.start < end]
     slot = _common_unit([span.end - span.start for span in spans] + [span.start - timeline.start for span in spans])
     length = end - start
@@ -146,7 +146,7 @@ def _fit(timeline: Timeline, start: float, end: float, name_of: Callable[[int, A
 
 
 def _common_unit(seconds: list[float]) -> float | None:
-    """Return the longest time that all of `seconds` are multiples of, or None if there is no sensible one.
+    """Return the longest time that divides all of `seconds`, or None if there is no sensible one.
 
     >>> _common_unit([2.0, 3.0]), _common_unit([0.5, 1.0]), _common_unit([1.0, math.pi])
     (1.0, 0.5, None)
@@ -190,7 +190,7 @@ def _row(timeline: Timeline, rank: int, canvas: _Canvas, name_of: Callable[[int,
 
 
 def _held(timeline: Timeline, rank: int, canvas: _Canvas) -> str:
-    """Return the pairs held in every column: a number where labels fit, otherwise a digit, 9 standing for 9 or more."""
+    """Return the pairs held in every column: a number if labels fit, otherwise a digit (9 means 9 or more)."""
     track, holding = timeline.tracks[rank], timeline.memory[rank]
     text = [" "] * (canvas.num_slots * canvas.cell)
     ends = [*track.starts[1:], timeline.end]
@@ -206,7 +206,7 @@ def _held(timeline: Timeline, rank: int, canvas: _Canvas) -> str:
 
 
 def _painted(text: list[str], paint: list[str]) -> str:
-    """Return the line with the terminal's codes for its colours."""
+    """Return the line with the terminal's colour codes."""
     out, current = [], ""
     for character, shade in zip(text, paint, strict=True):
         if shade != current:

@@ -1,7 +1,7 @@
-"""Timelines as one page, a single file with its own style, script and data, and as a notebook's cell.
+"""Timelines as one page, a single file with its own style, script and data, and as a notebook cell.
 
-A page asks for nothing from anywhere. Its policy allows exactly the script and the style that are in it, by their
-hashes: were a name ever to slip through the escaping, the browser would still not run it.
+A page loads nothing. Its policy allows only the script and the style inside it, by their hashes: if a name ever slipped
+through the escaping, the browser would still not run it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from drumline.report.draw.scene import document
 from drumline.report.draw.svg import svg
 from drumline.report.draw.trace import trace
 
-# Beyond this an SVG makes a notebook slow; the page (`drumline show --format html`) draws any size.
+# A larger SVG makes a notebook slow; the page (`drumline show --format html`) draws any size.
 MAX_BOXES = 10_000
-# In the order in which each needs what comes before it.
+# In dependency order.
 _SCRIPTS = [
     f"{name}.js" for name in ["model", "surface", "chart", "panels", "view", "explain", "pointers", "player", "viewer"]
 ]
@@ -45,10 +45,10 @@ def page(
     advice: str | None = None,
     seconds: bool = False,
 ) -> str:
-    """Return a page of timelines, stacked on one time axis; `rows` adds the picture of bubble against peak memory.
+    """Return a page of timelines, stacked on one time axis; `rows` adds the plot of bubble against peak memory.
 
-    A row is a mapping with `name`, `bubble`, `peak_share` and `fits`; `advice` is a sentence to stand on top. Where
-    times are `seconds`, the page writes them with their unit.
+    A row is a mapping with `name`, `bubble`, `peak_share` and `fits`; `advice` is a sentence at the top. With
+    `seconds`, the page writes times with their unit.
 
     >>> from drumline.core.simulate.simulate import simulate
     >>> from drumline.schedules import generate
@@ -60,7 +60,7 @@ def page(
 
 
 def picture(kind: str, timeline: Timeline, *, title: str | None = None) -> str | bytes:
-    """Return a timeline as a file: svg, html, or a trace for perfetto, which has no title.
+    """Return a timeline as a file: svg, html, or a trace for Perfetto, which has no title.
 
     >>> picture("svg", simulate(Program.parse("0F0,0B0"))).startswith("<svg")
     True
@@ -79,9 +79,9 @@ def page_with(
     script: str = "",
     extra: object = None,
 ) -> str:
-    """Return the page with more on it: markup above and below the timelines, style, script, and data for that script.
+    """Return the page with additions: markup above and below the timelines, style, script, and data for the script.
 
-    A page with a script of its own may ask where it came from, and nobody else.
+    A page with its own script may send requests to its own server, and nowhere else.
 
     >>> "<p>hello</p>" in page_with(document([]), panel="<p>hello</p>")
     True
@@ -103,7 +103,7 @@ def page_with(
 
 
 def viewer_script(more: str = "") -> str:
-    """Return the viewer's script, all of its files and `more` in one scope.
+    """Return the viewer's script: all of its files and `more` in one scope.
 
     >>> "window.drumline" in viewer_script()
     True
@@ -113,7 +113,7 @@ def viewer_script(more: str = "") -> str:
 
 
 def json_for_script(value: object) -> str:
-    r"""Return JSON that no HTML parser takes for markup.
+    r"""Return JSON that no HTML parser mistakes for markup.
 
     >>> json_for_script({"name": "</script>"})
     '{"name":"\\u003c/script\\u003e"}'
@@ -136,7 +136,7 @@ def asset(name: str) -> str:
 
 
 def timeline_html(timeline: Timeline) -> str:
-    """Return the picture of a timeline, or its figures where the picture would be too large.
+    """Return the picture of a timeline, or its figures if the picture would be too large.
 
     >>> timeline_html(simulate(Program.parse("0F0,0B0"))).startswith("<div")
     True
@@ -147,7 +147,7 @@ def timeline_html(timeline: Timeline) -> str:
 
 
 def program_html(program: Program) -> str:
-    r"""Return the picture of a program where every op takes equally long, or why it cannot run.
+    r"""Return the picture of a program with equally long ops, or why it cannot run.
 
     >>> "never runs" in program_html(Program.parse("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1"))
     True

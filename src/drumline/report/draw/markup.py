@@ -1,7 +1,7 @@
-"""Small pictures as markup, without script and without inline style: stacked bars and curves that follow the theme.
+"""Small pictures as markup, without script or inline style: stacked bars and curves that follow the theme.
 
-Widths are shares of whatever room there is, and colours are classes, so that one page suits every window and both
-themes. What a part stands for is said when it is pointed at.
+Widths are shares of the available room, and colours are classes, so that one page suits every window and both themes.
+Tooltips explain each part.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _WIDTH, _HEIGHT = 1000, 100
 
 
 class Part(NamedTuple):
-    """A part of a bar: its class, its size, and what it says."""
+    """A part of a bar: its class, its size, and its tooltip."""
 
     kind: str
     size: float
@@ -25,7 +25,7 @@ class Part(NamedTuple):
 
 
 def safe(text: object) -> str:
-    """Return text as markup.
+    """Escape text for markup.
 
     >>> safe("a < b")
     'a &lt; b'
@@ -34,7 +34,7 @@ def safe(text: object) -> str:
 
 
 def bar(parts: Iterable[Part], whole: float, *, said: str) -> str:
-    """Return a stacked bar; `said` is what it means for those who do not see it.
+    """Return a stacked bar; `said` is its description for screen readers.
 
     >>> bar([Part("busy", 1, "busy 1 s")], 2, said="rank 0").count("<rect")
     1
@@ -52,7 +52,7 @@ def bar(parts: Iterable[Part], whole: float, *, said: str) -> str:
 
 
 def bar_row(name: str, parts: Sequence[Part], whole: float, value: str, *, said: str = "", kind: str = "") -> str:
-    """Return a stacked bar between its name and what its parts are together; `kind` are classes of the row.
+    """Return a stacked bar between its name and its total; `kind` holds classes of the row.
 
     >>> bar_row("rank 0", [Part("busy", 1, "busy 1 s")], 2, "1 s").count('aria-label="rank 0: busy 1 s"')
     1
@@ -62,7 +62,7 @@ def bar_row(name: str, parts: Sequence[Part], whole: float, value: str, *, said:
 
 
 def legend_html(kinds: Iterable[tuple[str, str]]) -> str:
-    """Return what the classes of bars or curves stand for, as (class, name).
+    """Return a legend for the classes of bars or curves, given as (class, name).
 
     >>> legend_html([("busy", "busy")]).count("swatch")
     1
@@ -74,7 +74,7 @@ def legend_html(kinds: Iterable[tuple[str, str]]) -> str:
 
 
 def card(title: str, body: str, *, wide: bool = False) -> str:
-    """Return a part of a page under its title; `wide` ones take the whole row.
+    """Return a section of a page with its title; `wide` ones take the whole row.
 
     >>> card("ranks", "<p/>")
     '<div class="card"><h3>ranks</h3><p/></div>'
@@ -92,7 +92,7 @@ def cards(figures: Iterable[tuple[str, str, str]]) -> str:
 
 
 def table_html(header: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[int] = ()) -> str:
-    """Return a table; the columns `words` hold text, the others numbers."""
+    """Return a table; the columns in `words` hold text, the others numbers."""
     left = [' class="words"' if at in words else "" for at in range(len(header))]
     head = "".join(f'<th scope="col"{kind}>{safe(name)}</th>' for name, kind in zip(header, left, strict=True))
     lines = "".join(
@@ -103,7 +103,7 @@ def table_html(header: Sequence[str], rows: Iterable[Sequence[str]], *, words: S
 
 
 class Curve(NamedTuple):
-    """A line: its class, its name, and (step, value) in order of steps."""
+    """A line: its class, its name, and (step, value) in step order."""
 
     kind: str
     name: str
@@ -111,7 +111,7 @@ class Curve(NamedTuple):
 
 
 def curves(name: str, lines: Sequence[Curve], written: Sequence[str], *, low: float, high: float) -> str:
-    """Return curves over steps in one frame; `written` are the words for `high` and for `low`.
+    """Return curves over steps in one frame; `written` holds the labels for `high` and `low`.
 
     >>> text = curves("loss", [Curve("one", "run", [(0, 2.0), (1, 1.0)])], ["2", "1"], low=1, high=2)
     >>> text.count("<path"), "step 1: 1" in text
@@ -137,7 +137,7 @@ def curves(name: str, lines: Sequence[Curve], written: Sequence[str], *, low: fl
 
 
 def _path(points: Sequence[tuple[int, float]], first: int, last: int, low: float, high: float) -> str:
-    """Return a line through the points; where there are many, through the lowest and the highest of each stretch."""
+    """Return a line through the points; if there are many, through the lowest and highest of each interval."""
     every = -(-2 * len(points) // _POINTS)
     if every > 2:
         groups = (points[at : at + every] for at in range(0, len(points), every))
@@ -154,7 +154,7 @@ def _value(point: tuple[int, float]) -> float:
 
 
 def _titles(lines: Sequence[Curve], first: int, last: int) -> str:
-    """Return unseen stripes that say the values of a step when they are pointed at."""
+    """Return invisible stripes whose tooltips show the values of a step."""
     said: dict[int, list[str]] = {}
     for line in lines:
         every = -(-len(line.points) // _POINTS)

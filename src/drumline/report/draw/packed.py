@@ -1,10 +1,10 @@
-"""Numbers on a page: columns of them as text that JSON can carry, and times from the timeline's start.
+"""Numbers on a page: columns of numbers as text for JSON, and times from the timeline's start.
 
-Packed columns take a third of the size, and a tenth of the time, of numbers in digits:
+Packed columns take a third of the size, and a tenth of the time, of decimal numbers:
 
-    u1:AAEC    the numbers 0, 1, 2: their kind, and the base64 of their bytes
+    u1:AAEC    the numbers 0, 1, 2: their type, and the base64 of their bytes
 
-A kind is numpy's: unsigned or signed whole numbers of 1, 2 or 4 bytes, or floats of 8; the lowest byte comes first.
+A type is numpy's: unsigned or signed integers of 1, 2 or 4 bytes, or floats of 8; the lowest byte comes first.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from drumline.core.simulate.graph import Floats, Ints
 from drumline.core.timeline.timeline import Timeline
 
 Times = Sequence[float] | Floats
-# Decimals that are tried before all that count: costs are mostly given with few.
+# Decimals to try before using all digits: costs mostly have few.
 _FEW_DECIMALS = 4
 _WHOLE = {kind: np.iinfo(kind) for kind in ("u1", "i2", "i4")}
 
 
 def packed(numbers: Sequence[float] | npt.NDArray[Any]) -> str:
-    """Return numbers as text, in the smallest kind that holds them exactly.
+    """Return numbers as text, in the smallest type that holds them exactly.
 
     >>> packed([0, 1, 2]), packed([0.5])
     ('u1:AAEC', 'f8:AAAAAAAA4D8=')
@@ -45,7 +45,7 @@ def _kind(column: npt.NDArray[Any]) -> str:
 
 
 class PageTime(NamedTuple):
-    """How times become numbers: decimals, to a billionth of the makespan, or whole ticks for boxes, which are exact."""
+    """Converts times to numbers: decimals to a billionth of the makespan, or whole ticks for boxes, which are exact."""
 
     origin: float
     digits: int
@@ -53,7 +53,7 @@ class PageTime(NamedTuple):
 
     @staticmethod
     def of(timeline: Timeline) -> PageTime:
-        """Return the clock whose ticks all starts and ends of actions fall on."""
+        """Return a clock whose ticks include all starts and ends of actions."""
         makespan, origin = timeline.makespan, timeline.start
         digits = 9 - math.floor(math.log10(makespan)) if makespan > 0 else 9
         times = [times for track in timeline.tracks for times in (track.starts, track.ends)]
@@ -67,11 +67,11 @@ class PageTime(NamedTuple):
         return np.rint(since * self.ticks_per_second).astype(np.int64)
 
     def times(self, times: Times) -> list[float]:
-        """Return any times, in seconds from the timeline's start."""
+        """Return times in seconds from the timeline's start."""
         return self.lengths(np.asarray(times, float) - self.origin)
 
     def lengths(self, seconds: Times) -> list[float]:
-        """Return seconds as they are."""
+        """Return seconds unchanged."""
         return plain(np.round(np.asarray(seconds, float), self.digits))
 
     def steps(self, times: Times, values: Times) -> dict[str, str]:
@@ -84,7 +84,7 @@ class PageTime(NamedTuple):
 
 
 def plain(values: Floats) -> list[float]:
-    """Return plain numbers, without a point where all are whole.
+    """Return plain numbers, without a decimal point if all are whole.
 
     >>> plain(np.array([1.0, 2.0])), plain(np.array([1.0, 2.5]))
     ([1, 2], [1.0, 2.5])

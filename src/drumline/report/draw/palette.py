@@ -1,8 +1,8 @@
 """The colours of every picture: one hue per op, one hatch per cause of idle time, one line per run.
 
 The hues of ops are those of Okabe and Ito, lightened so that dark numbers stay readable on them, in two shades for even
-and odd microbatches. They stay apart for the three common kinds of colour blindness, which a test computes. Idle time
-is hatched: two causes differ in the direction of their lines, or in a hue that everybody can tell apart.
+and odd microbatches. They stay distinct for the three common kinds of colour blindness; a test computes this. Idle time
+is hatched: two causes differ in the direction of their lines, or in a hue that everybody can distinguish.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LIGHT_INK = "#ffffff"
 
 
 class Shades(NamedTuple):
-    """The fills for even and odd microbatches, the edge that marks a rank's further stages, and the text on them."""
+    """The fills for even and odd microbatches, the edge that marks a rank's further stages, and the text colour."""
 
     even: str
     odd: str
@@ -38,7 +38,7 @@ SHADES: dict[Op, Shades] = {
 
 
 class Hatch(NamedTuple):
-    """How idle time of one cause looks: its colour on light and on dark paper, on a terminal, and where lines run."""
+    """How idle time of one cause looks: its colour on light and dark paper, on a terminal, and its line directions."""
 
     light: str
     dark: str
@@ -57,7 +57,7 @@ IDLE: dict[Cause, Hatch] = {
     Cause.OUTSIDE: Hatch("#6c4fb0", "#bda6f5", 98, "\\"),
     Cause.UNEXPLAINED: Hatch("#c4122f", "#ff7d84", 161, "/"),
 }
-# A run's colour on light and on dark paper. A thirteenth run has the first one's colour and a dashed line.
+# A run's colour on light and dark paper. The thirteenth run repeats the first colour with a dashed line.
 RUNS = (
     ("#0b6aa8", "#7cc4f0"),
     ("#c2571a", "#f09a6c"),
@@ -91,7 +91,7 @@ def fill(op: Op, microbatch: int | None) -> str:
 
 
 def theme() -> str:
-    """Return the colours of causes and runs as a style sheet: variables for light and dark pages, and what has them.
+    """Return the colours of causes and runs as a style sheet: variables for light and dark pages, and their uses.
 
     >>> "--idle-wait: #b8471b;" in theme(), theme().count("--run-0:")
     (True, 3)

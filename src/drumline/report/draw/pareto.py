@@ -27,7 +27,7 @@ _LINE, _DOT, _LIMIT = SHADES[Op.FORWARD].edge, SHADES[Op.BACKWARD_INPUT].edge, I
 
 
 class _Plane(NamedTuple):
-    """Where memory lies across the sheet, and bubble from the bottom up."""
+    """Maps memory to the horizontal axis, and bubble to the vertical axis."""
 
     memory: Axis
     bubble: Axis
@@ -47,7 +47,7 @@ def pareto_svg(picture: Pareto, *, width: int = 800, height: int = 420) -> str:
     """
     front, others = picture.front, _shown(picture)
     most = max(*(point.memory for point in (*front, *others)), *(point.limit or 0.0 for point in picture.searched))
-    # What idles more than the smallest searched program is off the sheet; dots up there stick to its upper edge.
+    # Points that idle more than the smallest searched program are off the sheet; they are drawn at its upper edge.
     bubble = Axis(0, max(point.bubble for point in front) * 1.08 or 1.0, height - _BOTTOM, _TOP)
     plane = _Plane(Axis(0, most * 1.08, _LEFT, width - _RIGHT), bubble)
     corners = _bound(plane, picture)
@@ -72,7 +72,7 @@ def _title(picture: Pareto) -> str:
 
 
 def pareto_page(picture: Pareto) -> str:
-    """Return the picture as one HTML page that opens from disk, with its numbers below.
+    """Return the picture as an HTML page that opens from disk, with its numbers below.
 
     >>> from drumline.core.costs import Costs
     >>> from drumline.plan.search.pareto import pareto
@@ -84,7 +84,7 @@ def pareto_page(picture: Pareto) -> str:
 
 
 def pareto_table(picture: Pareto, *, width: int = 120) -> str:
-    """Return the front as a table: at each memory the best hand-made schedule that fits beside what was searched.
+    """Return the front as a table: for each memory, the searched program and the best hand-made one that fits.
 
     >>> from drumline.core.costs import Costs
     >>> from drumline.plan.search.pareto import pareto
@@ -105,7 +105,7 @@ def pareto_table(picture: Pareto, *, width: int = 120) -> str:
 
 
 def _shown(picture: Pareto) -> list[Point]:
-    """Return the hand-made schedules to draw: of several in one place only the first."""
+    """Return the hand-made schedules to draw; only the first of several at the same place."""
     seen: dict[tuple[float, float], Point] = {}
     for point in picture.hand_made:
         seen.setdefault((round(point.memory, 9), round(point.bubble, 9)), point)

@@ -1,15 +1,15 @@
-"""A timeline as drawing data: plain lists that JSON can carry, shared by the SVG and the page.
+"""A timeline as drawing data: plain lists for JSON, shared by the SVG and the page.
 
-Boxes are columns, not objects, and columns are `packed`, so that 200,000 of them stay a few megabytes:
+Boxes are stored as columns, and columns are `packed`, so that 200,000 boxes take a few megabytes:
 
     rows[0] = {"start": [0, 1, 4], "ticks": [1, 1, 2], "stage": [0, 0, 0], "op": [0, 0, 1], "microbatch": [0, 1, 0]}
 
 is 0F0, 0F1, 0B0 on rank 0. Times count from the timeline's start, so that several line up; those of boxes are whole
-ticks. An op is its place in `OPS`. Of an overlapped pair the columns hold the first half, and those of `second` the
-other, with the `index` of the box; `local` tells a rank's stages apart, 0 being its first.
+ticks. An op is its index in `OPS`. For an overlapped pair the columns hold the first half, and those of `second` the
+other, with the `index` of the box. `local` distinguishes a rank's stages; 0 is the first.
 
-Why it looks so (`why`: what each action waited for, idle time, memory, queues, the critical path) stands in packed
-columns, too; `index` is a box's place in its row. It takes longer than the picture, and may be asked for later.
+`why` explains the picture (what each action waited for, idle time, memory, queues, the critical path), also in packed
+columns; `index` is a box's position in its row. It takes longer than the picture, and can be requested later.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from drumline.report.draw.palette import IDLE, SHADES
 
 Columns = dict[str, Any]
 
-# What the page says of an idle interval whose words are empty; `needed` is the latest input of the action behind it.
+# The page's text for an idle interval without words; `needed` is the latest input of the action after it.
 _SAID_BY_PAGE = {cause: sentence for cause, sentence in SENTENCES.items() if "{before}" in sentence}
 _CODES = {cause: code for code, cause in enumerate(Cause)}
 
 
 class Words(NamedTuple):
-    """How an op is called in a legend, and what one action of it does."""
+    """The name of an op in a legend, and what one such action does."""
 
     name: str
     sentence: str
@@ -66,10 +66,10 @@ def document(
     names: Sequence[str] | None = None,
     seconds: bool = False,
 ) -> dict[str, Any]:
-    """Return all that a page of timelines shows; `rows` are points of a comparison, as `Row.summary` gives them.
+    """Return everything that a page of timelines shows; `rows` are points of a comparison, from `Row.summary`.
 
-    What is not `explained` here can be asked of `explanations` later. Timelines have the names of their programs unless
-    `names` gives others; where their times are `seconds`, the page writes them with their unit.
+    If not `explained`, `explanations` returns the rest later. Timelines are named after their programs unless `names`
+    is given; if their times are `seconds`, the page adds the unit.
 
     >>> from drumline.core.simulate.simulate import simulate
     >>> from drumline.schedules import generate
@@ -99,7 +99,7 @@ def document(
 
 
 def scene(timeline: Timeline, *, explained: bool = True) -> dict[str, Any]:
-    r"""Return one timeline's drawing data; without its explanations `why` is None.
+    r"""Return one timeline's drawing data; `why` is None without explanations.
 
     >>> from drumline.core.program import Program
     >>> from drumline.core.simulate.simulate import simulate
@@ -132,7 +132,7 @@ def scene(timeline: Timeline, *, explained: bool = True) -> dict[str, Any]:
 
 
 def further(placement: Placement, stage: Ints, microbatch: Ints) -> Ints:
-    """Return which of its rank's stages each (stage, microbatch) belongs to: 0 for the first, or for the first copy.
+    """Return which of its rank's stages each (stage, microbatch) belongs to: 0 for the first stage or copy.
 
     >>> further(Placement.v(num_ranks=2), np.array([0, 3]), np.array([0, 0])).tolist()
     [0, 1]
@@ -160,7 +160,7 @@ def _figures(timeline: Timeline, rank: int, clock: PageTime) -> Columns:
 
 
 def _boxes(timeline: Timeline) -> Iterator[Columns]:
-    """Yield, rank by rank, what its boxes are."""
+    """Yield the boxes of each rank."""
     columns = timeline.columns
     local = further(timeline.program.placement, columns.stage, columns.microbatch)
     parts = {"stage": columns.stage, "op": _CODE_OF[columns.code], "microbatch": columns.microbatch, "local": local}
@@ -195,7 +195,7 @@ def _point(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def explanations(timeline: Timeline) -> dict[str, Any]:
-    r"""Return what explains a timeline's picture.
+    r"""Return the explanations of a timeline's picture.
 
     >>> from drumline.core.program import Program
     >>> from drumline.core.simulate.simulate import simulate
@@ -227,7 +227,7 @@ def _row(timeline: Timeline, rank: int, causes: Sequence[Idle], clock: PageTime)
 
 
 def _words(timeline: Timeline, idle: Idle) -> str:
-    """Return the cause in words, or nothing where the page says the same by itself; most need no text of their own."""
+    """Return the cause in words, or nothing if the page can generate the same; most need no text of their own."""
     template = _SAID_BY_PAGE.get(idle.cause)
     if template is None or idle.before is None:
         return idle.why
@@ -241,7 +241,7 @@ def _words(timeline: Timeline, idle: Idle) -> str:
 
 
 def _memory(timeline: Timeline, rank: int, clock: PageTime) -> dict[str, Any]:
-    """Return what the rank holds from each change on: bytes where they are known, else pairs."""
+    """Return what the rank holds after each change: bytes if known, otherwise pairs."""
     track, holding = timeline.tracks[rank], timeline.memory[rank]
     held = holding.pairs if holding.bytes is None else holding.bytes
     before = 0.0 if holding.bytes is None else holding.static_bytes
@@ -250,7 +250,7 @@ def _memory(timeline: Timeline, rank: int, clock: PageTime) -> dict[str, Any]:
 
 
 def _queues(timeline: Timeline, clock: PageTime) -> list[dict[str, Any]]:
-    """Return the edges on which a message ever waited, with their depths from each change on."""
+    """Return the edges on which a message ever waited, with their depth after each change."""
     found = []
     for (source, target), curve in timeline.queue_depths.items():
         times, depths = zip(*curve, strict=True)

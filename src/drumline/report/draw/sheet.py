@@ -1,13 +1,13 @@
-"""The sheet that every standalone picture is drawn on: its head, axes with their marks, numbers and text as SVG.
+"""The sheet for every standalone picture: its header, axes with their marks, numbers and text as SVG.
 
     title
     what the numbers are
-    6 ┤────────────────────  level: rules across, marks on the left
+    6 ┤────────────────────  level: horizontal rules, marks on the left
     4 ┤────────────────────
-      │    │    │    │       upright: rules from top to bottom, marks below
+      │    │    │    │       upright: vertical rules, marks below
       0    5    10   15
 
-Attributes only, no style sheet, no ids and no script: converters draw it alike, and several fit into one page.
+It uses attributes only, no style sheet, ids or script: converters draw it the same way, and several fit on one page.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-ser
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A stretch of numbers on a stretch of the sheet; where it is `log`, it doubles from mark to mark.
+    """A range of numbers on a range of the sheet; a `log` axis doubles from mark to mark.
 
     >>> Axis(0, 10, 100, 200).at(5), Axis(1, 8, 0, 90, log=True).marks(10)
     (150.0, [1.0, 2.0, 4.0, 8.0])
@@ -51,13 +51,13 @@ class Axis:
     log: bool = False
 
     def at(self, value: float) -> float:
-        """Return where on the sheet a number lies."""
+        """Return the position of a number on the sheet."""
         scale = math.log if self.log else float
         part = (scale(value) - scale(self.low)) / ((scale(self.high) - scale(self.low)) or 1.0)
         return self.start + part * (self.end - self.start)
 
     def marks(self, most: int) -> list[float]:
-        """Return the round numbers to write beside it."""
+        """Return the round numbers to write next to it."""
         if not self.log:
             return [self.low + one for one in ticks(self.high - self.low, most=most)]
         first, last = math.ceil(math.log2(self.low)), math.floor(math.log2(self.high))
@@ -83,7 +83,7 @@ def ticks(extent: float, *, most: int = 10) -> Sequence[float]:
 def sheet(
     lines: Iterable[str], *, width: float, height: float, title: str, about: str, described: str | None = None
 ) -> str:
-    """Return the document: a title, a line about the picture, and what is drawn; `described` is for who cannot see it.
+    """Return the document: a title, a line about the picture, and the drawing; `described` is for screen readers.
 
     >>> sheet(["<g/>"], width=300, height=200, title="1F1B & friends", about="seconds").splitlines()[2]
     '<text x="16" y="26" font-size="15" font-weight="600">1F1B &amp; friends</text>'
@@ -102,7 +102,7 @@ def sheet(
 def upright(
     axis: Axis, top: float, bottom: float, *, most: int, written: Callable[[float], str] = number
 ) -> Iterator[str]:
-    """Yield a rule from top to bottom at every mark of an axis across, and the mark below it."""
+    """Yield a vertical rule at every mark of a horizontal axis, and the mark below it."""
     for mark in axis.marks(most):
         x = px(axis.at(mark))
         yield f'<path d="M{x} {px(top)}V{px(bottom)}" stroke="{RULE}"/>'
@@ -112,7 +112,7 @@ def upright(
 def level(
     axis: Axis, left: float, right: float, *, most: int, written: Callable[[float], str] = number
 ) -> Iterator[str]:
-    """Yield a rule from left to right at every mark of an axis that goes up, and the mark before it."""
+    """Yield a horizontal rule at every mark of a vertical axis, and the mark before it."""
     for mark in axis.marks(most):
         y = axis.at(mark)
         yield f'<path d="M{px(left)} {px(y)}H{px(right)}" stroke="{RULE}"/>'
@@ -120,7 +120,7 @@ def level(
 
 
 def text(x: float, y: float, words: str, *, anchor: str = "", fill: str = "") -> str:
-    """Return words at a place.
+    """Return text at a position.
 
     >>> text(2, 10.5, "a < b", anchor="end")
     '<text x="2" y="10.5" text-anchor="end">a &lt; b</text>'
@@ -132,7 +132,7 @@ def text(x: float, y: float, words: str, *, anchor: str = "", fill: str = "") ->
 def rect(
     x: float, y: float, width: float, height: float, fill: str, *, note: str = "", corner: int = 0, opacity: float = 1
 ) -> str:
-    """Return a rectangle; `note` is what it says when it is pointed at.
+    """Return a rectangle; `note` is its tooltip.
 
     >>> rect(0, 0, 5, 2.5, "#fff", note="F0")
     '<rect x="0" y="0" width="5" height="2.5" fill="#fff"><title>F0</title></rect>'
@@ -172,7 +172,7 @@ def hatched(x: float, y: float, width: float, height: float, lines: str, *, apar
 
 
 def circle(x: float, y: float, radius: float, fill: str, *, note: str = "") -> str:
-    """Return a dot; `note` is what it says when it is pointed at.
+    """Return a dot; `note` is its tooltip.
 
     >>> circle(1, 2, 4.5, "#fff")
     '<circle cx="1" cy="2" r="4.5" fill="#fff"/>'
@@ -203,7 +203,7 @@ def xml_text(words: str) -> str:
 
 
 def picture_page(title: str, picture: str, words: str) -> str:
-    """Return a picture and the text below it as one HTML page that opens from disk.
+    """Return a picture and the text below it as an HTML page that opens from disk.
 
     >>> picture_page("a profile", "<svg/>", "1 < 2").splitlines()[-3]
     '<pre tabindex="0">1 &lt; 2</pre>'

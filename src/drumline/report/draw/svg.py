@@ -14,13 +14,13 @@ from drumline.report.draw.sheet import Axis, hatched, px, rect, sheet, text, upr
 from drumline.report.units import number, percent, size_text
 
 _LEFT, _RIGHT, _TOP = 64, 132, 64
-_DIGIT = 6.3  # width of a digit at the labels' size
-_TINT = 0.12  # of idle time, under its lines
-_TITLES_UP_TO = 4000  # boxes; more would double the file for tooltips nobody can aim at
+_DIGIT = 6.3  # width of a digit at the label size
+_TINT = 0.12  # opacity of idle time under its lines
+_TITLES_UP_TO = 4000  # boxes; more would double the file for tooltips that nobody can hit
 
 
 class _RankRows:
-    """Where ranks and times lie on the sheet."""
+    """Positions of ranks and times on the sheet."""
 
     def __init__(self, timeline: Timeline, width: float) -> None:
         self.width = width
@@ -37,7 +37,7 @@ class _RankRows:
 
 
 def svg(timeline: Timeline, *, width: int = 1000, title: str | None = None) -> str:
-    r"""Return the timeline as an SVG document: a row per rank, a box per timed action, idle share and peak behind.
+    r"""Return the timeline as an SVG document: a row per rank, a box per timed action, then idle share and peak.
 
     >>> from drumline.core.program import Program
     >>> from drumline.core.simulate.simulate import simulate
@@ -100,7 +100,7 @@ def _row(timeline: Timeline, rank: int, layout: _RankRows) -> Iterator[str]:
 
 
 def _idle(idle: Sequence[Idle], y: float, layout: _RankRows, *, titled: bool) -> Iterator[str]:
-    """Yield a rank's idle time: hatched by cause, one path each, and unseen boxes that say why."""
+    """Yield a rank's idle time: hatched by cause, one path each, and invisible boxes with the reason as tooltip."""
     paths: dict[Cause, str] = {}
     for one in idle:
         left, width = layout.x(one.start), layout.x(one.end) - layout.x(one.start)
@@ -133,7 +133,7 @@ def _box(action: Action, left: float, right: float, y: float, layout: _RankRows,
 
 
 def _legend(timeline: Timeline, layout: _RankRows) -> tuple[list[str], int]:
-    """Return the legend's lines, and how many rows it takes."""
+    """Return the lines of the legend, and how many rows it takes."""
     lines, x, row = [], float(_LEFT), 0
     for swatch, name, hatch in _entries(timeline):
         length = 24 + 6.2 * len(name)
@@ -150,7 +150,7 @@ def _legend(timeline: Timeline, layout: _RankRows) -> tuple[list[str], int]:
 
 
 def _entries(timeline: Timeline) -> Iterator[tuple[list[tuple[float, float, float, float, str]], str, Hatch | None]]:
-    """Yield what the legend explains: rectangles as (left, top, width, height, colour), their name, and a hatch."""
+    """Yield the legend's entries: rectangles as (left, top, width, height, colour), their name, and a hatch."""
     actions = [action for track in timeline.tracks for action in track.actions]
     ops = {part.op for action in actions for part in action.work}
     ops |= {span.action.op for span in timeline.exchanges if span.end > span.start}

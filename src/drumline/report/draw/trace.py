@@ -1,13 +1,13 @@
 """A timeline as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing: Chrome's JSON event format, gzipped.
 
     process     one per rank
-    threads     compute; exchange of gradients; messages to each other rank; idle time by cause; of a measured step also
-                what came before it: waiting for data, the optimizer
-    flows       from the action that made a message to the one that took it up
+    threads     compute; gradient exchange; messages to each other rank; idle time by cause; for a measured step also
+                the time before it: waiting for data, the optimizer
+    flows       from the action that made a message to the action that used it
     counters    pairs and bytes held by the rank; messages waiting on each edge into it
 
-Perfetto drops slices that overlap on one thread without nesting, so times are whole nanoseconds, and messages or
-exchanges that are under way at once get threads of their own.
+Perfetto drops slices that overlap on one thread without nesting. So times are whole nanoseconds, and messages or
+exchanges that run at the same time get separate threads.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from drumline.core.timeline.timeline import Timeline
 Event = dict[str, Any]
 
 _COMPUTE, _IDLE = 1, 2
-_NANOSECONDS = 1e9  # of a second
+_NANOSECONDS = 1e9  # per second
 
 
 def trace(timeline: Timeline) -> bytes:
-    """Return the gzipped trace; a unit of the timeline is a second.
+    """Return the gzipped trace; one unit of the timeline becomes a second.
 
     >>> from drumline.core.program import Program
     >>> from drumline.core.simulate.simulate import simulate
@@ -43,7 +43,7 @@ def trace(timeline: Timeline) -> bytes:
 
 
 def traces(timelines: Mapping[str, Timeline]) -> bytes:
-    """Return one gzipped trace of several timelines, by their names: the ranks of each follow those of the one before.
+    """Return one gzipped trace of several named timelines, with the ranks of each after those of the previous one.
 
     >>> from drumline.core.program import Program
     >>> from drumline.core.simulate.simulate import simulate
@@ -71,7 +71,7 @@ def traces(timelines: Mapping[str, Timeline]) -> bytes:
 
 def _zipped(listed: list[Event], other: Event) -> bytes:
     document = {"traceEvents": listed, "displayTimeUnit": "ns", "otherData": other}
-    # No time stamp in the header: equal timelines give equal files.
+    # No time stamp in the header, so that equal timelines give equal files.
     return gzip.compress(json.dumps(document, separators=(",", ":")).encode(), mtime=0)
 
 
@@ -98,7 +98,7 @@ def _events(timeline: Timeline) -> Iterator[Event]:
 
 
 class _TraceTime(NamedTuple):
-    """Turns times into whole nanoseconds, written as microseconds as the format wants."""
+    """Converts times to whole nanoseconds, written as microseconds as the format requires."""
 
     start: float
 
@@ -118,7 +118,7 @@ class _TraceTime(NamedTuple):
 
 
 class _Threads:
-    """Threads of each rank, by name; those of one name fill up from the first: what runs at once never shares one."""
+    """Threads of each rank, by name; what runs at the same time never shares one, and the first free one is used."""
 
     def __init__(self, clock: _TraceTime) -> None:
         self.clock = clock
@@ -126,7 +126,7 @@ class _Threads:
         self.numbers: dict[int, dict[str, int]] = defaultdict(lambda: {"compute": _COMPUTE, "idle, by cause": _IDLE})
 
     def of(self, spans: Sequence[tuple[int, str, float, float]]) -> list[int]:
-        """Return the threads of spans, given as (rank, name, start, end), placed in order of their start."""
+        """Return the threads of spans, given as (rank, name, start, end), assigned in order of start."""
         threads = [0] * len(spans)
         for index in sorted(range(len(spans)), key=lambda at: spans[at][2]):
             rank, name, start, end = spans[index]
@@ -134,7 +134,7 @@ class _Threads:
         return threads
 
     def first_free(self, rank: int, name: str, start: int, end: int) -> int:
-        """Return the number of the first thread called `name` that is free, busy from now on."""
+        """Return the number of the first free thread called `name`, and mark it busy."""
         busy = self.busy_until[rank, name]
         free = next((at for at, until in enumerate(busy) if until <= start), len(busy))
         busy[free : free + 1] = [end]
@@ -176,7 +176,7 @@ def _producer_start(timeline: Timeline, send: Action) -> float | None:
 
 
 def _next_start(timeline: Timeline, rank: int, time: float) -> float | None:
-    """Return when the rank's next action starts: an arrow has to end inside a slice, and messages come before it."""
+    """Return when the rank's next action starts: an arrow must end inside a slice, and messages come before it."""
     starts = timeline.tracks[rank].starts
     at = bisect_left(starts, time)
     return starts[at] if at < len(starts) else None

@@ -1,1 +1,1 @@
-"""Somebody else's run: from the files of PyTorch's profiler to a timeline with causes."""
+"""Analyse other people's runs: from PyTorch profiler files to a timeline with causes."""

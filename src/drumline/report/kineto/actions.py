@@ -1,21 +1,21 @@
-"""Which action a stretch of the host's time was.
+"""Find which action each interval of the host's time was.
 
     written by                                     label                            says
     schedules of several stages, from torch 2.9    PP:2F0, PP:(0F5;1B2)OVERLAP_F_B  stage, op and microbatch
     ScheduleGPipe                                  Forward 3, Backward 3            op, microbatch of the rank's stage
     Schedule1F1B                                   none                             see below
 
-A step may run its schedule several times (gradient accumulation): microbatches number on then.
+A step may run its schedule several times (gradient accumulation); then microbatch numbers continue.
 
-Schedule1F1B has one stage on every rank. Where Python's frames were recorded (with_stack), they name each forward and
-backward of a microbatch. Where not, autograd's own links are there in every trace: from each forward op to its step in
-a backward.
+Schedule1F1B has one stage on every rank. If Python's frames were recorded (with_stack), they name each forward and
+backward of a microbatch. If not, every trace still contains autograd's own links, from each forward op to its step in a
+backward.
 
-    ops of rank 0    f f f  s  f f f  s r  b b b  f f f  s r  b b b ...    f: forward op that has a backward, b: it
+    ops of rank 0    f f f  s  f f f  s r  b b b  f f f  s r  b b b ...    f: forward op with a backward, b: that
                      └ F0 ┘    └ F1 ┘      └ B0 ┘ └ F2 ┘      └ B1 ┘       s, r: a message is sent, received
 
-A run of one kind, unbroken by a message, is one microbatch's. Whether that is so is not taken on trust: every link
-must lead from the n-th forward to the n-th backward, or the trace is refused.
+A run of one kind, without a message in between, belongs to one microbatch. This is verified: every link must lead from
+the n-th forward to the n-th backward; otherwise the trace is rejected.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from drumline.core.simulate.graph import Ints
 from drumline.report.kineto.calls import MessageEnd
 from drumline.report.kineto.recording import Mark, RankTrace
 
-Stretches = list[tuple[int, int]]  # from when to when
+Stretches = list[tuple[int, int]]  # (start, end)
 
 _NUMBERED = re.compile(r"(Forward|Backward) (\d{1,9})")
 _OPS = {"Forward": Op.FORWARD, "Backward": Op.BACKWARD}
@@ -45,7 +45,7 @@ _FIX = (
 
 
 class Labelled(NamedTuple):
-    """An action, and from when to when the host was in it."""
+    """An action, and the interval in which the host was in it."""
 
     action: Action
     start: int
@@ -53,7 +53,7 @@ class Labelled(NamedTuple):
 
 
 def spelled(marks: Iterable[Mark]) -> list[Labelled]:
-    """Return the actions that labels spell out in full; other text behind PP: is no action.
+    """Return the actions in full labels; other text after PP: is not an action.
 
     >>> spelled([Mark("PP:2F0", 0, 5), Mark("PP:warmup", 5, 6)])
     [Labelled(action=2F0, start=0, end=5)]
@@ -69,7 +69,7 @@ def spelled(marks: Iterable[Mark]) -> list[Labelled]:
 
 
 def numbered(marks: Iterable[Mark], stage: int) -> list[Labelled]:
-    """Return the actions of labels that give only op and microbatch; the rank's one stage is `stage`.
+    """Return the actions of labels with only op and microbatch; `stage` is the rank's one stage.
 
     >>> numbered([Mark("Backward 3", 0, 5)], stage=1)
     [Labelled(action=1B3, start=0, end=5)]
@@ -81,7 +81,7 @@ def numbered(marks: Iterable[Mark], stage: int) -> list[Labelled]:
 
 
 def numbered_on(labelled: Sequence[Labelled]) -> list[Labelled]:
-    """Return the same with microbatches that number on where a step runs its schedule more than once.
+    """Return the same with continued microbatch numbers if a step runs its schedule more than once.
 
     >>> twice = [Labelled(Action.parse(text), at, at + 1) for at, text in enumerate(["0F0", "0B0", "0F0", "0B0"])]
     >>> [one.action for one in numbered_on(twice)]
@@ -104,16 +104,16 @@ def _later(action: Action, by: int) -> Action:
 
 
 def unlabelled(recording: RankTrace, stage: int, start: int, end: int) -> list[Labelled]:
-    """Return the forwards and backwards that a rank with the one stage `stage` ran from `start` to `end`."""
+    """Return the forwards and backwards that a rank with only the stage `stage` ran from `start` to `end`."""
     forwards, backwards = _found(recording, start, end)
     if backwards and len(forwards) != len(backwards):
-        error = f"{recording.path}: {len(forwards)} forwards and {len(backwards)} backwards, and no labels"
+        error = f"{recording.path} has {len(forwards)} forwards and {len(backwards)} backwards, but no labels"
         raise TraceError(error, expected=_EXPECTED, fix=_FIX)
     return _in_order(recording, stage, forwards, backwards)
 
 
 def until_the_end(recording: RankTrace, stage: int) -> list[Labelled]:
-    """Return the same of a whole trace, which may end within a step; of stage 0, forwards still under way, too."""
+    """Return the same for a whole trace, which may end within a step; for stage 0, also unfinished forwards."""
     start, end = recording.bounds
     forwards, backwards = _found(recording, start, end + 1)
     if stage == 0 and not recording.frames:
@@ -122,10 +122,10 @@ def until_the_end(recording: RankTrace, stage: int) -> list[Labelled]:
 
 
 def _under_way(recording: RankTrace) -> Stretches:
-    """Return the forwards behind the last one with a link: each a run of ops that a send follows.
+    """Return the forwards after the last one with a link: each is a run of ops followed by a send.
 
-    Their backwards were to come when the trace ended, so that autograd has no link for them. The first stage sends
-    nothing but what its forwards made; on others a send may follow a backward.
+    The trace ended before their backwards, so autograd has no link for them. The first stage sends only what its
+    forwards made; on others a send may follow a backward.
     """
     links = recording.links
     linked = links.forward[np.isin(links.forward[:, 0], links.pairs[:, 0])]
@@ -133,12 +133,12 @@ def _under_way(recording: RankTrace) -> Stretches:
     ops = links.forward[(links.forward[:, 0] > after) & ~_covered(links.forward[:, 0], links.backward)]
     runs = _runs(ops, links.backward, [call for call in recording.calls if call.start > after])
     sends = [at for at, (_, _, kind) in enumerate(runs) if kind == "s"]
-    # Behind the last forward with a link, whose own last ops may have none, comes the first send.
+    # The first send follows the last forward with a link, whose own last ops may have none.
     return [runs[at - 1][:2] for at in sends[1:] if runs[at - 1][2] == "F"]
 
 
 def _in_order(recording: RankTrace, stage: int, forwards: Stretches, backwards: Stretches) -> list[Labelled]:
-    """Return forwards and backwards as actions in order; refuse a trace whose links contradict that."""
+    """Return forwards and backwards as actions in order; reject a trace whose links contradict this."""
     _check_links(recording, forwards, backwards)
     found = [
         Labelled(Action(stage, op, number), *stretch)
@@ -149,13 +149,13 @@ def _in_order(recording: RankTrace, stage: int, forwards: Stretches, backwards: 
 
 
 def _found(recording: RankTrace, start: int, end: int) -> tuple[Stretches, Stretches]:
-    """Return from when to when forwards and backwards ran; refuse a trace that begins with a backward."""
+    """Return the intervals of forwards and backwards; reject a trace that begins with a backward."""
     forwards, backwards = _sought(recording, start, end)
     if backwards and (not forwards or backwards[0] < forwards[0]):
         raise TraceError(
-            f"{recording.path}: it begins within a step: its first backward comes before any forward",
+            f"{recording.path} begins in the middle of a step: its first backward comes before any forward",
             expected="a trace that begins between two steps",
-            fix="start the profiler before schedule.step(), or call its step() behind every step",
+            fix="start the profiler before schedule.step(), or call its step() after every step",
         )
     return forwards, backwards
 
@@ -164,7 +164,7 @@ def _sought(recording: RankTrace, start: int, end: int) -> tuple[Stretches, Stre
     frames = [mark for mark in recording.frames if start <= mark.start < end]
     if frames:
         if any("backward_weight" in mark.name for mark in frames):
-            raise TraceError(f"{recording.path}: split backwards without labels", expected=_EXPECTED, fix=_FIX)
+            raise TraceError(f"{recording.path} has split backwards without labels", expected=_EXPECTED, fix=_FIX)
         forwards = [(one.start, one.end) for one in frames if ": forward" in one.name]
         return forwards, [(one.start, one.end) for one in frames if ": backward" in one.name]
     links = recording.links
@@ -177,7 +177,7 @@ def _sought(recording: RankTrace, start: int, end: int) -> tuple[Stretches, Stre
 
 
 def _runs(forward: Ints, backward: Ints, calls: Iterable[MessageEnd]) -> list[tuple[int, int, str]]:
-    """Return the runs of forward ops (F) and of backward steps (B) that nothing breaks, and messages (s, r)."""
+    """Return the unbroken runs of forward ops (F) and of backward steps (B), and messages (s, r)."""
     tokens = [(*one, "F") for one in forward.tolist()] + [(*one, "B") for one in backward.tolist()]
     runs: list[tuple[int, int, str]] = []
     for low, high, kind in sorted(tokens + [(call.start, call.start, "s" if call.sends else "r") for call in calls]):
@@ -189,7 +189,7 @@ def _runs(forward: Ints, backward: Ints, calls: Iterable[MessageEnd]) -> list[tu
 
 
 def _covered(moments: Ints, stretches: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Return which moments lie within one of these stretches: forwards that run again inside a backward."""
+    """Return which moments lie in one of these intervals: forwards that run again inside a backward."""
     if not len(stretches):
         return np.zeros(len(moments), dtype=bool)
     latest = np.maximum.accumulate(stretches[:, 1])
@@ -199,17 +199,17 @@ def _covered(moments: Ints, stretches: Ints) -> np.ndarray[tuple[int], np.dtype[
 
 
 def _check_links(recording: RankTrace, forwards: Stretches, backwards: Stretches) -> None:
-    """Refuse a trace whose n-th backward is not that of its n-th forward."""
+    """Reject a trace whose n-th backward does not belong to its n-th forward."""
     made, used = recording.links.pairs.T
     ahead, behind = _places(forwards, made), _places(backwards, used)
     crossed = np.flatnonzero((ahead >= 0) & (behind >= 0) & (ahead != behind))
     if len(crossed):
         error = f"{recording.path}: backward {behind[crossed[0]]} belongs to forward {ahead[crossed[0]]}"
-        raise TraceError(f"{error}, and there are no labels", expected=_EXPECTED, fix=_FIX)
+        raise TraceError(f"{error}, but there are no labels", expected=_EXPECTED, fix=_FIX)
 
 
 def _places(stretches: Stretches, moments: Ints) -> Ints:
-    """Return in which stretch each moment lies, -1 for none."""
+    """Return the interval of each moment, or -1."""
     if not stretches:
         return np.full(len(moments), -1)
     bounds = np.array(stretches, dtype=np.int64)

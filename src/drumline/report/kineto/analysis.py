@@ -1,4 +1,4 @@
-"""What a recorded run comes to: figures of one step, the ideal for its own action times, and what to do about it."""
+"""The analysis of a recorded run: figures of one step, the ideal for its own action times, and what to change."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _WAITED = re.compile(r"(kernels of )?\d+(WAIT_SEND_[FB])\d+")
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """The median seconds that one microbatch takes of a stage, by op; None for what never ran alone."""
+    """The median seconds per microbatch in a stage, by op; None for ops that never ran alone."""
 
     stage: int
     forward: float | None
@@ -50,7 +50,7 @@ class StageSeconds:
 
 
 def medians(timeline: Timeline) -> dict[tuple[int, Op], float]:
-    r"""Return the median seconds of each stage and op; a pair that ran as one counts half for each of its parts.
+    r"""Return the median seconds of each stage and op; each half of an overlapped pair counts half of the pair.
 
     >>> from drumline.core.program import Program
     >>> from drumline.core.simulate.simulate import simulate
@@ -66,7 +66,7 @@ def medians(timeline: Timeline) -> dict[tuple[int, Op], float]:
 
 @dataclass(frozen=True, repr=False)
 class Analysis:
-    """One recorded step, and what else its traces say."""
+    """One recorded step, and what else its traces show."""
 
     traces: Traces
     timeline: Traced
@@ -76,36 +76,36 @@ class Analysis:
 
     @cached_property
     def violations(self) -> tuple[Violation, ...]:
-        """What the rules of a pipeline say against the rows that the traces show; empty where they agree."""
+        """The pipeline rules that the rows in the traces break; empty if there are none."""
         return tuple(validate(self.timeline.ran))
 
     @cached_property
     def ideal(self) -> Simulation | None:
-        """The same order and action times without transfer and overhead; None where the rows cannot run."""
+        """The same order and action times without transfer and overhead; None if the rows cannot run."""
         return None if validate(self.timeline.program) else replay(self.timeline, transfers=False)
 
     @cached_property
     def stages(self) -> tuple[StageSeconds, ...]:
-        """What a microbatch takes of each stage."""
+        """The seconds of a microbatch in each stage."""
         ops, seconds = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT), medians(self.timeline)
         count = self.timeline.program.num_stages
         return tuple(StageSeconds(stage, *(seconds.get((stage, op)) for op in ops)) for stage in range(count))
 
     @property
     def costs(self) -> Costs:
-        """The stages' seconds as costs; a backward that never ran in two counts as its first half."""
+        """The stages' seconds as costs; a backward that was never split counts as its first half."""
         found = stage_costs(medians(self.timeline), len(self.stages))
         whole = [one.total - (one.forward or 0.0) if one.backward is None else one.backward for one in self.stages]
         return Costs(**found, backward=whole)
 
     @property
     def slowest(self) -> StageSeconds:
-        """The stage that takes longest."""
+        """The slowest stage."""
         return max(self.stages, key=lambda one: one.total)
 
     @cached_property
     def overhead(self) -> dict[str, list[float]]:
-        """The seconds of every rank's overhead, by what kept it; the largest first."""
+        """The seconds of every rank's overhead, by its source; the largest first."""
         found: dict[str, list[float]] = {}
         for idle in self.timeline.causes:
             if idle.cause is Cause.OVERHEAD:
@@ -115,9 +115,9 @@ class Analysis:
 
     @cached_property
     def advice(self) -> Advice:
-        """What would save most."""
+        """The changes that would save the most."""
         if self.ideal is None:
-            wrong = "The rows in the traces cannot run as they are: check that the traces are of one run, and complete."
+            wrong = "The rows in the traces cannot run: check that the traces are complete and from one run."
             return Advice((), nothing=wrong)
         return advise(Evidence(self.timeline, self.ideal, self.costs, self.timeline.step, kinds=self.overhead))
 
@@ -169,13 +169,13 @@ class Analysis:
 def analyze(
     paths: Sequence[str | Path], *, step: int | None = None, progress: Callable[[str], None] | None = None
 ) -> Analysis:
-    """Return what traces of PyTorch's profiler, one per rank or a folder of them, say about one step of their pipeline.
+    """Analyse one step of a pipeline from PyTorch profiler traces, one per rank or a folder of them.
 
-    Without `step` it is the one with the median makespan.
+    The default `step` is the one with the median makespan.
 
     >>> analyze(["no-such-folder/rank0.json"])
     Traceback (most recent call last):
-    drumline.core.errors.TraceError: no-such-folder/rank0.json cannot be read: No such file or directory; ...
+    drumline.core.errors.TraceError: cannot read no-such-folder/rank0.json: No such file or directory; ...
     """
     traces = load(paths, progress=progress)
     return Analysis(traces, traces.step(step))
@@ -188,7 +188,7 @@ def _spans(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def _kind(idle: Idle) -> str:
-    """Return what kept a rank, the same word for all microbatches."""
+    """Return what kept a rank busy, with the same words for all microbatches."""
     if idle.waits_for is not None:
         return "made and not yet sent"
     name = idle.kind

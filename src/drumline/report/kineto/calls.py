@@ -1,9 +1,9 @@
-"""Sends and receives of a rank, put together from what a trace says of them in several places.
+"""Sends and receives of a rank, assembled from several kinds of trace events.
 
 c10d::recv_            ├──────────┤                     the host posts it
-record_param_comms        ├────┤                        how many elements of which type
+record_param_comms        ├────┤                        the number of elements and their type
 gloo:recv                     ├───────────────────┤     ends when the host has waited for it: done
-nccl:coalesced                    ├──┤                  the kernel is launched here, for every call since the last
+nccl:coalesced                    ├──┤                  launches the kernel, for every call since the last
 ncclDevKernel_SendRecv               ·     ├──────┤     the device moves it: begun and done
 """
 
@@ -27,7 +27,7 @@ _SIZES = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names
 
 
 class Posted(NamedTuple):
-    """One place that speaks of a send or a receive; `source` says which: c10d, metadata, or a backend."""
+    """One event about a send or a receive; `source` says which kind: c10d, metadata, or a backend."""
 
     sends: bool
     start: int
@@ -37,9 +37,9 @@ class Posted(NamedTuple):
 
 
 class MessageEnd(NamedTuple):
-    """A send or a receive: posted by the host from `start` to `end`, moving from `begun`, and `done` where it is known.
+    """A send or a receive: posted by the host from `start` to `end`, moving from `begun`, and `done` if known.
 
-    `on_device` tells whether the latter two are the device's.
+    `on_device` says whether the last two are times of the device.
     """
 
     sends: bool
@@ -75,7 +75,7 @@ def _call(op: Posted, ordered: Sequence[Posted], starts: Sequence[int]) -> Messa
 
 
 def _on_device(calls: list[MessageEnd], moved: Sequence[tuple[int, int, int]]) -> list[MessageEnd]:
-    """Return the calls with the times of their kernels: one moves all that was posted since the kernel before it."""
+    """Add the times of their kernels to the calls: a kernel moves everything posted since the previous one."""
     upcoming, batch = 0, range(0)
     for launch, start, end in sorted(moved):
         first = upcoming
@@ -90,7 +90,7 @@ def _on_device(calls: list[MessageEnd], moved: Sequence[tuple[int, int, int]]) -
 
 
 def elements_bytes(event: dict[str, Any]) -> float | None:
-    """Return the size that a record_param_comms event tells, or None.
+    """Return the size in a record_param_comms event, or None.
 
     >>> elements_bytes({"args": {"In msg nelems": 1024, "dtype": "BFloat16"}})
     2048.0
@@ -101,7 +101,7 @@ def elements_bytes(event: dict[str, Any]) -> float | None:
 
 
 def shape_bytes(event: dict[str, Any]) -> float | None:
-    """Return the size that an event's recorded shapes tell, or None where none were recorded.
+    """Return the size according to an event's recorded shapes, or None if none were recorded.
 
     >>> shape_bytes({"args": {"Input Dims": [[32, 128]], "Input type": ["c10::BFloat16"]}})
     8192.0
@@ -119,7 +119,7 @@ def shape_bytes(event: dict[str, Any]) -> float | None:
 
 
 def args_of(event: dict[str, Any]) -> dict[str, Any]:
-    """Return what an event says beside its name and times.
+    """Return the arguments of an event, besides its name and times.
 
     >>> args_of({"name": "recv"})
     {}
@@ -129,5 +129,5 @@ def args_of(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_size(number: object) -> TypeGuard[int]:
-    """Whether it is a count of elements or bytes that there can be."""
+    """Whether it is a plausible count of elements or bytes."""
     return type(number) is int and 0 <= number < 2**62

@@ -1,12 +1,12 @@
-"""Clocks of several hosts put on one, by the messages between them: nothing is received before it is sent.
+"""Align the clocks of several hosts by the messages between them: nothing arrives before it is sent.
 
-    host A   sent ●                       B's clock is ahead: its times must be moved back by at least what makes
-                   ╲                      the earliest arrival follow its send, and messages the other way allow
-    host B      ●   ╲                     no more than so much. What remains open between the two is the error.
+    host A   sent ●                       B's clock is ahead: its times must move back at least until the earliest
+                   ╲                      arrival follows its send, and messages in the other direction limit how
+    host B      ●   ╲                     far. The room that remains between the two limits is the error.
              arrived ▼ really here
 
-Every message from A to B says: shift(B) - shift(A) >= sent - arrived. All of these together are shortest paths; the
-lowest and the highest solution are both right, and so is the middle between them.
+Every message from A to B says: shift(B) - shift(A) >= sent - arrived. Together these form a shortest-path problem; the
+lowest and the highest solution are both valid, and so is the middle between them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from drumline.core.simulate.graph import Floats
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """What to add to each clock's times, and how far off that may be: infinite where it cannot be known.
+    """What to add to each clock's times, and the possible error: infinite if it cannot be known.
 
-    `contradiction` is by how much messages arrive before they are sent whatever is added: clocks that drift.
+    `contradiction` is by how much messages arrive before they are sent, whatever is added: the clocks drift.
     """
 
     shifts: tuple[int, ...]
@@ -34,9 +34,9 @@ class Alignment:
 
 
 def align(num_clocks: int, messages: Iterable[tuple[int, int, int, int]]) -> Alignment:
-    """Return the shifts that let no message, given as (from clock, to clock, sent, arrived), arrive before it is sent.
+    """Return shifts so that no message, given as (from clock, to clock, sent, arrived), arrives before it is sent.
 
-    Clocks that contradict no message stay as they are. Times are whole numbers of any one unit.
+    Clocks that contradict no message stay unchanged. Times are whole numbers in any one unit.
 
     >>> align(2, [(0, 1, 100, 150), (1, 0, 160, 300)])
     Alignment(shifts=(0, 0), errors=(0.0, 140.0), contradiction=0)
@@ -63,7 +63,7 @@ def align(num_clocks: int, messages: Iterable[tuple[int, int, int, int]]) -> Ali
 
 
 def _solved(closed: Floats) -> tuple[Floats, Floats]:
-    """Return the shifts of clocks that messages connect, the first one's being 0, and how far off each may be."""
+    """Return the shifts of connected clocks, with 0 for the first one, and the possible error of each."""
     highest, lowest = closed[:, 0], -closed[0]
     above, below = np.isfinite(highest).all(), np.isfinite(lowest).all()
     errors = (highest - lowest) / 2
@@ -71,13 +71,13 @@ def _solved(closed: Floats) -> tuple[Floats, Floats]:
         return (highest + lowest) / 2, errors
     if above or below:
         return highest if above else lowest, errors
-    # Some are bounded on one side and some on the other: any solution, for there is no middle.
+    # Some are bounded on one side and some on the other: use any solution, since there is no middle.
     solution = np.minimum(closed.min(axis=1), 0.0)
     return solution - solution[0], errors
 
 
 def _connected(closed: Floats) -> list[list[int]]:
-    """Return the clocks in groups that messages connect, in whichever direction."""
+    """Return the clocks in groups connected by messages, in either direction."""
     near = np.isfinite(closed) | np.isfinite(closed.T)
     groups: list[list[int]] = []
     for clock in range(len(near)):

@@ -1,9 +1,9 @@
-"""A profiler's trace as a stream of events: JSON, gzipped or not, read piece by piece.
+"""Read a profiler's trace as a stream of events: JSON, gzipped or not, piece by piece.
 
     {"schemaVersion": 1, "distributedInfo": {...}, "traceEvents": [{...}, {...}, ...], "traceName": "..."}
-     └─ what is no event is kept ───────────────┘                 └─ yielded one by one
+     └─ everything else is kept ────────────────┘                 └─ yielded one by one
 
-A trace of several hundred megabytes is never in memory as a whole: only the piece at hand, and what its reader keeps.
+A trace of several hundred megabytes is never in memory as a whole: only the current piece, and what its reader keeps.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Event = dict[str, Any]
 
 _AGAIN = "record or copy the trace again"
 _PIECE = 1 << 20
-_LARGEST_VALUE = 64 << 20  # characters of one event; what is larger is no event
+_LARGEST_VALUE = 64 << 20  # characters of one event; anything larger is not an event
 _EXPECTED = "a trace as torch.profiler's export_chrome_trace writes it, .json or .json.gz"
 _KIND = Kind("trace", TraceError, _EXPECTED, 2**14 * MIB)
-# Traces shrink to a tenth or a thirtieth; what grows to more than this is made to fill memory and time.
+# Traces compress to between a tenth and a thirtieth; one that expands beyond this is built to exhaust memory and time.
 _MOST_GROWTH, _GROWTH_FROM = 200, 64 * MIB
-_MOST_NAMES = 1000  # beside the events
-_LARGEST_KEPT = MIB  # characters of a value beside the events
+_MOST_NAMES = 1000  # besides the events
+_LARGEST_KEPT = MIB  # characters of a value besides the events
 _SPACE = re.compile(r"\s*")
 _WORDS = ("true", "false", "null", "NaN", "Infinity", "-Infinity")
 _LONGEST_ESCAPE = len(r"\ud83d\ude00")
@@ -40,7 +40,7 @@ _DECODER = json.JSONDecoder()
 
 
 def events(path: Path, header: Event) -> Generator[Event, None, None]:
-    """Yield the events of a trace; what else the file says is put into `header`.
+    """Yield the events of a trace; everything else in the file goes into `header`.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -61,19 +61,19 @@ def events(path: Path, header: Event) -> Generator[Event, None, None]:
 def _opened(path: Path) -> Iterator[_Text]:
     with opened(path, _KIND) as file, ExitStack() as stack:
         if os.fstat(file.fileno()).st_size > _KIND.max_bytes:
-            raise _KIND.refuse(f"{path}: larger than {_KIND.max_bytes // MIB} MiB")
+            raise _KIND.refuse(f"{path} is larger than {_KIND.max_bytes // MIB} MiB")
         zipped = cast(io.BufferedReader, file).peek(2)[:2] == b"\x1f\x8b"
         plain: Any = stack.enter_context(gzip.GzipFile(fileobj=file)) if zipped else file
 
         def most() -> int:
             return min(_GROWTH_FROM + _MOST_GROWTH * file.tell(), _KIND.max_bytes) if zipped else _KIND.max_bytes
 
-        # Names of kernels are whatever somebody called them: a byte that is no text must not end the reading.
+        # Kernels can have any name: a byte that is not text must not end the reading.
         yield _Text(path, stack.enter_context(io.TextIOWrapper(plain, encoding="utf-8-sig", errors="replace")), most)
 
 
 class _Text:
-    """The text of a file, through a window that moves on."""
+    """The text of a file, through a moving window."""
 
     def __init__(self, path: Path, file: io.TextIOWrapper, most: Callable[[], int]) -> None:
         self.path = path
@@ -84,20 +84,20 @@ class _Text:
         self.at = 0
 
     def more(self) -> bool:
-        """Let go of what was read, and take in at least as much again as is left; False at the end."""
+        """Drop what was read, and load at least as much as is left; False at the end."""
         left = self.text[self.at :]
         if len(left) > _LARGEST_VALUE:
-            raise self.refused(f"one value is larger than {_LARGEST_VALUE >> 20} MiB")
+            raise self.refused(f"a value is larger than {_LARGEST_VALUE >> 20} MiB")
         piece = self.file.read(max(_PIECE, len(left)))
         self.num_read += len(piece)
         if self.num_read > self.most():
-            grown = f"it grows to more than {self.num_read // MIB - 1} MiB"
-            raise self.refused(f"{grown}, more than {_MOST_GROWTH} times its size")
+            grown = f"it expands to more than {self.num_read // MIB - 1} MiB"
+            raise self.refused(f"{grown}, over {_MOST_GROWTH} times its size")
         self.text, self.at = left + piece, 0
         return bool(piece)
 
     def peek(self) -> str:
-        """Return the next character that is no space, or nothing at the end."""
+        """Return the next character that is not a space, or nothing at the end."""
         while True:
             self.at = cast(re.Match[str], _SPACE.match(self.text, self.at)).end()
             if self.at < len(self.text):
@@ -106,23 +106,23 @@ class _Text:
                 return ""
 
     def take(self, character: str) -> bool:
-        """Go past the next character if it is this one."""
+        """Skip the next character if it is this one."""
         if self.peek() != character:
             return False
         self.at += 1
         return True
 
     def take_comma(self, otherwise: str) -> None:
-        """Go past a comma; refuse a text without, unless what it stands in is closed here."""
+        """Skip a comma; raise an error if it is missing, unless the enclosing value ends here."""
         if not self.take(",") and self.peek() != otherwise:
             raise self.not_json("a comma is missing") if self.peek() else self.cut_off()
 
     def refused(self, fault: str, *, fix: str = "") -> DrumlineError:
-        """Return the refusal of the file."""
+        """Return the error for the file."""
         return _KIND.refuse(f"{self.path}: {fault}", fix=fix)
 
     def not_json(self, fault: str, near: str | None = None) -> DrumlineError:
-        """Return the refusal of what comes next."""
+        """Return the error for the text that comes next."""
         return self.refused(f"not JSON: {fault}, at {self.text[self.at : self.at + 20] if near is None else near!r}")
 
     def cut_off(self) -> DrumlineError:
@@ -139,16 +139,16 @@ class _Text:
                 fault, at = error.msg, error.pos
             except RecursionError:
                 raise self.refused("the JSON is nested too deeply") from None
-            except ValueError:  # Python refuses to read numbers of more than 4300 digits
-                raise self.refused("a number of thousands of digits stands in it") from None
+            except ValueError:  # Python refuses to parse numbers with more than 4300 digits
+                raise self.refused("it contains a number with thousands of digits") from None
             else:
                 length = end - self.at
-                # A number at the very end of the window may go on behind it: 1, 1.5, 1e-5.
+                # A number at the very end of the window may continue after it: 1, 1.5, 1e-5.
                 if len(self.text) - end > _LONGEST_ESCAPE or not self.more():
                     self.at += length
                     return found
                 continue
-            # What merely goes on behind the window fails at its very end, or within a string or a word.
+            # A value that merely continues after the window fails at its very end, or inside a string or a word.
             rest, open_string = self.text[at : at + 20], "Unterminated" in fault or "escape" in fault
             cut = open_string or any(word.startswith(rest.strip()) for word in _WORDS)
             near_the_end = len(self.text) - at <= _LONGEST_ESCAPE
@@ -177,15 +177,15 @@ def _events(text: _Text, header: Event) -> Iterator[Event]:
                 header[key] = value
             names += 1
             if names > _MOST_NAMES:
-                raise text.refused(f"more than {_MOST_NAMES} names beside its events")
+                raise text.refused(f"it has more than {_MOST_NAMES} names besides its events")
         text.take_comma("}")
     if not found:
         there = ", ".join(key[:40] for key in list(header)[:10])
-        raise text.refused(f"no traceEvents in it, only {there or 'nothing'}")
+        raise text.refused(f"it has no traceEvents, only {there or 'nothing'}")
 
 
 def _listed(text: _Text) -> Iterator[Event]:
-    """Yield the objects of an array whose bracket has been taken."""
+    """Yield the objects of an array whose opening bracket has been read."""
     while not text.take("]"):
         event = text.value()
         if isinstance(event, dict):

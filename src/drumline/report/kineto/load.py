@@ -1,10 +1,10 @@
-"""From files to steps on one clock: what is complete, who sent to whom, and whether it is one run at all.
+"""From files to steps on one clock: which steps are complete, who sent to whom, and whether it is one run.
 
     rank0.json ──► recording ──► labelled actions ──► steps ─┐
     rank1.json ──► recording ──► labelled actions ──► steps ─┼─► complete on all ranks ──► one clock ──► timelines
     ...                                                      ┘
 
-A run is one run if every message has two ends, every rank's step is as long as its longest, and they ran together.
+The traces are one run if every message has two ends, every rank's step is as long as its longest, and all ran together.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ class Traces:
     """The traces of one pipeline: its complete steps, on one clock."""
 
     members: tuple[Member, ...]
-    num_others: int  # pipelines beside this one
+    num_others: int  # other pipelines in the traces
     found_by: str
     alignment: Alignment
     steps: Mapping[int, Traced]
     incomplete: tuple[int, ...]
-    by_flushes: bool = False  # whether steps are told apart by the empty pipeline, nothing else being there to tell
+    by_flushes: bool = False  # whether only the empty pipeline separates steps
 
     def __repr__(self) -> str:
         return f"Traces(steps={list(self.steps)}, found_by={self.found_by!r})"
 
     def typical(self) -> int:
-        """Return the number of the step with the median makespan; of two the faster one."""
+        """Return the number of the step with the median makespan; the faster one of two."""
         spans = {number: timeline.makespan for number, timeline in self.steps.items()}
         middle = median_low(spans.values())
         return next(number for number, makespan in spans.items() if makespan == middle)
 
     def step(self, number: int | None = None) -> Traced:
-        """Return the timeline of a step: the one asked for, or the typical one."""
+        """Return the timeline of a step; the typical one by default."""
         chosen = self.typical() if number is None else number
         if chosen not in self.steps:
             there = ", ".join(map(str, self.steps))
@@ -62,15 +62,15 @@ class Traces:
 
 
 def load(paths: Sequence[str | Path], *, progress: Callable[[str], None] | None = None) -> Traces:
-    """Return the steps that the traces at `paths`, files or folders, hold; one trace per rank of one pipeline.
+    """Return the steps in the traces at `paths`, files or folders; one trace per rank of one pipeline.
 
     >>> load(["no-such-trace.json"])
     Traceback (most recent call last):
-    drumline.core.errors.TraceError: no-such-trace.json cannot be read: No such file or directory; ...
+    drumline.core.errors.TraceError: cannot read no-such-trace.json: No such file or directory; ...
     """
     files = trace_files([Path(path) for path in paths])
     if not files:
-        raise TraceError("no trace given", expected="one trace per rank, or a folder of them")
+        raise TraceError("no traces were given", expected="one trace per rank, or a folder of them")
     members, num_others = crew_of(files)
     recordings = []
     for member in members:
@@ -104,13 +104,13 @@ def _rank_steps(
 
 
 def _check_numbers(actions: Sequence[Action]) -> None:
-    """Refuse labels with numbers that no run of so many actions has: tables of all stages would fill memory."""
+    """Reject labels with numbers that are too large for this many actions: tables of all stages would fill memory."""
     most = max(len(actions), _MOST_NUMBERED)
     for action in actions:
         for part in action.work:
             if part.stage >= most or (part.microbatch or 0) >= most:
                 raise TraceError(
-                    f"a label says {part}, in traces of {counted(len(actions), 'action')}",
+                    f"a label says {part}, but the traces have only {counted(len(actions), 'action')}",
                     expected="stages and microbatches numbered from 0",
                 )
 
@@ -121,10 +121,10 @@ _MOST_NUMBERED = 10_000
 def _complete(
     by_rank: Sequence[Mapping[int, RankStep]], *, labelled: bool
 ) -> tuple[dict[int, list[RankStep]], tuple[int, ...]]:
-    """Return the steps that every rank has whole, and the numbers of the others.
+    """Return the steps that are complete on every rank, and the numbers of the others.
 
-    A labelled step is whole if it is as long as the rank's longest one. Without labels every rank has one stage: a step
-    is whole if all of them have as many microbatches, each forwards and, unless nothing is trained, backwards.
+    A labelled step is complete if it is as long as the rank's longest one. Without labels every rank has one stage: a
+    step is complete if all ranks have the same number of forwards and, unless nothing trains, of backwards.
     """
     longest = [max((len(one.order) for one in steps.values()), default=0) for steps in by_rank]
     trains = any(_counted(one)[1] for steps in by_rank for one in steps.values())
@@ -144,7 +144,7 @@ def _complete(
         raise TraceError(
             f"no step is complete on every rank ({had})",
             expected="traces of one run that have a whole step in common",
-            fix="let the profiler record two steps or more",
+            fix="record two steps or more with the profiler",
         )
     return complete, tuple(number for number in numbers if number not in complete)
 
@@ -156,7 +156,7 @@ def _counted(step: RankStep) -> tuple[int, int]:
 
 
 def _check_messages(members: Sequence[Member], steps: Sequence[RankStep]) -> None:
-    """Refuse traces in which a labelled message has only one end: a rank's trace is missing, or of another run."""
+    """Reject traces in which a labelled message has only one end: a trace is missing, or from another run."""
     there = {action for step in steps for action in step.order}
     for member, step in zip(members, steps, strict=True):
         for action in step.order:
@@ -165,14 +165,14 @@ def _check_messages(members: Sequence[Member], steps: Sequence[RankStep]) -> Non
                 other = message.recv if action == message.send else message.send
                 if other not in there:
                     raise TraceError(
-                        f"{action} of rank {member.rank} meets no {other} in {counted(len(steps), 'trace')}",
+                        f"{action} of rank {member.rank} has no matching {other} in {counted(len(steps), 'trace')}",
                         expected=ONE_RUN,
-                        fix="give the traces of all ranks of the pipeline, and of no other run",
+                        fix="pass the traces of all ranks of the pipeline, and of no other run",
                     )
 
 
 def _check_together(members: Sequence[Member], step: Traced) -> None:
-    """Refuse ranks whose steps of one number did not run at the same time."""
+    """Reject ranks whose steps with the same number did not run at the same time."""
     end, first = min((end, rank) for rank, (_, end) in enumerate(step.bounds))
     start, last = max((start, -rank) for rank, (start, _) in enumerate(step.bounds))
     if end < start:
@@ -183,7 +183,7 @@ def _check_together(members: Sequence[Member], step: Traced) -> None:
         )
 
 
-_named = lru_cache(maxsize=8)(recipe_of)  # the steps of a run have one program
+_named = lru_cache(maxsize=8)(recipe_of)  # all steps of a run have the same program
 
 
 def _timeline(number: int, steps: Sequence[RankStep]) -> Traced:
@@ -210,7 +210,7 @@ def _alignment(members: Sequence[Member], timelines: Sequence[Traced]) -> Alignm
 
 
 def described(traces: Traces) -> str:
-    """Return what is known of the ranks' clocks, in words."""
+    """Describe what is known about the ranks' clocks."""
     alignment, hosts = traces.alignment, {one.host for one in traces.members}
     if len(traces.members) == 1:
         return "one rank, one clock"
@@ -219,8 +219,8 @@ def described(traces: Traces) -> str:
     if len(hosts) == 1 and None not in hosts:
         return "one host, one clock"
     worst, shift = max(alignment.errors), max(map(abs, alignment.shifts))
-    right = f"right to {ms(worst / 1e9)}" if math.isfinite(worst) else "how far off they still are cannot be known"
+    right = f"accurate to {ms(worst / 1e9)}" if math.isfinite(worst) else "their remaining error is unknown"
     where = "hosts unknown" if None in hosts else counted(len(hosts), "host")
     if shift:
-        return f"{where}; moved by up to {ms(shift / 1e9)}, so that nothing arrives before it is sent; {right}"
+        return f"{where}; shifted by up to {ms(shift / 1e9)}, so that nothing arrives before it is sent; {right}"
     return f"{where}; no message contradicts them; {right}"

@@ -1,7 +1,7 @@
-"""Which trace is which rank of the pipeline, and whether all of them are of one run.
+"""Which trace belongs to which rank of the pipeline, and whether all of them come from one run.
 
-A trace names its rank and the process groups it is in. Where one of these is called pp (torchtitan: mesh_pp), it is the
-pipeline, and ranks beside it (data or tensor parallel) are others like it; otherwise all traces given are one pipeline.
+A trace names its rank and its process groups. If one of these is called pp (torchtitan: mesh_pp), it is the pipeline,
+and ranks outside it (data or tensor parallel) belong to other pipelines; otherwise all traces form one pipeline.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from drumline.report.kineto.events import Event, events
 
 _PIPELINE = re.compile(r"(?:^|[_\W])pp(?:$|[_\W\d])", re.IGNORECASE)
 _RANK = re.compile(r"rank[ _.-]?(\d{1,6})", re.IGNORECASE)
-ONE_RUN = "one trace of each rank, all of one run"
+ONE_RUN = "one trace per rank, all from one run"
 _QUOTE = "'"
 _MOST_RANKS = 10**6
-# Clocks of hosts that are set at all agree better than this; traces further apart were not recorded together.
+# Synchronised hosts agree better than this; traces that are further apart were not recorded together.
 _APART_NS = 60 * 10**9
 
 
 class Member(NamedTuple):
-    """A trace, its rank among all processes, its host where that is known, and what else it says of the run."""
+    """A trace, its rank among all processes, its host if known, and what else it says about the run."""
 
     path: Path
     rank: int
@@ -37,7 +37,7 @@ class Member(NamedTuple):
 
 
 def trace_files(paths: Sequence[Path]) -> list[Path]:
-    """Return the files that are meant: those given, and those in folders given.
+    """Return the files to read: those given, and those in the folders given.
 
     >>> trace_files([Path("rank0.json"), Path("rank1.json")])
     [PosixPath('rank0.json'), PosixPath('rank1.json')]
@@ -50,29 +50,29 @@ def trace_files(paths: Sequence[Path]) -> list[Path]:
         try:
             names = os.listdir(path)
         except OSError as error:
-            raise TraceError(f"{path} cannot be read: {error.strerror}", expected="a folder of traces") from None
+            raise TraceError(f"cannot read {path}: {error.strerror}", expected="a folder of traces") from None
         inside = sorted(path / one for one in names if one.endswith((".json", ".json.gz")) and is_regular(path / one))
         if not inside:
             deeper = sorted({one.parent for one in path.glob("*/*.json*")})
             record = "record with torch.profiler's export_chrome_trace on every rank"
             raise TraceError(
-                f"{path}: no trace in this folder",
+                f"{path} contains no trace",
                 expected="files that end in .json or .json.gz, one per rank",
-                fix=f"give {deeper[-1]}" if deeper else record,
+                fix=f"pass {deeper[-1]}" if deeper else record,
             )
         found += inside
     return found
 
 
 def crew_of(paths: Sequence[Path]) -> tuple[list[Member], int]:
-    """Return the traces of one pipeline in its order, and how many more pipelines the traces given would make.
+    """Return the traces of one pipeline in order, and how many more pipelines are in the traces.
 
-    Of several it is the one with the lowest rank. Only the heads of traces are read.
+    If there are several, it returns the one with the lowest rank. It reads only the start of each trace.
     """
     members = sorted(map(_member, paths), key=lambda one: one.rank)
     for one, other in pairwise(members):
         if one.rank == other.rank:
-            raise TraceError(f"{one.path} and {other.path} are both of rank {one.rank}", expected=ONE_RUN)
+            raise TraceError(f"{one.path} and {other.path} are both from rank {one.rank}", expected=ONE_RUN)
         for what in ("world_size", "backend"):
             mine, theirs = one.info.get(what), other.info.get(what)
             if mine is not None and theirs is not None and mine != theirs:
@@ -85,15 +85,15 @@ def crew_of(paths: Sequence[Path]) -> tuple[list[Member], int]:
     given = {one.rank: one for one in members}
     if missing := [rank for rank in wanted if rank not in given]:
         raise TraceError(
-            f"no trace of {_ranks(missing)}; the pipeline is {_ranks(wanted)}",
+            f"there is no trace of {_ranks(missing)}, but the pipeline has {_ranks(wanted)}",
             expected=ONE_RUN,
-            fix="give the traces of all ranks of the pipeline",
+            fix="pass the traces of all ranks of the pipeline",
         )
     return [given[rank] for rank in wanted], len(set(groups.values())) - 1
 
 
 def check_recorded_together(members: Sequence[Member], bounds: Sequence[tuple[int, int]]) -> None:
-    """Refuse traces that were recorded at quite different times; `bounds` are their first start and last end."""
+    """Reject traces that were recorded at very different times; `bounds` are their first start and last end."""
     for other, (starts, stops) in zip(members, bounds, strict=True):
         apart = max(starts - bounds[0][1], bounds[0][0] - stops)
         if apart > _APART_NS:
@@ -118,7 +118,7 @@ def _member(path: Path) -> Member:
         named = _RANK.search(path.name)
         if named is None:
             raise TraceError(
-                f"{path}: neither the trace nor its name says of which rank it is",
+                f"neither {path} nor its name says which rank it is from",
                 expected="distributedInfo in the trace, or a name like rank0.json",
                 fix="rename the file, or start the profiler after init_process_group",
             )
@@ -128,7 +128,7 @@ def _member(path: Path) -> Member:
 
 
 def _pipeline(member: Member) -> tuple[int, ...] | None:
-    """Return the ranks of the group that is called pp, or None where none is."""
+    """Return the ranks of the group called pp, or None if there is none."""
     groups = member.info.get("pg_config")
     for group in groups if isinstance(groups, list) else ():
         if not isinstance(group, dict) or not _PIPELINE.search(str(group.get("pg_desc", ""))):

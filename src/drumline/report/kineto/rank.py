@@ -1,8 +1,8 @@
-"""One step of one rank: what it computed when, its ends of the messages, and what else kept its host.
+"""One step of one rank: what it computed when, its ends of the messages, and what else kept its host busy.
 
-On the host alone, a label covers more than the compute: the wait for the input before it, the posting of the output
-behind it. On a device, the kernels that were launched under the label are the compute, whichever thread launched them
-(the profiler's own annotations of the device leave out those of autograd's threads).
+On the host alone, a label covers more than compute: the wait for the input before it, and posting the output after it.
+On a device, the kernels launched under the label are the compute, whichever thread launched them (the profiler's own
+device annotations leave out those of autograd's threads).
 
     label      ├── Forward 3 ─────────────────────────┤        ├─ PP:1B3 ─┤
     host       posts, waits      │ computes │ posts            launches
@@ -33,7 +33,7 @@ from drumline.report.kineto.steps import HostStep
 class Ran(NamedTuple):
     """An action that computed from `start` to `end`; on a device, kernels ran for `kernel_ns` of that.
 
-    `waiting` is from when on the host waited for its input, where its label tells; 0 otherwise.
+    `waiting` is when the host began to wait for its input, if its label shows it; 0 otherwise.
     """
 
     action: Action
@@ -45,9 +45,9 @@ class Ran(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """One step of one rank. `order` is everything that was labelled, `others` what else has a name, on the host.
+    """One step of one rank. `order` is everything labelled, `others` is everything else with a name, on the host.
 
-    `halves` are the ends of its messages, by the send or receive.
+    `halves` are the ends of its messages, by send or receive.
     """
 
     start: int
@@ -80,7 +80,7 @@ def rank_step(recording: RankTrace, step: HostStep, num_stages: int) -> RankStep
 
 
 def _by_label(labelled: Sequence[Labelled], calls: Sequence[MessageEnd]) -> Iterator[tuple[Action, MessageEnd]]:
-    """Yield the messages' ends where sends and receives are labelled: the calls within the label."""
+    """Yield the messages' ends when sends and receives are labelled: the calls within the label."""
     for action, start, end in labelled:
         if action.op in TRANSFER_OPS:
             sends = action.op in (Op.SEND_F, Op.SEND_B)
@@ -91,7 +91,7 @@ def _by_label(labelled: Sequence[Labelled], calls: Sequence[MessageEnd]) -> Iter
 def _by_neighbour(
     path: Path, computed: Sequence[Labelled], calls: Sequence[MessageEnd], num_stages: int, end: int
 ) -> Iterator[tuple[Action, MessageEnd]]:
-    """Yield the messages' ends where only compute is labelled: receives are for the next action, sends of the last."""
+    """Yield the messages' ends when only compute is labelled: receives go with the next action, sends with the last."""
     receives = [call for call in calls if not call.sends]
     sends = [call for call in calls if call.sends]
     freed = 0
@@ -104,7 +104,7 @@ def _by_neighbour(
             if awaited and need is None:
                 raise _no_neighbour(f"{path}: {one.action} receives its input", "before", num_stages)
             if handed and made is None:
-                raise _no_neighbour(f"{path}: the output of {one.action} is sent on", "behind", num_stages)
+                raise _no_neighbour(f"{path}: the output of {one.action} is sent on", "after", num_stages)
         if awaited and need is not None:
             yield need, _together(awaited)
         if handed and made is not None:
@@ -114,13 +114,13 @@ def _by_neighbour(
 
 def _no_neighbour(what: str, where: str, num_stages: int) -> TraceError:
     return TraceError(
-        f"{what}, but no trace of a rank {where} it was given (of {num_stages} in all)",
+        f"{what}, but no trace of a rank {where} it was given (stages in the traces: {num_stages})",
         expected="the traces of all ranks of one pipeline, and of no other",
     )
 
 
 def _together(calls: Sequence[MessageEnd]) -> MessageEnd:
-    """Return several calls for one message, such as one per tensor, as one."""
+    """Combine several calls for one message, for example one per tensor, into one."""
     dones, sizes = [call.done for call in calls], [call.num_bytes for call in calls]
     return calls[0]._replace(
         start=min(call.start for call in calls),
@@ -131,7 +131,7 @@ def _together(calls: Sequence[MessageEnd]) -> MessageEnd:
 
 
 def _needs(action: Action, num_stages: int) -> Iterator[Action]:
-    """Yield the receives that bring what `action` needs of the stages beside its own."""
+    """Yield the receives that bring what `action` needs from neighbouring stages."""
     for part in action.work:
         for alternatives in rules.needs(part, num_stages):
             made = rules.message(alternatives[0], num_stages) if alternatives[0].stage != part.stage else None
@@ -142,9 +142,9 @@ def _needs(action: Action, num_stages: int) -> Iterator[Action]:
 def _on_host(
     computed: Sequence[Labelled], halves: Mapping[Action, MessageEnd], calls: Sequence[MessageEnd], num_stages: int
 ) -> Iterator[Ran]:
-    """Yield each action from when its input had arrived to when its output is posted."""
+    """Yield each action from the arrival of its input to the posting of its output."""
     for action, start, end in computed:
-        # Of an overlapped pair only the first half's wait is at the beginning.
+        # In an overlapped pair, only the first half waits at the beginning.
         inputs = (halves.get(need) for need in _needs(action.work[0], num_stages))
         arrivals = [half.done for half in inputs if half is not None and half.done is not None]
         begins = max([start, *(done for done in arrivals if done <= end)])
@@ -153,7 +153,7 @@ def _on_host(
 
 
 def _on_device(computed: Sequence[Labelled], kernels: Kernels) -> Iterator[Ran]:
-    """Yield each action from its first kernel's start to its last one's end; one without kernels takes no time."""
+    """Yield each action from the start of its first kernel to the end of its last; without kernels it takes no time."""
     for action, start, end in computed:
         first, last = np.searchsorted(kernels.launch, (start, end + 1))
         own = kernels.moves[first:last] == 0
@@ -162,7 +162,7 @@ def _on_device(computed: Sequence[Labelled], kernels: Kernels) -> Iterator[Ran]:
 
 
 def _union(starts: Sequence[int], ends: Sequence[int]) -> int:
-    """Return for how long at least one of these stretches lasted."""
+    """Return how long at least one of these intervals lasted."""
     total, until = 0, 0
     for start, end in sorted(zip(starts, ends, strict=True)):
         total += max(end - max(start, until), 0)
@@ -171,7 +171,7 @@ def _union(starts: Sequence[int], ends: Sequence[int]) -> int:
 
 
 def _in_turn(ran: Iterable[Ran]) -> Iterator[Ran]:
-    """Yield the actions without overlaps: what still runs while the next one starts ends its own time."""
+    """Yield the actions without overlaps: an action ends where the next one starts."""
     freed = 0
     for one in ran:
         start = max(one.start, freed)
@@ -181,7 +181,7 @@ def _in_turn(ran: Iterable[Ran]) -> Iterator[Ran]:
 
 
 def _others(recording: RankTrace, step: HostStep, calls: Sequence[MessageEnd]) -> Iterator[Mark]:
-    """Yield what has a name and is no compute: labels of messages and state, calls, annotations, and launches."""
+    """Yield everything with a name that is not compute: labels of messages and state, calls, annotations, launches."""
     labelled, start, end = step
     computed = [one for one in labelled if one.action.is_compute]
     labels = [Mark(str(one.action), one.start, one.end) for one in labelled if not one.action.is_compute]
@@ -195,7 +195,7 @@ def _others(recording: RankTrace, step: HostStep, calls: Sequence[MessageEnd]) -
 
 
 def _encloses(mark: Mark, computed: Sequence[Labelled]) -> bool:
-    """Whether a mark has a whole action in it: it names a stretch of the step then, and explains no gap in it."""
+    """Whether a mark contains a whole action: then it names a part of the step, and explains no gap in it."""
     at = bisect_left(computed, mark.start, key=lambda one: one.start)
     return at < len(computed) and computed[at].end <= mark.end
 
@@ -203,7 +203,7 @@ def _encloses(mark: Mark, computed: Sequence[Labelled]) -> bool:
 def _other_kernels(
     kernels: Kernels, computed: Sequence[Labelled], named: Sequence[Mark], start: int, end: int
 ) -> Iterator[Mark]:
-    """Yield the kernels that no action launched, under the name of what did, where that has one."""
+    """Yield the kernels that no action launched, named after what launched them, if that has a name."""
     first, last = np.searchsorted(kernels.launch, (start, end))
     outside = kernels.moves[first:last] == 0
     for _, low, high in computed:
@@ -215,5 +215,5 @@ def _other_kernels(
             open_marks.append(named[upcoming])
             upcoming += 1
         open_marks = [mark for mark in open_marks if mark.end >= launch]
-        name = f"kernels of {open_marks[-1].name}" if open_marks else "kernels outside of all actions"
+        name = f"kernels of {open_marks[-1].name}" if open_marks else "kernels outside all actions"
         yield Mark(name, int(kernels.start[at]), int(kernels.end[at]))

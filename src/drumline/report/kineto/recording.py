@@ -1,4 +1,4 @@
-"""One rank's trace, reduced to what tells of its pipeline.
+"""One rank's trace, reduced to what concerns its pipeline.
 
     kept                                   from                                          for
     marks of actions, steps, other work    annotations of the host; Python frames        what ran, and when
@@ -32,12 +32,12 @@ _FRAME = re.compile(r".*torch/distributed/pipelining/stage\.py\(\d+\): (?:forwar
 _MESSAGE = re.compile(r"(\w+):(send|recv|coalesced)\b")
 _COLLECTIVE = re.compile(r"nccl|rccl|oneccl|hccl", re.IGNORECASE)
 _BACKWARD = "autograd::engine::evaluate_function"
-_MOST = 2**61  # nanoseconds, 73 years: sums of two still fit 64 bits
+_MOST = 2**61  # nanoseconds, 73 years: the sum of two still fits in 64 bits
 _SENDS = {"c10d::send": True, "c10d::recv_": False, "c10d::recv_any_source_": False}
 
 
 class Mark(NamedTuple):
-    """A name that the host's time carried from `start` to `end`."""
+    """A name for the host's time from `start` to `end`."""
 
     name: str
     start: int
@@ -45,7 +45,7 @@ class Mark(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """What the device ran, in order of its launch; `moves` is 1 for communication, and 0 for compute."""
+    """What the device ran, in launch order; `moves` is 1 for communication, and 0 for compute."""
 
     launch: Ints
     start: Ints
@@ -54,7 +54,7 @@ class Kernels(NamedTuple):
 
 
 class Links(NamedTuple):
-    """Autograd's own links: forward ops, the backward steps of the engine, and which of the one led to the other."""
+    """Autograd's own links: forward ops, the engine's backward steps, and which op led to which step."""
 
     forward: Ints  # (n, 2): start and end of every forward op that has a backward
     backward: Ints  # (n, 2): start and end of every step of the engine
@@ -63,7 +63,7 @@ class Links(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankTrace:
-    """What is kept of one file."""
+    """What is kept from one file."""
 
     path: Path
     actions: tuple[Mark, ...]
@@ -76,7 +76,7 @@ class RankTrace:
 
     @property
     def has_device(self) -> bool:
-        """Whether anything ran on a device: its times are then the ones that count."""
+        """Whether anything ran on a device: then only its times count."""
         return bool((self.kernels.moves == 0).any())
 
     @property
@@ -90,7 +90,7 @@ class RankTrace:
 
 
 def read(path: Path) -> RankTrace:
-    """Return what the trace at `path` tells of the pipeline.
+    """Read what the trace at `path` says about the pipeline.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -111,14 +111,14 @@ def read(path: Path) -> RankTrace:
 
 
 class _Reader:
-    """Sorts events into what they are; the order in which they come does not matter."""
+    """Sorts events by kind; the order in which they arrive does not matter."""
 
     def __init__(self) -> None:
         self.marks: dict[str, list[Mark]] = defaultdict(list)  # actions, frames, steps, messages, others
         self.posted: list[Posted] = []
         self.ops, self.engine = array("q"), array("q")  # start, end
         self.kernels = array("q")  # correlation, start, end, moves
-        self.launches: dict[int, int] = {}  # when, by correlation
+        self.launches: dict[int, int] = {}  # launch time by correlation
         self.links: dict[str, dict[int, int]] = defaultdict(dict)
 
     @property
@@ -185,12 +185,12 @@ class _Reader:
             self.kernels.extend((correlation, *mark[1:], 1 if _COLLECTIVE.search(mark.name) else 0))
 
     def recording(self, path: Path, header: Event) -> RankTrace:
-        """Return everything in order of time, on the clock that the header names."""
+        """Return everything in time order, on the clock that the header names."""
         base = header.get("baseTimeNanoseconds")
         zero = base if _is_whole(base) and abs(base) <= _MOST else 0
 
         def in_order(kind: str) -> tuple[Mark, ...]:
-            """Outer marks come before those inside of them."""
+            """Outer marks come before the marks inside them."""
             shifted = (Mark(name, start + zero, end + zero) for name, start, end in self.marks[kind])
             return tuple(sorted(shifted, key=lambda mark: (mark.start, -mark.end)))
 
@@ -198,7 +198,7 @@ class _Reader:
         posted = [one._replace(start=one.start + zero, end=one.end + zero) for one in self.posted]
         return RankTrace(
             path,
-            tuple(sorted(in_order("actions"), key=lambda mark: (mark.start, mark.end))),  # one behind the other
+            tuple(sorted(in_order("actions"), key=lambda mark: (mark.start, mark.end))),  # one after the other
             in_order("frames"),
             in_order("steps"),
             in_order("others"),
@@ -236,17 +236,17 @@ def _pairs(flat: array[int], zero: int) -> Ints:
 
 
 def _is_whole(number: object) -> TypeGuard[int]:
-    """Whether it is a whole number of 64 bits."""
+    """Whether it is a whole number of at most 64 bits."""
     return type(number) is int and -(2**63) <= number < 2**63
 
 
 def _moment(time: object) -> int | None:
-    """Return microseconds as whole nanoseconds; None for what is no time."""
+    """Return microseconds as whole nanoseconds; None if it is not a time."""
     return round(time * 1000) if type(time) in (int, float) and abs(time) * 1000 <= _MOST else None  # type: ignore
 
 
 def _mark(event: Event) -> Mark | None:
-    """Return a complete event's name and times; None where it has none."""
+    """Return a complete event's name and times; None if it has none."""
     start, length = _moment(event.get("ts")), _moment(event.get("dur", 0))
     if event.get("ph") != "X" or start is None or length is None:
         return None
@@ -256,5 +256,5 @@ def _mark(event: Event) -> Mark | None:
 
 
 def _written(text: str) -> str:
-    """Return a text as it can be written again: JSON spells halves of characters, and UTF-8 does not."""
+    """Return text that can be encoded: JSON allows halves of characters, and UTF-8 does not."""
     return text.encode(errors="replace").decode()

@@ -1,12 +1,12 @@
-"""Where one step ends and the next begins: as the profiler marks it, or with each turn of a labelled schedule.
+"""Where one step ends and the next begins: at the profiler's marks, or at each turn of a labelled schedule.
 
-If neither the profiler nor labels say, a step ends where the pipeline is empty:
+If neither the profiler nor labels show it, a step ends where the pipeline is empty:
 
-    rank 0   F F B F B F B B │ F F B B          a step is over once every rank has run as many backwards as
-    rank 1     F B F B F B F B │ F B F B        forwards, and all of them as many: here after 4, and after 6
+    rank 0   F F B F B F B B │ F F B B          a step ends once every rank has run as many backwards as forwards,
+    rank 1     F B F B F B F B │ F B F B        and all ranks the same number: here after 4, and after 6
 
-The last rank is empty after every backward, so one rank alone does not tell. Between two steps, what is sent belongs
-to the one before; the first receive, or else the next action, begins the one behind.
+The last rank is empty after every backward, so one rank alone is not enough. Between two steps, sends belong to the
+earlier one; the first receive, or else the next action, begins the later one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FRAMES, _LINKS = "Python frames", "autograd's links"
 
 
 class HostStep(NamedTuple):
-    """A step of one rank as the host saw it: its actions, from when to when."""
+    """A step of one rank as the host saw it: its actions and interval."""
 
     labelled: list[Labelled]
     start: int
@@ -41,14 +41,14 @@ class HostStep(NamedTuple):
 
 
 def found_by(recordings: Sequence[RankTrace]) -> str:
-    """Return by what the actions of these traces are known; ranks without labels need not agree about frames."""
+    """Return how the actions of these traces are identified; ranks without labels need not agree about frames."""
     kinds = {}
     for one in recordings:
         kind = _kind(one)
         if kind is None:
             names = [mark.name for mark in one.others][:3]
             raise TraceError(
-                f"{one.path}: no pipeline in it: neither labels like PP:0F0 or Forward 0, nor forwards that autograd "
+                f"{one.path} contains no pipeline: neither labels like PP:0F0 or Forward 0, nor forwards that autograd "
                 "links to backwards between sends and receives"
                 + (f"; its labels are {', '.join(names)}" if names else ""),
                 expected="a trace of torch.distributed.pipelining or torchtitan that covers a step",
@@ -56,16 +56,16 @@ def found_by(recordings: Sequence[RankTrace]) -> str:
             )
         if one.calls and not one.has_device and all(call.done is None for call in one.calls):
             raise TraceError(
-                f"{one.path}: its sends and receives are a device's, and no device was recorded",
-                expected="a trace with the kernels of the device that computes: the host only launches them",
-                fix="profile with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], or with none given",
+                f"{one.path} has sends and receives of a device, but no device was recorded",
+                expected="a trace with the kernels of the device that computes, because the host only launches them",
+                fix="profile with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], or without activities=",
             )
         kinds[one.path] = kind
     if (found := set(kinds.values())) == {_FRAMES, _LINKS}:
         return _FRAMES
     if len(found) > 1:
         said = "; ".join(f"{path}: {kind}" for path, kind in kinds.items())
-        raise TraceError(f"the ranks' actions are known by different signs ({said})", expected=ONE_RUN)
+        raise TraceError(f"the ranks' actions are identified in different ways ({said})", expected=ONE_RUN)
     return found.pop()
 
 
@@ -80,7 +80,7 @@ def _kind(recording: RankTrace) -> str | None:
 
 
 def steps_of(recordings: Sequence[RankTrace], known_by: str) -> tuple[list[dict[int, HostStep]], bool]:
-    """Return the steps of every rank by number, and whether nothing but the empty pipeline tells them apart."""
+    """Return the steps of every rank by number, and whether only the empty pipeline separates them."""
     if known_by not in LABELS and not any(one.steps for one in recordings):
         rows = [until_the_end(one, place) for place, one in enumerate(recordings)]
         counts = sorted(set.intersection(*map(_empty_after, rows)))
@@ -90,7 +90,7 @@ def steps_of(recordings: Sequence[RankTrace], known_by: str) -> tuple[list[dict[
 
 
 def _marked(recording: RankTrace, place: int, known_by: str) -> dict[int, HostStep]:
-    """Return the steps of a rank by number: the profiler's, or where it has none one for each turn of the schedule."""
+    """Return the steps of a rank by number: the profiler's, or else one per turn of the schedule."""
     bounds = {int(mark.name.partition("#")[2]): (mark.start, mark.end) for mark in recording.steps}
     if not bounds:
         starts = _turns(recording) if known_by in LABELS else [recording.bounds[0]]
@@ -104,7 +104,7 @@ def _marked(recording: RankTrace, place: int, known_by: str) -> dict[int, HostSt
 
 
 def _turns(recording: RankTrace) -> list[int]:
-    """Return when each turn of the schedule begins: with the first label that it repeats."""
+    """Return when each turn of the schedule begins: at the first label that repeats."""
     seen: Counter[str] = Counter()
     starts: list[int] = []
     for mark in recording.actions:
@@ -122,7 +122,7 @@ def _labelled(recording: RankTrace, place: int, known_by: str, start: int, end: 
 
 
 def _empty_after(row: Sequence[Labelled]) -> set[int]:
-    """Return after how many microbatches a rank had run every backward; `row` are its forwards and backwards."""
+    """Return after how many microbatches a rank had run every backward; `row` holds its forwards and backwards."""
     held, done, empty = 0, 0, set[int]()
     for one in row:
         forward = one.action.op is Op.FORWARD
@@ -135,7 +135,7 @@ def _empty_after(row: Sequence[Labelled]) -> set[int]:
 def _cut(
     row: Sequence[Labelled], counts: Sequence[int], calls: Sequence[MessageEnd], bounds: tuple[int, int]
 ) -> dict[int, HostStep]:
-    """Return a rank's steps, microbatches counted anew in each; behind the last flush there may be one that is cut."""
+    """Return a rank's steps, with microbatches renumbered in each; after the last flush there may be a partial one."""
     receives = sorted(call.start for call in calls if not call.sends)
     found: dict[int, HostStep] = {}
     first, start, last = 0, bounds[0], bounds[1] + 1
@@ -157,7 +157,7 @@ def _earlier(labelled: Labelled, by: int) -> Labelled:
 
 
 def num_flushes(program: Program) -> int:
-    r"""Return how often all ranks of a program hold nothing at the same point of their rows, its end included.
+    r"""Return how often all ranks hold nothing at the same point of their rows, including the end.
 
     >>> once, twice = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1", "0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1"
     >>> num_flushes(Program.parse(once)), num_flushes(Program.parse(twice))

@@ -1,17 +1,17 @@
-"""A recorded step of somebody else's run, as the same timeline; and why each idle second of it was idle.
+"""A recorded step of another framework, as the same timeline; and why each idle second of it was idle.
 
-Nothing of ours runs while a trace is recorded. What it cannot tell is not guessed: causes are what the trace proves,
-and time that nothing in it explains is called unexplained.
+None of our code runs while the trace is recorded, and nothing is guessed: causes are what the trace proves, and time
+that it does not explain is called unexplained.
 
     before 1F3   ├──── wait ─────┤ overhead ├─ transfer ─┤ overhead │ unexplained ┤ 1F3
                  0F3 is computed │ not sent │ on its way │ named    │ not named   │
 
-fill, wait    until the input that the action waited for was made, by an action of another rank
-transfer      from when both ends of the message could move it to when it had arrived; or a send or a gradient exchange
-              was waited for, as a label of a WAIT says (torch 2.15) or the time at which a send was done
-overhead      something else that has a name: the message was made and not sent, or a label, a call, an annotation
-              kept the rank's host, or kernels of no action its device
-unexplained   what is left; after the rank's last action it is drain instead
+fill, wait    until another rank's action made the input that the action waited for
+transfer      from when both ends could move the message to its arrival; or the rank waited for a send or a gradient
+              exchange, according to a WAIT label (torch 2.15) or to the time at which a send was done
+overhead      something else with a name: the message was made but not sent, or a label, a call or an annotation
+              occupied the rank's host, or kernels of no action its device
+unexplained   the rest; after the rank's last action it is drain instead
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ NANO = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Kept(Idle):
-    """An idle interval in which something with a name (`kind`) kept the rank, or its input was made and not sent."""
+    """An idle interval in which something named (`kind`) kept the rank busy, or its input was made but not sent."""
 
     @property
     def why(self) -> str:
         """The cause in words."""
         if self.waits_for is not None:
-            return f"{self.waits_for} of rank {self.on_rank} is made, but not yet sent to {self.before}"
-        behind = f"; {self.before} comes behind it" if self.before is not None else ""
+            return f"{self.waits_for} of rank {self.on_rank} is done, but its output is not yet sent to {self.before}"
+        behind = f"; {self.before} comes after it" if self.before is not None else ""
         return f"the rank is busy with {self.kind}{behind}"
 
 
@@ -53,8 +53,8 @@ class Kept(Idle):
 class Traced(Timeline):
     """The timeline of one recorded step, in seconds from its first action.
 
-    `program` is the compute that ran, `ran` the same with all that was labelled: messages, parameters, gradients.
-    `shifts` are nanoseconds to add to what each rank's clock showed: that is the common clock.
+    `program` is the compute that ran, `ran` includes everything labelled: messages, parameters, gradients. `shifts` are
+    nanoseconds to add to each rank's clock to get the common clock.
     """
 
     ran: Program
@@ -68,7 +68,7 @@ class Traced(Timeline):
         return min(one.ran[0].start + shift for one, shift in zip(self.ranks, self.shifts, strict=True))
 
     def seconds(self, rank: int, moment: int) -> float:
-        """Return a moment of a rank's clock in seconds of this timeline."""
+        """Convert a moment of a rank's clock to seconds of this timeline."""
         return (moment + self.shifts[rank] - self.zero) * NANO
 
     @property
@@ -90,17 +90,17 @@ class Traced(Timeline):
 
     @cached_property
     def memory(self) -> Sequence[Holding]:
-        """Per rank, the pairs it holds after each start and end, as the rows say; a trace knows no bytes."""
+        """Per rank, the pairs it holds after each start and end, according to the rows; a trace has no bytes."""
         return holdings(self.program, Costs())
 
     @cached_property
     def num_flushes(self) -> int:
-        """How often the pipeline runs empty in the step: more than once where gradients are accumulated."""
+        """How often the pipeline runs empty in the step: more than once if gradients are accumulated."""
         return num_flushes(self.program)
 
     @property
     def step_seconds(self) -> float:
-        """From the first rank's begin of the step to the last one's end: the optimizer and all else included."""
+        """From the first rank's start of the step to the last one's end, including the optimizer and all else."""
         return (max(end for _, end in self.bounds) - min(start for start, _ in self.bounds)) * NANO
 
     @property
@@ -112,12 +112,12 @@ class Traced(Timeline):
 
     @cached_property
     def causes(self) -> tuple[Idle, ...]:
-        """Every idle interval with its cause, rank by rank in order of time; they sum to `idle`."""
+        """Every idle interval with its cause, rank by rank in time order; they sum to `idle`."""
         return tuple(idle for rank in range(self.num_ranks) for idle in _IdleWalk(self, rank).intervals())
 
     @cached_property
     def messages(self) -> Mapping[Action, tuple[int, int, MessageEnd, MessageEnd]]:
-        """By their sends: source and target rank of every message, and its two ends."""
+        """By send: source and target rank of every message, and its two ends."""
         receives = {action: (rank, half) for rank, one in enumerate(self.ranks) for action, half in one.halves.items()}
         found = {}
         for source, one in enumerate(self.ranks):
@@ -150,7 +150,7 @@ class Traced(Timeline):
         return next((self.tracks[rank].ends[at] for rank, at in filter(None, places)), None)
 
     def _taken(self, send: Action) -> float | None:
-        """Return when what `send` carries was taken up."""
+        """Return when what `send` carries was used."""
         places = (self.located.get(one[:3]) for one in rules.consumers(rules.message_of(send).recv))
         return next((self.tracks[rank].starts[at] for rank, at in filter(None, places)), None)
 
@@ -166,7 +166,7 @@ class _IdleWalk:
         self.awaited = {str(one): one._replace(op=AWAITED[one.op]) for one in self.step.order if one.op in WAIT_OPS}
         seconds = partial(timeline.seconds, rank)
         self.others = [(seconds(start), seconds(end), name) for name, start, end in self.step.others]
-        # Of what lasts longest it is not known from its start alone whether it reaches into a gap.
+        # The start of a long mark does not show whether it reaches into a gap.
         self.longest = max((end - start for start, end, _ in self.others), default=0.0)
         self.sends = sorted(
             (seconds(half.done), seconds(half.start), action)
@@ -202,7 +202,7 @@ class _IdleWalk:
             yield from self.named(arrived, high, action)
 
     def moved(self, index: int, needed: Action, made: float, high: float) -> tuple[float, float, float]:
-        """Return when the message behind `needed` was sent, when both ends could move it, and when it had arrived."""
+        """Return when the message from `needed` was sent, when both ends could move it, and when it arrived."""
         message = rules.message(needed, self.timeline.program.num_stages)
         known = None if message is None else self.timeline.messages.get(message.send)
         done = None if known is None else known[3].done
@@ -215,7 +215,7 @@ class _IdleWalk:
         return sent, _within(seconds(target, taking), sent, arrived), arrived
 
     def named(self, low: float, high: float, before: Action | None) -> Iterator[Idle]:
-        """Yield a stretch by what has a name in it; the innermost counts. What has none is drain at the end."""
+        """Divide an interval by the innermost names in it; unnamed time at the end is drain."""
         near = self.others[bisect_left(self.others, (low - self.longest,)) : bisect_left(self.others, (high,))]
         inside = [(max(start, low), min(end, high), name) for start, end, name in near if end > low]
         for start, end, name in _innermost(inside, low, high):
@@ -230,7 +230,7 @@ class _IdleWalk:
                 yield from self.unnamed(start, end, before)
 
     def unnamed(self, low: float, high: float, before: Action) -> Iterator[Idle]:
-        """Yield a stretch without a name: transfer as long as the host waited for a send, unexplained behind it."""
+        """Divide an unnamed interval: transfer while the host waited for a send, unexplained after that."""
         for done, posted, action in self.sends[bisect_left(self.sends, (low,)) :]:
             if done > high:
                 break
@@ -247,13 +247,13 @@ class _IdleWalk:
 def _innermost(
     marks: Sequence[tuple[float, float, str]], low: float, high: float
 ) -> Iterator[tuple[float, float, str]]:
-    """Yield the stretch in pieces, each with the name that began last of those that cover it, or with none.
+    """Yield the interval in pieces, each with the innermost name that covers it, or with none.
 
     >>> list(_innermost([(1, 9, "outer"), (2, 4, "inner")], 0, 10))
     [(0, 1, ''), (1, 2, 'outer'), (2, 4, 'inner'), (4, 9, 'outer'), (9, 10, '')]
     """
     edges = sorted({low, high, *(edge for start, end, _ in marks for edge in (start, end))})
-    # The last to begin lies on top; what has ended is taken off once it gets there.
+    # The last to begin is on top; what has ended is removed once it gets there.
     covering: list[tuple[float, float, str]] = []
     upcoming, begun, name = 0, low, ""
     for at in edges[:-1]:

@@ -1,1 +1,1 @@
-"""Plans and profiles to look at: text, page and charts."""
+"""Plans and profiles as text, pages and charts."""

@@ -1,6 +1,6 @@
-"""A cluster plan as one offline page: the choice, where its seconds and bytes go, why others lose, how to start it.
+"""A cluster plan as one offline page: the choice, its seconds and bytes, why others lose, how to start it.
 
-Its pictures also stand alone: steps of the best layouts by item, throughput against memory, scaling.
+Its pictures are also available alone: steps of the best layouts by item, throughput against memory, scaling.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from drumline.report.draw.scene import document
 from drumline.report.plan import text
 from drumline.report.units import duration, size_text
 
-_STRIPS = 8  # ranks up to which memory and queues are shown from the beginning
+_STRIPS = 8  # up to this many ranks, memory and queues are shown at first
 _GIB = 2.0**30
-# Work in greens, communication in blues, what nobody gains from in warm colours.
+# Work in greens, communication in blues, waste in warm colours.
 HUES = {
     "compute": "#12936f",
     "recompute": "#67923a",
@@ -66,12 +66,12 @@ def _above(told: Explanation) -> str:
 
 def _below(told: Explanation, reasons: Reasons) -> str:
     plan = told.plan
-    header = ["", "mesh", *text.VOLUMES, "a step", "fits"]
+    header = ["", "mesh", *text.VOLUMES, "step", "fits"]
     parts = [
         _best(told),
         _changes(reasons),
         _more(reasons),
-        card("Bytes a device sends in a step", table_html(header, text.traffic_rows(plan, reasons))),
+        card("Bytes that a device sends per step", table_html(header, text.traffic_rows(plan, reasons))),
         *(f'<div class="card">{picture}</div>' for picture in (pareto_chart(plan, reasons), scaling_chart(reasons))),
         _ranks(plan),
         card("Strong and weak scaling", table_html(text.SCALING, text.scaling_rows(plan, reasons))),
@@ -84,9 +84,9 @@ def _cards(told: Explanation) -> str:
     plan, chosen, rate = told.plan, told.plan.chosen, told.plan.chosen.estimate.flops_per_second
     figures = [
         ("layout", str(chosen.mesh), text.settings_text(chosen)),
-        ("a step", _time(chosen.seconds), f"{plan.batch} sequences"),
+        ("step", _time(chosen.seconds), f"{plan.batch} sequences"),
         ("throughput", f"{plan.tokens_per_second(chosen):,.0f}", "tokens/s"),
-        ("a GPU", f"{rate / 1e12:.0f} TFLOP/s", f"{plan.utilisation(chosen):.1%} of its peak"),
+        ("per GPU", f"{rate / 1e12:.0f} TFLOP/s", f"{plan.utilisation(chosen):.1%} of its peak"),
         ("bubble", f"{chosen.estimate.bubble:.1%}", "idle share of all ranks"),
         ("memory", size_text(chosen.bytes), f"of {size_text(plan.limit_bytes)}, {plan.headroom:.0%} headroom"),
     ]
@@ -101,24 +101,24 @@ def _seconds(plan: ClusterPlan) -> str:
         item for item in text.SECONDS for one in plan.best if getattr(one.estimate.seconds, item) > 1e-9 * one.seconds
     }
     used = [(item, name) for item, name in text.SECONDS.items() if item in spent]
-    table = table_html(["of the chosen step", "seconds", "share"], text.seconds_rows(plan.chosen, _time))
+    table = table_html(["part of the chosen step", "seconds", "share"], text.seconds_rows(plan.chosen, _time))
     waits, idle = plan.chosen.estimate.seconds.bubble, plan.chosen.estimate.bubble
-    note = f"The table is of the busiest rank, which waits {waits / plan.chosen.seconds:.1%} of the step."
+    note = f"The table shows the busiest rank, which waits {waits / plan.chosen.seconds:.1%} of the step."
     note += f" The bubble, {idle:.1%}, is the idle share of all ranks while the pipeline runs."
     return card("Where a step goes", f'{"".join(rows)}{legend_html(used)}{table}<p class="note">{note}</p>')
 
 
 def _bytes(plan: ClusterPlan) -> str:
-    """Return the bytes of the best layouts, against what a device may hold."""
+    """Return the bytes of the best layouts, compared with what a device may hold."""
     limit = plan.limit_bytes
     rows = [_bar(one, one.estimate.bytes, text.BYTES, limit, size_text, one.bytes) for one in plan.best]
-    table = table_html(["of the fullest device", "bytes", "share"], text.bytes_rows(plan.chosen))
-    note = f'<p class="note">A whole bar is {size_text(limit)}, what a device may hold.</p>'
+    table = table_html(["part of the fullest device", "bytes", "share"], text.bytes_rows(plan.chosen))
+    note = f'<p class="note">A full bar is {size_text(limit)}, the most that a device may hold.</p>'
     return card("What a device holds", "".join(rows) + legend_html(text.BYTES.items()) + note + table)
 
 
 def _best(told: Explanation) -> str:
-    header = ["", "mesh", "settings", "a step", "bubble", "a device", "why it loses"]
+    header = ["", "mesh", "settings", "step", "bubble", "per device", "why it loses"]
     rows = []
     for number, one in enumerate(told.best, 1):
         choice = one.choice
@@ -127,7 +127,7 @@ def _best(told: Explanation) -> str:
     survey = told.plan.survey
     note = (
         f'<p class="note">The best layout of each mesh, out of {counted(survey.num_layouts, "layout")}; '
-        f"{survey.num_evaluated} had to be looked at.</p>"
+        f"{survey.num_evaluated} were evaluated.</p>"
     )
     title = f"The {len(rows)} best" if len(rows) > 1 else "The best"
     return card(title, table_html(header, rows, words=(1, 2, 6)) + note, wide=True)
@@ -135,7 +135,7 @@ def _best(told: Explanation) -> str:
 
 def _changes(reasons: Reasons) -> str:
     rows = [[one.kind, _time(one.choice.seconds), size_text(one.choice.bytes), one.sentence] for one in reasons.changes]
-    listed = table_html(["change", "a step", "a device", "result"], rows, words=(3,))
+    listed = table_html(["change", "step", "per device", "result"], rows, words=(3,))
     return card("The choice with one setting changed", listed, wide=True)
 
 
@@ -143,7 +143,7 @@ def _more(reasons: Reasons) -> str:
     items = "".join(
         f"<li><b class='gain'>{_gain(one.gain)}</b><span>{safe(str(one))}</span></li>" for one in reasons.margins
     )
-    return card("What more would buy", f'<ol class="remedies">{items}</ol>')
+    return card("What more hardware would gain", f'<ol class="remedies">{items}</ol>')
 
 
 def _gain(share: float) -> str:
@@ -151,10 +151,10 @@ def _gain(share: float) -> str:
 
 
 def _ranks(plan: ClusterPlan) -> str:
-    """Return where ranks lie: which axis crosses which links, and the first nodes device by device."""
+    """Return the placement of ranks: which axis crosses which links, and the first nodes device by device."""
     layout = plan.chosen.layout
     order = "Ranks count " + ", then ".join(f"{axis} ({getattr(layout, axis)})" for axis in AXES)
-    crossed = "; ".join(f"{axis} talks {where}" for axis, where in links(layout, plan.cluster).items())
+    crossed = "; ".join(f"{axis} communicates {where}" for axis, where in links(layout, plan.cluster).items())
     note = f"<p>{safe(order)}. {safe(crossed[:1].upper() + crossed[1:])}{'.' if crossed else ''}</p>"
     axes = {"pipeline": "p", "data": "d", "context": "c", "tensor": "t"}
     shown = [axis for axis in axes if getattr(layout, axis) > 1]
@@ -163,14 +163,14 @@ def _ranks(plan: ClusterPlan) -> str:
         words = " ".join(f"{axes[axis]}{getattr(place, axis)}" for axis in shown) or "all"
         nodes.setdefault(place.node, []).append(f'<td title="rank {rank}">{safe(words)}</td>')
     lines = "".join(f"<tr><td>node {node}</td>{''.join(cells)}</tr>" for node, cells in nodes.items())
-    return card("Where ranks lie", f'{note}<div class="scroll"><table class="ranks">{lines}</table></div>')
+    return card("Placement of ranks", f'{note}<div class="scroll"><table class="ranks">{lines}</table></div>')
 
 
 def _launch(launch: Launch) -> str:
     parts = []
     for config in launch.configs:
         missing = "".join(f"<li>{safe(one)}</li>" for one in config.missing)
-        said = f"<p class='note'>It cannot be told:</p><ul>{missing}</ul>" if missing else ""
+        said = f"<p class='note'>The file cannot express:</p><ul>{missing}</ul>" if missing else ""
         start = f"<pre>{safe(config.command)}</pre>"
         if not config.starts:
             start = "".join(f"<p class='note'>{safe(one)}</p>" for one in text.not_started(config))
@@ -184,7 +184,7 @@ def _launch(launch: Launch) -> str:
 def _bar(
     choice: Choice, items: object, names: Mapping[str, str], whole: float, written: Callable[[float], str], total: float
 ) -> str:
-    """Return a row: a layout's mesh, its items as a stacked bar, and what they are together."""
+    """Return a row: a layout's mesh, its items as a stacked bar, and their total."""
     sizes = {item: getattr(items, item) for item in names}
     parts = [Part(item, size, f"{names[item]} {written(size)}") for item, size in sizes.items()]
     said = f"{choice.mesh}: {', '.join(part.title for part in parts if part.size > 0)}"
@@ -198,11 +198,11 @@ def best_svg(plan: ClusterPlan, *, width: int = 900) -> str:
     rows = [Bar(str(one.mesh), parts, duration(one.seconds)) for one, parts in zip(plan.best, took, strict=True)]
     hues = {text.SECONDS[item]: hue for item, hue in HUES.items()}
     title = f"{plan.transformer.name} on {plan.cluster.num_devices} x {plan.cluster.device.name}"
-    return bars(rows, hues, title=title, x_label="seconds of a step, the best layout of each mesh", width=width)
+    return bars(rows, hues, title=title, x_label="seconds per step, best layout of each mesh", width=width)
 
 
 def pareto_chart(plan: ClusterPlan, reasons: Reasons, *, width: int = 520) -> str:
-    """Return throughput against memory: the fastest layout of each memory, the choice, and the limit."""
+    """Plot throughput against memory: the fastest layout for each memory, the choice, and the limit."""
 
     def point(choice: Choice) -> tuple[float, float]:
         return choice.bytes / _GIB, plan.tokens_per_second(choice) / 1e3
@@ -212,8 +212,8 @@ def pareto_chart(plan: ClusterPlan, reasons: Reasons, *, width: int = 520) -> st
     most = 1.05 * max(x for x, _ in front)
     shown = [one for one in others if one[0] <= most]
     series = [
-        Series("the fastest layout in so much memory", front),
-        Series("what a device may hold", [(limit, 0.0), (limit, max(y for _, y in front))], dashed=True),
+        Series("fastest layout with this much memory", front),
+        Series("limit of a device", [(limit, 0.0), (limit, max(y for _, y in front))], dashed=True),
     ]
     if shown:
         series.append(Series("other meshes, and the choice with one setting changed", shown, marks=True))
@@ -221,15 +221,15 @@ def pareto_chart(plan: ClusterPlan, reasons: Reasons, *, width: int = 520) -> st
     return chart(
         series,
         title="Throughput against memory",
-        x_label="GiB that the fullest device holds",
-        y_label="thousand tokens a second",
+        x_label="GiB held by the fullest device",
+        y_label="thousand tokens per second",
         width=width,
         x_from=0.0,
     )
 
 
 def scaling_chart(reasons: Reasons, *, width: int = 520) -> str:
-    """Return strong and weak scaling: throughput per device as a share of the smallest cluster's."""
+    """Plot strong and weak scaling: throughput per device, relative to the smallest cluster."""
     series = []
     for name, words in (("strong", "strong: the same batch"), ("weak", "weak: the batch grows with the devices")):
         points = [(float(one.devices), one.efficiency) for one in reasons.scaling[name] if one.efficiency is not None]
@@ -239,7 +239,7 @@ def scaling_chart(reasons: Reasons, *, width: int = 520) -> str:
         series,
         title="Scaling",
         x_label="devices",
-        y_label="throughput per device, over that of the smallest cluster that fits",
+        y_label="throughput per device, relative to the smallest cluster that fits",
         width=width,
         log_x=True,
     )

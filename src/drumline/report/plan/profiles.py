@@ -1,4 +1,4 @@
-"""Profiles to look at: tables for the terminal, and a picture of where a model's seconds are."""
+"""Profiles as tables for the terminal, and a picture of where a model's seconds go."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PARTS = {
 
 
 def profile_text(profile: ModelProfile, *, width: int = 120) -> str:
-    """Return all of a profile for the terminal: the blocks at the largest size, the sizes, links and handling."""
+    """Return the whole profile for the terminal: the blocks at the largest size, the sizes, links and overheads."""
     rows, largest = profile.sizes[-1]
     counts = f"{len(profile.layers)} blocks, {profile.model.num_parameters:,} parameters"
     ranks = f"{profile.num_ranks} rank{'s' if profile.num_ranks > 1 else ''} at once"
@@ -28,7 +28,7 @@ def profile_text(profile: ModelProfile, *, width: int = 120) -> str:
         f"{profile.model.name}: {counts}",
         f"{profile.device}; {ranks}, {profile.num_threads} thread{'s' if profile.num_threads > 1 else ''} each; medians"
         f" of {largest.num_runs} runs, half of which are within {largest.noise:.1%} of a block's time"
-        + (": the machine was not quiet" if largest.disturbed else ""),
+        + (": the machine was busy" if largest.disturbed else ""),
         "",
         f"microbatches of {rows}:",
         _blocks(largest, width),
@@ -40,10 +40,10 @@ def profile_text(profile: ModelProfile, *, width: int = 120) -> str:
     own = profile.overheads
     lines += [
         "",
-        f"an action adds {own.action * 1e6:.0f} us in a pipeline, where blocks take"
+        f"each action adds {own.action * 1e6:.0f} us in a pipeline, where blocks take"
         f" {' '.join(f'{one:.2f}' for one in profile.paces) or '1.00'} times as long (by rows)",
-        f"a step begins with {own.begin * 1e6:.0f} us, and ends with {own.end.seconds * 1e6:.0f} us and"
-        f" {own.end.seconds_per_byte * MIB * 1e6:.0f} us for each MiB of gradients",
+        f"a step begins with {own.begin * 1e6:.0f} us, and ends with {own.end.seconds * 1e6:.0f} us plus"
+        f" {own.end.seconds_per_byte * MIB * 1e6:.0f} us per MiB of gradients",
     ]
     return "\n".join(lines)
 
@@ -60,7 +60,7 @@ def _blocks(profile: Profile, width: int) -> str:
 
 
 def _sizes(profile: ModelProfile, width: int) -> str:
-    header = ["rows", "F ms", "B ms", "I + W ms", "ms a row", "held MiB", "until W MiB", "largest message MiB"]
+    header = ["rows", "F ms", "B ms", "I + W ms", "ms per row", "held MiB", "until W MiB", "largest message MiB"]
     lines = []
     for rows, one in profile.sizes:
         total = Times(*(sum(getattr(each.times, name) for each in one.layers) for name in _TIMES))
@@ -85,13 +85,13 @@ def _links(profile: ModelProfile, width: int) -> str:
 
 
 def profile_svg(profile: ModelProfile, *, width: int = 760) -> str:
-    """Return an SVG document: every block's seconds as a bar of F, I and W, at the largest size of microbatch."""
+    """Return an SVG document: every block's seconds as a bar of F, I and W, at the largest microbatch size."""
     rows, largest = profile.sizes[-1]
     parts = ({letter: 1e3 * getattr(one.times, name) for name, (letter, _) in _PARTS.items()} for one in largest.layers)
     return bars(
         [Bar(one.name, times) for one, times in zip(largest.layers, parts, strict=True)],
         {letter: SHADES[op].edge for letter, op in _PARTS.values()},
-        title=f"{profile.model.name}: a microbatch of {rows}, milliseconds per block",
+        title=f"{profile.model.name}: microbatch of {rows}, milliseconds per block",
         x_label=f"{profile.device}, {profile.num_ranks} ranks at once",
         width=width,
         row=20,
@@ -101,5 +101,5 @@ def profile_svg(profile: ModelProfile, *, width: int = 760) -> str:
 
 
 def profile_page(profile: ModelProfile) -> str:
-    """Return the picture and all tables as one HTML page that opens from disk."""
+    """Return the picture and all tables as an HTML page that opens from disk."""
     return picture_page(f"{profile.model.name}: profile", profile_svg(profile), profile_text(profile))

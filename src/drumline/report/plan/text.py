@@ -1,6 +1,6 @@
-"""A cluster plan in the terminal: the choice, its seconds and bytes, why the others lose, what more would buy.
+"""A cluster plan in the terminal: the choice, its seconds and bytes, why others lose, what more hardware would gain.
 
-All of it is in what --json prints.
+--json prints all of it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from drumline.report.table import table
 from drumline.report.units import duration, size_text
 
 SECONDS = {
-    "compute": "computing",
-    "recompute": "computing again",
+    "compute": "compute",
+    "recompute": "recomputation",
     "tensor": "tensor parallelism, exposed",
     "context": "context parallelism, exposed",
     "expert": "expert parallelism, exposed",
@@ -34,18 +34,18 @@ BYTES = {
     "activations": "activations",
     "buffers": "buffers",
 }
-_PLAIN_HEADS = ("Latent attention is planned as plain heads with as many parameters.",)
-SCALING = ("scaling", "GPUs", "sequences", "mesh", "a step", "tokens/s", "efficiency")
+_PLAIN_HEADS = ("Latent attention is planned as plain heads with the same number of parameters.",)
+SCALING = ("scaling", "GPUs", "sequences", "mesh", "step", "tokens/s", "efficiency")
 VOLUMES = ("tensor", "context", "expert", "pipeline", "data")
 
 
 def plan_text(told: Explanation, *, width: int = 100, framework: str = "drumline") -> str:
-    """Return a plan as text; what was not worked out (`--brief`) is left out."""
+    """Return a plan as text, without what was not computed (`--brief`)."""
     parts = [_wrapped(headline(told.plan), width), _items(told.plan.chosen, width), _best(told, width)]
     if told.reasons is not None:
-        traffic = ["bytes sent a step", "mesh", *VOLUMES, "a step", "fits"]
+        traffic = ["sent per step", "mesh", *VOLUMES, "step", "fits"]
         parts += [
-            _wrapped(["What more would buy:", *(f"- {one}" for one in told.reasons.margins)], width),
+            _wrapped(["What more hardware would gain:", *(f"- {one}" for one in told.reasons.margins)], width),
             table(SCALING, scaling_rows(told.plan, told.reasons), width=width),
             table(traffic, traffic_rows(told.plan, told.reasons), width=width, left=2),
         ]
@@ -57,10 +57,10 @@ def headline(plan: ClusterPlan) -> list[str]:
     cluster, model, chosen = plan.cluster, plan.transformer, plan.chosen
     return [
         f"{model.name} on {cluster.num_devices} x {cluster.device.name} in {counted(cluster.num_nodes, 'node')}, "
-        f"{plan.batch} sequences of {model.sequence} tokens a step",
+        f"{plan.batch} sequences of {model.sequence} tokens per step",
         f"Run {chosen.mesh}: {settings_text(chosen)}",
-        f"{duration(chosen.seconds)} a step, {plan.tokens_per_second(chosen):,.0f} tokens/s, "
-        f"{chosen.estimate.flops_per_second / 1e12:.0f} TFLOP/s a GPU ({plan.utilisation(chosen):.1%} of its peak), "
+        f"{duration(chosen.seconds)} per step, {plan.tokens_per_second(chosen):,.0f} tokens/s, "
+        f"{chosen.estimate.flops_per_second / 1e12:.0f} TFLOP/s per GPU ({plan.utilisation(chosen):.1%} of its peak), "
         f"bubble {chosen.estimate.bubble:.1%}; {size_text(chosen.bytes)} of {size_text(plan.limit_bytes)} "
         f"({plan.headroom:.0%} headroom)",
         *(_PLAIN_HEADS if model.details.latent else ()),
@@ -68,7 +68,7 @@ def headline(plan: ClusterPlan) -> list[str]:
 
 
 def settings_text(choice: Choice) -> str:
-    """Return what a layout is besides its mesh."""
+    """Return the settings of a layout besides its mesh."""
     layout, parts = choice.layout, choice.layout.settings
     parts["microbatch"] = f"{counted(layout.num_microbatches, 'microbatch')} of {layout.microbatch}"
     if layout.pipeline == 1:
@@ -79,7 +79,7 @@ def settings_text(choice: Choice) -> str:
 
 
 def seconds_rows(chosen: Choice, written: Callable[[float], str] = duration) -> list[list[str]]:
-    """Return seconds and shares of a step as rows of text, items that are nothing left out."""
+    """Return seconds and shares of a step as rows of text, without items of 0."""
     took = {name: getattr(chosen.estimate.seconds, item) for item, name in SECONDS.items()}
     return [
         [name, written(one), f"{one / chosen.seconds:.1%}"] for name, one in took.items() if one > 1e-9 * chosen.seconds
@@ -87,21 +87,21 @@ def seconds_rows(chosen: Choice, written: Callable[[float], str] = duration) -> 
 
 
 def bytes_rows(chosen: Choice, *, every: bool = True) -> list[list[str]]:
-    """Return what a device holds and its shares as rows of text, items that are nothing left out unless `every`."""
+    """Return what a device holds and its shares as rows of text, without items of 0 unless `every`."""
     held = {name: getattr(chosen.estimate.bytes, item) for item, name in BYTES.items()}
     return [[name, size_text(one), f"{one / chosen.bytes:.1%}"] for name, one in held.items() if every or one > 0]
 
 
 def _items(chosen: Choice, width: int) -> str:
-    """Return seconds and bytes, item by item, those that are nothing left out."""
-    took = [*seconds_rows(chosen), ["a step", duration(chosen.seconds), ""]]
-    held = [*bytes_rows(chosen, every=False), ["a device", size_text(chosen.bytes), ""]]
+    """Return seconds and bytes, item by item, without items of 0."""
+    took = [*seconds_rows(chosen), ["step", duration(chosen.seconds), ""]]
+    held = [*bytes_rows(chosen, every=False), ["device", size_text(chosen.bytes), ""]]
     tables = ((["time", "takes", "share"], took), (["memory", "holds", "share"], held))
     return "\n\n".join(table(header, rows, width=width) for header, rows in tables)
 
 
 def _best(told: Explanation, width: int) -> str:
-    header = ["", "mesh", "schedule", "microbatch", "ZeRO", "recompute", "a step", "bubble", "a device"]
+    header = ["", "mesh", "schedule", "microbatch", "ZeRO", "recompute", "step", "bubble", "per device"]
     rows = []
     for number, one in enumerate(told.plan.best, 1):
         layout = one.layout
@@ -112,7 +112,7 @@ def _best(told: Explanation, width: int) -> str:
         rows.append([*map(str, settings), *figures])
     reasons = [f"{number}. {one}" for number, one in enumerate(told.best, 1) if one.sentence]
     count = f"The best layout of each mesh, out of {counted(told.plan.survey.num_layouts, 'layout')}:"
-    shown = [_wrapped([count], width), "", table(header, rows, width=width, left=3, keep=("mesh", "a step"))]
+    shown = [_wrapped([count], width), "", table(header, rows, width=width, left=3, keep=("mesh", "step"))]
     if reasons:
         shown += ["", _wrapped(["Why the others lose:", *reasons], width)]
     return "\n".join(shown)
@@ -143,13 +143,13 @@ def traffic_rows(plan: ClusterPlan, reasons: Reasons) -> list[list[str]]:
 def _launch(config: Config, width: int) -> str:
     lines = [f"On every node: {config.command}"] if config.starts else list(not_started(config))
     if config.missing:
-        lines += ["It cannot be told:", *(f"- {one}" for one in config.missing)]
+        lines += ["The file cannot express:", *(f"- {one}" for one in config.missing)]
     return _wrapped(lines, width)
 
 
 def not_started(config: Config) -> Iterator[str]:
-    """Yield what there is to say where Drumline is to run the plan, which no verb does yet."""
-    yield "No verb of Drumline starts this plan yet. --launch torchtitan and --launch megatron print commands that do."
+    """Yield what to say for Drumline itself, which has no command that runs the plan yet."""
+    yield "No drumline command starts this plan yet. --launch torchtitan and --launch megatron print commands that do."
     if config.command:
         yield f"Its schedule: {config.command}"
 

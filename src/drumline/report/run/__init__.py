@@ -1,1 +1,1 @@
-"""A recorded run to look at: the report and its page, text and plots, and the run while it goes on."""
+"""A recorded run: the report as page, text and plots, and the live view of a run in progress."""

@@ -1,11 +1,11 @@
-"""A run's metrics as they come, to whoever wants them: the terminal, TensorBoard, Weights & Biases, or your own.
+"""Follow a run's metrics as they arrive: in the terminal, TensorBoard, Weights & Biases, or your own code.
 
-    for line in lines(run): ...            every step's metrics once, in order, until the run has ended
+    for line in lines(run): ...            every step's metrics once, in order, until the run ends
     follow(run, writer)                    the same, into a writer: TensorBoard(folder), WandB(project)
 
-The run writes files and knows nothing of this. It says when it has ended; one that was killed does not, and is taken
-for ended when nothing has come for `quiet` seconds, and for ten times as long as its longest step. The packages that
-writers need are extras, and are imported when a writer is made.
+The run only writes files and does not depend on this. It records when it ends; a killed run does not, and counts as
+ended once nothing has arrived for `quiet` seconds, and for ten times its longest step. The packages that writers need
+are optional extras, imported when a writer is created.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from drumline.core.measured.run import Run
 
 QUIET = 60.0
 SECONDS = "time_metrics/end_to_end(s)"
-PARTS = ("busy", "wait", "transfer", "overhead", "unexplained")  # of a rank's step
+PARTS = ("busy", "wait", "transfer", "overhead", "unexplained")  # the parts of a rank's step
 
 
 class Writer(Protocol):
-    """Takes metrics step by step."""
+    """Receives metrics step by step."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of a step."""
+        """Receive the metrics of a step."""
 
     def close(self) -> None:
-        """Write out what is left."""
+        """Write out the rest."""
 
 
 def follow(
@@ -41,9 +41,9 @@ def follow(
     sleep: Callable[[float], None] = time.sleep,
     now: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Hand every step's metrics to the writers until the run has ended; return how many steps there were.
+    """Pass every step's metrics to the writers until the run ends; return how many steps there were.
 
-    With `quiet=0` these are the ones that are there by now.
+    With `quiet=0`, only the steps written so far.
     """
     count = 0
     try:
@@ -70,7 +70,7 @@ def lines(
     """Yield the metrics of every step once, and None whenever there is nothing new."""
     known, last, longest = 0, now(), 0.0
     while True:
-        ended = run.has_ended  # before reading: what was written until then is found
+        ended = run.has_ended  # checked before reading, so that everything written until then is found
         metrics = run.metrics(since=known)
         for line in metrics:
             longest = max(longest, line.get(SECONDS) or 0.0)
@@ -87,7 +87,7 @@ def lines(
 
 
 def scalars(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return what is a number in a step's line, but for the step itself.
+    """Return the numbers in a step's line, without the step number.
 
     >>> scalars({"run": "abc", "step": 3, "loss": 0.5, "grad_norm": None})
     {'loss': 0.5}
@@ -100,7 +100,7 @@ def scalars(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def needed(module: str, *, extra: str) -> Any:
-    """Return a module that only an extra brings, or say how to get it.
+    """Import a module that comes with an extra, or raise an error that says how to install it.
 
     >>> needed("no_such_module", extra="viz")
     Traceback (most recent call last):
@@ -114,7 +114,7 @@ def needed(module: str, *, extra: str) -> Any:
 
 
 class TensorBoard:
-    """Writes event files into a folder, with the package tensorboard alone; PyTorch is not needed."""
+    """Writes event files into a folder; needs only the package tensorboard, not PyTorch."""
 
     def __init__(self, folder: str | Path, *, clock: Callable[[], float] = time.time) -> None:
         events = needed("tensorboard.summary.writer.event_file_writer", extra="tensorboard")
@@ -124,26 +124,26 @@ class TensorBoard:
         self._clock = clock
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of a step."""
+        """Write the metrics of a step."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         event = self._event(wall_time=self._clock(), step=step, summary=self._summary(value=values))
         self._file.add_event(event)
 
     def close(self) -> None:
-        """Write out what is left."""
+        """Write out the rest."""
         self._file.close()
 
 
 class WandB:
-    """Logs to a project of Weights & Biases, or to files where WANDB_MODE=offline says so."""
+    """Logs to a Weights & Biases project, or to files with WANDB_MODE=offline."""
 
     def __init__(self, project: str, *, name: str | None = None, config: Mapping[str, Any] | None = None) -> None:
         self._run = needed("wandb", extra="wandb").init(project=project, name=name, config=dict(config or {}))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of a step."""
+        """Log the metrics of a step."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Write out what is left."""
+        """Write out the rest."""
         self._run.finish()

@@ -1,11 +1,11 @@
-"""A run that goes on, in a few lines of text that are drawn again with every step.
+"""A run in progress, as a few lines of text that are redrawn with every step.
 
 first: 1f1b, 2 ranks, 2 stages, 8 microbatches
-step 39   loss 1.006   802 rows/s   638 ms a step   bubble 24.9%
+step 39   loss 1.006   802 rows/s   638 ms per step   bubble 24.9%
 loss      ▇▆▅▃▂▁▁
 rank 0    ███████████████▒▒▒▒▒▒▒▒▒▒░·   busy 57%
 rank 1    █████████████████████████▒·   busy 91%
-0 -> 1    ▮▮                            2 messages at most
+0 -> 1    ▮▮                            at most 2 messages waiting
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from drumline.report.run.follow import PARTS, SECONDS
 from drumline.report.units import counts, duration, number
 
 _LOSS = "loss_metrics/global_avg_loss"
-_RATES = {"throughput(tps)": "tokens/s a rank", "throughput(rows/s)": "rows/s"}
+_RATES = {"throughput(tps)": "tokens/s per rank", "throughput(rows/s)": "rows/s"}
 _EDGE = re.compile(r"pp/edge(\d+)-(\d+)/peak_queue")
 
 
 class Marks(NamedTuple):
-    """The characters of bars and curves: a part each, then a message, and heights from low to high."""
+    """The characters of bars and curves: one per part, then a message, and heights from low to high."""
 
     parts: str
     message: str
@@ -37,7 +37,7 @@ ASCII = Marks("#=-.!", "#", "_.-=^")
 
 
 class LiveRun:
-    """What is known of a run by now: its last line, and the losses of the lines before."""
+    """What is known about a run so far: its last line, and the losses of earlier lines."""
 
     def __init__(self, name: str, program: Program, *, marks: Marks = FINE) -> None:
         self.name = name
@@ -47,7 +47,7 @@ class LiveRun:
         self._losses: deque[float] = deque(maxlen=400)
 
     def add(self, line: dict[str, Any]) -> None:
-        """Take in a step's metrics."""
+        """Add a step's metrics."""
         self.line = line
         if line.get(_LOSS) is not None:
             self._losses.append(line[_LOSS])
@@ -65,7 +65,7 @@ class LiveRun:
         }
 
     def row(self) -> str:
-        """Return the last step in one line, for logs."""
+        """Return the last step as one line, for logs."""
         known = [f"{bubble:.0%}" for bubble in self._bubbles() if bubble is not None]
         queues = [f"{source}->{target} {number(depth)}" for (source, target), depth in self._queues().items()]
         parts = [self._head()]
@@ -74,7 +74,7 @@ class LiveRun:
         return "   ".join(parts)
 
     def frame(self, width: int = 100) -> str:
-        """Return the run as it stands, no line wider than `width`."""
+        """Draw the current state of the run; no line is wider than `width`."""
         title = f"{self.name}: {self.program.name}, {counts(self.program)}"
         room = max(10, min(60, width - 40))
         lines = [title, self._head()]
@@ -88,7 +88,7 @@ class LiveRun:
         scale = min(1.0, room / max(self._queues().values(), default=1.0))
         for (source, target), depth in self._queues().items():
             marks = self.marks.message * round(depth * scale)
-            lines.append(f"{f'{source} -> {target}':<9} {marks:<{room}}  {number(depth)} waiting at most")
+            lines.append(f"{f'{source} -> {target}':<9} {marks:<{room}}  at most {number(depth)} waiting")
         if self._bubbles()[0] is not None:
             named = zip(self.marks.parts, PARTS, strict=True)
             lines.append(f"{'':<9} {'  '.join(f'{mark} {part}' for mark, part in named)}")
@@ -102,7 +102,7 @@ class LiveRun:
         parts = [f"step {line['step']}", "loss not finite" if loss is None else f"loss {number(loss, 4)}"]
         parts += [f"{number(line[name], 4)} {unit}" for name, unit in _RATES.items() if line.get(name)][:1]
         if line.get(SECONDS):
-            parts.append(f"{duration(line[SECONDS])} a step")
+            parts.append(f"{duration(line[SECONDS])} per step")
         if line.get("pp/bubble") is not None:
             parts.append(f"bubble {line['pp/bubble']:.1%}")
         return "   ".join(parts)
@@ -119,7 +119,7 @@ class LiveRun:
 
 
 def stacked(sizes: Sequence[float], marks: str, room: int) -> str:
-    """Return sizes as stretches of marks that fill the room together.
+    """Draw sizes as stretches of marks that together fill the room.
 
     >>> stacked([2, 1, 1], "#=-", 8)
     '####==--'

@@ -1,6 +1,6 @@
-"""Reports as one offline page: what to change, measured over simulated timelines, and where the time went.
+"""Reports as one offline page: what to change, measured and simulated timelines, and where the time went.
 
-What stands around the timelines is made from the figures that --json prints.
+Everything around the timelines comes from the figures that --json prints.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _above(runs: Sequence[Figures]) -> str:
 
 
 def _contents(runs: Sequence[Figures]) -> str:
-    """Return links to the parts of a page of several runs; one run needs none."""
+    """Return links to the sections of a page with several runs; empty for one run."""
     if len(runs) == 1:
         return ""
     links = [("title", "Overview"), ("charts", "Timelines"), ("steps", "Steps")]
@@ -90,9 +90,9 @@ def _contents(runs: Sequence[Figures]) -> str:
 
 
 def _below(runs: Sequence[Figures]) -> str:
-    """Return what comes behind the timelines: steps of all runs, then for each where the time went.
+    """Return what comes after the timelines: steps of all runs, then where each run's time went.
 
-    The details of several runs are folded: whoever wants them knows which run's.
+    With several runs, the details of each are folded.
     """
     parts = [_steps(runs)]
     for order, run in enumerate(runs):
@@ -113,10 +113,10 @@ def _cards(run: Figures) -> str:
         ("makespan", _time(run["makespan"]), f"step {run['step']} of {run['num_steps']}"),
         ("bubble", percent(run["bubble"]), f"utilisation {percent(run['utilisation'])}"),
         ("overhead and jitter", percent(run["overhead_share"]), f"simulated {_time(run['simulated_makespan'])}"),
-        ("slowest stage", str(slowest["stage"]), f"{_time(slowest['seconds'])} a microbatch"),
+        ("slowest stage", str(slowest["stage"]), f"{_time(slowest['seconds'])} per microbatch"),
         ("peak stash", fullest(run["per_rank"]), "on the fullest rank"),
     ]
-    rates = {"tokens_per_second": "tokens/s a rank", "rows_per_second": "rows/s"}
+    rates = {"tokens_per_second": "tokens/s per rank", "rows_per_second": "rows/s"}
     known = [("throughput", number(run[key], 4), unit) for key, unit in rates.items() if run[key] is not None]
     return cards([*figures, *known[:1]])
 
@@ -170,7 +170,7 @@ def _ranks(run: Figures) -> str:
 
 
 def _causes(run: Figures) -> str:
-    """Return idle time by cause, measured over simulated."""
+    """Return idle time by cause, measured and simulated."""
     whole = max(run["makespan"], run["simulated_makespan"])
     causes = list(dict.fromkeys([*run["measured"]["idle_by_cause"], *run["simulated"]["idle_by_cause"]]))
     bars = []
@@ -191,7 +191,7 @@ def _causes(run: Figures) -> str:
 
 
 def _stages(run: Figures) -> str:
-    """Return the seconds of a microbatch in every stage, the slowest marked."""
+    """Return the seconds of a microbatch in every stage, with the slowest marked."""
     slowest = max(one["seconds"] for one in run["per_stage"])
     bars = []
     for one in run["per_stage"]:
@@ -223,7 +223,7 @@ def _peaks(kind: str, peaks: Mapping[str, float], written: Callable[[Any], str])
 
 
 def _steps(runs: Sequence[Figures]) -> str:
-    """Return curves over steps: what was learned, and how fast."""
+    """Return curves over steps: loss and speed."""
     wanted: list[tuple[str, str, Callable[[float], str], bool]] = [
         ("loss", "loss", _four, False),
         ("seconds", "seconds from step to step", _time, True),

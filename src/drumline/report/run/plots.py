@@ -1,4 +1,4 @@
-"""Reports as plots for papers, by matplotlib: measured over simulated, idle time by cause, the steps of the run."""
+"""Reports as matplotlib plots for papers: measured and simulated, idle time by cause, the steps of the run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _DENSER = 3  # how often a hatch is repeated
 
 
 def plots(reports: Sequence[RunReport], *, file_type: str) -> bytes:
-    """Return the plots of reports as one picture, PNG or SVG; a row of plots per run."""
+    """Return the plots of reports as one picture, PNG or SVG, with a row of plots per run."""
     matplotlib = needed("matplotlib", extra="viz")
     pyplot = needed("matplotlib.figure", extra="viz")
     with matplotlib.rc_context(_STYLE):
@@ -73,7 +73,7 @@ def _row(figure: Any, report: RunReport) -> None:
 
 
 def _legend(figure: Any, report: RunReport) -> None:
-    """Say below the plots what their colours mean."""
+    """Explain the colours below the plots."""
     patch = needed("matplotlib.patches", extra="viz").Patch
     used = {part.op for part in report.run.program.work()}
     ops = [patch(color=SHADES[op].odd, label=words.name) for op, words in OPS.items() if op in used]

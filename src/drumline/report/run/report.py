@@ -1,7 +1,7 @@
-"""What a report says of a run, as one object: page, text, plots and --json all take their numbers from it.
+"""What a report says about a run, as one object: page, text, plots and --json all take their numbers from it.
 
-The step is the typical one unless another is asked for: in the middle by its makespan, the first step, which warms up,
-aside. Costs are the middle of steps like it, so that one that was disturbed does not decide what is advised.
+The default step is the typical one: the median by makespan, without the first step, which warms up. Costs are medians
+over similar steps, so that a single disturbed step does not determine the advice.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from drumline.report.advise.evidence import OPS, Evidence
 from drumline.report.summary import peak_queues, summarize
 
 MAKESPAN = "pp/makespan_seconds"
-_POOLED = 15  # steps whose seconds are taken together
-# What a step's line says, by the name that the metrics have for it.
+_POOLED = 15  # number of steps to pool
+# The figures of a step, by their name in the metrics.
 CURVES = {
     "loss": "loss_metrics/global_avg_loss",
     "grad_norm": "grad_norm",
@@ -39,7 +39,7 @@ CURVES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Observed(Evidence):
-    """One step of a run of ours; its costs are those of `pooled` steps like it."""
+    """One step of our own run; its costs come from `pooled` similar steps."""
 
     measured: Measured
     run: Run
@@ -47,7 +47,7 @@ class Observed(Evidence):
 
 
 def observe(run: Run, step: int | None = None) -> Observed:
-    """Return what a report is made from; RecordError says what is missing."""
+    """Collect what a report needs; RecordError says what is missing."""
     steps, metrics = run.steps, run.metrics()
     near = [step] if step is not None else _typical(metrics, steps)
     chosen = near[len(near) // 2] if near else None
@@ -68,7 +68,7 @@ def observe(run: Run, step: int | None = None) -> Observed:
 
 
 def _typical(metrics: Sequence[dict[str, Any]], steps: Sequence[int]) -> list[int]:
-    """Return the steps around the one in the middle, by their makespan.
+    """Return the steps around the median, by makespan.
 
     >>> _typical([{"step": at, MAKESPAN: seconds} for at, seconds in enumerate((90, 5, 3, 4))], range(4))
     [2, 3, 1]
@@ -82,7 +82,7 @@ def _typical(metrics: Sequence[dict[str, Any]], steps: Sequence[int]) -> list[in
 
 @dataclass(frozen=True)
 class RunReport:
-    """One run: what was observed of it, and what to change."""
+    """One run: what was observed, and what to change."""
 
     seen: Observed
     advice: Advice
@@ -95,13 +95,13 @@ class RunReport:
 
     @cached_property
     def steadiness(self) -> Steadiness:
-        """Whether the machine was quiet during the run: by its steps behind the first, and by its load before."""
+        """Whether the machine was quiet during the run, judged by its steps after the first and its load before."""
         lengths = [one["makespan"] for one in self.steps[1:] if one["makespan"] is not None]
         return Steadiness(spread_of(lengths), *machine_load(self.run.environment))
 
     @cached_property
     def stages(self) -> list[dict[str, Any]]:
-        """Every stage: where it runs, its blocks, and the seconds of one microbatch."""
+        """Every stage: where it runs, its blocks, and its seconds per microbatch."""
         seen, program, blocks = self.seen, self.run.program, self.run.plan.get("blocks")
         each = [seen.costs.per_stage(op, program.num_stages) for op in OPS]
         slowest = max(seen.stage_seconds)
@@ -120,13 +120,13 @@ class RunReport:
 
     @property
     def slowest_stage(self) -> int:
-        """The stage that takes longest for a microbatch."""
+        """The stage that takes the longest per microbatch."""
         seconds = self.seen.stage_seconds
         return max(range(len(seconds)), key=seconds.__getitem__)
 
     @cached_property
     def ranks(self) -> list[dict[str, Any]]:
-        """Every rank: its step by what it did, its idle share (simulated, too: of the measured makespan), its peak."""
+        """Every rank: its step by what it did, its idle share of the makespan (also simulated), its peak."""
         measured = self.seen.measured
         return [
             {
@@ -143,7 +143,7 @@ class RunReport:
 
     @cached_property
     def steps(self) -> list[dict[str, Any]]:
-        """Every step that metrics tell of: loss, throughput, times, and the share of time that ranks computed."""
+        """Every step in the metrics: loss, throughput, times, and the share of time that ranks computed."""
         found = []
         for line in self.seen.metrics:
             one = {name: line.get(metric) for name, metric in CURVES.items()}
@@ -152,18 +152,18 @@ class RunReport:
         return found
 
     def _middle(self, name: str) -> float | None:
-        """Return the median over steps of something that their lines say, if any does."""
+        """Return the median of a metric over steps, if any has it."""
         values = [one[name] for one in self.steps if one[name] is not None]
         return median(values) if values else None
 
     @property
     def overhead_seconds(self) -> float:
-        """What the step took beyond the simulator's, with the same seconds of every action."""
+        """How much longer the step took than in the simulator, with the same seconds of every action."""
         return self.seen.measured.makespan - self.seen.simulated.makespan
 
     @property
     def overhead_share(self) -> float:
-        """The same as a share of the step."""
+        """The overhead as a share of the step."""
         makespan = self.seen.measured.makespan
         return self.overhead_seconds / makespan if makespan > 0 else 0.0
 
@@ -206,7 +206,7 @@ class RunReport:
 
 
 def report_of(run: Run, *, step: int | None = None, name: str | None = None) -> RunReport:
-    """Return the report of a run, of its typical step unless one is named; RecordError says what is missing."""
+    """Return the report of a run, of its typical step by default; RecordError says what is missing."""
     seen = observe(run, step)
     report = RunReport(seen, Advice(()), name or short_names([run.path])[0])
     steadiness = report.steadiness
@@ -214,7 +214,7 @@ def report_of(run: Run, *, step: int | None = None, name: str | None = None) -> 
 
 
 def machine_load(environment: Mapping[str, Any]) -> tuple[float | None, int | None]:
-    """Return the load before a run and the cores, of the machine that was busiest; None where no rank wrote them down.
+    """Return the load before a run and the cores of the busiest machine; None if no rank recorded them.
 
     >>> machine_load({"ranks": [{"cores": 2, "load": 0.5}, {"cores": 4, "load": 3.0}]}), machine_load({})
     ((3.0, 4), (None, None))
@@ -229,13 +229,13 @@ def machine_load(environment: Mapping[str, Any]) -> tuple[float | None, int | No
 
 
 def reports_of(runs: Sequence[Run], *, step: int | None = None) -> list[RunReport]:
-    """Return the reports of several runs, under names that differ."""
+    """Return the reports of several runs, with distinct names."""
     names = short_names([run.path for run in runs])
     return [report_of(run, step=step, name=name) for run, name in zip(runs, names, strict=True)]
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """Return the ends of paths, as long as it takes to tell them apart.
+    """Return the ends of paths, as long as needed to distinguish them.
 
     >>> short_names([Path("runs/a/first"), Path("runs/b/first"), Path("runs/b/second")])
     ['a/first', 'b/first', 'b/second']

@@ -15,7 +15,7 @@ from drumline.report.units import counts, duration, percent, size_text
 
 
 def reports_text(reports: Sequence[RunReport], *, width: int = 100, colour: bool = False) -> str:
-    """Return several reports one after the other, with a table that holds them against each other on top."""
+    """Return several reports one after the other, with a table that compares them on top."""
     parts = [report_text(one, width=width, colour=colour) for one in reports]
     if len(reports) > 1:
         parts.insert(0, runs_table(reports, width=width))
@@ -33,7 +33,7 @@ def report_text(report: RunReport, *, width: int = 100, colour: bool = False) ->
         f"makespan {duration(measured)}, bubble {seen.measured.bubble:.1%}; simulated with the same seconds "
         f"{duration(simulated)}, the rest ({percent(report.overhead_share)}) is overhead and jitter",
         f"slowest stage {slowest['stage']} on rank {' and '.join(map(str, slowest['ranks']))}: "
-        f"{duration(slowest['seconds'])} a microbatch",
+        f"{duration(slowest['seconds'])} per microbatch",
     ]
     picture = grid(seen.measured, width=width, colour=colour, figures=False)
     advice = [report.advice.sentence, *(f"- {one}" for one in report.advice.others)]
@@ -56,7 +56,7 @@ def ranks_table(report: RunReport, *, width: int = 100) -> str:
 
 
 def runs_table(reports: Sequence[RunReport], *, width: int = 100) -> str:
-    """Return the table that holds runs against each other."""
+    """Return the table that compares runs."""
     header = ["run", "schedule", "makespan", "bubble", "overhead", "slowest stage", "peak stash"]
     rows = []
     for report in reports:
@@ -69,12 +69,12 @@ def runs_table(reports: Sequence[RunReport], *, width: int = 100) -> str:
 
 
 def fullest(ranks: Sequence[dict[str, Any]]) -> str:
-    """Return what the fullest of ranks held."""
+    """Return what the fullest rank held."""
     return held(max(ranks, key=lambda one: (one["peak_stash_bytes"] or 0, one["peak_pairs"])))
 
 
 def held(rank: dict[str, Any]) -> str:
-    """Return what a rank held at most: bytes where they were weighed, else pairs.
+    """Return a rank's peak: bytes if they were weighed, otherwise pairs.
 
     >>> held({"peak_stash_bytes": None, "peak_pairs": 1}), held({"peak_stash_bytes": 2048, "peak_pairs": 1})
     ('1 pair', '2 KiB')

@@ -1,1 +1,1 @@
-"""What no program can go below, each bound with its proof, and the exact optimum of small instances."""
+"""Lower bounds that no program can beat, each with its proof, and the exact optimum of small instances."""

@@ -1,11 +1,11 @@
-"""Times before which actions cannot start, from what must have run on their rank by then.
+"""Times before which actions cannot start, based on what must have run on their rank by then.
 
 What must come before the m-th action of a (stage, op) on its rank is a count per (stage, op) of that rank, because
 equal microbatches pass in order. With room for K pairs:
 
-    before F5 of a stage:   F0 .. F4     I0 .. I(5-K)     and as many W as it takes to have room for F5
+    before F5 of a stage:   F0 .. F4     I0 .. I(5-K)     and enough W to make room for F5
 
-Their work has to fit between the head of any action and the next; so heads push each other up, sweep by sweep, along
+Their work has to fit between the head of any action and the next. So heads push each other up, sweep by sweep, along
 the ranks and back. Every sweep is a proof of its own.
 """
 
@@ -20,13 +20,13 @@ from drumline.plan.search.bounds.relaxed import Key, Relaxed
 from drumline.plan.search.instance import F, I, StageLane, W
 
 _SWEEPS = 40
-_ROUNDING = 1e-11  # sums of sizes are rounded: what is over by less than this is not over
+_ROUNDING = 1e-11  # sums of sizes are rounded: an excess smaller than this does not count
 
-Heads = dict[tuple[int, Key], Floats]  # by (rank, (stage, op)): one number a microbatch of that lane
+Heads = dict[tuple[int, Key], Floats]  # by (rank, (stage, op)): one number per microbatch of that lane
 
 
 def latest(relaxed: Relaxed, *, only_first: bool) -> float:
-    """Return the largest head plus what must follow it, over all actions or over those of the rank of stage 0.
+    """Return the largest head plus what must follow it, over all actions or only those of the rank of stage 0.
 
     >>> from drumline.core.costs import Costs
     >>> from drumline.core.placement import Placement
@@ -47,7 +47,7 @@ def latest(relaxed: Relaxed, *, only_first: bool) -> float:
 
 
 class _Rank:
-    """One rank: its lanes, what must come before each of its actions, and how much can come before its first I."""
+    """One rank: its lanes, what must come before each action, and how much can come before its first I."""
 
     def __init__(self, relaxed: Relaxed, lanes: Sequence[StageLane]) -> None:
         self.relaxed, self.lanes = relaxed, lanes
@@ -66,7 +66,7 @@ class _Rank:
         self.since = {stage: self._since_first_backward(stage) for stage in self.stages}
 
     def _below(self, at: int) -> Sequence[int]:
-        """Return the stages of this rank that a microbatch at the lane `at` has passed, itself included."""
+        """Return the stages of this rank that a microbatch at the lane `at` has passed, including that lane."""
         return self.stages[: at + 1] if self.relaxed.linked else self.stages[at : at + 1]
 
     def _most_pairs(self, at: int) -> int:
@@ -79,7 +79,7 @@ class _Rank:
         return max(most, 1)
 
     def _most_owed(self, at: int) -> int:
-        """Return how many W of the lane can be owed while another of its microbatches begins."""
+        """Return how many W of the lane can be pending while another of its microbatches begins."""
         most = self.counts[self.stages[at], F]
         for one, room in self.rooms:
             left = room - sum(self.relaxed.sizes(stage, one)[0] for stage in self._below(at))
@@ -94,7 +94,7 @@ class _Rank:
         turn = np.arange(self.counts[key])
         counts = {other: np.zeros_like(turn) for other in self.counts}
         counts[key] = turn
-        begun = {one: np.zeros_like(turn) for one in self.stages}  # forwards that had room, this one included
+        begun = {one: np.zeros_like(turn) for one in self.stages}  # forwards that had room, including this one
         if op == F:
             begun[stage] = turn + 1
         else:
@@ -118,7 +118,7 @@ class _Rank:
         return counts
 
     def _work(self, before: dict[Key, Ints], leaving_out: dict[Key, int] | None = None) -> Floats:
-        """Return the seconds of what is counted, beyond the first so many of each."""
+        """Return the seconds of what is counted, without the first few of each."""
         total: Floats = np.zeros(len(next(iter(before.values()))))
         for key, count in before.items():
             less = 0 if leaving_out is None else leaving_out[key]
@@ -126,7 +126,7 @@ class _Rank:
         return total
 
     def _most_early_forwards(self) -> float:
-        """Return the most seconds of forwards that can run before the first I: as much as there is room for."""
+        """Return the most seconds of forwards that can run before the first I, given the room."""
         most = sum(self.counts[stage, F] * self.seconds[stage, F] for stage in self.stages)
         for one, room in self.rooms:
             sizes = {stage: self.relaxed.sizes(stage, one)[0] for stage in self.stages}
@@ -135,7 +135,7 @@ class _Rank:
         return most * (1 + _ROUNDING)
 
     def _all_work(self, key: Key, early: float) -> Floats:
-        """Return the work before the m-th of `key`, less `early` seconds of forwards: what was freed took its time."""
+        """Return the work before the m-th of `key`, minus `early` seconds of forwards; freeing room counts."""
         before = self.before[key]
         forwards = self._work({(stage, F): before[stage, F] for stage in self.stages})
         backwards = self._work({other: count for other, count in before.items() if other[1] != F})
@@ -143,10 +143,10 @@ class _Rank:
         return freeing
 
     def _freeing(self, begun: dict[int, Ints]) -> Floats:
-        """Return the least seconds of I and W that make room for so many forwards, of all lanes together.
+        """Return the fewest seconds of I and W that make room for this many forwards, over all lanes.
 
-        An I of a lane frees what it holds less what stays for W; an I with its W all of it. Whichever frees most in a
-        second, more than that is not freed.
+        An I of a lane frees what it holds minus what stays for W; an I with its W frees all of it. The bound uses the
+        one that frees most per second.
         """
         longest: Floats = np.zeros(len(begun[self.stages[0]]))
         for one, room in self.rooms:
@@ -162,7 +162,7 @@ class _Rank:
         return longest
 
     def _since_first_backward(self, stage: int) -> dict[Key, Floats]:
-        """Return, for every action, the work that must lie between the start of the stage's first I and it."""
+        """Return, for every action, the work that must lie between the start of the stage's first I and that action."""
         most: dict[Key, int] = {}
         for other in self.stages:
             passed = other <= stage or not self.relaxed.linked
@@ -171,11 +171,11 @@ class _Rank:
             most[other, I] = most[other, W] = 0 if passed else early
         if not self.relaxed.linked:
             for other in self.stages:
-                if other != stage:  # the other direction: nothing is known
+                if other != stage:  # for the other direction, nothing is known
                     most.update({(other, op): self.counts[other, op] for op in (F, I, W)})
         since = {key: self._work(self.before[key], most) for key in self.counts}
         if self.relaxed.linked and stage == self.stages[-1]:
-            # No I of this rank is before this one: all that was freed was freed since.
+            # No I of this rank comes before this one, so everything freed was freed since.
             for key in since:
                 np.maximum(since[key], self._all_work(key, self.early), out=since[key])
         return since
@@ -206,7 +206,7 @@ class _Rank:
         head[:] = np.maximum.accumulate(head - rising) + rising
 
     def _after_releases(self, heads: Heads, head: Floats, stage: int, op: int) -> None:
-        """Let the m-th F wait for the I and the W that make room for it."""
+        """Make the m-th F wait for the I and the W that make room for it."""
         if op != F:
             return
         for freed, behind in ((I, self.pairs[stage]), (W, self.owed[stage] + 1)):

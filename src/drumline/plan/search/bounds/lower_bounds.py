@@ -1,14 +1,14 @@
-"""What no program can go below: several bounds, each with its proof; the largest is the one that counts.
+"""Lower bounds that no program can beat, each with its proof; the largest one counts.
 
     bound       why
     work        a rank does one thing at a time
-    residence   a pair is held for as long as its microbatch takes to the last stage and back, and room is limited
-    passage     before some action runs, what must run before it has run; after it, what must run after it
+    residence   a pair is held while its microbatch goes to the last stage and back, and room is limited
+    passage     everything that must precede an action has run before it; everything that must follow runs after it
 
-All of them see the instance through a smaller one, whose optimum is no larger: every microbatch costs what the cheapest
-does, and a whole backward is an I that ends early and a W right behind it. In that one microbatches are alike, so they
-may as well pass every stage in order (swap two that overtake each other and nothing gets later), and "the m-th F of a
-stage" is one action and not a set of them.
+All bounds look at a smaller instance whose optimum is no larger: every microbatch costs as much as the cheapest, and a
+whole backward is an I that ends early with a W right after it. There, all microbatches are alike, so they may as well
+pass every stage in order (swapping two that overtake each other makes nothing later), and "the m-th F of a stage" is a
+single action and not a set of them.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def lower_bound(instance: Instance, objective: str = "makespan") -> Bound:
 def work(instance: Instance, objective: str) -> float:
     """Return the work of the busiest rank.
 
-    Proof: a rank does one thing at a time, so its first start and last end are at least its work apart; so is the start
-    of a step and the start of the next.
+    Proof: a rank does one thing at a time, so its first start and last end are at least its work apart. So are the
+    starts of two consecutive steps.
     """
     del objective
     relaxed = Relaxed(instance)
@@ -58,7 +58,7 @@ def work(instance: Instance, objective: str) -> float:
 
 
 def residence(instance: Instance, objective: str) -> float:
-    """Return the time in which the limit lets all pairs be held for as long as they must.
+    """Return the least time in which the limit allows all pairs to be held for as long as they must.
 
     Proof: pair (s, m) is held from the start of its F to the end of its W. In between lie the forwards of the stages
     after s, then their I, then its own I and W: at least R(s) seconds. Bytes times seconds over all pairs of a rank are
@@ -82,16 +82,16 @@ def residence(instance: Instance, objective: str) -> float:
 
 
 def passage(instance: Instance, objective: str) -> float:
-    """Return the latest moment that some action cannot be earlier than, plus what must follow it.
+    """Return the latest lower bound on the start of any action, plus what must follow it.
 
     Proof: `head(a)` is a time before which a cannot start. It is at least the head of what a needs plus its seconds and
-    the latency; and, for any x on the same rank, the head of x plus all the work of the rank that must lie between x
-    and a. What must lie before an action: what it needs, the same op of earlier microbatches, and, under a limit, so
-    many I and W that there is room for its F. If the pairs of the microbatches from m - K to m do not fit at once, the
-    I of m - K is before the F of m. After a comes at least the way of its microbatch down and back, and at least the
-    work of the rank that must lie after it.
+    the latency. For any x on the same rank, it is also at least the head of x plus all work of the rank that must lie
+    between x and a. Before an action must come: what it needs, the same op of earlier microbatches, and, under a limit,
+    enough I and W to make room for its F. If the pairs of the microbatches from m - K to m do not fit at once, the I of
+    m - K comes before the F of m. After a comes at least the path of its microbatch down and back, and at least the
+    work of the rank that must follow it.
 
-    The span of the rank with stage 0 is bounded in the same way, as it starts first; over several steps nothing is.
+    The same bounds the span of the rank with stage 0, which starts first; over several steps it bounds nothing.
     """
     relaxed = Relaxed(instance)
     if objective == "steady" or (objective == "span" and not relaxed.linked):

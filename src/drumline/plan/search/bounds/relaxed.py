@@ -1,7 +1,7 @@
-"""An instance made smaller, so that bounds can reason about it: its optimum is no larger than the real one.
+"""A simplified instance that bounds can reason about: its optimum is no larger than the real one.
 
-Every microbatch costs and holds what the cheapest does. A whole backward of 5 where I takes 2 and W takes 4 becomes an
-I of 2 with a W of 3 behind it: whoever splits takes longer, and whoever does not hands its gradient on later.
+Every microbatch costs and holds as much as the cheapest. A whole backward of 5, where I takes 2 and W takes 4, becomes
+an I of 2 with a W of 3 after it: splitting takes longer, and not splitting passes the gradient on later.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Key = tuple[int, int]  # (stage, op)
 
 
 class Relaxed:
-    """The smaller instance: seconds per (stage, op), the same for all microbatches."""
+    """The simplified instance: seconds per (stage, op), the same for all microbatches."""
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
@@ -44,7 +44,7 @@ class Relaxed:
         return full, min(full, *(-one.after[n + W] for n in numbers))
 
     def latency(self, stage: int, op: int) -> float:
-        """Return the least latency of what (stage, op) makes."""
+        """Return the least latency of the output of (stage, op)."""
         count = self.instance.num_microbatches
         return min(self.instance.latency[self.instance.number(stage, op, m)] for m in range(count))
 
@@ -68,7 +68,7 @@ class Relaxed:
 
     @cached_property
     def way_out(self) -> list[float]:
-        """Per stage, the least time from the end of I there to the end of all: I of the stages before, and one W."""
+        """Per stage, the least time from the end of I there to the very end: I of earlier stages, and one W."""
         found = [self.seconds[0, W]]
         for stage in range(1, self.instance.num_stages):
             after = self.latency(stage, I) + self.seconds[stage - 1, I] + found[-1]
@@ -77,7 +77,7 @@ class Relaxed:
 
     @cached_property
     def to_first(self) -> list[float]:
-        """The same, to the end of what the rank of stage 0 does."""
+        """Per stage, the least time from the end of I there to the end of the rank of stage 0."""
         found = [self.seconds[0, W]]
         for stage in range(1, self.instance.num_stages):
             found.append(self.latency(stage, I) + self.seconds[stage - 1, I] + found[-1])
