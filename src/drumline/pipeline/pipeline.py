@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from drumline.core.program import Program
 from drumline.pipeline.auto_schedule import Searched
 from drumline.pipeline.options import Options, made_with
 from drumline.pipeline.setup import set_up
+from drumline.pipeline.state.names import matching
 from drumline.pipeline.state.scaler import LossScaler
 from drumline.pipeline.step import CalledWith, StepResult, output_of
 from drumline.pipeline.verify.verdict import Checked
@@ -102,14 +104,18 @@ class Pipeline:
         """How the ranks talk: "in-process", "shared-memory", "gloo" or "nccl"."""
         return self._crew.channels[0].name
 
-    def step(self, *batch: Any, target: Any = None, outputs: Any = False, **named: Any) -> StepResult:
+    def step(self, *batch: Any, target: Any = None, outputs: Any = False, share: Any = 1.0, **named: Any) -> StepResult:
         """Run one step of the program: gradients are added to the parameters', the loss is returned.
 
         The batch is what the model is called with: the first block's input, or a model's arguments in order and by
         name. Only ranks with the first stage need it, only those with the last need `target`. With `outputs`,
         `result.output` is what the last stage made, detached, on ranks that hold it; None on others.
+
+        `share` multiplies the step's gradients, and not its loss: where several steps add up to one update, pass what
+        part of the update's tokens are in this one, the same on every rank.
         """
-        call, step = CalledWith(batch, named, target), Step(self._ledger.number, wants_outputs=_switched(outputs))
+        call, step = CalledWith(batch, named, target), self._new_step()
+        step.wants_outputs, step.share = _switched(outputs), _shared(share)
         self._run.refuse(step)
         self._run.catch_up(step)
         self._run.check_before(step, call)
@@ -127,11 +133,15 @@ class Pipeline:
 
         `result.output` is there with the last stage, unless `outputs` is off.
         """
-        wanted, step = _switched(outputs), Step(self._ledger.number, train=False)
+        wanted, step = _switched(outputs), self._new_step(train=False)
         with self._recording.between.during("evaluate"):
             self._run.catch_up(step)
+            self._recording.evaluating(step)
             tally = self._run.run(step, CalledWith(batch, named, target))
             return StepResult(step.number, lambda: tally.loss, output_of(step) if wanted else None)
+
+    def _new_step(self, *, train: bool = True) -> Step:
+        return Step(self._ledger.number, train=train, draw=self._ledger.num_trained)
 
     def settle(self) -> None:
         """Hear how the steps so far went on all ranks, and raise if one must not be built on.
@@ -163,10 +173,26 @@ class Pipeline:
         """With schedule="auto" on rank 0, what was found and gained; None as long as nothing was searched."""
         return None if self._run.auto is None else self._run.auto.searched
 
-    def timeline(self) -> Measured:
-        """Return what the last training step did on all ranks, as it was measured."""
+    def timeline(self, what: str = "train") -> Measured:
+        """Return what the last step did on all ranks, as it was measured: one that trained, or with "evaluate" one
+        of `eval_step`.
+        """
         self._recording.check()
-        return self._ledger.timeline()
+        return self._ledger.timeline(what)
+
+    def note(self, **metrics: float | Tensor) -> None:
+        """Add metrics to the last training step's line of the run folder; nothing where no run is recorded."""
+        self._recording.note(**metrics)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return what every rank passes here, rank 0's first; call it on every rank.
+
+        >>> pipe = Pipeline([nn.Linear(1, 1)], loss_fn=nn.functional.mse_loss, num_microbatches=1)
+        >>> pipe.gather("ready")
+        ['ready']
+        """
+        with self._crew.together("gather"):
+            return self._crew.collect("gather", value)
 
     def data(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield what `loader` does; how long each batch takes to come is measured as waiting for data.
@@ -179,13 +205,31 @@ class Pipeline:
         """
         return self._recording.data(loader)
 
-    def optimizer(self, kind: type[torch.optim.Optimizer], **settings: Any) -> torch.optim.Optimizer:
+    def optimizer(
+        self, kind: type[torch.optim.Optimizer], *, names: str | Sequence[str] | None = None, **settings: Any
+    ) -> torch.optim.Optimizer:
         """Return a torch optimizer over this process's trainable parameters, or their float32 copies.
 
-        Its `state_dict` goes by parameter name: the ranks' states together load into any schedule and cut.
+        With `names`, only over those whose names match: names of the whole model, or patterns like "*.bias". Its
+        `state_dict` goes by parameter name: the ranks' states together load into any schedule and cut.
         """
-        trained = [one for one in self.parameters() if one.requires_grad]
-        return self._updates.optimizer(kind, trained, settings, self.named_master_weights)
+        trained = [(name, one) for name, one in self.named_parameters() if one.requires_grad]
+        if names is not None:
+            chosen = matching(names, self.parameter_shapes(), others=self._aliases())
+            trained = [(name, one) for name, one in trained if name in chosen]
+        return self._updates.optimizer(kind, [one for _, one in trained], settings, self.named_master_weights)
+
+    def parameter_shapes(self) -> dict[str, torch.Size]:
+        """Return the shapes of the whole model's trainable parameters by name, those of other ranks too.
+
+        >>> pipe = Pipeline([nn.Linear(4, 2)], loss_fn=nn.functional.mse_loss, num_microbatches=1)
+        >>> pipe.parameter_shapes()
+        {'0.weight': torch.Size([2, 4]), '0.bias': torch.Size([2])}
+        """
+        return dict(self._engine.assembly.trained)
+
+    def _aliases(self) -> dict[str, tuple[str, ...]]:
+        return {one.name: one.names for one in self._engine.assembly.ties.tensors if len(one.names) > 1}
 
     def named_master_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what optimizers update for each parameter: with `master_weights` float32 copies, else itself."""
@@ -245,3 +289,11 @@ def _switched(outputs: Any) -> bool:
     if not isinstance(outputs, bool):
         raise UsageError(f"outputs is {outputs!r:.80}", expected="True or False: whether to return what is made")
     return outputs
+
+
+def _shared(share: Any) -> float:
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share < math.inf:
+        raise UsageError(
+            f"share is {share!r:.80}", expected="a number above 0: what part of the update's tokens this is"
+        )
+    return float(share)

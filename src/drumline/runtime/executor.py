@@ -49,10 +49,17 @@ class Step:
     wants_outputs: bool = False  # whether a step that trains keeps what the last stage made
     train: bool = True
     repeats: bool = False  # whether it is captured already, and like the last one on all ranks: it need not be cut
-    scale: float = 1.0  # what the loss's gradient is multiplied by
+    scale: float = 1.0  # what the loss's gradient is multiplied by, so that float16 can hold what comes of it
+    share: float = 1.0  # what part of an update's batch this one is, where several steps add up to it
+    draw: int = 0  # the training steps before it, by which random numbers are seeded
     drafts: Sequence[Draft] = ()  # of what each rank of this process measures
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def factor(self) -> float:
+        """What all of the loss's gradient is multiplied by."""
+        return self.scale * self.share
 
 
 def _nothing(*_: Any) -> tuple[Any, ...]:
@@ -309,7 +316,7 @@ class Executor:
         index, microbatch = job.action.stage, job.microbatch
         if index == self.program.num_stages - 1:
             share = step.shares[microbatch].to(step.losses[microbatch].dtype)
-            return ((share if step.scale == 1.0 else share * step.scale,),)
+            return ((share if step.factor == 1.0 else share * step.factor,),)
         delivery = self.arrived.pop(Action(index, Op.RECV_B, microbatch), None)
         if delivery is None:
             return (self._gradients.pop((index + 1, microbatch)),)

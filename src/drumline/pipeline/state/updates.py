@@ -120,15 +120,15 @@ class Updates(Observer):
         of = (lambda one: one) if self.masters is None else self.masters.of
         made = kind([{"params": [of(one) for one in parameters]}], **settings)
         StateByName(named).attach(made)
-        if self.scaler is not None or self.masters is not None:
+        if self.scaler is not None or self.masters is not None or not parameters:
+            # One without parameters here is found by no guard, and must not pass where others are held back.
             self._own.add(made)
             # Bound methods, because learning-rate schedulers wrap what they find here by its function.
-            setattr(made, "step", MethodType(self._step, made))  # noqa: B010 - a method of this one instance
+            setattr(made, "step", MethodType(self._step(parameters), made))  # noqa: B010 - a method of this one instance
             setattr(made, "zero_grad", MethodType(self._zero_grad(parameters), made))  # noqa: B010
         return made
 
-    @property
-    def _step(self) -> Callable[..., Any]:
+    def _step(self, parameters: Sequence[nn.Parameter]) -> Callable[..., Any]:
         def step(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> None:
             """Step, unless a gradient on any rank is not finite."""
             if closure is not None:
@@ -137,10 +137,10 @@ class Updates(Observer):
             if self.scaler is not None and not self.scaler.decide():
                 return
             if self.masters is not None:
-                self.masters.take()
+                self.masters.take(parameters)
             type(optimizer).step(optimizer)
             if self.masters is not None:
-                self.masters.give()
+                self.masters.give(parameters)
 
         return step
 
@@ -166,7 +166,7 @@ class Masters:
     >>> masters = Masters(); masters.follow([weight])
     >>> optimizer = torch.optim.SGD([masters.of(weight)], lr=1e-3)
     >>> (weight * 1.0).sum().backward()
-    >>> masters.take(); optimizer.step(); masters.give()
+    >>> masters.take([weight]); optimizer.step(); masters.give([weight])
     >>> masters.of(weight), weight
     (Parameter containing:
     tensor([0.9990, 0.9990], requires_grad=True), Parameter containing:
@@ -197,18 +197,20 @@ class Masters:
         self._catch_up()
         return ((name, self.of(one)) for name, one in parameters)
 
-    def take(self) -> None:
-        """Before the optimizer steps: give the copies the gradients, and what others did to the parameters."""
+    def take(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Before an optimizer steps: give the copies of its parameters the gradients, and what others did to these."""
         self._catch_up()
-        for parameter, copy in self._copies.items():
-            copy.grad = parameter.grad
+        for parameter in parameters:
+            if parameter in self._copies:
+                self._copies[parameter].grad = parameter.grad
 
     @torch.no_grad()
-    def give(self) -> None:
-        """After the optimizer has stepped: let the parameters follow."""
-        if self._copies:
-            torch._foreach_copy_(list(self._copies), list(self._copies.values()))
-        for parameter, copy in self._copies.items():
+    def give(self, parameters: Iterable[nn.Parameter]) -> None:
+        """After the optimizer has stepped: let its parameters follow."""
+        stepped = {one: self._copies[one] for one in parameters if one in self._copies}
+        if stepped:
+            torch._foreach_copy_(list(stepped), list(stepped.values()))
+        for parameter, copy in stepped.items():
             copy.grad = None
             self._seen[parameter] = _mark(parameter)
 

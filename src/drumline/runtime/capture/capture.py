@@ -53,8 +53,8 @@ class Capture:
         self._known: Sequence[int] | None = None
         self._is_captured = False
         self._static = Step(-1)
-        self._shares: Sequence[Tensor] = ()  # what the microbatches of the last step counted, and its scale
-        self._scale = 1.0
+        self._shares: Sequence[Tensor] = ()  # what the microbatches of the last step counted, and its factor
+        self._factor = 1.0
 
     def fits(self, step: Step) -> bool:
         """Whether a step can be replayed, on every rank alike; asks the others, so it is called once a step."""
@@ -103,10 +103,10 @@ class Capture:
         for place, value in zip(_tensors(static), _tensors(step), strict=True):
             place.copy_(value, non_blocking=True)
         step.shares = step.shares or self._shares  # one that was not cut weighs what the last one did
-        if step.shares is not self._shares or step.scale != self._scale:
-            # Gradients begin with shares, so that these bring a scale in that may be another in every step.
-            torch._foreach_copy_(list(static.shares), [share * step.scale for share in step.shares])
-            self._shares, self._scale = step.shares, step.scale
+        if step.shares is not self._shares or step.factor != self._factor:
+            # Gradients begin with shares, so that these bring in a factor that may be another in every step.
+            torch._foreach_copy_(list(static.shares), [share * step.factor for share in step.shares])
+            self._shares, self._factor = step.shares, step.factor
         for row in self.rows:
             row.attach()
         # Casts of weights are made by the graphs themselves, or they would go on with old ones.
