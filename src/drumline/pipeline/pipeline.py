@@ -42,8 +42,9 @@ class Pipeline:
     - `model`: an nn.Sequential, an ordered list of blocks, or any module, which is cut at its own children.
     - `example`: a batch as `step` will get it (a dict by name, a tuple in order), with `example_target`: blocks are
       measured with it and cut where that is best. A module that is no chain needs one, but for Hugging Face's.
-    - `balance`: "auto" (measured by the example), "even", or how many blocks each stage gets; or `cuts`, the names of
-      the blocks with which stages 1, 2, ... begin. Without any of these the number of parameters decides.
+    - `balance`: "auto" (measured by the example), "even", "parameters" (their number decides), or how many blocks each
+      stage gets; or `cuts`, the names of the blocks with which stages 1, 2, ... begin. Without any of these it is
+      "auto" if there is an example, else "parameters".
     - `weights`: a folder or file to read parameters from, or `dl.Weights`; each rank reads its own. A model on the meta
       device gets memory for this rank's stages alone, and without weights what its modules' initialisers draw.
     - `loss_fn(output, target)`: the mean over a microbatch, or a sum. Microbatches count by what torch's losses in it
@@ -174,9 +175,7 @@ class Pipeline:
         return None if self._run.auto is None else self._run.auto.searched
 
     def timeline(self, what: str = "train") -> Measured:
-        """Return what the last step did on all ranks, as it was measured: one that trained, or with "evaluate" one
-        of `eval_step`.
-        """
+        """Return what the last training step did on all ranks, or with "evaluate" the last `eval_step`."""
         self._recording.check()
         return self._ledger.timeline(what)
 
@@ -215,7 +214,7 @@ class Pipeline:
         """
         trained = [(name, one) for name, one in self.named_parameters() if one.requires_grad]
         if names is not None:
-            chosen = matching(names, self.parameter_shapes(), others=self._aliases())
+            chosen = matching(names, self.parameter_shapes(), others=self.parameter_aliases())
             trained = [(name, one) for name, one in trained if name in chosen]
         return self._updates.optimizer(kind, [one for _, one in trained], settings, self.named_master_weights)
 
@@ -228,7 +227,8 @@ class Pipeline:
         """
         return dict(self._engine.assembly.trained)
 
-    def _aliases(self) -> dict[str, tuple[str, ...]]:
+    def parameter_aliases(self) -> dict[str, tuple[str, ...]]:
+        """Return all names of each tied tensor of the whole model, by the first of them."""
         return {one.name: one.names for one in self._engine.assembly.ties.tensors if len(one.names) > 1}
 
     def named_master_weights(self) -> Iterator[tuple[str, Tensor]]:

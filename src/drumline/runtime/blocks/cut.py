@@ -16,6 +16,7 @@ from drumline.plan.cut.chain import BlockCosts
 from drumline.plan.cut.partition import partition
 from drumline.plan.cut.peaks import HeldPairs
 
+PARAMETERS = "parameters"  # a balance: the number of parameters decides
 Model = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 
 
@@ -142,8 +143,8 @@ def cut(
 ) -> list[tuple[Block, ...]]:
     """Return the blocks of every stage: as many as `balance` says, or from one of the named `cuts` to the next.
 
-    With "even" they are dealt as evenly as they go; without either, by how many parameters they compute with, which is
-    a first guess at what they cost; `held`, from `held_by`, says which stages share a rank.
+    With "even" they are dealt as evenly as they go; with "parameters", or without any, by how many parameters they
+    compute with, which is a first guess at what they cost; `held`, from `held_by`, says which stages share a rank.
 
     >>> blocks = blocks_of([nn.Linear(2, 2) for _ in range(5)])
     >>> [len(stage) for stage in cut(blocks, 2)], [len(stage) for stage in cut(blocks, 2, balance=[1, 4])]
@@ -159,14 +160,15 @@ def cut(
         if balance is not None:
             raise ModelError(f"balance is {balance!r} and cuts is {cuts!r}", expected="one of the two")
         balance = counts_of(blocks, num_stages, cuts)
-    if balance is None:
+    if balance is None or balance == PARAMETERS:
         balance = partition([BlockCosts(one) for one in guessed_costs(blocks)], num_stages, held=held).counts
     elif isinstance(balance, str) and balance == "even":
         base, more = divmod(len(blocks), num_stages)
         balance = [base + (stage < more) for stage in range(num_stages)]
     if isinstance(balance, str) or not isinstance(balance, Iterable):
         raise ModelError(
-            f"balance is {balance!r}", expected='"auto", "even", or how many blocks each stage gets, in a list'
+            f"balance is {balance!r}",
+            expected='"auto", "even", "parameters", or how many blocks each stage gets, in a list',
         )
     balance = list(balance)
     fits = len(balance) == num_stages and sum(balance) == len(blocks)
