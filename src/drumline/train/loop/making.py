@@ -20,6 +20,7 @@ from torch import nn
 from drumline.core.errors import UsageError, counted
 from drumline.pipeline import transports
 from drumline.pipeline.model.blocks import guesses, is_chain
+from drumline.report.run.follow import needed
 from drumline.train.config.settings import TrainSettings
 from drumline.train.data.batch import Batch
 from drumline.train.models.built import Built
@@ -58,6 +59,9 @@ def check(settings: TrainSettings) -> None:
         )
     if settings.optimizer.clip_norm < 0:
         raise UsageError(f"optimizer.clip_norm is {settings.optimizer.clip_norm}", expected="0 for none, or more")
+    for package, wanted in (("tensorboard", settings.run.tensorboard), ("wandb", bool(settings.run.wandb))):
+        if wanted:
+            needed(package, extra=package)
 
 
 def seeded(seed: int) -> None:

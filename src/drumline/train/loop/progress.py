@@ -55,10 +55,9 @@ def time_left(seconds: float) -> str:
     """
     if seconds < 90:
         return f"{seconds:.0f} s"
-    for unit, size, form in (("min", 60, ".0f"), ("h", 3600, ".1f")):
-        if seconds < 90 * size:
-            return f"{seconds / size:{form}} {unit}"
-    return f"{seconds / 86400:.1f} days"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
 
 
 class Progress:
