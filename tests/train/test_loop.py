@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import drumline as dl
-from drumline.core.errors import BatchError, UsageError
+from drumline.core.errors import BatchError, RankFailed, UsageError
 from drumline.train.config.settings import (
     BatchSettings,
     EvaluationSettings,
@@ -117,13 +117,17 @@ def test_low_precision_keeps_to_the_same_curve(tmp_path: Path) -> None:
 
 def test_evaluating_and_sampling_change_no_bit_of_training(tmp_path: Path) -> None:
     """With dropout, whose masks are drawn by the number of the training step."""
-    plain = trained(settings(tmp_path / "plain"), lambda: Writer(0.3))
-    asked = EvaluationSettings(every=2, sample_every=2, sample_tokens=5, prompt="abc")
-    busy = trained(settings(tmp_path / "busy", evaluation=asked), lambda: Writer(0.3))
+
+    def run(name: str, asked: EvaluationSettings) -> Trained:
+        given = settings(tmp_path, run=RunSettings(steps=3, seed=3, out=str(tmp_path / name)), evaluation=asked)
+        return trained(given, lambda: chain(0.3))
+
+    plain = run("plain", EvaluationSettings(every=0))
+    asked = EvaluationSettings(every=1, sample_every=1, sample_tokens=4, prompt="abc", temperature=2.0)
+    busy = run("busy", asked)
     assert busy.losses == plain.losses
     assert len(busy.evaluations) == len(busy.samples) == 3
-    again = trained(settings(tmp_path / "again", evaluation=asked), lambda: Writer(0.3))
-    assert again.samples == busy.samples
+    assert run("again", asked).samples == busy.samples
     assert len({one.text for one in busy.samples}) > 1
 
 
@@ -261,7 +265,7 @@ def test_processes_train_alike_and_one_that_fails_ends_all(
     assert one[3] == 2
     assert "no trainable parameter is named 'haed.*'" in one[4]
     assert dl.read_run(tmp_path / "there").has_ended
-    with pytest.raises(BatchError, match="the data ended in step 2"):
+    with pytest.raises(RankFailed, match="rank 1 failed with BatchError: the data ended in step 2"):
         dl.launch(fails_on_one, str(tmp_path), num_ranks=2, timeout=120)
 
 
