@@ -1,11 +1,11 @@
-"""A training run on two ranks beside one process over the same microbatches: do the two curves stay together?
+"""A training run on two ranks beside one process over the same microbatches, and how far the curves are apart.
 
     python benchmarks/train_gpt.py [--steps 300] [--ranks 2] [--schedule 1f1b] [--hf FOLDER --text FILE] [--json FILE]
 
 The model is a byte-level GPT of 10.9 million parameters on the text that Drumline ships, or an unmodified Hugging Face
-model from a folder on a text of yours. The ranks run `run_training`, which `drumline train` runs too. The one process is
-a plain loop of PyTorch, written here: the same model from the same seed, the same batches, cut by `tensor_split`; each
-microbatch's mean loss counts by its tokens; then clipping, AdamW and a cosine.
+model from a folder on a text of yours. The ranks run `run_training`, which `drumline train` runs too. The one process
+is a plain loop of PyTorch, written here: the same model from the same seed, the same batches, cut by `tensor_split`;
+each microbatch's mean loss counts by its tokens; then clipping, AdamW and a cosine.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from torch.nn import functional
 import drumline as dl
 from drumline.core.errors import MismatchError, NonFiniteError, RunError, UsageError
 from drumline.pipeline.pipeline import Pipeline
+from drumline.runtime.blocks.script import Script
 from drumline.schedules import generate
 from host_recorder import HostRecorder
 from some import some
@@ -144,6 +145,23 @@ def test_evaluations_have_a_timeline_and_draw_nothing_that_training_draws() -> N
         return found
 
     assert losses(0) == losses(3)
+
+
+def test_evaluations_do_not_make_the_model_be_followed_again() -> None:
+    model = Whole()  # which the user keeps
+    (x, y), _ = labels()
+    pipe = Pipeline(
+        model, loss_fn=functional.cross_entropy, num_microbatches=4, num_ranks=2, example=x, balance="parameters"
+    )
+    with mock.patch.object(Script, "graph", autospec=True, side_effect=Script.graph) as followed:
+        for _ in range(3):
+            pipe.step(x, target=y)
+            pipe.eval_step(x, target=y)
+            pipe.eval_step(x, target=y)
+        assert followed.call_count == 1  # in eval mode
+        model.eval()
+        pipe.step(x, target=y)
+        assert followed.call_count == 2
 
 
 def test_ranks_agree_on_shares_and_refuse_a_nan_where_one_has_nothing_to_update() -> None:

@@ -103,14 +103,14 @@ def test_the_curve_equals_a_plain_loop_over_all_tokens(
 
 
 def test_low_precision_keeps_to_the_same_curve(tmp_path: Path) -> None:
-    exact = trained(settings(tmp_path / "fp32")).losses
+    exact = trained(settings(tmp_path / "fp32"), chain).losses
     cases = {
         "bf16": PrecisionSettings(compute="bf16"),
         "fp16": PrecisionSettings(compute="fp16"),
         "masters": PrecisionSettings(weights="bf16", master_weights=True),
     }
     for name, precision in some(cases.items()):
-        losses = trained(settings(tmp_path / name, precision=precision)).losses
+        losses = trained(settings(tmp_path / name, precision=precision), chain).losses
         assert losses == pytest.approx(exact, rel=0.02), name
         assert losses != exact, name
 
