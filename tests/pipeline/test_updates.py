@@ -59,7 +59,7 @@ def test_shares_make_several_steps_one_mean_over_all_labels(settings: dict[str, 
     batches = labels()
     plain = Whole()
     whole = functional.cross_entropy(plain(torch.cat([x for x, _ in batches])), torch.cat([y for _, y in batches]))
-    whole.backward()
+    torch.autograd.backward(whole)
     settings = {"num_ranks": 2, "num_microbatches": 4, "loss_fn": functional.cross_entropy, **settings}
     counts = [int((y != IGNORED).sum()) for _, y in batches]
     with mock.patch("drumline.pipeline.engine.recorder_for", return_value=HostRecorder()):
@@ -68,10 +68,12 @@ def test_shares_make_several_steps_one_mean_over_all_labels(settings: dict[str, 
     for _ in range(3):  # as ever, captured, replayed
         losses = []
         for (x, y), count in zip(batches, counts, strict=True):
-            losses.append(pipe.step(x, target=y, share=count / sum(counts)).loss)
+            loss = pipe.step(x, target=y, share=count / sum(counts)).loss
+            assert loss is not None
+            losses.append(loss.item())
         assert pipe.checked is not None
         assert not pipe.checked.wrong
-        parts = [float(loss) * count / sum(counts) for loss, count in zip(losses, counts, strict=True)]
+        parts = [loss * count / sum(counts) for loss, count in zip(losses, counts, strict=True)]
         assert sum(parts) == pytest.approx(whole.item(), rel=near)
         wanted = dict(plain.named_parameters())
         for name, one in some(pipe.named_parameters()):
@@ -108,8 +110,8 @@ def test_float32_copies_follow_each_their_own_optimizer() -> None:
         for optimizer in (muon, adam, *plain):
             optimizer.step()
             optimizer.zero_grad()
-    for name, one in some(pipe.named_master_weights()):
-        assert torch.equal(one, copies[name]), name
+    for name, copied in some(pipe.named_master_weights()):
+        assert torch.equal(copied, copies[name]), name
     for name, parameter in some(pipe.named_parameters()):
         assert torch.equal(parameter, copies[name].bfloat16()), name
     assert muon.state_dict()["state"].keys() == {"0.weight", "2.weight", "4.weight"}

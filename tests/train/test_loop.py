@@ -30,7 +30,7 @@ from drumline.train.config.settings import (
 )
 from drumline.train.loop.run import Trained, run_training
 from some import some
-from train.training import OwnLoss, Uneven, Writer, chain, cosine, made, plain_run, uneven
+from train.training import Ending, OwnLoss, Uneven, Writer, chain, cosine, made, plain_run, uneven
 from warm_ranks import WarmRanks
 
 pytestmark = pytest.mark.torch
@@ -220,7 +220,7 @@ def test_layers_say_where_the_model_is_cut(tmp_path: Path) -> None:
 def test_an_update_without_tokens_is_refused(tmp_path: Path) -> None:
     def empty(given: TrainSettings, built: Any, **_: Any) -> Any:
         data = uneven(given, built)
-        return replace(data, training=[replace(Uneven(8).batch(0), num_tokens=0)] * 2)
+        return replace(data, training=Ending([replace(Uneven(8).batch(0), num_tokens=0)] * 2))
 
     with pytest.raises(BatchError, match="no token of step 1 counts"):
         run_training(settings(tmp_path / "run"), tell=print, make_model=made(Writer), make_data=empty)
@@ -251,7 +251,7 @@ def test_processes_train_alike_and_one_that_fails_ends_all(
     def fails_on_one(folder: str) -> None:
         def broken(given: TrainSettings, built: Any, **_: Any) -> Any:
             batches = [Uneven(8).batch(at) for at in range(4)]
-            return replace(uneven(given, built), training=batches[: 2 if os.environ["RANK"] == "1" else 4])
+            return replace(uneven(given, built), training=Ending(batches[: 2 if os.environ["RANK"] == "1" else 4]))
 
         given = short(Path(folder) / "broken", pipeline=PipelineSettings(timeout=60))
         run_training(given, tell=lambda told: None, make_model=made(Writer), make_data=broken)

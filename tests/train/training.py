@@ -135,6 +135,17 @@ class Uneven:
         self.position = state["position"]
 
 
+class Ending(Uneven):
+    """So many batches, and then no more, which no stream may do."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        super().__init__(0)
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.batches)
+
+
 def uneven(settings: TrainSettings, built: Built, *, rank: int = 0, size: int = 1) -> Data:
     """Return streams by the settings' contract."""
     rows = settings.num_microbatches * settings.batch.microbatch
@@ -161,7 +172,7 @@ def plain_run(
         batches = [next(stream) for _ in range(settings.batch.accumulate)]
         tokens = torch.cat([one.inputs["tokens"] for one in batches])
         loss = _loss(model, tokens, torch.cat([one.target for one in batches]))
-        loss.backward()
+        torch.autograd.backward(loss)
         losses.append(loss.item())
         if settings.optimizer.clip_norm:
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), settings.optimizer.clip_norm)))
