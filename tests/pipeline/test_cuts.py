@@ -93,7 +93,7 @@ def test_a_model_cut_by_names_trains_like_one_process() -> None:
         ({"cuts": "35"}, r"cuts is \['35'\]; expected 2 names"),
         ({"cuts": ["3", "5"], "balance": [3, 2, 3]}, r"balance is \[3, 2, 3\] and cuts is .*expected one of the two"),
         ({"balance": "auto"}, r"balance is 'auto' and there is no example; .*pass example="),
-        ({"balance": "evn"}, 'balance is \'evn\'; expected "auto", "even", or how many blocks'),
+        ({"balance": "evn"}, 'balance is \'evn\'; expected "auto", "even", "parameters", or how many blocks'),
     ],
 )
 def test_cuts_that_make_no_sense_are_refused(settings: dict[str, Any], words: str) -> None:

@@ -67,7 +67,7 @@ def test_shares_make_several_steps_one_mean_over_all_labels(settings: dict[str, 
     near = 5e-3 if "precision" in settings else 1e-6
     for _ in range(3):  # as ever, captured, replayed
         losses = []
-        for (x, y), count in zip(batches, counts, strict=True):
+        for (x, y), count in some(zip(batches, counts, strict=True)):
             loss = pipe.step(x, target=y, share=count / sum(counts)).loss
             assert loss is not None
             losses.append(loss.item())
@@ -102,7 +102,7 @@ def test_float32_copies_follow_each_their_own_optimizer() -> None:
         torch.optim.Muon([one for name, one in copies.items() if name.endswith("weight")], lr=0.02),
         torch.optim.AdamW([one for name, one in copies.items() if name.endswith("bias")], lr=1e-4),
     ]
-    for x, y in labels():
+    for x, y in some(labels()):
         pipe.step(x.bfloat16(), target=y)
         for name, one in pipe.named_parameters():
             assert one.grad is not None
