@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import ModelError, RunError
-from drumline.pipeline.model.blocks import is_chain
 from drumline.pipeline.pipeline import Pipeline
 from drumline.train.config.settings import EvaluationSettings
 from drumline.train.data.batch import Batch
-from drumline.train.loop.making import called
-from drumline.train.models.built import Built
+from drumline.train.loop.making import Calling
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +41,12 @@ class Sample:
     text: str
 
 
-def evaluate(pipe: Pipeline, built: Built, batches: Iterable[Batch], step: int) -> Evaluation:
+def evaluate(pipe: Pipeline, call: Calling, batches: Iterable[Batch], step: int) -> Evaluation:
     """Return the mean loss over all counted tokens of the batches; call it on every rank."""
     started = time.perf_counter()
     total, num_tokens = 0.0, 0
     for batch in (one for one in batches if one.num_tokens):
-        args, kwargs = called(built, batch)
+        args, kwargs = call(batch)
         loss = pipe.eval_step(*args, outputs=False, **kwargs).loss
         if loss is None:
             raise ModelError("the model returned no loss for a held-out batch", fix="let it have the labels there too")
@@ -67,14 +65,14 @@ def _bubble(pipe: Pipeline) -> float | None:
 
 
 def sample(
-    pipe: Pipeline, built: Built, settings: EvaluationSettings, *, step: int, seed: int, sequence: int
+    pipe: Pipeline, call: Calling, settings: EvaluationSettings, *, step: int, seed: int, sequence: int
 ) -> Sample:
     """Return a text that the model writes; call it on every rank.
 
     Every token is one evaluation over a window of fixed size. The rank with the last stage chooses the token and tells
     it to all; what it draws depends on the seed and the step alone.
     """
-    tokenizer = built.tokenizer
+    tokenizer = call.tokenizer
     if tokenizer is None:
         raise ModelError(
             "a sample text of a model without a tokenizer",
@@ -89,7 +87,8 @@ def sample(
         seen = [*prompt, *written][-window:]
         row = torch.tensor(seen + [tokenizer.end] * (window - len(seen)))
         rows = row.repeat(pipe.program.num_microbatches, 1)
-        result = pipe.eval_step(rows) if is_chain(built.model) else pipe.eval_step(**{built.inputs: rows})
+        args, kwargs = call.given({call.inputs: rows})
+        result = pipe.eval_step(*args, **kwargs)
         own = None if result.output is None else _chosen(result.output, len(seen) - 1, settings.temperature, generator)
         token = next(one for one in pipe.gather(own) if one is not None)
         if token == tokenizer.end:

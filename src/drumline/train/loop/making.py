@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from drumline.pipeline.model.blocks import guesses, is_chain
 from drumline.report.run.follow import needed
 from drumline.train.config.settings import TrainSettings
 from drumline.train.data.batch import Batch
-from drumline.train.models.built import Built
+from drumline.train.models.built import Built, Tokenizer
 
 MakeModel = Callable[..., Built]
 _LARGE = 2**31  # bytes of parameters from which on each process makes only its own
@@ -202,10 +203,33 @@ def _behind(model: nn.Module, name: str) -> str:
     return f"{parent}.{later[0]}" if parent and later else later[0] if later else ""
 
 
-def called(built: Built, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return how a step is called with a batch: what is in order, and what goes by name."""
-    target = {} if built.loss_fn is None else {"target": batch.target}
-    if not is_chain(built.model):
-        return (), {**batch.inputs, **target}
-    inputs = batch.inputs
-    return (inputs[built.inputs] if len(inputs) == 1 else inputs,), target
+@dataclass(frozen=True, slots=True)
+class Calling:
+    """How a pipeline is called; it does not keep alive the model, most of which other ranks hold.
+
+    >>> from drumline.train.models.built import Built
+    >>> call = Calling.of(Built(nn.Sequential(nn.ReLU()), nn.functional.mse_loss, inputs="points"))
+    >>> call(Batch({"points": torch.ones(1)}, torch.zeros(1), 1, 1))
+    ((tensor([1.]),), {'target': tensor([0.])})
+    """
+
+    is_chain: bool
+    inputs: str
+    takes_target: bool
+    tokenizer: Tokenizer | None
+
+    @staticmethod
+    def of(built: Built) -> Calling:
+        """Return how a model's pipeline is called."""
+        return Calling(is_chain(built.model), built.inputs, built.loss_fn is not None, built.tokenizer)
+
+    def __call__(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return what a step gets of a batch: in order, and by name."""
+        args, kwargs = self.given(batch.inputs)
+        return args, {**kwargs, "target": batch.target} if self.takes_target else kwargs
+
+    def given(self, inputs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the same of inputs alone."""
+        if not self.is_chain:
+            return (), inputs
+        return (inputs[self.inputs] if len(inputs) == 1 else inputs,), {}

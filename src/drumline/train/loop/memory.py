@@ -14,21 +14,20 @@ _STATUS = Path("/proc/self/status")
 
 
 class PeakMemory:
-    """Counts from where it is made; on a host, what the process had before is left out.
+    """Counts from where it is made; on a host without the `before` bytes that were resident at some time earlier.
 
-    >>> peak = PeakMemory(torch.device("cpu"))
+    >>> peak = PeakMemory(torch.device("cpu"), before=resident())
     >>> peak.num_bytes >= 0
     True
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, before: int) -> None:
+        self._device, self._before = device, before
         if self._on_device:
             torch.cuda.reset_peak_memory_stats(device)
             return
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew from here
-        self._before = _resident("VmRSS")
 
     @property
     def _on_device(self) -> bool:
@@ -39,11 +38,15 @@ class PeakMemory:
         """The most bytes so far."""
         if self._on_device:
             return int(torch.cuda.max_memory_allocated(self._device))
-        return max(0, _resident("VmHWM") - self._before)
+        return max(0, resident("VmHWM") - self._before)
 
 
-def _resident(key: str) -> int:
-    """Return a number of bytes that the kernel knows of this process."""
+def resident(key: str = "VmRSS") -> int:
+    """Return how many bytes of this process are in memory now, or with VmHWM were at most.
+
+    >>> 0 < resident() <= resident("VmHWM")
+    True
+    """
     with suppress(OSError):
         found = re.search(rf"^{key}:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
         if found is not None:

@@ -25,12 +25,11 @@ from drumline.train.config.settings import TrainSettings
 from drumline.train.data.batch import Batch, Data
 from drumline.train.loop.evaluate import Evaluation, Sample, evaluate, sample
 from drumline.train.loop.log import Log
-from drumline.train.loop.making import MakeModel, build, called, check, pipeline_arguments
-from drumline.train.loop.memory import PeakMemory
+from drumline.train.loop.making import Calling, MakeModel, build, check, pipeline_arguments
+from drumline.train.loop.memory import PeakMemory, resident
 from drumline.train.loop.optimizers import Optimizers
 from drumline.train.loop.progress import Progress, Tell, Told, Update
 from drumline.train.loop.rates import rate
-from drumline.train.models.built import Built
 
 MakeData = Callable[..., Data]
 
@@ -65,12 +64,15 @@ def run_training(
     rate(settings.learning_rate, 0, settings.run.steps)
     if settings.run.threads:
         torch.set_num_threads(settings.run.threads)
+    before = resident()
     built = build(settings, _default_model() if make_model is None else make_model)
     data = (_default_data() if make_data is None else make_data)(settings, built, rank=0, size=1)
     folder = folder_of(settings)
     arguments = pipeline_arguments(settings, built, _example(data), folder)
     with Pipeline(built.model, **arguments) as pipe:
-        return _Training(settings, pipe, built, data, folder).run(tell)
+        call, memory = Calling.of(built), PeakMemory(torch.device(pipe.device), before=before)
+        del built, arguments  # a rank keeps its own stages alone
+        return _Training(settings, pipe, call, data, Trained(folder), memory).run(tell)
 
 
 def _default_model() -> MakeModel:
@@ -107,11 +109,12 @@ def _example(data: Data) -> Batch:
 class _Training:
     """One run on this process's ranks."""
 
-    def __init__(self, settings: TrainSettings, pipe: Pipeline, built: Built, data: Data, folder: Path) -> None:
-        self.settings, self.pipe, self.built, self.data = settings, pipe, built, data
-        self.memory = PeakMemory(torch.device(pipe.device))
+    def __init__(
+        self, settings: TrainSettings, pipe: Pipeline, call: Calling, data: Data, trained: Trained, memory: PeakMemory
+    ) -> None:
+        self.settings, self.pipe, self.call, self.data = settings, pipe, call, data
+        self.trained, self.memory = trained, memory
         self.optimizers = Optimizers(pipe, settings.optimizer)
-        self.trained = Trained(folder)
         self.batches: Iterator[Batch] = iter(pipe.data(data.training))
         self._told: list[Tell] = []
         self._since = (0.0, 0)  # when tokens were last counted, and how many there were
@@ -181,7 +184,7 @@ class _Training:
             )
         found = []
         for batch in (one for one in batches if one.num_tokens):
-            args, kwargs = called(self.built, batch)
+            args, kwargs = self.call(batch)
             part = batch.num_tokens / total
             result = self.pipe.step(*args, share=part, **kwargs)
             found.append((part, result))
@@ -225,12 +228,12 @@ class _Training:
         """Evaluate and sample where the settings say so, on every rank."""
         how, is_last, began = self.settings.evaluation, step == self.settings.run.steps, time.perf_counter()
         if self.data.validation and _is_due(how.every, step, is_last):
-            found = evaluate(self.pipe, self.built, self.data.validation, step)
+            found = evaluate(self.pipe, self.call, self.data.validation, step)
             self.trained.evaluations.append(found)
             self._tell(found)
         if _is_due(how.sample_every, step, is_last):
             run, length = self.settings.run, self.settings.batch.sequence
-            text = sample(self.pipe, self.built, how, step=step, seed=run.seed, sequence=length)
+            text = sample(self.pipe, self.call, how, step=step, seed=run.seed, sequence=length)
             self.trained.samples.append(text)
             self._tell(text)
         self._since = self._since[0] + time.perf_counter() - began, self._since[1]
