@@ -8,9 +8,16 @@ RUNTIME = (
     Bug(
         "loss-never-scaled",
         "runtime/executor.py",
-        "return ((share if step.scale == 1.0 else share * step.scale,),)",
+        "return ((share if step.factor == 1.0 else share * step.factor,),)",
         "return ((share,),)",
         "The loss scale is divided out of gradients that were never multiplied by it.",
+    ),
+    Bug(
+        "share-of-a-step-left-out",
+        "runtime/executor.py",
+        "return self.scale * self.share",
+        "return self.scale",
+        "Steps that add up to one update count fully each.",
     ),
     Bug(
         "share-of-the-first-microbatch",
@@ -176,7 +183,7 @@ RUNTIME = (
     Bug(
         "captured-scale-of-the-first",
         "runtime/capture/capture.py",
-        "[share * step.scale for share in step.shares]",
+        "[share * step.factor for share in step.shares]",
         "list(step.shares)",
         "A captured step does not follow the loss scale.",
     ),

@@ -1,17 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from warm_ranks import WarmRanks
-
-
-@pytest.fixture(scope="session")
-def warm_ranks() -> Iterator[WarmRanks]:
-    warm = WarmRanks()
-    yield warm
-    warm.close()
 
 
 @pytest.fixture(autouse=True)

@@ -93,7 +93,7 @@ def test_a_model_cut_by_names_trains_like_one_process() -> None:
         ({"cuts": "35"}, r"cuts is \['35'\]; expected 2 names"),
         ({"cuts": ["3", "5"], "balance": [3, 2, 3]}, r"balance is \[3, 2, 3\] and cuts is .*expected only one of them"),
         ({"balance": "auto"}, r"balance is 'auto' but there is no example batch; .*pass example="),
-        ({"balance": "evn"}, 'balance is \'evn\'; expected "auto", "even", or a list with the number of blocks'),
+        ({"balance": "evn"}, 'balance is \'evn\'; expected "auto", "even", "parameters", or a list with the number'),
     ],
 )
 def test_cuts_that_make_no_sense_are_refused(settings: dict[str, Any], words: str) -> None:

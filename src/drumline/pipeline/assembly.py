@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -80,14 +80,16 @@ class Assembly:
     precision: Precision
     compiler: Compiler | None = None
     order: Sequence[str] = ()  # names of all parameters of the unsplit model
+    trained: Mapping[str, torch.Size] = field(default_factory=dict)  # shapes of the trainable ones
 
     def of_ranks(self, ranks: Iterable[int]) -> Assembly:
         """Return the same assembly without the blocks of other ranks, so that these can be freed; all names stay."""
         held = {stage for rank in ranks for stage in self.program.placement.stages_of(rank)}
         cuts = [blocks if stage in held else () for stage, blocks in enumerate(self.cuts)]
-        blocks = (block for stage in self.cuts for block in stage)
-        names = (self.ties.first(name) for block in blocks for name, _ in block.named_parameters())
-        return replace(self, cuts=cuts, order=list(dict.fromkeys(names)))
+        named = [pair for stage in self.cuts for block in stage for pair in block.named_parameters()]
+        order = list(dict.fromkeys(self.ties.first(name) for name, _ in named))
+        trained = {self.ties.first(name): one.shape for name, one in named if one.requires_grad}
+        return replace(self, cuts=cuts, order=order, trained=trained)
 
     def stages_of(self, rank: int, copies: Copies | None = None) -> dict[int, Stage]:
         """Return a rank's stages, with copies of blocks that belong to another rank of this process."""

@@ -67,7 +67,8 @@ class Engine(Observer):
         )
 
     def _evaluators(self) -> list[Executor]:
-        program = lower(forwards_of(self.assembly.program), ahead=self._ahead)
+        self.forwards = forwards_of(self.assembly.program)  # what evaluations run
+        program = lower(self.forwards, ahead=self._ahead)
         return [Executor(program, one.rank, one.stages, one.channel, one.clock) for one in self.executors]
 
     def take_up(self, program: Program) -> None:
@@ -80,9 +81,10 @@ class Engine(Observer):
     def run(self, step: Step) -> None:
         """Run every rank of this process through its row, in eval mode if the step does not train."""
         randomness, executors, drafts = self.assembly.randomness, self.executors, step.drafts
-        randomness.step = step.number
+        randomness.step = step.draw
         if not step.train:
-            executors, drafts = self.evaluators, [Draft(executor.rank) for executor in self.evaluators]
+            executors = self.evaluators
+            drafts = step.drafts or [Draft(executor.rank) for executor in executors]
         modules = (block.module for stage in self.stages() for block in stage.blocks)
         with (
             nullcontext() if step.train else evaluating(modules),
@@ -158,5 +160,5 @@ class CapturingEngine(Engine):
         if not step.train:
             super().run(step)
         else:
-            self.assembly.randomness.step = step.number
+            self.assembly.randomness.step = step.draw
             self.captured.run(step, step.drafts, self._crew.drive)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -18,6 +19,7 @@ from drumline.pipeline.saving.loader import Loaded
 from drumline.pipeline.saving.saver import Saving
 from drumline.pipeline.saving.state import State
 from drumline.pipeline.setup import set_up
+from drumline.pipeline.state.names import matching
 from drumline.pipeline.state.scaler import LossScaler
 from drumline.pipeline.step import CalledWith, StepResult, output_of
 from drumline.pipeline.verify.verdict import Checked
@@ -49,8 +51,9 @@ class Pipeline:
     - `example`, `example_target`: a batch and its target, like those you pass to `step` (a dict by name, a tuple in
       order). Drumline times the blocks with them and picks the best cut. Modules that are not a chain of blocks need an
       example, except Hugging Face models.
-    - `balance`: "auto" (timed with the example), "even", or the number of blocks per stage. `cuts`: instead, the names
-      of the first blocks of stages 1, 2, ... With none of these, Drumline balances the number of parameters.
+    - `balance`: "auto" (timed with the example), "even", "parameters" (by their number), or the number of blocks per
+      stage. `cuts`: instead, the names of the first blocks of stages 1, 2, ... With none of these, it is "auto" if there
+      is an example, else "parameters".
     - `plan`: a plan from `dl.plan` or its file. It replaces schedule, microbatches, cut and checkpointing.
     - `weights`: a folder, a file or `dl.Weights`; each rank reads only its own parameters. A model on the meta device
       gets memory only for this rank's stages; without `weights`, its modules initialise them.
@@ -109,14 +112,18 @@ class Pipeline:
         """What carries messages between ranks: "in-process", "shared-memory", "gloo" or "nccl"."""
         return self._crew.channels[0].name
 
-    def step(self, *batch: Any, target: Any = None, outputs: Any = False, **named: Any) -> StepResult:
+    def step(self, *batch: Any, target: Any = None, outputs: Any = False, share: Any = 1.0, **named: Any) -> StepResult:
         """Run one training step: add gradients to the parameters' `.grad` and return the loss.
 
         Call it as you would call the model: with the first block's input, or with the model's arguments. Only ranks
         with the first stage need the batch, and only ranks with the last stage need `target`. With `outputs=True`,
         `result.output` is the detached output of the last stage, or None on ranks without that stage.
+
+        `share` multiplies the step's gradients but not its loss. If several steps add up to one update, pass this step's
+        share of the update's tokens, the same on every rank.
         """
-        call, step = CalledWith(batch, named, target), Step(self._ledger.number, wants_outputs=_switched(outputs))
+        call, step = CalledWith(batch, named, target), self._new_step()
+        step.wants_outputs, step.share = _switched(outputs), _shared(share)
         self._run.refuse(step)
         self._run.catch_up(step)
         self._run.check_before(step, call)
@@ -134,11 +141,15 @@ class Pipeline:
 
         Ranks with the last stage return `result.output`, unless `outputs=False`.
         """
-        wanted, step = _switched(outputs), Step(self._ledger.number, train=False)
+        wanted, step = _switched(outputs), self._new_step(train=False)
         with self._recording.between.during("evaluate"):
             self._run.catch_up(step)
+            self._recording.evaluating(step)
             tally = self._run.run(step, CalledWith(batch, named, target))
             return StepResult(step.number, lambda: tally.loss, output_of(step) if wanted else None)
+
+    def _new_step(self, *, train: bool = True) -> Step:
+        return Step(self._ledger.number, train=train, draw=self._ledger.num_trained)
 
     def settle(self) -> None:
         """Wait for the outcome of all steps so far on all ranks, and raise if one of them failed.
@@ -170,10 +181,24 @@ class Pipeline:
         """On rank 0 with schedule="auto", the result of the search and its gain; None before the search."""
         return None if self._run.auto is None else self._run.auto.searched
 
-    def timeline(self) -> Measured:
-        """Return the measured timeline of the last training step, on all ranks."""
+    def timeline(self, what: str = "train") -> Measured:
+        """Return the measured timeline of the last training step on all ranks, or with "evaluate" of `eval_step`."""
         self._recording.check()
-        return self._ledger.timeline()
+        return self._ledger.timeline(what)
+
+    def note(self, **metrics: float | Tensor) -> None:
+        """Add metrics to the last training step's line of the run folder; nothing where no run is recorded."""
+        self._recording.note(**metrics)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return what every rank passes here, rank 0's first; call it on every rank.
+
+        >>> pipe = Pipeline([nn.Linear(1, 1)], loss_fn=nn.functional.mse_loss, num_microbatches=1)
+        >>> pipe.gather("ready")
+        ['ready']
+        """
+        with self._crew.together("gather"):
+            return self._crew.collect("gather", value)
 
     def data(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the batches of `loader`, and measure the time spent waiting for each.
@@ -186,13 +211,32 @@ class Pipeline:
         """
         return self._recording.data(loader)
 
-    def optimizer(self, kind: type[torch.optim.Optimizer], **settings: Any) -> torch.optim.Optimizer:
+    def optimizer(
+        self, kind: type[torch.optim.Optimizer], *, names: str | Sequence[str] | None = None, **settings: Any
+    ) -> torch.optim.Optimizer:
         """Create a torch optimizer over this process's trainable parameters, or their float32 copies.
 
-        Its `state_dict` uses parameter names. Merge the states of all ranks to load them with any schedule and cut.
+        With `names`, it updates only parameters that match: names of the whole model, or patterns like "*.bias". Its
+        `state_dict` uses parameter names. Merge the states of all ranks to load them with any schedule and cut.
         """
-        trained = [one for one in self.parameters() if one.requires_grad]
-        return self._updates.optimizer(kind, trained, settings, self.named_master_weights)
+        trained = [(name, one) for name, one in self.named_parameters() if one.requires_grad]
+        if names is not None:
+            chosen = matching(names, self.parameter_shapes(), others=self.parameter_aliases())
+            trained = [(name, one) for name, one in trained if name in chosen]
+        return self._updates.optimizer(kind, [one for _, one in trained], settings, self.named_master_weights)
+
+    def parameter_shapes(self) -> dict[str, torch.Size]:
+        """Return the shapes of the whole model's trainable parameters by name, those of other ranks too.
+
+        >>> pipe = Pipeline([nn.Linear(4, 2)], loss_fn=nn.functional.mse_loss, num_microbatches=1)
+        >>> pipe.parameter_shapes()
+        {'0.weight': torch.Size([2, 4]), '0.bias': torch.Size([2])}
+        """
+        return dict(self._engine.assembly.trained)
+
+    def parameter_aliases(self) -> dict[str, tuple[str, ...]]:
+        """Return all names of each tied tensor of the whole model, by the first of them."""
+        return {one.name: one.names for one in self._engine.assembly.ties.tensors if len(one.names) > 1}
 
     def named_master_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that optimizers update: float32 copies with `master_weights`, else the parameters."""
@@ -298,3 +342,11 @@ def _switched(outputs: Any) -> bool:
     if not isinstance(outputs, bool):
         raise UsageError(f"outputs is {outputs!r:.80}", expected="True or False: whether to return the model's output")
     return outputs
+
+
+def _shared(share: Any) -> float:
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share < math.inf:
+        raise UsageError(
+            f"share is {share!r:.80}", expected="a number above 0: what part of the update's tokens this is"
+        )
+    return float(share)

@@ -117,7 +117,8 @@ class StepRun:
         with recorded, self.crew.together("the check of the model"):
             self.check.agree_on_weights()
             scale = 1.0 if self.updates.scaler is None else self.updates.scaler.scale
-            self.check.before(step.number, self.intake.called(call.batch, call.named), call.target, scale)
+            called = self.intake.called(call.batch, call.named)
+            self.check.before(step, called, call.target, scale * step.share)
 
     def check_after(self, step: Step) -> None:
         """Compare the first step with that run."""
@@ -167,7 +168,8 @@ class StepRun:
             observer.tell(step, each)
         topic = step_topic(step.number)
         self.crew.tell(topic, each)
-        tally = Tally(step.number, lambda: self.crew.heard(topic), self.frozen.program, self.updates.scaler)
+        program = self.frozen.program if step.train else self.engine.forwards
+        tally = Tally(step.number, lambda: self.crew.heard(topic), program, self.updates.scaler)
         self.ledger.add(tally, trained=step.train, alone=self.crew.alone)
         for observer in self.observers:
             observer.told(step, tally, each)
@@ -176,7 +178,7 @@ class StepRun:
     def _told(self, step: Step) -> Told:
         """Return the outcome of a step on this process: its parts of the loss, and any problem."""
         alone, scaler = self.crew.alone, self.updates.scaler
-        told = Told(sorted(step.losses), train=step.train)
+        told = Told(sorted(step.losses), train=step.train, share=step.share)
         told.num_rows, told.num_tokens = counted_in(step.batch)
         checked = [one.grad for one in self.holdings.parameters() if one.grad is not None]
         if told.microbatches:

@@ -49,10 +49,17 @@ class Step:
     wants_outputs: bool = False  # whether a training step keeps the last stage's output
     train: bool = True
     repeats: bool = False  # whether it replays a captured step, the same on all ranks: no need to split it
-    scale: float = 1.0  # factor of the loss's gradient
+    scale: float = 1.0  # loss scale: factor of the loss's gradient, so that float16 can hold it
+    share: float = 1.0  # this step's share of an update, if several steps add up to it
+    draw: int = 0  # number of training steps before it, which seeds random numbers
     drafts: Sequence[Draft] = ()  # measurements of each rank of this process
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def factor(self) -> float:
+        """What all of the loss's gradient is multiplied by."""
+        return self.scale * self.share
 
 
 def _nothing(*_: Any) -> tuple[Any, ...]:
@@ -309,7 +316,7 @@ class Executor:
         index, microbatch = job.action.stage, job.microbatch
         if index == self.program.num_stages - 1:
             share = step.shares[microbatch].to(step.losses[microbatch].dtype)
-            return ((share if step.scale == 1.0 else share * step.scale,),)
+            return ((share if step.factor == 1.0 else share * step.factor,),)
         delivery = self.arrived.pop(Action(index, Op.RECV_B, microbatch), None)
         if delivery is None:
             return (self._gradients.pop((index + 1, microbatch)),)

@@ -123,6 +123,7 @@ class Recording(Observer):
         self._late: Sequence[Draft] = ()  # of the last step, if the device had not finished it
         self._unwritten: list[Record] = []
         self._waiting: list[tuple[Tally, dict[str, Any]]] = []  # steps whose metrics are not written yet
+        self._takes_notes = False  # whether the last step still accepts metrics: the next one has not begun
         if not isinstance(record, bool):
             self.folder = self._opened(Path(record))
             _open.add(self)
@@ -154,12 +155,21 @@ class Recording(Observer):
 
     def called(self, step: Step) -> None:
         """Begin the drafts of a step."""
+        self._takes_notes = False
         step.drafts = [Draft(rank, step.number) for rank in self._ranks]
         for draft, clock, channel in zip(step.drafts, self._clocks, self._crew.channels, strict=True):
             draft.clock = clock.number
             if self._has_clocks:
                 draft.heard = [moment for one in channel.comparisons() for moment in one]
         self.between.hand_over(step.drafts)
+
+    def evaluating(self, step: Step) -> None:
+        """Begin drafts for a step that only evaluates, which has a timeline and no line of the run."""
+        if self.is_on:
+            step.drafts = [Draft(rank, step.number) for rank in self._ranks]
+            for draft, clock in zip(step.drafts, self._clocks, strict=True):
+                draft.clock = clock.number
+                draft.since_ns = draft.begin_ns = clock.now()
 
     def end(self, step: Step) -> None:
         """Record that all rows of this process have ended and everything is sent."""
@@ -173,6 +183,9 @@ class Recording(Observer):
         self.between.enter("tell")
         if step.train and self.is_on:
             self._fill(step, each)
+        elif step.drafts:
+            for told, record in zip(each, self.settled(step.drafts), strict=True):
+                told.record = record
 
     def told(self, step: Step, tally: Tally, each: Sequence[Told]) -> None:
         """Store what the ranks of this process told about a step, to write it during the next one."""
@@ -228,6 +241,7 @@ class Recording(Observer):
         self._unwritten += [record for told in each for record in (told.late, told.record) if record is not None]
         if 0 in self._ranks:
             self._waiting.append((tally, {}))
+            self._takes_notes = True
 
     def waiting(self) -> None:
         """Write the lines of earlier steps, and the metrics of steps that all ranks have told."""
@@ -235,11 +249,13 @@ class Recording(Observer):
             self._write(self.folder)
             self.folder.flush_if_due()
 
-    def _write(self, folder: RunFolder) -> None:
+    def _write(self, folder: RunFolder, *, last: bool = False) -> None:
+        """Write what is known; the metrics of the last step only once it takes no more notes, or if nothing follows."""
         for record in self._unwritten:
             folder.add_record(record)
         self._unwritten = []
-        while self._waiting and self._waiting[0][0].is_complete:
+        kept = 0 if last or not self._takes_notes else 1
+        while len(self._waiting) > kept and self._waiting[0][0].is_complete:
             tally, noted = self._waiting.pop(0)
             if self._has_clocks and time.monotonic() > self._read_until:
                 self._dials, self._read_until = self._ledger.dials(tally), time.monotonic() + _SECONDS_TO_READ
@@ -253,7 +269,7 @@ class Recording(Observer):
     def failed(self) -> None:
         """Write everything that is known."""
         if self.folder is not None and self.folder.is_open:
-            self._write(self.folder)
+            self._write(self.folder, last=True)
             self.folder.flush()
 
     def close(self) -> None:
@@ -265,7 +281,7 @@ class Recording(Observer):
             if self._crew.alone and not self._crew.over:
                 for tally, _ in self._waiting:
                     tally.told  # noqa: B018 - all ranks of one process have told, so that hearing waits for nobody
-            self._write(self.folder)
+            self._write(self.folder, last=True)
             self.folder.close()
 
     def __del__(self) -> None:

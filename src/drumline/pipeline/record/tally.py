@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drumline.core.errors import MismatchError, NonFiniteError, RunError
+from drumline.core.errors import MismatchError, NonFiniteError, RunError, UsageError
 from drumline.core.measured.align import Dial, align
 from drumline.core.measured.measured import Measured
 from drumline.core.measured.metrics import step_metrics
@@ -37,6 +37,7 @@ class Told:
     dtype: str = "float32"
     finite: bool | Tensor = True
     scale: float | None = None  # the loss scale on this rank
+    share: float | None = None  # this step's share of an update, as given to this rank
     unreached: list[str] | None = None  # parameters without gradient, if this rank checked
     record: Record | None = None
     late: Record | None = None  # of the previous step, if the device finished it late
@@ -144,6 +145,13 @@ class Tally:
                 expected="the same scale on every rank",
                 fix="load the same state into pipe.scaler on every rank",
             )
+        given = sorted({one.share for one in self.told if one.share is not None})
+        if len(given) > 1:
+            raise MismatchError(
+                f"step {self.number}: ranks were given share={', '.join(f'{one:g}' for one in given)}",
+                expected="the same share on every rank",
+                fix="count the tokens of the whole batch on every rank",
+            )
         if bad and not (self.scaler is not None and self.scaler.handles(self.number, bad)):
             raise NonFiniteError(
                 f"step {self.number}: a loss or gradient on rank {', '.join(bad)} is NaN or infinite",
@@ -158,8 +166,10 @@ class Ledger:
     def __init__(self, unused: str = "warn", never_used: Collection[str] | None = None) -> None:
         self.unused = Unused(unused, never_used)
         self.number = 0  # number of the next step
+        self.num_trained = 0  # number of training steps so far
         self.last: Tally | None = None  # the last training step
         self.before: Tally | None = None  # the training step before it
+        self.evaluated: Tally | None = None  # the last step that evaluated
         self._recent: deque[Tally] = deque(maxlen=_NUM_RECENT)  # for estimating clock drift
         self._open: list[Tally] = []
         self._refused: Tally | None = None
@@ -168,7 +178,10 @@ class Ledger:
         """Add a finished step; ranks that are `alone` in one process share a clock."""
         self.number = tally.number + 1
         self._open.append(tally)
-        if trained:
+        if not trained:
+            self.evaluated = tally
+        else:
+            self.num_trained += 1
             if self.last is not None:
                 self.last.following = tally
             self.before, self.last = self.last, tally
@@ -176,8 +189,14 @@ class Ledger:
                 self._recent.append(tally)
             self._refused = None  # gradients accumulate, so this step's check covers earlier ones
 
-    def timeline(self) -> Measured:
+    def timeline(self, what: str = "train") -> Measured:
         """Return the last step that all ranks know; this may be the previous one, to avoid waiting for a device."""
+        if what not in ("train", "evaluate"):
+            raise UsageError(f"timeline of {what!r}", expected='"train" or "evaluate": the last step of that kind')
+        if what == "evaluate":
+            if self.evaluated is None:
+                raise RunError("no evaluation has run yet", fix="call eval_step first")
+            return self.evaluated.timeline
         if self.last is None:
             raise RunError("no step has run yet", fix="call pipe.step first")
         known = self.last if self.last.records is not None or self.before is None else self.before

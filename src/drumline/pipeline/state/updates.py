@@ -126,15 +126,15 @@ class Updates(Observer):
         made = kind([{"params": [of(one) for one in parameters]}], **settings)
         StateByName(named).attach(made)
         self._made.append(ref(made))
-        if self.scaler is not None or self.masters is not None:
+        if self.scaler is not None or self.masters is not None or not parameters:
+            # No guard finds an optimizer without parameters here, and it must not step where others are held back.
             self._own.add(made)
             # Use bound methods, because learning-rate schedulers wrap the function of what they find here.
-            setattr(made, "step", MethodType(self._step, made))  # noqa: B010 - a method of this one instance
+            setattr(made, "step", MethodType(self._step(parameters), made))  # noqa: B010 - a method of this one instance
             setattr(made, "zero_grad", MethodType(self._zero_grad(parameters), made))  # noqa: B010
         return made
 
-    @property
-    def _step(self) -> Callable[..., Any]:
+    def _step(self, parameters: Sequence[nn.Parameter]) -> Callable[..., Any]:
         def step(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> None:
             """Step, unless a gradient on any rank is not finite."""
             if closure is not None:
@@ -143,10 +143,10 @@ class Updates(Observer):
             if self.scaler is not None and not self.scaler.decide():
                 return
             if self.masters is not None:
-                self.masters.take()
+                self.masters.take(parameters)
             type(optimizer).step(optimizer)
             if self.masters is not None:
-                self.masters.give()
+                self.masters.give(parameters)
 
         return step
 
@@ -172,7 +172,7 @@ class Masters:
     >>> masters = Masters(); masters.follow([weight])
     >>> optimizer = torch.optim.SGD([masters.of(weight)], lr=1e-3)
     >>> (weight * 1.0).sum().backward()
-    >>> masters.take(); optimizer.step(); masters.give()
+    >>> masters.take([weight]); optimizer.step(); masters.give([weight])
     >>> masters.of(weight), weight
     (Parameter containing:
     tensor([0.9990, 0.9990], requires_grad=True), Parameter containing:
@@ -203,18 +203,20 @@ class Masters:
         self._catch_up()
         return ((name, self.of(one)) for name, one in parameters)
 
-    def take(self) -> None:
-        """Before the optimizer steps, give the copies the gradients and any outside changes of the parameters."""
+    def take(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Before an optimizer steps, give the copies of its parameters the gradients and any outside changes."""
         self._catch_up()
-        for parameter, copy in self._copies.items():
-            copy.grad = parameter.grad
+        for parameter in parameters:
+            if parameter in self._copies:
+                self._copies[parameter].grad = parameter.grad
 
     @torch.no_grad()
-    def give(self) -> None:
-        """After the optimizer steps, copy the results to the parameters."""
-        if self._copies:
-            torch._foreach_copy_(list(self._copies), list(self._copies.values()))
-        for parameter, copy in self._copies.items():
+    def give(self, parameters: Iterable[nn.Parameter]) -> None:
+        """After the optimizer steps, copy the results to its parameters."""
+        stepped = {one: self._copies[one] for one in parameters if one in self._copies}
+        if stepped:
+            torch._foreach_copy_(list(stepped), list(stepped.values()))
+        for parameter, copy in stepped.items():
             copy.grad = None
             self._seen[parameter] = _mark(parameter)
 

@@ -118,12 +118,15 @@ class ModelCheck:
 
     # ---- before the step ---------------------------------------------------------------------------------------------
 
-    def before(self, number: int, called: Any, target: Any, scale: float) -> None:
-        """Run one microbatch through the model by itself, and have the step watched; all ranks call it."""
+    def before(self, step: Step, called: Any, target: Any, factor: float) -> None:
+        """Run one microbatch through the model by itself, and have the step watched; all ranks call it.
+
+        `factor` is what the step will multiply the loss's gradient by.
+        """
         if not self.is_pending:
             return
         assert self._plain is not None
-        started = time.perf_counter()
+        started, number = time.perf_counter(), step.number
         named = self._named = self._plain.named_parameters()
         self._held = [(one, dict(self._holdings.named_on(one))) for one in self._engine.executors]
         local = self._cut(number, called, target)
@@ -141,7 +144,7 @@ class ModelCheck:
         else:
             self._relay = self._relayed(here, told)
         if not self._reason:
-            self._wanted = self._run(given, number, scale)
+            self._wanted = self._run(given, step.draw, factor)
         wanted = {} if self._wanted is None else self._wanted.gradients
         for executor, held in self._held:
             pairs = ((one, wanted.get(named[name])) for name, one in held.items() if name in named)
@@ -197,10 +200,10 @@ class ModelCheck:
                 self._in_parts.update(tensor.names)
         return Relay(self._crew, self._plain.model, self._places, here, assembly.device, assembly.randomness)
 
-    def _run(self, given: Slice, number: int, scale: float) -> Wanted | None:
+    def _run(self, given: Slice, draw: int, factor: float) -> Wanted | None:
         assert self._plain is not None
         assembly = self._engine.assembly
-        assembly.randomness.step = number
+        assembly.randomness.step = draw
         mine = dict.fromkeys(self._named[name] for _, held in self._held for name in held if name in self._named)
         try:
             with nullcontext() if self._relay is None else self._relay.running():
@@ -212,7 +215,7 @@ class ModelCheck:
                     device=assembly.device,
                     randomness=assembly.randomness,
                     precision=assembly.precision,
-                    scale=scale,
+                    scale=factor,
                     multiplying=self._intake.multiplying(given.inputs, given.factors),
                     listens=assembly.compiler is not None,
                 )
@@ -323,7 +326,7 @@ class ModelCheck:
         """Whether the model by itself returns something else when it is run again."""
         assert self._given is not None
         assert self._wanted is not None
-        again = self._run(self._given, step.number, step.scale)
+        again = self._run(self._given, step.draw, step.factor)
         return again is None or outputs_off(again.output, self._wanted.output) > self._allowed
 
 

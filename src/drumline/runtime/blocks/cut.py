@@ -16,6 +16,7 @@ from drumline.plan.cut.chain import BlockCosts
 from drumline.plan.cut.partition import partition
 from drumline.plan.cut.peaks import HeldPairs
 
+PARAMETERS = "parameters"  # a balance: the number of parameters decides
 Model = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 
 
@@ -142,8 +143,8 @@ def cut(
 ) -> list[tuple[Block, ...]]:
     """Return the blocks of every stage, by the counts in `balance` or by the names in `cuts`.
 
-    "even" distributes the blocks as evenly as possible. Without either, stages get similar numbers of parameters, a
-    first estimate of their costs. `held`, from `held_by`, says which stages share a rank.
+    "even" distributes the blocks as evenly as possible. With "parameters", or without any, stages get similar numbers of
+    parameters, a first estimate of their costs. `held`, from `held_by`, says which stages share a rank.
 
     >>> blocks = blocks_of([nn.Linear(2, 2) for _ in range(5)])
     >>> [len(stage) for stage in cut(blocks, 2)], [len(stage) for stage in cut(blocks, 2, balance=[1, 4])]
@@ -159,14 +160,15 @@ def cut(
         if balance is not None:
             raise ModelError(f"balance is {balance!r} and cuts is {cuts!r}", expected="only one of them")
         balance = counts_of(blocks, num_stages, cuts)
-    if balance is None:
+    if balance is None or balance == PARAMETERS:
         balance = partition([BlockCosts(one) for one in guessed_costs(blocks)], num_stages, held=held).counts
     elif isinstance(balance, str) and balance == "even":
         base, more = divmod(len(blocks), num_stages)
         balance = [base + (stage < more) for stage in range(num_stages)]
     if isinstance(balance, str) or not isinstance(balance, Iterable):
         raise ModelError(
-            f"balance is {balance!r}", expected='"auto", "even", or a list with the number of blocks per stage'
+            f"balance is {balance!r}",
+            expected='"auto", "even", "parameters", or a list with the number of blocks per stage',
         )
     balance = list(balance)
     fits = len(balance) == num_stages and sum(balance) == len(blocks)

@@ -53,8 +53,8 @@ class Capture:
         self._known: Sequence[int] | None = None
         self._is_captured = False
         self._static = Step(-1)
-        self._shares: Sequence[Tensor] = ()  # the microbatches' shares in the last step, and its scale
-        self._scale = 1.0
+        self._shares: Sequence[Tensor] = ()  # the microbatches' shares in the last step, and its factor
+        self._factor = 1.0
 
     def fits(self, step: Step) -> bool:
         """Whether a step can be replayed, the same on every rank; asks the others, so call it once per step."""
@@ -103,10 +103,10 @@ class Capture:
         for place, value in zip(_tensors(static), _tensors(step), strict=True):
             place.copy_(value, non_blocking=True)
         step.shares = step.shares or self._shares  # a step that was not split has the shares of the last one
-        if step.shares is not self._shares or step.scale != self._scale:
-            # Gradients begin with the shares, so these apply the scale, which may differ in every step.
-            torch._foreach_copy_(list(static.shares), [share * step.scale for share in step.shares])
-            self._shares, self._scale = step.shares, step.scale
+        if step.shares is not self._shares or step.factor != self._factor:
+            # Gradients begin with the shares, so these apply the factor, which may differ in every step.
+            torch._foreach_copy_(list(static.shares), [share * step.factor for share in step.shares])
+            self._shares, self._factor = step.shares, step.factor
         for row in self.rows:
             row.attach()
         # The graphs cast weights themselves, or they would reuse old casts.

@@ -204,7 +204,8 @@ class Watch:
         """Also check these attributes, on which the trace depends."""
         named = {name: seen for name, seen in self._modules if name in {place[0] for place in places}}
         self._places.update((place, named[place[0]]) for place in places if place[0] in named)
-        self._before = self._now()
+        modes, _ = self._before  # an evaluation has others while it lasts
+        self._before = modes, self._now()[1]
 
     def begin(self) -> None:
         """Record the current parameters and buffers between blocks as the expected ones."""
@@ -227,12 +228,14 @@ class Watch:
     def _around(self) -> Surroundings:
         return Surroundings(module for name, _, module in self._alive() if name in self._inside)
 
-    def _now(self) -> list[Any]:
+    def _now(self) -> tuple[list[bool], list[Any]]:
+        """Return the modules' modes, and all else that is looked after."""
+        modes: list[bool] = []
         found: list[Any] = [len(one) and list(one) for one in _GLOBAL]
         found += [code_of(module) for name, _, module in self._alive() if name in self._inside]
         for _, _, module in self._alive():
             own = module.__dict__
-            found.append(own["training"])
+            modes.append(own["training"])
             found += [(kind, list(own[kind])) for kind in _HOOKS if own[kind]]
             if own["_parameters"]:
                 found.append([one is not None and one.requires_grad for one in own["_parameters"].values()])
@@ -240,7 +243,7 @@ class Watch:
             owner = seen()
             if owner is not None:
                 found.append(fingerprint(_attribute(owner, key)))
-        return found + self._surroundings.now()
+        return modes, found + self._surroundings.now()
 
     def refuse_exchanged(self) -> None:
         """Refuse modules that were replaced, added or removed."""

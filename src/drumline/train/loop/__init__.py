@@ -1,1 +1,1 @@
-"""The training loop: steps, updates, evaluation, samples, and what is told about them."""
+"""Training runs: the loop over steps, optimizers by name, rates, evaluation, samples and progress."""

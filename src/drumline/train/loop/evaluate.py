@@ -1,0 +1,123 @@
+"""The held-out loss and a sample text, through the pipeline: on every rank at the same steps, so that nothing waits.
+
+Neither changes training: both run in eval mode, and no random number that a training step draws depends on them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drumline.core.errors import ModelError, RunError
+from drumline.pipeline.pipeline import Pipeline
+from drumline.train.config.settings import EvaluationSettings
+from drumline.train.data.batch import Batch
+from drumline.train.loop.making import Calling
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The mean loss over the held-out tokens after so many updates; `bubble` is that of its last batch."""
+
+    step: int
+    loss: float
+    num_tokens: int
+    seconds: float
+    bubble: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A text that the model wrote after so many updates, with the prompt that it began with."""
+
+    step: int
+    prompt: str
+    text: str
+
+
+def evaluate(pipe: Pipeline, call: Calling, batches: Iterable[Batch], step: int) -> Evaluation:
+    """Return the mean loss over all counted tokens of the batches; call it on every rank."""
+    started = time.perf_counter()
+    total, num_tokens = 0.0, 0
+    for batch in (one for one in batches if one.num_tokens):
+        args, kwargs = call(batch)
+        loss = pipe.eval_step(*args, outputs=False, **kwargs).loss
+        if loss is None:
+            raise ModelError("the model returned no loss for a held-out batch", fix="let it have the labels there too")
+        total += float(loss) * batch.num_tokens
+        num_tokens += batch.num_tokens
+    if not num_tokens:
+        raise RunError("no held-out batch has a token that counts", fix="set evaluation.every = 0, or hold more out")
+    return Evaluation(step, total / num_tokens, num_tokens, time.perf_counter() - started, _bubble(pipe))
+
+
+def _bubble(pipe: Pipeline) -> float | None:
+    try:
+        return float(pipe.timeline("evaluate").bubble)
+    except RunError:
+        return None  # nothing was measured
+
+
+def sample(
+    pipe: Pipeline, call: Calling, settings: EvaluationSettings, *, step: int, seed: int, sequence: int
+) -> Sample:
+    """Return a text that the model writes; call it on every rank.
+
+    Every token is one evaluation over a window of fixed size. The rank with the last stage chooses the token and tells
+    it to all; what it draws depends on the seed and the step alone.
+    """
+    tokenizer = call.tokenizer
+    if tokenizer is None:
+        raise ModelError(
+            "a sample text of a model without a tokenizer",
+            expected="a model of text",
+            fix="set evaluation.sample_every = 0",
+        )
+    prompt = tokenizer.encode(settings.prompt) or [tokenizer.end]
+    generator = torch.Generator().manual_seed(_mixed(seed, step))
+    window = max(1, min(sequence, len(prompt) + settings.sample_tokens))
+    written: list[int] = []
+    while len(written) < settings.sample_tokens:
+        seen = [*prompt, *written][-window:]
+        row = torch.tensor(seen + [tokenizer.end] * (window - len(seen)))
+        rows = row.repeat(pipe.program.num_microbatches, 1)
+        args, kwargs = call.given({call.inputs: rows})
+        result = pipe.eval_step(*args, **kwargs)
+        own = None if result.output is None else _chosen(result.output, len(seen) - 1, settings.temperature, generator)
+        token = next(one for one in pipe.gather(own) if one is not None)
+        if token == tokenizer.end:
+            break
+        written.append(token)
+    return Sample(step, settings.prompt, tokenizer.decode(written))
+
+
+def _chosen(output: Any, place: int, temperature: float, generator: torch.Generator) -> int:
+    logits = _logits(output)[0, place].detach().float().cpu()
+    if temperature <= 0:
+        return int(logits.argmax())
+    return int(torch.multinomial(torch.softmax(logits / temperature, dim=0), 1, generator=generator))
+
+
+def _logits(output: Any) -> Tensor:
+    """Return the logits in what the model returned, of the shape (rows, length, vocabulary)."""
+    found = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", output)
+    if isinstance(found, tuple | list):
+        found = next((one for one in found if isinstance(one, Tensor) and one.dim() == 3), None)
+    if not isinstance(found, Tensor) or found.dim() != 3:
+        raise ModelError(
+            f"the model returned a {type(output).__name__} from which no token can be chosen",
+            expected="logits of the shape (rows, length, vocabulary)",
+            fix="set evaluation.sample_every = 0",
+        )
+    return found
+
+
+def _mixed(seed: int, step: int) -> int:
+    """Return a seed that is another one for every seed and step."""
+    return int.from_bytes(blake2b(f"sample/{seed}/{step}".encode(), digest_size=8).digest()) >> 1

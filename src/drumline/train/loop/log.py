@@ -1,0 +1,124 @@
+"""What a run leaves in its folder beside what the pipeline records, and what it forwards to TensorBoard and W&B.
+
+    settings.json        the settings of the run
+    metrics.jsonl        written by the pipeline; an update's own figures stand in the line of its last step
+    evaluations.jsonl    a line per evaluation: step, loss, tokens, seconds, bubble
+    samples.jsonl        a line per sample text: step, prompt, text
+
+Rank 0 alone writes. TensorBoard and W&B get every figure of `metrics.jsonl`, by the number of the update.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from drumline.core.measured.run import Run, read_run
+from drumline.pipeline.pipeline import Pipeline
+from drumline.report.run.follow import TensorBoard, WandB, Writer, scalars
+from drumline.train.config.settings import TrainSettings
+from drumline.train.loop.evaluate import Evaluation, Sample
+from drumline.train.loop.progress import Told, Update
+
+STEP = "train/step"
+HELD_OUT = "validation_metrics/global_avg_loss"
+_SECONDS_TO_FORWARD = 2.0
+_FILES = {Evaluation: "evaluations.jsonl", Sample: "samples.jsonl"}
+
+
+class Log:
+    """Takes what a run tells, on rank 0, and puts it where it is read from."""
+
+    def __init__(self, pipe: Pipeline, settings: TrainSettings, folder: Path) -> None:
+        self._pipe = pipe
+        self._folder = folder
+        (folder / "settings.json").write_text(json.dumps(asdict(settings), indent=2) + "\n", encoding="utf-8")
+        writers: list[Writer] = []
+        if settings.run.tensorboard:
+            writers.append(TensorBoard(folder / "tensorboard"))
+        if settings.run.wandb:
+            writers.append(WandB(settings.run.wandb, name=folder.name, config=asdict(settings)))
+        self._forward = Forward(folder, writers) if writers else None
+
+    def __call__(self, told: Told) -> None:
+        """Write what is new."""
+        if isinstance(told, Update):
+            self._pipe.note(**figures(told))
+            if self._forward is not None:
+                self._forward.poll()
+            return
+        if isinstance(told, Evaluation):
+            self._pipe.note(**{HELD_OUT: told.loss})
+        line = {name: _plain(value) for name, value in asdict(told).items()}
+        with (self._folder / _FILES[type(told)]).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        """Forward what is left, once the pipeline has written all."""
+        if self._forward is not None:
+            self._forward.close()
+
+
+def figures(told: Update) -> dict[str, float]:
+    """Return an update's figures by the names that they have in the run folder.
+
+    >>> update = Update(1, 5, 2.5, 1e-3, None, 64, 640.0, 0.25, 0.1, 2**20, 4.0)
+    >>> figures(update)["train/loss"], figures(update)["padding"]
+    (2.5, 0.25)
+    """
+    return {
+        STEP: told.step,
+        "train/loss": told.loss,
+        "lr": told.lr,
+        "n_tokens_seen": told.num_tokens,
+        "tokens_per_second": told.tokens_per_second,
+        "padding": told.padding,
+        "memory/peak_bytes": told.peak_bytes,
+    }
+
+
+class Forward:
+    """Hands lines of `metrics.jsonl` to writers as they appear, and all that is left at the end."""
+
+    def __init__(self, folder: Path, writers: list[Writer]) -> None:
+        self._folder = folder
+        self._writers = writers
+        self._run: Run | None = None
+        self._known = 0
+        self._asked = time.monotonic()
+
+    def poll(self) -> None:
+        """Forward what is there by now, if a while has passed."""
+        if time.monotonic() - self._asked >= _SECONDS_TO_FORWARD:
+            self._hand_on()
+            self._asked = time.monotonic()
+
+    def close(self) -> None:
+        """Forward the rest."""
+        try:
+            self._hand_on()
+        finally:
+            for writer in self._writers:
+                writer.close()
+
+    def _hand_on(self) -> None:
+        self._run = self._run or read_run(self._folder)
+        lines = self._run.metrics(since=self._known)
+        self._known += len(lines)
+        for line in lines:
+            if line.get(STEP) is not None:  # the last step of an update
+                for writer in self._writers:
+                    writer.write(int(line[STEP]), _named(line))
+
+
+def _named(line: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in scalars(line).items() if name != STEP}
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,235 @@
+"""From settings to what a run trains with: the model, and the arguments of its pipeline.
+
+Every rank builds the same model from the same seed. A large one is built on the meta device where several processes
+train it, so that each makes or reads only the parameters of its own stages.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from drumline.core.errors import UsageError, counted
+from drumline.pipeline import transports
+from drumline.pipeline.model.blocks import guesses, is_chain
+from drumline.report.run.follow import needed
+from drumline.train.config.settings import TrainSettings
+from drumline.train.data.batch import Batch
+from drumline.train.models.built import Built, Tokenizer
+
+MakeModel = Callable[..., Built]
+_LARGE = 2**31  # bytes of parameters from which on each process makes only its own
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NOT_YET = ("tensor", "data", "context", "expert")  # kinds of parallelism
+
+
+def check(settings: TrainSettings) -> None:
+    """Refuse what the loop cannot do, alike on all ranks and before anything is built.
+
+    >>> from drumline.train.config.settings import MeshSettings
+    >>> check(TrainSettings(mesh=MeshSettings(data=2)))
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: mesh.data is 2; expected 1: only pipeline parallelism runs yet
+    """
+    for name in _NOT_YET:
+        if getattr(settings.mesh, name) != 1:
+            raise UsageError(
+                f"mesh.{name} is {getattr(settings.mesh, name)}", expected="1: only pipeline parallelism runs yet"
+            )
+    if settings.memory.recompute not in ("none", "full"):
+        raise UsageError(
+            f"memory.recompute is {settings.memory.recompute!r}",
+            expected='"none" or "full": single operations of a block cannot be recomputed yet',
+        )
+    if settings.precision.weights not in _DTYPES:
+        raise UsageError(f"precision.weights is {settings.precision.weights!r}", expected=", ".join(_DTYPES))
+    if settings.batch.accumulate < 1 or settings.run.steps < 1 or settings.run.log_every < 1:
+        raise UsageError(
+            f"batch.accumulate is {settings.batch.accumulate}, run.steps {settings.run.steps} and run.log_every"
+            f" {settings.run.log_every}",
+            expected="1 or more of each",
+        )
+    if settings.optimizer.clip_norm < 0:
+        raise UsageError(f"optimizer.clip_norm is {settings.optimizer.clip_norm}", expected="0 for none, or more")
+    for package, wanted in (("tensorboard", settings.run.tensorboard), ("wandb", bool(settings.run.wandb))):
+        if wanted:
+            needed(package, extra=package)
+
+
+def seeded(seed: int) -> None:
+    """Let all random numbers that building may draw be the same on every rank."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def build(settings: TrainSettings, make_model: MakeModel) -> Built:
+    """Return the model, on the meta device if it is large and other processes hold most of it."""
+    seeded(settings.run.seed)
+    built = None
+    if settings.model.kind in ("gpt", "hf") and not transports.alone(settings.pipeline.transport):
+        built = make_model(settings, device="meta")
+        if sum(one.numel() * 4 for one in built.model.parameters()) < _LARGE:
+            built = None
+    if built is None:
+        seeded(settings.run.seed)
+        built = make_model(settings, device="cpu")
+    dtype = _DTYPES[settings.precision.weights]
+    for one in built.model.parameters():
+        if one.is_floating_point() and dtype is not torch.float32:
+            one.data = one.data.to(dtype)
+    return built
+
+
+def pipeline_arguments(settings: TrainSettings, built: Built, example: Batch, folder: Path) -> dict[str, Any]:
+    """Return what `Pipeline` is made with beside the model."""
+    given = settings.pipeline
+    found: dict[str, Any] = {
+        "loss_fn": built.loss_fn,
+        "transport": given.transport,
+        "device": given.device or None,
+        "seed": settings.run.seed,
+        "precision": settings.precision.compute,
+        "master_weights": settings.precision.master_weights,
+        "check_model": given.check_model,
+        "timeout": given.timeout,
+        "compile": given.compile,
+        "capture": given.capture,
+        "record": folder,
+    }
+    if given.plan:
+        found["plan"] = given.plan
+    else:
+        found |= {
+            "num_ranks": settings.mesh.pipeline,
+            "schedule": given.schedule,
+            "num_microbatches": settings.num_microbatches,
+            "stages_per_rank": given.stages_per_rank,
+            "checkpoint": settings.memory.recompute,
+            **_cut(settings, built.model),
+        }
+    if _wants_example(built.model) or found.get("balance") == "auto":
+        found["example"] = example.inputs[built.inputs] if is_chain(built.model) else example.inputs
+        if not (given.plan or found.get("balance") or found.get("cuts")):
+            found["balance"] = "parameters"  # measured cuts are another in every run
+        if built.loss_fn is not None:
+            found["example_target"] = example.target
+    if next(built.model.parameters()).is_meta and settings.model.kind == "hf" and settings.model.pretrained:
+        found["weights"] = settings.model.path
+    return found
+
+
+def _wants_example(model: nn.Module) -> bool:
+    return not is_chain(model) and next(iter(guesses(model)), None) is None
+
+
+def _cut(settings: TrainSettings, model: nn.Module) -> dict[str, Any]:
+    given = settings.pipeline
+    chosen = [name for name in ("layers", "cuts", "balance") if getattr(given, name)]
+    if len(chosen) > 1:
+        raise UsageError(
+            f"pipeline.{chosen[0]} and pipeline.{chosen[1]} both say where to cut", expected="one of the two"
+        )
+    if given.layers:
+        return {"cuts": layer_cuts(model, given.layers)}
+    return {"cuts": list(given.cuts) or None, "balance": given.balance or None}
+
+
+def layer_cuts(model: nn.Module, layers: Sequence[int]) -> list[str]:
+    """Return the names of the modules with which stages 1, 2, ... begin if each gets so many of the model's layers.
+
+    What stands before the layers belongs to the first stage, and what stands behind them to the last one.
+
+    >>> model = nn.Sequential(nn.Embedding(9, 4), *(nn.Linear(4, 4) for _ in range(4)), nn.LayerNorm(4))
+    >>> layer_cuts(model, [1, 3]), layer_cuts(model, [4, 0])
+    (['2'], ['5'])
+    >>> layer_cuts(model, [2, 3])
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: pipeline.layers sum to 5, and no list of modules in the model has so many ...
+    """
+    found = _layers(model, sum(layers))
+    if found is None:
+        raise UsageError(
+            f"pipeline.layers sum to {sum(layers)}, and no list of modules in the model has so many of one kind",
+            expected="how many of the model's layers each stage gets",
+            fix="name the first module of every stage but the first in pipeline.cuts instead",
+        )
+    names, behind = found
+    if any(one < 1 for one in layers[1:-1]):
+        raise UsageError(
+            f"pipeline.layers are {list(layers)}", expected="a layer in every stage but the first and the last"
+        )
+    starts = list(accumulate(layers))[:-1]
+    if any(start >= len(names) for start in starts) and not behind:
+        raise UsageError(
+            f"pipeline.layers are {list(layers)}", expected=f"1 of the {counted(len(names), 'layer')} in the last stage"
+        )
+    return [names[start] if start < len(names) else behind for start in starts]
+
+
+def _layers(model: nn.Module, count: int) -> tuple[list[str], str] | None:
+    """Return the names of `count` modules of one kind that follow each other, and of the module behind them."""
+    for name, one in model.named_modules():
+        if not isinstance(one, nn.ModuleList | nn.Sequential):
+            continue
+        kinds = Counter(type(child) for child in one.children())
+        for kind, number in kinds.items():
+            if number == count:
+                prefix = f"{name}." if name else ""
+                children = list(one.named_children())
+                names = [prefix + key for key, child in children if isinstance(child, kind)]
+                last = max(at for at, (_, child) in enumerate(children) if isinstance(child, kind))
+                inside = [prefix + key for key, _ in children[last + 1 :]]
+                return names, inside[0] if inside else _behind(model, name)
+    return None
+
+
+def _behind(model: nn.Module, name: str) -> str:
+    """Return the name of the module that is defined behind another, beside it."""
+    if not name:
+        return ""
+    parent, _, own = name.rpartition(".")
+    beside = [key for key, _ in model.get_submodule(parent).named_children()]
+    later = beside[beside.index(own) + 1 :]
+    return f"{parent}.{later[0]}" if parent and later else later[0] if later else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Calling:
+    """How a pipeline is called; it does not keep alive the model, most of which other ranks hold.
+
+    >>> from drumline.train.models.built import Built
+    >>> call = Calling.of(Built(nn.Sequential(nn.ReLU()), nn.functional.mse_loss, inputs="points"))
+    >>> call(Batch({"points": torch.ones(1)}, torch.zeros(1), 1, 1))
+    ((tensor([1.]),), {'target': tensor([0.])})
+    """
+
+    is_chain: bool
+    inputs: str
+    takes_target: bool
+    tokenizer: Tokenizer | None
+
+    @staticmethod
+    def of(built: Built) -> Calling:
+        """Return how a model's pipeline is called."""
+        return Calling(is_chain(built.model), built.inputs, built.loss_fn is not None, built.tokenizer)
+
+    def __call__(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return what a step gets of a batch: in order, and by name."""
+        args, kwargs = self.given(batch.inputs)
+        return args, {**kwargs, "target": batch.target} if self.takes_target else kwargs
+
+    def given(self, inputs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the same of inputs alone."""
+        if not self.is_chain:
+            return (), inputs
+        return (inputs[self.inputs] if len(inputs) == 1 else inputs,), {}

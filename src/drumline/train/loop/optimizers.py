@@ -1,0 +1,189 @@
+"""Optimizers by name: each of torch's over its own parameters, chosen by the names of the whole model.
+
+    [[optimizer.groups]]                             transformer.*.weight     Muon
+    kind = "Muon", names = ["transformer.*"],        all else                 what [optimizer] says
+    only_matrices = true
+
+The first group that matches takes a parameter; what none takes goes to the optimizer of the table itself. So every
+parameter has exactly one. Names and shapes are the whole model's, so all ranks choose alike and refuse alike; a rank
+without any parameter of a group has an optimizer with nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from drumline.core.errors import UsageError, counted, nearest
+from drumline.pipeline.pipeline import Pipeline
+from drumline.pipeline.state.names import matching
+from drumline.train.config.settings import OptimizerGroup, OptimizerSettings
+
+_NEEDS_CLOSURE = frozenset({"LBFGS"})
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Some parameters, and what updates them."""
+
+    group: OptimizerGroup
+    kind: type[Optimizer]
+    lr: float
+    names: tuple[str, ...]
+
+
+class Optimizers:
+    """All optimizers of a run on this rank, stepped as one.
+
+    >>> pipe = Pipeline([nn.Linear(4, 4), nn.Linear(4, 2)], loss_fn=nn.functional.mse_loss, num_microbatches=1)
+    >>> muon = OptimizerGroup(kind="Muon", only_matrices=True, lr=0.02)
+    >>> found = Optimizers(pipe, OptimizerSettings(kind="AdamW", lr=1e-3, groups=(muon,)))
+    >>> [(one.kind.__name__, one.lr, one.names) for one in found.chosen]
+    [('Muon', 0.02, ('0.weight', '1.weight')), ('AdamW', 0.001, ('0.bias', '1.bias'))]
+    >>> found.set_rate(0.5); [group["lr"] for one in found.each for group in one.param_groups]
+    [0.01, 0.0005]
+    """
+
+    def __init__(self, pipe: Pipeline, settings: OptimizerSettings) -> None:
+        self.chosen = choose(pipe.parameter_shapes(), settings, others=pipe.parameter_aliases())
+        self.each = [pipe.optimizer(one.kind, names=one.names, lr=one.lr, **one.group.settings) for one in self.chosen]
+
+    def set_rate(self, share: float) -> None:
+        """Let every optimizer have this share of its full rate."""
+        for chosen, optimizer in zip(self.chosen, self.each, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = chosen.lr * share
+
+    def step(self) -> None:
+        """Update all parameters."""
+        for one in self.each:
+            one.step()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for one in self.each:
+            one.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's states, by parameter name, one for every optimizer."""
+        return {"optimizers": [one.state_dict() for one in self.each]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from states that were saved with the same groups."""
+        saved: Sequence[Any] = state["optimizers"]
+        if len(saved) != len(self.each):
+            raise UsageError(
+                f"the state has {counted(len(saved), 'optimizer')}",
+                expected=f"{len(self.each)}, as many as the settings make",
+                fix="use the groups that the run was saved with",
+            )
+        for optimizer, one in zip(self.each, saved, strict=True):
+            optimizer.load_state_dict(one)
+
+
+def choose(
+    shapes: Mapping[str, torch.Size],
+    settings: OptimizerSettings,
+    *,
+    others: Mapping[str, Sequence[str]] | None = None,
+) -> list[Chosen]:
+    """Return which parameters each optimizer gets; raises alike on all ranks, before any is made.
+
+    `others` has further names of tied parameters, by which patterns find them too.
+    """
+    left, found = dict(shapes), []
+    for number, group in enumerate(settings.groups):
+        where = f"optimizer.groups[{number}]"
+        names = _matched(group, shapes, where, others)
+        mine = tuple(name for name in names if name in left)
+        if not mine:
+            raise UsageError(
+                f"{where} gets no parameter: earlier groups take all that match {', '.join(group.names)}",
+                expected="at least one parameter in every group",
+                fix="put the narrower patterns first",
+            )
+        found.append(_checked(group, settings, mine, shapes, where))
+        left = {name: shape for name, shape in left.items() if name not in mine}
+    if left:
+        rest = OptimizerGroup(kind=settings.kind, settings=settings.settings)
+        found.append(_checked(rest, settings, tuple(left), shapes, "optimizer"))
+    return found
+
+
+def _matched(
+    group: OptimizerGroup, shapes: Mapping[str, torch.Size], where: str, others: Mapping[str, Sequence[str]] | None
+) -> list[str]:
+    try:
+        names = matching(group.names, shapes, others=others)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error.error}", expected=error.expected, fix=error.fix) from None
+    if not names:
+        raise UsageError(f"{where} has no names", expected='patterns of parameter names, such as names = ["*"]')
+    if group.only_matrices:
+        names = [name for name in names if len(shapes[name]) == 2]
+        if not names:
+            raise UsageError(
+                f"{where} is for matrices only, and none of {', '.join(group.names)} has two dimensions",
+                fix="leave only_matrices out, or choose other names",
+            )
+    return names
+
+
+def _checked(
+    group: OptimizerGroup,
+    settings: OptimizerSettings,
+    names: tuple[str, ...],
+    shapes: Mapping[str, torch.Size],
+    where: str,
+) -> Chosen:
+    """Return a group's choice, tried on tensors without memory: torch's own refusals come alike on all ranks."""
+    chosen = Chosen(group, kind_of(group.kind, where), settings.lr if group.lr is None else group.lr, names)
+    if "lr" in group.settings:
+        raise UsageError(f"{where}.settings has lr", expected=f"the rate as {where}.lr", fix="move it there")
+    if chosen.kind.__name__ == "Muon":
+        other = next((name for name in names if len(shapes[name]) != 2), None)
+        if other is not None:
+            raise UsageError(
+                f"{where}: Muon got {other!r} of the shape {tuple(shapes[other])}",
+                expected="matrices: Muon updates parameters with two dimensions",
+                fix="set only_matrices = true; what is left over goes to the optimizer of the table",
+            )
+    examples = [nn.Parameter(torch.empty(shapes[name], device="meta")) for name in names]
+    try:
+        chosen.kind([{"params": examples}], **{"lr": chosen.lr, **group.settings})
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{where}: torch.optim.{group.kind} refuses its settings: {error}",
+            expected=f"settings of torch.optim.{group.kind}",
+        ) from None
+    return replace(chosen, names=names)
+
+
+def kind_of(name: str, where: str = "optimizer") -> type[Optimizer]:
+    """Return the class of torch.optim with a name.
+
+    >>> kind_of("AdamW").__name__
+    'AdamW'
+    >>> kind_of("Adamw")
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: optimizer.kind is 'Adamw'; expected a class of torch.optim; did you mean AdamW?
+    """
+    known = {
+        key: one
+        for key, one in vars(torch.optim).items()
+        if isinstance(one, type) and issubclass(one, Optimizer) and one is not Optimizer and key not in _NEEDS_CLOSURE
+    }
+    if name in _NEEDS_CLOSURE:
+        raise UsageError(
+            f"{where}.kind is {name!r}, which runs the model several times in an update",
+            expected="an optimizer whose step takes no closure",
+            fix="use AdamW",
+        )
+    if name not in known:
+        raise UsageError(f"{where}.kind is {name!r}", expected="a class of torch.optim", fix=nearest(str(name), known))
+    return known[name]

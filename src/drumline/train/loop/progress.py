@@ -1,0 +1,116 @@
+"""What a run tells people while it goes on: one line that is drawn again on a terminal, some lines elsewhere.
+
+step 120/300  loss 2.314  51,200 tokens/s  bubble 12.3%  1.21 GiB  2 min left
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TextIO
+
+from drumline.report.units import percent, size_text
+from drumline.train.loop.evaluate import Evaluation, Sample
+
+_SECONDS_APART = 10.0  # between lines where nobody watches a terminal
+_FEWEST_SECONDS = 0.1  # between two drawings of a line
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one update of the parameters came to; `step` counts from 1, rates and sums are those of all ranks."""
+
+    step: int
+    num_steps: int
+    loss: float
+    lr: float
+    grad_norm: float | None
+    num_tokens: int  # so far
+    tokens_per_second: float
+    padding: float  # share of all places that were computed and do not count
+    bubble: float | None
+    peak_bytes: int  # of this rank
+    seconds_left: float
+
+    def __str__(self) -> str:
+        parts = [f"step {self.step}/{self.num_steps}", f"loss {self.loss:.4g}"]
+        parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
+        parts += [] if self.bubble is None else [f"bubble {percent(self.bubble)}"]
+        parts += [size_text(self.peak_bytes), f"{time_left(self.seconds_left)} left"]
+        return "  ".join(parts)
+
+
+Told = Update | Evaluation | Sample
+Tell = Callable[[Told], None]
+
+
+def time_left(seconds: float) -> str:
+    """Return a time for people who wait.
+
+    >>> time_left(42.3), time_left(200), time_left(7260), time_left(200_000)
+    ('42 s', '3 min', '2.0 h', '2.3 days')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+
+
+class Progress:
+    """Writes updates to a stream: in place on a terminal, now and then elsewhere; evaluations and samples always.
+
+    >>> seen = Progress(5, stream=sys.stdout, now=iter([0.0, 0.0, 1.0, 20.0]).__next__)
+    >>> for step in (1, 2, 3):
+    ...     seen(Update(step, 5, 2.0 / step, 1e-3, None, 64 * step, 640.0, 0.0, 0.25, 2**20, 4.0))
+    step 1/5  loss 2  640 tokens/s  bubble 25.0%  1 MiB  4 s left
+    step 3/5  loss 0.6667  640 tokens/s  bubble 25.0%  1 MiB  4 s left
+    >>> seen(Evaluation(3, 1.25, 640, 0.5)); seen(Sample(3, "Once", " more"))
+    step 3  held-out loss 1.25 over 640 tokens, in 0.50 s
+    step 3  sample: 'Once more'
+    """
+
+    def __init__(
+        self, num_steps: int, *, stream: TextIO | None = None, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._num_steps = num_steps
+        self._stream = sys.stderr if stream is None else stream
+        self._redraws = self._stream.isatty()
+        self._now = now
+        self._shown = now() - _SECONDS_APART  # the first one is shown
+        self._is_drawn = False
+
+    def __call__(self, told: Told) -> None:
+        """Show what is new."""
+        if isinstance(told, Update):
+            self._update(told)
+        elif isinstance(told, Evaluation):
+            loss = f"held-out loss {told.loss:.4g} over {told.num_tokens:,} tokens"
+            self._line(f"step {told.step}  {loss}, in {told.seconds:.2f} s")
+        else:
+            self._line(f"step {told.step}  sample: {told.prompt + told.text!r}")
+
+    def _update(self, told: Update) -> None:
+        now, is_last = self._now(), told.step == self._num_steps
+        if not is_last and now - self._shown < (_FEWEST_SECONDS if self._redraws else _SECONDS_APART):
+            return
+        self._shown = now
+        if self._redraws:
+            width = max(shutil.get_terminal_size(fallback=(100, 24)).columns - 1, 10)
+            print(f"\r\x1b[2K{str(told)[:width]}", end="", file=self._stream, flush=True)
+            self._is_drawn = True
+        else:
+            self._line(str(told))
+
+    def _line(self, text: str) -> None:
+        self.close()
+        print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Leave the line that was drawn last where it is."""
+        if self._is_drawn:
+            print(file=self._stream, flush=True)
+        self._is_drawn = False

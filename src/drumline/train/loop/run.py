@@ -1,0 +1,243 @@
+"""A training run on this rank: what `drumline train` starts on every one.
+
+    model, data, pipeline, optimizers
+    for every update   batches ──► pipeline steps, each with its share of the tokens ──► clip ──► update
+    now and then       held-out loss, a sample text, progress
+
+Every rank does the same in the same order: it reads the same batches, so it knows all counts of tokens beforehand, and
+steps, evaluates and samples at the same points.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from drumline.core.errors import BatchError, RunError
+from drumline.pipeline.pipeline import Pipeline
+from drumline.train.config.settings import TrainSettings
+from drumline.train.data.batch import Batch, Data
+from drumline.train.loop.evaluate import Evaluation, Sample, evaluate, sample
+from drumline.train.loop.log import Log
+from drumline.train.loop.making import Calling, MakeModel, build, check, pipeline_arguments
+from drumline.train.loop.memory import PeakMemory, resident
+from drumline.train.loop.optimizers import Optimizers
+from drumline.train.loop.progress import Progress, Tell, Told, Update
+from drumline.train.loop.rates import rate
+
+MakeData = Callable[..., Data]
+
+
+@dataclass(slots=True)
+class Trained:
+    """What came of a run; the same on every rank. `peak_bytes` has the most memory of every process, rank 0 first."""
+
+    folder: Path
+    losses: list[float] = field(default_factory=list)  # of every update
+    grad_norms: list[float] = field(default_factory=list)  # where gradients were clipped
+    evaluations: list[Evaluation] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    num_tokens: int = 0  # that counted
+    num_padded: int = 0  # all places that were computed
+    seconds: float = 0.0  # without building
+    peak_bytes: tuple[int, ...] = ()
+
+
+def run_training(
+    settings: TrainSettings,
+    *,
+    tell: Tell | None = None,
+    make_model: MakeModel | None = None,
+    make_data: MakeData | None = None,
+) -> Trained:
+    """Train by the settings; call it on every rank, under `dl.launch`, torchrun, or in one process for all of them.
+
+    Rank 0 calls `tell` with every update, evaluation and sample; without it they are written to stderr.
+    """
+    check(settings)
+    rate(settings.learning_rate, 0, settings.run.steps)
+    if settings.run.threads:
+        torch.set_num_threads(settings.run.threads)
+    before = resident()
+    built = build(settings, _default_model() if make_model is None else make_model)
+    data = (_default_data() if make_data is None else make_data)(settings, built, rank=0, size=1)
+    folder = folder_of(settings)
+    arguments = pipeline_arguments(settings, built, _example(data), folder)
+    with Pipeline(built.model, **arguments) as pipe:
+        call, memory = Calling.of(built), PeakMemory(torch.device(pipe.device), before=before)
+        del built, arguments  # a rank keeps its own stages alone
+        return _Training(settings, pipe, call, data, Trained(folder), memory).run(tell)
+
+
+def _default_model() -> MakeModel:
+    from drumline.train.models.build import build_model
+
+    return build_model
+
+
+def _default_data() -> MakeData:
+    from drumline.train.data.build import build_data
+
+    return build_data
+
+
+def folder_of(settings: TrainSettings) -> Path:
+    """Return the folder of a run.
+
+    >>> print(folder_of(TrainSettings()))
+    out/train/gpt
+    """
+    return Path(settings.run.out or f"out/train/{settings.model.name or settings.model.kind}")
+
+
+def _example(data: Data) -> Batch:
+    """Return a batch without moving the stream."""
+    if data.validation:
+        return data.validation[0]
+    position = data.training.state_dict()
+    found = next(iter(data.training))
+    data.training.load_state_dict(position)
+    return found
+
+
+class _Training:
+    """One run on this process's ranks."""
+
+    def __init__(
+        self, settings: TrainSettings, pipe: Pipeline, call: Calling, data: Data, trained: Trained, memory: PeakMemory
+    ) -> None:
+        self.settings, self.pipe, self.call, self.data = settings, pipe, call, data
+        self.trained, self.memory = trained, memory
+        self.optimizers = Optimizers(pipe, settings.optimizer)
+        self.batches: Iterator[Batch] = iter(pipe.data(data.training))
+        self._told: list[Tell] = []
+        self._since = (0.0, 0)  # when tokens were last counted, and how many there were
+
+    def run(self, tell: Tell | None) -> Trained:
+        """Train to the end."""
+        with ExitStack() as open_ones:
+            if self.pipe.rank == 0:
+                log = open_ones.enter_context(closing(Log(self.pipe, self.settings, self.trained.folder)))
+                self._told.append(log)
+                if tell is None:
+                    tell = open_ones.enter_context(closing(Progress(self.settings.run.steps)))
+                self._told.append(tell)
+            began = time.perf_counter()
+            self._since = began, 0
+            for step in range(self.settings.run.steps):
+                self._update(step, began)
+                self._look(step + 1)
+            self.trained.seconds = time.perf_counter() - began
+            self.trained.peak_bytes = self._peaks()
+            self.pipe.close()  # before the log, which forwards all that was written
+        return self.trained
+
+    def _peaks(self) -> tuple[int, ...]:
+        told = self.pipe.gather((self.pipe.rank, self.memory.num_bytes))
+        return tuple(dict(sorted(told)).values())
+
+    # ---- one update --------------------------------------------------------------------------------------------------
+
+    def _update(self, step: int, began: float) -> None:
+        """Run the pipeline steps of one update, and update."""
+        settings = self.settings
+        share = rate(settings.learning_rate, step, settings.run.steps)
+        batches = [self._next(step) for _ in range(settings.batch.accumulate)]
+        losses = self._steps(step, batches)
+        self.pipe.settle()  # raises on all ranks alike, those included that have nothing to update
+        norm = self.pipe.clip_grad_norm_(settings.optimizer.clip_norm) if settings.optimizer.clip_norm else None
+        self.optimizers.set_rate(share)
+        self.optimizers.step()
+        self.optimizers.zero_grad()
+        trained = self.trained
+        trained.losses.append(sum(part * float(loss) for part, loss in losses))
+        trained.num_tokens += sum(one.num_tokens for one in batches)
+        trained.num_padded += sum(one.num_padded for one in batches if one.num_tokens)
+        if norm is not None:
+            trained.grad_norms.append(float(norm))
+        if (step + 1) % settings.run.log_every == 0 or step + 1 == settings.run.steps:
+            self._tell_of(step + 1, share, began)
+
+    def _next(self, step: int) -> Batch:
+        batch = next(self.batches, None)
+        if batch is None:
+            raise BatchError(
+                f"the data ended in step {step + 1} of {self.settings.run.steps}",
+                expected="a stream without end: epochs follow each other",
+            )
+        return batch
+
+    def _steps(self, step: int, batches: list[Batch]) -> list[tuple[float, Tensor]]:
+        """Run the batches of one update, and return the loss of each with its share of the tokens."""
+        total = sum(one.num_tokens for one in batches)
+        if not total:
+            raise BatchError(
+                f"no token of step {step + 1} counts",
+                expected="at least one target that is not ignored in every update",
+                fix="use larger batches, or leave out data without targets",
+            )
+        found = []
+        for batch in (one for one in batches if one.num_tokens):
+            args, kwargs = self.call(batch)
+            part = batch.num_tokens / total
+            result = self.pipe.step(*args, share=part, **kwargs)
+            found.append((part, result))
+        losses = [(part, result.loss) for part, result in found]
+        return [(part, loss) for part, loss in losses if loss is not None]
+
+    # ---- what is told ------------------------------------------------------------------------------------------------
+
+    def _tell_of(self, step: int, share: float, began: float) -> None:
+        if not self._told:
+            return
+        trained, now = self.trained, time.perf_counter()
+        since, counted = self._since
+        self._since = now, trained.num_tokens
+        update = Update(
+            step=step,
+            num_steps=self.settings.run.steps,
+            loss=trained.losses[-1],
+            lr=self.settings.optimizer.lr * share,
+            grad_norm=trained.grad_norms[-1] if trained.grad_norms else None,
+            num_tokens=trained.num_tokens,
+            tokens_per_second=(trained.num_tokens - counted) / max(now - since, 1e-9),
+            padding=1.0 - trained.num_tokens / max(trained.num_padded, 1),
+            bubble=self._bubble(),
+            peak_bytes=self.memory.num_bytes,
+            seconds_left=(now - began) / step * (self.settings.run.steps - step),
+        )
+        self._tell(update)
+
+    def _bubble(self) -> float | None:
+        try:
+            return float(self.pipe.timeline().bubble)
+        except RunError:
+            return None  # a captured step is not measured
+
+    def _tell(self, told: Told) -> None:
+        for one in self._told:
+            one(told)
+
+    def _look(self, step: int) -> None:
+        """Evaluate and sample where the settings say so, on every rank."""
+        how, is_last, began = self.settings.evaluation, step == self.settings.run.steps, time.perf_counter()
+        if self.data.validation and _is_due(how.every, step, is_last):
+            found = evaluate(self.pipe, self.call, self.data.validation, step)
+            self.trained.evaluations.append(found)
+            self._tell(found)
+        if _is_due(how.sample_every, step, is_last):
+            run, length = self.settings.run, self.settings.batch.sequence
+            text = sample(self.pipe, self.call, how, step=step, seed=run.seed, sequence=length)
+            self.trained.samples.append(text)
+            self._tell(text)
+        self._since = self._since[0] + time.perf_counter() - began, self._since[1]
+
+
+def _is_due(every: int, step: int, is_last: bool) -> bool:
+    return every > 0 and (step % every == 0 or is_last)
