@@ -7,6 +7,7 @@ DrumlineError            anything that Drumline refuses
 ├── CostsError           costs that do not fit the program, or make no sense
 ├── PlanError            what cannot be decided as asked: a cut or a program that no memory limit admits
 ├── UsageError           command-line input that no library call ever sees
+├── ConfigError          a training config with wrong keys or values; carries every problem
 ├── ModelError           a model that cannot be cut as asked, or does not fit the program
 ├── TraceError           a profiler's trace that cannot be read, or traces that do not belong together
 ├── BatchError           a batch that cannot be cut into the microbatches
@@ -64,6 +65,12 @@ class PlanError(DrumlineError):
 
 class UsageError(DrumlineError):
     """Command-line input that no library call ever sees."""
+
+
+class ConfigError(DrumlineError):
+    """A training config with wrong keys or values; `problems` has each as plain values: where, key, what to change."""
+
+    problems: tuple[dict[str, str], ...] = ()
 
 
 class ModelError(DrumlineError):
