@@ -136,7 +136,7 @@ _PIPELINE: dict[str, tuple[Rule, str]] = {
 _MEMORY: dict[str, tuple[Rule, str]] = {
     "recompute": (
         one_of("none", "selective", "full"),
-        "activations to recompute: selective means attention scores, which torch's attention never keeps",
+        "activations to recompute; selective (attention's scores) is none here: torch's attention never keeps them",
     ),
     "zero": (Rule("0, 1, 2 or 3", lambda value: 0 <= value <= 3), "ZeRO stage, for data-parallel ranks"),
     "sequence_parallel": (FREE, "sequence parallelism, for tensor-parallel ranks"),

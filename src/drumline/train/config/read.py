@@ -6,6 +6,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
+from itertools import pairwise
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -144,20 +145,19 @@ def _put(reading: Reading, key: str, value: Any, flag: str) -> None:
     path: Path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
     reading.source.flags[path] = flag
     home: Any = reading.source.tables
-    for part, after in zip(path, path[1:], strict=False):
-        if isinstance(home, list) and isinstance(part, int) and part < len(home):
-            home = home[part]
-        elif isinstance(home, dict) and isinstance(part, str):
+    for part, after in pairwise(path):
+        if isinstance(home, dict) and isinstance(part, str):
             home = home.setdefault(part, [] if isinstance(after, int) else {})
         else:
-            home = None
-            break
-    if (isinstance(home, dict) and isinstance(path[-1], str)) or (
-        isinstance(home, list) and isinstance(path[-1], int) and path[-1] < len(home)
-    ):
+            home = home[part] if _is_item(home, part) else None
+    if (isinstance(home, dict) and isinstance(path[-1], str)) or _is_item(home, path[-1]):
         home[path[-1]] = value
     else:
         reading.add(path, key, "is no key that a value can be given to", "table.key, like run.steps")
+
+
+def _is_item(home: Any, part: str | int) -> bool:
+    return isinstance(home, list) and isinstance(part, int) and part < len(home)
 
 
 def _check_head(reading: Reading) -> None:
@@ -193,9 +193,14 @@ def _planned(reading: Reading, settings: TrainSettings) -> tuple[Plan | None, Tr
 
 
 def _followed(settings: TrainSettings, source: Source) -> TrainSettings:
-    """Return the settings with defaults that follow from others: an MLP learns from points."""
+    """Return the settings with what follows from others: an MLP learns from points.
+
+    What a plan calls selective recomputation leaves out the scores of attention. Torch's attention never keeps them.
+    """
     if settings.model.kind == "mlp" and not source.has("data.kind"):
-        return replace(settings, data=replace(settings.data, kind="points"))
+        settings = replace(settings, data=replace(settings.data, kind="points"))
+    if settings.memory.recompute == "selective":
+        settings = replace(settings, memory=replace(settings.memory, recompute="none"))
     return settings
 
 

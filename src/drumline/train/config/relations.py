@@ -233,7 +233,7 @@ def _function(judged: Judged, key: str, name: str) -> Iterator[Problem]:
 
 @relation("model.kind", "model.others")
 def _plan_is_expressed(judged: Judged) -> Iterator[Problem]:
-    """What a plan knows of a model that the built-in GPT cannot be told: harmless where it says nothing new."""
+    """Yield what a plan knows of a model and the built-in GPT cannot be told; what says nothing new is harmless."""
     model = judged.settings.model
     if model.kind != "gpt":
         return
