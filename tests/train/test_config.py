@@ -154,7 +154,7 @@ def test_text_that_is_no_toml_is_refused_with_line_and_column(tmp_path: Path) ->
     assert re.fullmatch(r".*mine\.toml, line 2, column 9: not TOML: invalid value", error.error)
     assert "end of document" in refusal("[run", tmp_path).error or "column" in refusal("[run", tmp_path).error
     assert "is JSON" in refusal('{"format": "drumline plan"}', tmp_path).error
-    with pytest.raises(ConfigError, match="none.toml cannot be read"):
+    with pytest.raises(ConfigError, match=r"none\.toml cannot be read"):
         read_settings(tmp_path / "none.toml")
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drumline.core.errors import DrumlineError, UsageError, installing
+from drumline.core.errors import ConfigError, DrumlineError, UsageError, installing
 
 STDOUT = Path("-")
 
@@ -53,7 +53,10 @@ def _spelled(value: dict[str, Any]) -> str:
 def print_error(error: DrumlineError, *, as_json: bool) -> None:
     """Print a refusal: an object on stdout, or one or two lines on stderr."""
     if as_json:
-        print_json({"error": error.error, "expected": error.expected, "fix": error.fix})
+        told: dict[str, Any] = {"error": error.error, "expected": error.expected, "fix": error.fix}
+        if isinstance(error, ConfigError):
+            told["problems"] = list(error.problems)
+        print_json(told)
         return
     second = "; ".join(part for part in (f"expected {error.expected}" if error.expected else "", error.fix) if part)
     print(f"drumline: {error.error}", file=sys.stderr)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from drumline.core.errors import DrumlineError, counted
 from drumline.core.files import is_regular
-from drumline.core.measured.run import CONFIG
 from drumline.core.program import Program
 from drumline.pipeline.programs import program_for
 from drumline.plan.device.plan import Plan
@@ -300,17 +299,6 @@ def _numbers_suit(judged: Judged) -> Iterator[Problem]:
             "precision.weights", f'is "{numbers.weights}" with compute = "fp16"',
             "float32 weights, whose gradients can be unscaled without loss", "set master_weights = true",
         )  # fmt: skip
-
-
-@relation("run.out")
-def _folder_is_free(judged: Judged) -> Iterator[Problem]:
-    out = judged.settings.run.out
-    if out and os.path.exists(out) and not os.path.isdir(out):
-        yield judged.problem("run.out", f"{out} is a file", "a folder without a run, or none yet")
-    elif out and os.path.exists(os.path.join(out, CONFIG)):
-        yield judged.problem(
-            "run.out", f"{out} holds a run already", "a folder without a run, or none yet", "name another folder"
-        )
 
 
 @relation("learning_rate.warmup_steps", "learning_rate.decay_steps", "run.steps")

@@ -235,3 +235,12 @@ class TrainSettings:
         """Processes in all."""
         mesh = self.mesh
         return mesh.tensor * mesh.pipeline * mesh.data * mesh.context
+
+    @property
+    def folder(self) -> str:
+        """Where the run is written.
+
+        >>> TrainSettings().folder
+        'out/train/gpt'
+        """
+        return self.run.out or f"out/train/{self.model.name or self.model.kind}"

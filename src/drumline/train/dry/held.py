@@ -51,9 +51,7 @@ class _State:
                 yield from (one for one in optimizer.state[own].values() if isinstance(one, Tensor))
 
 
-def _rank(
-    rank: int, stages: Sequence[Stage], state: _State, timeline: Measured, accumulates: bool
-) -> Held:
+def _rank(rank: int, stages: Sequence[Stage], state: _State, timeline: Measured, accumulates: bool) -> Held:
     parameters = {id(one): one for stage in stages for block in stage.blocks for one in block.module.parameters()}
     buffers = {id(one): one for stage in stages for block in stage.blocks for one in block.module.buffers()}
     gradients = {stage.index: 0.0 for stage in stages}

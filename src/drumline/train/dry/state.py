@@ -1,4 +1,4 @@
-"""The bytes that optimizers keep for a parameter: found by letting them step on a tensor of its shape without memory."""
+"""The bytes that optimizers keep for a parameter: found by letting them step on one of its shape without memory."""
 
 from __future__ import annotations
 
