@@ -71,21 +71,22 @@ def run(args: argparse.Namespace) -> int:
     """Read the settings, and print them, forecast the run, or train."""
     from drumline.train.config.read import read_settings
 
-    overrides, named = _overrides(args)
+    is_first = os.environ.get("RANK", "0") == "0"
     try:
+        overrides, named = _overrides(args)
         settings = read_settings(args.config, overrides, flags=named)
-    except ConfigError:
-        if os.environ.get("RANK", "0") != "0":
-            return 2  # rank 0 tells it
-        raise
-    if args.print_config:
-        return _print_config(args, settings)
-    with pytorch("train runs a model"):
-        from drumline.train.start import rank, start
-    if args.dry_run:
-        return _dry_run(args, settings)
-    trained = start(settings)
-    if rank() == 0:
+        if args.print_config:
+            return _print_config(args, settings)
+        with pytorch("train runs a model"):
+            from drumline.train.start import start
+        if args.dry_run:
+            return _dry_run(args, settings)
+        trained = start(settings)
+    except (ConfigError, UsageError):
+        if is_first:
+            raise
+        return 2  # all ranks refuse the same, and the first one tells it
+    if is_first:
         _tell(args, settings, trained)
     return 0
 

@@ -57,11 +57,6 @@ def is_started() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def rank() -> int:
-    """Return this process's rank; 0 where nothing started it as one of several."""
-    return int(os.environ["RANK"]) if is_started() else 0
-
-
 def check_world(settings: TrainSettings) -> None:
     """Refuse another number of processes than the settings have ranks."""
     size = int(os.environ["WORLD_SIZE"])

@@ -1,12 +1,13 @@
 """How a plan is started: the torchrun line, and what torchtitan and Megatron-LM are to be told.
 
-Drumline's own file holds all of a plan, as TOML of which this is version 1. No verb starts it yet; the command beside
-it shows the schedule.
+Drumline's own file holds all of a plan, as TOML of which this is version 1: `drumline train` reads it. So far it runs
+pipelines alone, of models that its own GPT can be or that come from a Hugging Face folder. Of any other plan `missing`
+says why, and the command shows the schedule.
 
     format = "drumline-train"        [batch]     sequences, microbatch (both in sequences), sequence (tokens)
     version = 1                      [mesh]      tensor, pipeline, data, context, expert
     [model]  name and its numbers    [pipeline]  schedule, stages_per_rank, layers (of every stage, in order)
-                                     [memory]    zero, recompute, sequence_parallel
+    [precision]  as planned          [memory]    zero, recompute, sequence_parallel
 
 The others take what they can express. The rest is said in `missing`, a sentence each, and never left out in silence.
 
@@ -23,6 +24,7 @@ It is what Megatron-LM calls tp-cp-ep-dp-pp and torchtitan's mesh pp, dp, cp, tp
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
@@ -77,18 +79,61 @@ class Launch:
         }
 
 
-def launch(transformer: Transformer, cluster: Cluster, layout: Layout) -> Launch:
-    """Return what every framework is told."""
+def launch(transformer: Transformer, cluster: Cluster, layout: Layout, *, source: str = "") -> Launch:
+    """Return what every framework is told; `source` is the folder or config.json that the model came from."""
     start = torchrun(cluster)
     by_titan = f"{start} -m torchtitan.train --job.config_file plan.toml"
     by_megatron = f"grep -v '^#' plan.args | xargs {start} pretrain_gpt.py"
     return Launch(
         (
-            Config("drumline", show_command(layout), "plan.toml", train_config(transformer, layout), starts=False),
+            _own(transformer, cluster, layout, source),
             Config("torchtitan", by_titan, "plan.toml", *titan(transformer, layout)),
             Config("megatron", by_megatron, "plan.args", *megatron(transformer, layout)),
         )
     )
+
+
+def _own(transformer: Transformer, cluster: Cluster, layout: Layout, source: str) -> Config:
+    """Return what Drumline itself is told."""
+    text = train_config(transformer, layout, source=source)
+    if not (reasons := tuple(not_run(transformer, layout, source=source))):
+        return Config("drumline", train_command(cluster), "plan.toml", text)
+    return Config("drumline", show_command(layout), "plan.toml", text, reasons, starts=False)
+
+
+def train_command(cluster: Cluster, file: str = "plan.toml") -> str:
+    """Return the line that trains by a plan: one command on one node, torchrun on several.
+
+    >>> from drumline.plan.cluster.hardware import Device, Link
+    >>> link = Link(1e-5, 1e11)
+    >>> train_command(Cluster(Device("fast", 1e15, 2**36, 1e12), 4, 8, link, link))
+    'drumline train plan.toml'
+    """
+    one = cluster.num_devices <= cluster.devices_per_node
+    return f"drumline train {file}" if one else f"{torchrun(cluster)} -m drumline train {file}"
+
+
+def not_run(transformer: Transformer, layout: Layout, *, source: str = "") -> Iterator[str]:
+    """Yield why `drumline train` does not run a plan yet.
+
+    >>> from drumline.plan.cluster.models import MODELS
+    >>> list(not_run(MODELS["gpt-1.7b"], Layout(batch=8, pipeline=4, tensor=2)))
+    ['tensor 2: only the pipeline axis runs so far (--tensor 1 plans without)']
+    """
+    for axis in ("tensor", "data", "context", "expert"):
+        if (size := getattr(layout, axis)) > 1:
+            yield f"{axis} {size}: only the pipeline axis runs so far (--{axis} 1 plans without)"
+    details = transformer.details
+    if source:
+        return
+    beyond = {
+        "experts": transformer.experts is not None,
+        "latent attention": details.latent is not None,
+        "ALiBi positions": details.alibi,
+        **dict.fromkeys(details.others, True),
+    }
+    for name in (name for name, there in beyond.items() if there):
+        yield f"{name}: the built-in GPT has none; plan from the model's Hugging Face folder to train that model"
 
 
 def torchrun(cluster: Cluster) -> str:
@@ -119,10 +164,11 @@ def show_command(layout: Layout) -> str:
     return f"drumline show {layout.schedule} --ranks {layout.pipeline} --microbatches {layout.num_microbatches}{stages}"
 
 
-def train_config(transformer: Transformer, layout: Layout) -> str:
-    """Return all of a plan as Drumline's own config."""
+def train_config(transformer: Transformer, layout: Layout, *, source: str = "") -> str:
+    """Return all of a plan as Drumline's own config; `source` is the folder or config.json that the model came from."""
     nested = ("experts", "details", "sequence")
-    model = {one.name: getattr(transformer, one.name) for one in fields(transformer) if one.name not in nested}
+    model: dict[str, Any] = {"kind": "hf", "path": source} if source else {}
+    model |= {one.name: getattr(transformer, one.name) for one in fields(transformer) if one.name not in nested}
     details = transformer.details
     for name, part in (("experts", transformer.experts), ("latent", details.latent)):
         if part is not None:
@@ -146,6 +192,8 @@ def train_config(transformer: Transformer, layout: Layout) -> str:
                 "recompute": layout.recompute,
                 "sequence_parallel": layout.sequence_parallel,
             },
+            # What plans count with: 2 bytes for a weight, 4 for its gradient, 12 for copy and state.
+            "precision": {"compute": "bf16", "weights": "bf16", "master_weights": True},
         },
         comment="A plan of `drumline plan`. Ranks count tensor first, then context, data, and the pipeline last.",
     )

@@ -45,6 +45,7 @@ from drumline.runtime.randomness import Randomness
 from drumline.runtime.stage import Stage
 from drumline.runtime.values import moved, pack
 
+_RUNS, _SECONDS = 3, 5.0  # for the simulated step; bytes are the same in every run
 # Of parameters by name in the whole model, what is kept for each beside its gradient.
 StateOf = Callable[[str, Tensor], int]
 
@@ -114,8 +115,8 @@ def forecast(
     wanted = microbatch if intake.own else None if target is None else _first(intake, target, "the target", device)
     with precision.autocast:
         found = profile(
-            blocks, microbatch, target=wanted, loss_fn=intake.loss if intake.has_loss else None, num_runs=1,
-            max_seconds=0,
+            blocks, microbatch, target=wanted, loss_fn=intake.loss if intake.has_loss else None, num_runs=_RUNS,
+            max_seconds=_SECONDS,
         )  # fmt: skip
     found, cast = _without_casts(found, blocks, microbatch, precision)
     stages = _cut(given, program, blocks, found)
