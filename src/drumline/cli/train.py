@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from drumline.train.config.settings import TrainSettings
     from drumline.train.dry.run import DryRun
 
-EXAMPLE = "drumline train --steps 20 --ranks 2 --dry-run"
+EXAMPLE = "drumline train --steps 300 --schedule zb-h1 --print-config"
 # Flags for what is changed most, by the key that each sets; every other key has --set.
 _WHOLE, _NUMBER = flags.whole_number, flags.number
 _FLAGS: dict[str, tuple[str, Any, str, str]] = {

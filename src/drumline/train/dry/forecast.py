@@ -45,7 +45,7 @@ from drumline.runtime.randomness import Randomness
 from drumline.runtime.stage import Stage
 from drumline.runtime.values import moved, pack
 
-_RUNS, _SECONDS = 3, 5.0  # for the simulated step; bytes are the same in every run
+_RUNS, _SECONDS = 3, 2.0  # for the simulated step; bytes are the same in every run
 # Of parameters by name in the whole model, what is kept for each beside its gradient.
 StateOf = Callable[[str, Tensor], int]
 
