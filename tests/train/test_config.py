@@ -89,8 +89,6 @@ hidden = 8
         "--steps|run.steps|is 0|a whole number of 1 or more|",
         "mine.toml, line 13|mesh.tensor|is 2, and meshes are not run yet|"
         "1: only mesh.pipeline may be above 1 so far|plan with --tensor 1, or set it to 1",
-        "mine.toml, line 5|batch.sequences|is 32|"
-        "a multiple of 5 = 5 (microbatch) x 1 (mesh.data) x 1 (accumulate)|use 30 or 35",
         "mine.toml, line 9|pipeline.schedule|unknown schedule '1f1v'||did you mean 1f1b?",
         *(
             ["mine.toml, line 11|optimizer.kind|is 'AdamX'|a class of torch.optim|did you mean Adamax?"]
@@ -124,7 +122,9 @@ WRONG = {
     "cut the model|leave one out",
     "[pipeline]\nplan = 'p.json'": "line 2|pipeline.plan|p.json cannot be read: No such file or directory|a JSON file "
     "that `drumline plan PROFILE.json --out PLAN.json` wrote|",
-    "[mesh]\npipeline = 9": "|model.num_layers|is 6|enough layers for 9 stages|use fewer ranks or stages per rank",
+    "[mesh]\npipeline = 9": "|model.num_layers|is 6 (the default)|enough layers for 9 stages|use fewer ranks or stages per rank",
+    "[batch]\nmicrobatch = 5": "line 1|batch.sequences|is 32 (the default)|a multiple of 5 = 5 (microbatch) x 1 "
+    "(mesh.data) x 1 (accumulate)|use 30 or 35",
     "[model]\nnum_heads = 5": "line 2|model.num_heads|is 5|a number that divides model.hidden, 384|use 4, or set "
     "model.head_width",
     "[model]\nkind = 'hf'": "line 1|model.path|is missing|a Hugging Face model's folder, or its config.json|",

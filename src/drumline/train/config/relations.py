@@ -36,6 +36,8 @@ class Judged:
 
     def problem(self, key: str, error: str, expected: str = "", fix: str = "") -> Problem:
         """Return a problem of a key."""
+        if error.startswith("is ") and not self.source.has(key):
+            error = f"{error} (the default)" if error[3:4].isdigit() else error
         return Problem(self.source.where(tuple(key.split("."))), key, error, expected, fix)
 
 

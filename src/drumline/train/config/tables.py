@@ -112,6 +112,8 @@ class Reading:
         homes = [f"{one}.{name}" for one in keys() if name in keys()[one] and one != table]
         fix = f"did you mean {' or '.join(homes)}?" if homes else nearest(name[:60], keys()[table])
         self.add(path, f"{table}.{name}", "unknown key", fix=fix)
+        # What was probably meant is not known, so nothing is to be said of its default.
+        self.bad.update(f"{table}.{one}" for one in keys()[table] if fix == f"did you mean {one}?")
 
     def _groups(self, value: Any, path: Path) -> tuple[OptimizerGroup, ...]:
         if not isinstance(value, list | tuple) or not all(isinstance(one, Mapping) for one in value):
