@@ -31,7 +31,8 @@ class Layer(nn.Module):
         split = self.inward(self.norm(value)).view(rows, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
         seen = functional.scaled_dot_product_attention(split[0], split[1], split[2], is_causal=True)
         value = value + self.outward(seen.transpose(1, 2).reshape(rows, length, hidden))
-        return value + self.down(functional.gelu(self.up(self.second_norm(value))))
+        made: Tensor = value + self.down(functional.gelu(self.up(self.second_norm(value))))
+        return made
 
 
 def gpt(settings: TrainSettings) -> Built:

@@ -122,7 +122,8 @@ WRONG = {
     "cut the model|leave one out",
     "[pipeline]\nplan = 'p.json'": "line 2|pipeline.plan|p.json cannot be read: No such file or directory|a JSON file "
     "that `drumline plan PROFILE.json --out PLAN.json` wrote|",
-    "[mesh]\npipeline = 9": "|model.num_layers|is 6 (the default)|enough layers for 9 stages|use fewer ranks or stages per rank",
+    "[mesh]\npipeline = 9": "|model.num_layers|is 6 (the default)|enough layers for 9 stages|use fewer ranks or "
+    "stages per rank",
     "[batch]\nmicrobatch = 5": "line 1|batch.sequences|is 32 (the default)|a multiple of 5 = 5 (microbatch) x 1 "
     "(mesh.data) x 1 (accumulate)|use 30 or 35",
     "[model]\nnum_heads = 5": "line 2|model.num_heads|is 5|a number that divides model.hidden, 384|use 4, or set "

@@ -44,7 +44,7 @@ def settings_of(case: str) -> TrainSettings:
 
 def run(cases: list[TrainSettings]) -> list[Held]:
     """Run one update of every case on this rank, and return what the rank held."""
-    found = []
+    found: list[Held] = []
     for settings in cases:
         built = gpt(settings)
         given = batch(settings, built)

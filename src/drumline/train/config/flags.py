@@ -73,4 +73,5 @@ def _readings(key: Key | None, value: str, text: str) -> Iterator[Any]:
         pass
     if key is None or key.inner is str:
         yield value
+        return
     raise UsageError(f"--set is {text[:80]!r}", expected=f"{key.expected}, as TOML writes it")

@@ -21,7 +21,7 @@ _GIVEN_BY_US = ("self", "params", "lr")
 def optimizers_exist(judged: Judged) -> Iterator[Problem]:
     """Yield what is wrong with optimizers' names and arguments."""
     given = judged.settings.optimizer
-    if given.kind == OptimizerSettings.kind and not given.settings and not given.groups:
+    if given.kind == OptimizerSettings().kind and not given.settings and not given.groups:
         return  # AdamW as it comes: importing torch would tell nothing
     try:
         import torch

@@ -198,8 +198,12 @@ def _without_received(costs: Costs, num_stages: int) -> Costs:
     def less(name: str) -> list[float]:
         return [max(one - more, 0.0) for one, more in zip(costs.per_stage(name, num_stages), received, strict=True)]
 
-    names = ("activation_bytes", "held_until_weight_bytes", "checkpoint_bytes")
-    return replace(costs, **{name: less(name) for name in names})
+    return replace(
+        costs,
+        activation_bytes=less("activation_bytes"),
+        held_until_weight_bytes=less("held_until_weight_bytes"),
+        checkpoint_bytes=less("checkpoint_bytes"),
+    )
 
 
 def moments_of(row: Sequence[Action], gradients: Mapping[int, float], *, accumulates: bool = False) -> Iterator[float]:

@@ -33,7 +33,7 @@ def state_bytes(kind: type[Optimizer], settings: Mapping[str, Any], parameter: T
 
 
 @cache
-def _kept(kind: type[Optimizer], settings: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+def _kept(kind: Any, settings: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
     try:
         return _stepped(kind, json.loads(settings), torch.empty(shape, dtype=dtype, device="meta"))
     except RuntimeError:  # of the few that look at values
