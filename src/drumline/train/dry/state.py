@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from drumline.runtime.precision import LOW
 
 _IN_ONE_KERNEL = ("foreach", "fused", "capturable")
 
 
-def state_bytes(kind: type[Optimizer], settings: Mapping[str, Any], parameter: Tensor, *, masters: bool = False) -> int:
-    """Return the bytes that an optimizer keeps for a parameter once it has stepped; a float32 copy counts, too.
+def state_bytes(kind: Any, settings: Mapping[str, Any], parameter: Tensor, *, masters: bool = False) -> int:
+    """Return the bytes that an optimizer of a class keeps for a parameter once it has stepped, a float32 copy included.
 
     >>> weight = nn.Parameter(torch.empty(100, 10))
     >>> [state_bytes(one, {}, weight) // 1000 for one in (torch.optim.AdamW, torch.optim.Muon, torch.optim.SGD)]
