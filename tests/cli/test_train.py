@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import shlex
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from drumline.cli.main import main
-from drumline.train.config.read import read_settings
+from drumline.train.config.read import read_settings, read_with_plan
 from drumline.train.config.settings import TrainSettings
+from profiles import SOME, model_profile
 
 SMALL = "--set model.num_layers=4 --set model.hidden=32 --set model.num_heads=2 --sequence 16 --batch 16 --device cpu"
 
@@ -110,6 +111,43 @@ def test_models_and_data_are_named_by_flags(capsys: pytest.CaptureFixture[str]) 
     found = printed("--model mine.py:model --data mine.py:data")
     assert (found["model"]["function"], found["data"]["function"]) == ("mine.py:model", "mine.py:data")
     assert printed("--model mlp")["data"]["kind"] == "points"
+
+
+def test_the_line_that_a_plan_prints_is_one_that_reads_it(capsys: pytest.CaptureFixture[str]) -> None:
+    pins = "--tensor 1 --data 1 --context 1 --brief"
+    planned = f"plan gpt-1.7b --hardware a100-40 --batch 16 {pins} --out mine.toml"
+    assert main(shlex.split(f"{planned} --gpus 4")) == 0
+    assert "On every node: drumline train mine.toml\n" in capsys.readouterr().out
+    code, out, err = run(capsys, "mine.toml --print-config")
+    assert (code, err, tomllib.loads(out)["mesh"]["pipeline"]) == (0, "", 4)
+    assert main(shlex.split(f"{planned} --nodes 2")) == 0
+    line = " ".join(capsys.readouterr().out.split())
+    assert "torchrun --nnodes 2 --nproc-per-node 8" in line
+    assert "-m drumline train mine.toml" in line
+    assert (
+        main(shlex.split("plan gpt-1.7b --hardware a100-40 --batch 16 --gpus 4 --tensor 2 --brief --out t.toml")) == 0
+    )
+    assert "- tensor 2: only the pipeline axis runs so far (--tensor 1 plans without)" in capsys.readouterr().out
+    code, _, err = run(capsys, "t.toml")
+    assert (code, "mesh.tensor is 2, and meshes are not run yet" in err) == (2, True)
+
+
+def test_a_plan_of_a_profile_becomes_a_config_with_the_plan_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    profiled = replace(model_profile([0.001, 0.004], overheads=SOME), source="make.py:model")
+    profiled.save("profile.json")
+    assert main(shlex.split("plan profile.json -r 2 --batch 4 --seconds 0 --out mine.toml")) == 0
+    assert capsys.readouterr().out.endswith("wrote mine.toml\nwrote mine.json\n\nStart it: drumline train mine.toml\n")
+    found, plan = read_with_plan("mine.toml")
+    assert (found.model.function, found.model.arguments) == (
+        "drumline.train.profiled:model",
+        {"source": "make.py:model"},
+    )
+    assert plan is not None
+    assert (found.num_ranks, found.num_microbatches) == (2, plan.num_microbatches)
+    assert run(capsys, "mine.toml --ranks 3 --print-config")[2].splitlines() == [
+        "drumline: --ranks: mesh.pipeline is 3",
+        "  expected 2, as planned; leave it out, or plan again",
+    ]
 
 
 @pytest.mark.torch

@@ -67,6 +67,9 @@ def run(args: argparse.Namespace) -> int:
         told = explain(planned, source=_source(args))
         progress("")
 
+    if (file := next((path for path, form in files_of(args) if form == "config"), None)) is not None:
+        told = replace(told, launch=told.launch.written_to(args.launch, str(file)))
+
     def make(form: str, paper: Paper) -> str:
         if form == "text":
             return plan_text(told, width=paper.width, framework=args.launch)

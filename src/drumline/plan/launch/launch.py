@@ -24,8 +24,9 @@ It is what Megatron-LM calls tp-cp-ep-dp-pp and torchtitan's mesh pp, dp, cp, tp
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from drumline.core.errors import PlanError, nearest
@@ -69,6 +70,16 @@ class Launch:
             if config.framework == framework:
                 return config
         raise PlanError(f"unknown framework {framework!r}", fix=nearest(framework, FRAMEWORKS))
+
+    def written_to(self, framework: str, file: str) -> Launch:
+        """Return the same with the config of a framework in a file of another name.
+
+        >>> Launch((Config("drumline", "drumline train plan.toml", "plan.toml", ""),)).written_to("drumline", "a.toml")
+        Launch(configs=(Config(framework='drumline', command='drumline train a.toml', file='a.toml', ...),))
+        """
+        own = self.of(framework)
+        named = replace(own, command=own.command.replace(own.file, shlex.quote(file)), file=file)
+        return Launch(tuple(named if one is own else one for one in self.configs))
 
     def to_json(self) -> dict[str, Any]:
         """Return them by name."""
