@@ -30,6 +30,7 @@ VERBS = {
     "search": "find the best schedule within a memory limit, and say how far from optimal it can be",
     "profile": "measure a model's blocks and the links between ranks on this machine",
     "plan": "choose what to run, for a profiled model on this machine or for a model on a cluster",
+    "train": "train a model through a pipeline: a built-in one, a Hugging Face model or your own",
     "check": "prove that a schedule can run, or list every violation",
     "verify": "check that a pipelined run matches single-process training",
     "report": "turn recorded runs into a page: where the time went, and what to change",

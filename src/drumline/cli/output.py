@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drumline.core.errors import DrumlineError, UsageError, installing
+from drumline.core.errors import ConfigError, DrumlineError, UsageError, installing
 
 STDOUT = Path("-")
 
@@ -56,7 +56,10 @@ def print_error(error: DrumlineError, *, as_json: bool) -> None:
     """Print an error: an object on stdout, or one or two lines on stderr."""
     what, expected, fix = map(_as_given, (error.error, error.expected, error.fix))
     if as_json:
-        print_json({"error": what, "expected": expected, "fix": fix})
+        told: dict[str, Any] = {"error": what, "expected": expected, "fix": fix}
+        if isinstance(error, ConfigError):
+            told["problems"] = list(error.problems)
+        print_json(told)
         return
     second = "; ".join(part for part in (f"expected {expected}" if expected else "", fix) if part)
     print(f"drumline: {what}", file=sys.stderr)

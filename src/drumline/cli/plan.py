@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--schedules", type=flags.names, metavar="NAME,...", help="schedules to choose from (default: all)")
     add("--stages-per-rank", type=whole, metavar="V", help="number of stages on each rank (default: any)")
     formats = plan_profile.FORMATS | plan_cluster.FORMATS
-    meaning = "write FILE.json, .html, .svg or .txt; for a cluster also its config as .toml or .args"
+    meaning = "write FILE.json, .html, .svg or .txt; the config of a training run as .toml, for megatron as .args"
     flags.add_out(parser, formats, meaning)
     flags.add_json(parser)
     plan_profile.add_arguments(parser)

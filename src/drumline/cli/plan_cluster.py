@@ -63,11 +63,14 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     planned = _planned(args)
     if args.brief:
-        told = brief(planned)
+        told = brief(planned, source=_source(args))
     else:
         progress("planning what more hardware would gain")
-        told = explain(planned)
+        told = explain(planned, source=_source(args))
         progress("")
+
+    if (file := next((path for path, form in files_of(args) if form == "config"), None)) is not None:
+        told = replace(told, launch=told.launch.written_to(args.launch, str(file)))
 
     def make(form: str, paper: Paper) -> str:
         if form == "text":
@@ -98,15 +101,20 @@ def _planned(args: argparse.Namespace) -> ClusterPlan:
     return plan(_model(args), _cluster(args), batch=args.batch, pins=_pins(args), headroom=headroom, top=args.top)
 
 
+def _source(args: argparse.Namespace) -> str:
+    """Return the folder or config.json that the model is read from; nothing for one that has a name."""
+    subject = str(args.subject)
+    is_folder = os.path.isdir(subject) and is_regular(Path(subject, "config.json"))
+    return subject if is_folder or subject.endswith(".json") else ""
+
+
 def _model(args: argparse.Namespace) -> Transformer:
     from drumline.plan.cluster.hugging_face import read_config
     from drumline.plan.cluster.models import model
 
-    subject = str(args.subject)
-    path = Path(subject)
-    if os.path.isdir(path) and is_regular(path / "config.json"):
-        path = path / "config.json"
-    found = read_config(path) if path.suffix == ".json" else model(subject)
+    source = _source(args)
+    path = Path(source, "config.json") if os.path.isdir(source) else Path(source)
+    found = read_config(path) if source else model(str(args.subject))
     return found if args.sequence is None else replace(found, sequence=args.sequence)
 
 

@@ -20,7 +20,8 @@ _FEW = 4
 _DRAWN = 6
 _HEADROOM = 0.1
 # A JSON file is the plan itself, for Pipeline(plan=...); --json also prints the alternatives.
-FORMATS = {".json": "plan", ".txt": "text"} | PICTURES
+# A TOML file is the config for `drumline train`; it names the JSON file that is written beside it.
+FORMATS = {".json": "plan", ".toml": "config", ".txt": "text"} | PICTURES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,11 +51,16 @@ def run(args: argparse.Namespace) -> int:
     from drumline.plan.device.combinations import CHECKPOINTING
     from drumline.plan.device.model_profile import ModelProfile
     from drumline.plan.device.planner import plan
+    from drumline.plan.launch.profiled import profile_config
 
     flags.require(args, "ranks", "batch", example=f"plan {args.subject} --ranks 2 --batch 16")
     flags.check_counts(args, "ranks", "batch")
     args.formats = FORMATS
-    files_of(args)
+    configs = [path for path, form in files_of(args) if form == "config"]
+    plans = [path for path, form in files_of(args) if form == "plan"]
+    if configs and not plans:
+        plans = [configs[0].with_suffix(".json")]
+        args.out.append(plans[0])
     profile = ModelProfile.load(args.subject)
     disturbed = profile.sizes[-1][1].disturbed
     try:
@@ -82,9 +88,16 @@ def run(args: argparse.Namespace) -> int:
             return _text(found, disturbed, paper.width)
         if form == "plan":
             return found.best.to_json()
+        if form == "config":
+            return profile_config(profile, found.best, plan_file=str(plans[0]))
         return _page(found) if form == "html" else _picture(found)
 
-    deliver(args, make, lambda: {**_summary(found), "busy_machine": disturbed})
+    command = f"drumline train {configs[0]}" if configs else ""
+    more = {"launch": command} if configs else {}
+    deliver(args, make, lambda: {**_summary(found), "busy_machine": disturbed, **more})
+    if configs and not args.json:
+        named = "" if profile.source else "Name the model in its [model] table, which the profile does not say. "
+        print(f"\n{named}Start it: {command}")
     return 0
 
 

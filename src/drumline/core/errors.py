@@ -7,6 +7,7 @@ DrumlineError            base class of all errors that Drumline raises
 ├── CostsError           costs do not fit the program, or make no sense
 ├── PlanError            no answer exists: for example no cut or program fits the memory limit
 ├── UsageError           a flag or argument makes no sense
+├── ConfigError          a training config has wrong keys or values; holds every problem
 ├── ModelError           the model cannot be cut as asked, or does not fit the program
 ├── TraceError           a profiler trace cannot be read, or traces do not belong together
 ├── BatchError           the batch cannot be split into the microbatches
@@ -64,6 +65,12 @@ class PlanError(DrumlineError):
 
 class UsageError(DrumlineError):
     """A flag or argument makes no sense; raised before anything runs."""
+
+
+class ConfigError(DrumlineError):
+    """A training config with wrong keys or values; `problems` has each as plain values: where, key, what to change."""
+
+    problems: tuple[dict[str, str], ...] = ()
 
 
 class ModelError(DrumlineError):

@@ -52,8 +52,8 @@ class Pipeline:
       order). Drumline times the blocks with them and picks the best cut. Modules that are not a chain of blocks need an
       example, except Hugging Face models.
     - `balance`: "auto" (timed with the example), "even", "parameters" (by their number), or the number of blocks per
-      stage. `cuts`: instead, the names of the first blocks of stages 1, 2, ... With none of these, it is "auto" if there
-      is an example, else "parameters".
+      stage. `cuts`: instead, the names of the first blocks of stages 1, 2, ... With none of these, it is "auto" if
+      there is an example, else "parameters".
     - `plan`: a plan from `dl.plan` or its file. It replaces schedule, microbatches, cut and checkpointing.
     - `weights`: a folder, a file or `dl.Weights`; each rank reads only its own parameters. A model on the meta device
       gets memory only for this rank's stages; without `weights`, its modules initialise them.
@@ -119,8 +119,8 @@ class Pipeline:
         with the first stage need the batch, and only ranks with the last stage need `target`. With `outputs=True`,
         `result.output` is the detached output of the last stage, or None on ranks without that stage.
 
-        `share` multiplies the step's gradients but not its loss. If several steps add up to one update, pass this step's
-        share of the update's tokens, the same on every rank.
+        `share` multiplies the step's gradients but not its loss. If several steps add up to one update, pass this
+        step's share of the update's tokens, the same on every rank.
         """
         call, step = CalledWith(batch, named, target), self._new_step()
         step.wants_outputs, step.share = _switched(outputs), _shared(share)

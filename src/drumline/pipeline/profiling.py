@@ -89,6 +89,7 @@ class Seen:
     paces: list[float]
     device: str
     transport: str
+    sequence: int = 0  # tokens of a row, of a config.json
 
 
 def profile_model(
@@ -139,6 +140,8 @@ def profile_model(
         tuple(sorted((one for seen in told for one in seen.links), key=lambda one: (one.source, one.target))),
         first.transport,
         tuple(median(each) for each in zip(*(one.paces for one in told), strict=True)),
+        source if isinstance(source, str) else "",
+        first.sequence,
     )
 
 
@@ -173,6 +176,7 @@ def _measured(settings: ProfileSettings) -> Seen:
         paces,
         device_name(device) or f"{device.type}, {platform.machine()}",
         transport,
+        material.batch["input_ids"].shape[1] if sources.is_config(settings.source) else 0,
     )
 
 
@@ -189,8 +193,8 @@ def _blocks(
     for turn in range(_TURNS):
         for rows, each in zip(settings.sizes, seen, strict=True):
             say(f"{counted(len(blocks), 'block')} with microbatches of {rows} rows, round {turn + 1} of {_TURNS}")
-            microbatch = moved(_rows(inputs, rows), intake.device)
-            target = microbatch if intake.own else moved(_rows(material.target, rows), intake.device)
+            microbatch = moved(rows_of(inputs, rows), intake.device)
+            target = microbatch if intake.own else moved(rows_of(material.target, rows), intake.device)
             dist.barrier()
             each.append(
                 profile(
@@ -265,7 +269,7 @@ def _whole(
         held = float(sum(one.nbytes for one in pipe.parameters() if one.requires_grad))
         ends, paces = [], []
         for rows, profile in profiles.items():
-            seen = _timelines(pipe, *(_rows(one, 2 * num_ranks * rows) for one in (inputs, material.target)))
+            seen = _timelines(pipe, *(rows_of(one, 2 * num_ranks * rows) for one in (inputs, material.target)))
             ends.append((held, median(ends_of(one)[pipe.rank] for one in seen)))
             each = [_pace(profile, one, pipe.rank) for one in seen]
             paces.append(min(max(median(each), _LEAST_PACE), 1 / _LEAST_PACE))
@@ -308,8 +312,12 @@ def _check_rows(inputs: Any, most: int) -> None:
         )
 
 
-def _rows(value: Any, count: int) -> Any:
-    """Return the first `count` rows of a value, repeating them if there are fewer."""
+def rows_of(value: Any, count: int) -> Any:
+    """Return the first `count` rows of a value, repeating them if there are fewer.
+
+    >>> rows_of(torch.arange(3), 5).tolist()
+    [0, 1, 2, 0, 1]
+    """
     if value is None:
         return None
     tensors, form = pack(value)

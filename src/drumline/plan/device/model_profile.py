@@ -99,6 +99,8 @@ class ModelProfile(Saved):
     links: tuple[ProfiledLink, ...] = ()
     transport: str = ""
     paces: tuple[float, ...] = ()
+    source: str = ""  # FILE.py:NAME or a config.json, where the model came from one
+    sequence: int = 0  # tokens of a row, of a config.json
 
     KIND = Kind("profile", PlanError, "a JSON file that `drumline profile --out FILE.json` wrote", 16 * MIB)
     HEAD: ClassVar = {"format": "drumline profile", "version": 1}
@@ -145,6 +147,7 @@ class ModelProfile(Saved):
         table = {
             **self.HEAD,
             "model": asdict(self.model),
+            **({"source": self.source, "sequence": self.sequence} if self.source else {}),
             "device": self.device,
             "num_ranks": self.num_ranks,
             "num_threads": self.num_threads,
@@ -186,6 +189,8 @@ class ModelProfile(Saved):
             tuple(map(_link_from, table["links"].each())),
             table["transport"].text(),
             paces,
+            "" if (source := table.get("source")) is None else source.text(),
+            0 if (sequence := table.get("sequence")) is None else sequence.whole(),
         )
 
 

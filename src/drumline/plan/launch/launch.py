@@ -1,12 +1,13 @@
 """How to start a plan: the torchrun command, and the settings for torchtitan and Megatron-LM.
 
-Drumline's own file holds the whole plan as TOML; this is version 1. No command starts it yet; the command next to it
-shows the schedule.
+Drumline's own file holds the whole plan as TOML; this is version 1, and `drumline train` reads it. So far it runs
+pipelines alone, of models that its own GPT can express or that come from a Hugging Face folder. For any other plan,
+`missing` says why, and the command shows the schedule.
 
     format = "drumline-train"        [batch]     sequences, microbatch (both in sequences), sequence (tokens)
     version = 1                      [mesh]      tensor, pipeline, data, context, expert
     [model]  name and its numbers    [pipeline]  schedule, stages_per_rank, layers (of every stage, in order)
-                                     [memory]    zero, recompute, sequence_parallel
+    [precision]  as planned          [memory]    zero, recompute, sequence_parallel
 
 The other files hold what the framework can express. `missing` lists the rest, one sentence each.
 
@@ -23,7 +24,9 @@ Megatron-LM calls this order tp-cp-ep-dp-pp, and torchtitan's mesh is pp, dp, cp
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from drumline.core.errors import PlanError, nearest
@@ -68,6 +71,16 @@ class Launch:
                 return config
         raise PlanError(f"unknown framework {framework!r}", fix=nearest(framework, FRAMEWORKS))
 
+    def written_to(self, framework: str, file: str) -> Launch:
+        """Return the same with the config of a framework in a file of another name.
+
+        >>> Launch((Config("drumline", "drumline train plan.toml", "plan.toml", ""),)).written_to("drumline", "a.toml")
+        Launch(configs=(Config(framework='drumline', command='drumline train a.toml', file='a.toml', ...),))
+        """
+        own = self.of(framework)
+        named = replace(own, command=own.command.replace(own.file, shlex.quote(file)), file=file)
+        return Launch(tuple(named if one is own else one for one in self.configs))
+
     def to_json(self) -> dict[str, Any]:
         """Return the configs by name."""
         names = ("command", "starts", "file", "text")
@@ -77,18 +90,61 @@ class Launch:
         }
 
 
-def launch(transformer: Transformer, cluster: Cluster, layout: Layout) -> Launch:
-    """Return the configs for every framework."""
+def launch(transformer: Transformer, cluster: Cluster, layout: Layout, *, source: str = "") -> Launch:
+    """Return the configs for every framework; `source` is the folder or config.json of the model."""
     start = torchrun(cluster)
     by_titan = f"{start} -m torchtitan.train --job.config_file plan.toml"
     by_megatron = f"grep -v '^#' plan.args | xargs {start} pretrain_gpt.py"
     return Launch(
         (
-            Config("drumline", show_command(layout), "plan.toml", train_config(transformer, layout), starts=False),
+            _own(transformer, cluster, layout, source),
             Config("torchtitan", by_titan, "plan.toml", *titan(transformer, layout)),
             Config("megatron", by_megatron, "plan.args", *megatron(transformer, layout)),
         )
     )
+
+
+def _own(transformer: Transformer, cluster: Cluster, layout: Layout, source: str) -> Config:
+    """Return what Drumline itself is told."""
+    text = train_config(transformer, layout, source=source)
+    if not (reasons := tuple(not_run(transformer, layout, source=source))):
+        return Config("drumline", train_command(cluster), "plan.toml", text)
+    return Config("drumline", show_command(layout), "plan.toml", text, reasons, starts=False)
+
+
+def train_command(cluster: Cluster, file: str = "plan.toml") -> str:
+    """Return the line that trains by a plan: one command on one node, torchrun on several.
+
+    >>> from drumline.plan.cluster.hardware import Device, Link
+    >>> link = Link(1e-5, 1e11)
+    >>> train_command(Cluster(Device("fast", 1e15, 2**36, 1e12), 4, 8, link, link))
+    'drumline train plan.toml'
+    """
+    one = cluster.num_devices <= cluster.devices_per_node
+    return f"drumline train {file}" if one else f"{torchrun(cluster)} -m drumline train {file}"
+
+
+def not_run(transformer: Transformer, layout: Layout, *, source: str = "") -> Iterator[str]:
+    """Yield why `drumline train` does not run a plan yet.
+
+    >>> from drumline.plan.cluster.models import MODELS
+    >>> list(not_run(MODELS["gpt-1.7b"], Layout(batch=8, pipeline=4, tensor=2)))
+    ['tensor 2: only the pipeline axis runs so far (--tensor 1 plans without)']
+    """
+    for axis in ("tensor", "data", "context", "expert"):
+        if (size := getattr(layout, axis)) > 1:
+            yield f"{axis} {size}: only the pipeline axis runs so far (--{axis} 1 plans without)"
+    details = transformer.details
+    if source:
+        return
+    beyond = {
+        "experts": transformer.experts is not None,
+        "latent attention": details.latent is not None,
+        "ALiBi positions": details.alibi,
+        **dict.fromkeys(details.others, True),
+    }
+    for name in (name for name, there in beyond.items() if there):
+        yield f"{name}: the built-in GPT has none; plan from the model's Hugging Face folder to train that model"
 
 
 def torchrun(cluster: Cluster) -> str:
@@ -119,10 +175,11 @@ def show_command(layout: Layout) -> str:
     return f"drumline show {layout.schedule} --ranks {layout.pipeline} --microbatches {layout.num_microbatches}{stages}"
 
 
-def train_config(transformer: Transformer, layout: Layout) -> str:
-    """Return the whole plan as Drumline's own config."""
+def train_config(transformer: Transformer, layout: Layout, *, source: str = "") -> str:
+    """Return the whole plan as Drumline's own config; `source` is the folder or config.json of the model."""
     nested = ("experts", "details", "sequence")
-    model = {one.name: getattr(transformer, one.name) for one in fields(transformer) if one.name not in nested}
+    model: dict[str, Any] = {"kind": "hf", "path": source} if source else {}
+    model |= {one.name: getattr(transformer, one.name) for one in fields(transformer) if one.name not in nested}
     details = transformer.details
     for name, part in (("experts", transformer.experts), ("latent", details.latent)):
         if part is not None:
@@ -146,6 +203,8 @@ def train_config(transformer: Transformer, layout: Layout) -> str:
                 "recompute": layout.recompute,
                 "sequence_parallel": layout.sequence_parallel,
             },
+            # What plans count with: 2 bytes for a weight, 4 for its gradient, 12 for copy and state.
+            "precision": {"compute": "bf16", "weights": "bf16", "master_weights": True},
         },
         comment="Written by `drumline plan`. Ranks count tensor first, then context, data, and the pipeline last.",
     )

@@ -1,4 +1,4 @@
-"""Write plain TOML: tables of strings, numbers, booleans and lists of them. The standard library reads it."""
+"""Write plain TOML: tables of strings, numbers, booleans, and lists and tables of them. Python reads it by itself."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ def written(values: Mapping[str, Any], *, comment: str = "") -> str:
 def _value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{key} = {_value(one)}' for key, one in value.items())} }}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_value, value))}]"
     # A JSON string is a TOML string, except for characters that JSON may leave unescaped.

@@ -109,13 +109,13 @@ class Explanation:
         }
 
 
-def brief(plan: ClusterPlan) -> Explanation:
-    """Return the plan without further plans."""
+def brief(plan: ClusterPlan, *, source: str = "") -> Explanation:
+    """Return the plan without further plans; `source` is the folder or config.json of the model."""
     best = [why_not(plan.chosen, one, plan.limit_bytes) for one in plan.best]
-    return Explanation(plan, best, launch(plan.transformer, plan.cluster, plan.chosen.layout))
+    return Explanation(plan, best, launch(plan.transformer, plan.cluster, plan.chosen.layout, source=source))
 
 
-def explain(plan: ClusterPlan) -> Explanation:
+def explain(plan: ClusterPlan, *, source: str = "") -> Explanation:
     """Return the plan with its reasons, most of which are further plans."""
     reasons = Reasons(
         changes(plan),
@@ -125,7 +125,7 @@ def explain(plan: ClusterPlan) -> Explanation:
         against_fsdp(plan),
         drawing(plan.transformer, plan.cluster, plan.chosen.layout),
     )
-    return replace(brief(plan), reasons=reasons)
+    return replace(brief(plan, source=source), reasons=reasons)
 
 
 def _reasons_json(plan: ClusterPlan, reasons: Reasons) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def _launch(launch: Launch) -> str:
     parts = []
     for config in launch.configs:
         missing = "".join(f"<li>{safe(one)}</li>" for one in config.missing)
-        said = f"<p class='note'>The file cannot express:</p><ul>{missing}</ul>" if missing else ""
+        said = f"<p class='note'>The file cannot express:</p><ul>{missing}</ul>" if missing and config.starts else ""
         start = f"<pre>{safe(config.command)}</pre>"
         if not config.starts:
             start = "".join(f"<p class='note'>{safe(one)}</p>" for one in text.not_started(config))

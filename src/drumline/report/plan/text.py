@@ -141,15 +141,19 @@ def traffic_rows(plan: ClusterPlan, reasons: Reasons) -> list[list[str]]:
 
 
 def _launch(config: Config, width: int) -> str:
-    lines = [f"On every node: {config.command}"] if config.starts else list(not_started(config))
+    if not config.starts:
+        return _wrapped(list(not_started(config)), width)
+    lines = [f"On every node: {config.command}"]
     if config.missing:
         lines += ["The file cannot express:", *(f"- {one}" for one in config.missing)]
     return _wrapped(lines, width)
 
 
 def not_started(config: Config) -> Iterator[str]:
-    """Yield what to say for Drumline itself, which has no command that runs the plan yet."""
-    yield "No drumline command starts this plan yet. --launch torchtitan and --launch megatron print commands that do."
+    """Yield why Drumline does not run a plan, and what does."""
+    yield "`drumline train` does not run this plan yet:"
+    yield from (f"- {one}" for one in config.missing)
+    yield "--launch torchtitan and --launch megatron print commands that do."
     if config.command:
         yield f"Its schedule: {config.command}"
 

@@ -143,8 +143,8 @@ def cut(
 ) -> list[tuple[Block, ...]]:
     """Return the blocks of every stage, by the counts in `balance` or by the names in `cuts`.
 
-    "even" distributes the blocks as evenly as possible. With "parameters", or without any, stages get similar numbers of
-    parameters, a first estimate of their costs. `held`, from `held_by`, says which stages share a rank.
+    "even" distributes the blocks as evenly as possible. With "parameters", or without any, stages get similar numbers
+    of parameters, a first estimate of their costs. `held`, from `held_by`, says which stages share a rank.
 
     >>> blocks = blocks_of([nn.Linear(2, 2) for _ in range(5)])
     >>> [len(stage) for stage in cut(blocks, 2)], [len(stage) for stage in cut(blocks, 2, balance=[1, 4])]

@@ -17,6 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from drumline.schedules import DEFAULT
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
@@ -111,7 +113,7 @@ class MeshSettings:
 class PipelineSettings:
     """Schedule and cut, and what `drumline.Pipeline` takes beside them."""
 
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT
     stages_per_rank: int | None = None
     layers: tuple[int, ...] = ()  # layers of every stage, as planned; embedding and head come on top
     balance: str = ""  # "auto" or "even"
@@ -236,3 +238,12 @@ class TrainSettings:
         """Processes in all."""
         mesh = self.mesh
         return mesh.tensor * mesh.pipeline * mesh.data * mesh.context
+
+    @property
+    def folder(self) -> str:
+        """Where the run is written.
+
+        >>> TrainSettings().folder
+        'out/train/gpt'
+        """
+        return self.run.out or f"out/train/{self.model.name or self.model.kind}"

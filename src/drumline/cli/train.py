@@ -1,0 +1,224 @@
+"""`drumline train [CONFIG]`: train a model through a pipeline, on local ranks or under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drumline.cli import flags
+from drumline.cli.output import print_json, progress, pytorch, terminal_width, wrapped
+from drumline.core.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from drumline.train.config.settings import TrainSettings
+    from drumline.train.dry.run import DryRun
+
+EXAMPLE = "drumline train --steps 300 --schedule zb-h1 --print-config"
+# Flags for what is changed most, by the key that each sets; every other key has --set.
+_WHOLE, _NUMBER = flags.whole_number, flags.number
+_FLAGS: dict[str, tuple[str, Any, str, str]] = {
+    "steps": ("run.steps", _WHOLE, "N", "optimizer steps (default 100)"),
+    "lr": ("optimizer.lr", _NUMBER, "RATE", "learning rate (default 0.0003)"),
+    "optimizer": ("optimizer.kind", str, "NAME", "class of torch.optim (default AdamW)"),
+    "batch": ("batch.sequences", _WHOLE, "B", "sequences in an optimizer step (default 32)"),
+    "sequence": ("batch.sequence", _WHOLE, "N", "tokens in a sequence (default 256)"),
+    "accumulate": ("batch.accumulate", _WHOLE, "N", "pipeline steps in an optimizer step (default 1)"),
+    "schedule": ("pipeline.schedule", str, "NAME", "a schedule's name, or a CSV file (default 1f1b)"),
+    "stages_per_rank": ("pipeline.stages_per_rank", _WHOLE, "V", "stages on each rank (default: the schedule's own)"),
+    "plan": ("pipeline.plan", str, "FILE", "a JSON file of `drumline plan PROFILE.json`"),
+    "recompute": ("memory.recompute", str, "HOW", "activations to recompute: none or full (default none)"),
+    "precision": ("precision.compute", str, "KIND", "numbers to compute in: fp32, bf16 or fp16 (default fp32)"),
+    "device": ("pipeline.device", str, "NAME", "PyTorch device, like cpu or cuda (default: an accelerator if any)"),
+    "threads": ("run.threads", _WHOLE, "N", "threads of each rank (default: cores / local ranks)"),
+    "evaluate_every": ("evaluation.every", _WHOLE, "N", "steps between evaluations; 0 for none (default 50)"),
+    "sample_every": ("evaluation.sample_every", _WHOLE, "N", "steps between sample texts; 0 for none (default 0)"),
+    "seed": ("run.seed", _WHOLE, "N", "random seed (default 0)"),
+    "wandb": ("run.wandb", str, "PROJECT", "log to this project at Weights & Biases"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the verb takes."""
+    add = parser.add_argument
+    add(
+        "config",
+        metavar="CONFIG",
+        nargs="?",
+        help="a TOML file, or a function that returns settings: package.module:function or file.py:function "
+        "(default: a small GPT on a text that is shipped with Drumline)",
+    )
+    add("--model", metavar="MODEL", help="gpt, mlp, a Hugging Face model's folder or config.json, or a function")
+    add("--data", metavar="FILE", action="append", default=[], help="file to train on, or a function. May be repeated")
+    flags.add_ranks(parser, "number of ranks (default 2)")
+    meaning = "number of microbatches in a pipeline step (default 8)"
+    add("-m", "--microbatches", type=_WHOLE, metavar="M", help=meaning)
+    for name, (_, kind, word, meaning) in _FLAGS.items():
+        add(f"--{name.replace('_', '-')}", type=kind, metavar=word, help=meaning)
+    add("--tensorboard", action="store_true", help="write TensorBoard's files to the run's folder")
+    meaning = "folder of the run (default out/train/NAME)"
+    add("-o", "--out", type=Path, metavar="FOLDER", help=meaning)
+    meaning = "set any key of the config, like optimizer.settings.weight_decay=0.1. May be repeated"
+    add("--set", metavar="KEY=VALUE", action="append", default=[], dest="assignments", help=meaning)
+    add("--print-config", action="store_true", help="print all settings as a config file, and train nothing")
+    add("--dry-run", action="store_true", help="print stages, proof and memory forecast, and train nothing")
+    flags.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read the settings, and print them, forecast the run, or train."""
+    from drumline.train.config.read import read_settings
+
+    is_first = os.environ.get("RANK", "0") == "0"
+    try:
+        overrides, named = _overrides(args)
+        settings = read_settings(args.config, overrides, flags=named)
+        if args.print_config:
+            return _print_config(args, settings)
+        with pytorch("train runs a model"):
+            from drumline.train.start import start
+        if args.dry_run:
+            return _dry_run(args, settings)
+        trained = start(settings)
+    except (ConfigError, UsageError):
+        if is_first:
+            raise
+        return 2  # all ranks refuse the same, and the first one tells it
+    if is_first:
+        _tell(args, settings, trained)
+    return 0
+
+
+def _overrides(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what flags set, by key, and by which flag."""
+    from drumline.train.config.flags import assigned, data_named, model_named
+    from drumline.train.config.read import MICROBATCHES
+
+    found: dict[str, tuple[Any, str]] = {}
+    if args.model is not None:
+        found |= {key: (value, "--model") for key, value in model_named(args.model).items()}
+    if args.data:
+        found |= {key: (value, "--data") for key, value in data_named(args.data).items()}
+    for name, (key, *_) in _FLAGS.items():
+        if (value := getattr(args, name)) is not None:
+            found[key] = value, f"--{name.replace('_', '-')}"
+    for key, given, flag in (
+        ("mesh.pipeline", args.ranks, "--ranks"),
+        (MICROBATCHES, args.microbatches, "--microbatches"),
+        ("run.out", None if args.out is None else str(args.out), "--out"),
+        ("run.tensorboard", args.tensorboard or None, "--tensorboard"),
+    ):
+        if given is not None:
+            found[key] = given, flag
+    for text in args.assignments:
+        key, value = assigned(text)
+        found[key] = value, f"--set {key}"
+    return {key: value for key, (value, _) in found.items()}, {key: flag for key, (_, flag) in found.items()}
+
+
+def _print_config(args: argparse.Namespace, settings: TrainSettings) -> int:
+    from dataclasses import asdict
+
+    from drumline.train.config.write import config_text
+
+    if args.json:
+        print_json(asdict(settings))
+    else:
+        print(config_text(settings), end="")
+    return 0
+
+
+def torchrun_line(args: argparse.Namespace, settings: TrainSettings) -> str:
+    """Return the line that starts the same run by torchrun."""
+    overrides, _ = _overrides(args)
+    words = [] if args.config is None else [args.config]
+    from drumline.train.config.read import MICROBATCHES
+    from drumline.train.config.write import written
+
+    for key, value in overrides.items():
+        if key == MICROBATCHES:
+            words += ["--microbatches", str(value)]
+        else:
+            words += ["--set", f"{key}={'none' if value is None else written(value)}"]
+    return f"torchrun --standalone --nproc-per-node {settings.num_ranks} -m drumline train {shlex.join(words)}".rstrip()
+
+
+def _dry_run(args: argparse.Namespace, settings: TrainSettings) -> int:
+    from drumline.train.dry.run import dry_run
+    from drumline.train.start import is_started, with_device
+
+    if is_started():
+        raise UsageError("--dry-run under torchrun", fix="run it by itself: drumline train --dry-run")
+    progress("running the model's blocks on one microbatch ...")
+    try:
+        found = dry_run(with_device(settings))
+    finally:
+        progress("")
+    line = torchrun_line(args, settings)
+    if args.json:
+        print_json({**found.summary(), "torchrun": line})
+    else:
+        print(_text(found, line))
+    return 0 if not found.violations else 1
+
+
+def _text(found: DryRun, line: str) -> str:
+    from drumline.core.errors import counted
+    from drumline.report.table import table
+    from drumline.report.units import duration, percent, size_text
+
+    told, width = found.summary(), terminal_width()
+    stages = [
+        [
+            str(one["stage"]),
+            ", ".join(map(str, one["ranks"])),
+            str(len(one["blocks"])),
+            f"{one['blocks'][0]} to {one['blocks'][-1]}" if len(one["blocks"]) > 1 else one["blocks"][0],
+            f"{one['parameters']:,}",
+        ]
+        for one in told["stages"]
+    ]
+    names = ("weights", "gradients", "optimizer", "activations", "received", "total")
+    ranks = [[str(rank), *(size_text(one[name]) for name in names)] for rank, one in enumerate(told["rank_bytes"])]
+    sizes = f"{counted(told['microbatches'], 'microbatch')} of {told['microbatch']} x {told['sequence']}"
+    proof = (
+        "It is proven to run: every message has its receiver, nothing waits in a circle."
+        if told["proven"]
+        else f"It cannot run: {'; '.join(told['violations'][:3])}"
+    )
+    lines = [
+        f"{told['model']}: {told['parameters']:,} parameters in {counted(len(told['stages']), 'stage')} on "
+        f"{counted(told['ranks'], 'rank')}",
+        table(["stage", "rank", "blocks", "which", "parameters"], stages, width=width, keep=("parameters",)),
+        "",
+        f"{told['schedule']}: {sizes}, {told['tokens_per_step']:,} tokens in an optimizer step, "
+        f"{counted(told['steps'], 'step')}",
+        proof,
+        f"Simulated: bubble {percent(told['bubble'])}, {duration(told['step_seconds'])} for an optimizer step on "
+        f"{told['device']}",
+        "",
+        "Memory that each rank needs at its fullest moment, without temporary memory of kernels:",
+        table(["rank", *names], ranks, width=width, keep=("total",)),
+        "",
+        f"The run goes to {told['folder']}. The same by torchrun:",
+        f"  {line}",
+    ]
+    return "\n".join(one if "\n" in one or one.startswith("  ") else wrapped(one, width) for one in lines)
+
+
+def _tell(args: argparse.Namespace, settings: TrainSettings, trained: Any) -> None:
+    """Say what came of the run."""
+    from dataclasses import asdict
+
+    found = asdict(trained) | {"folder": str(trained.folder), "steps": settings.run.steps}
+    if args.json:
+        print_json(found)
+        return
+    losses = trained.losses
+    lines = [f"{len(losses)} steps: loss {losses[0]:.4g} to {losses[-1]:.4g}, {trained.num_tokens:,} tokens"]
+    if trained.evaluations:
+        lines.append(f"held-out loss {trained.evaluations[-1].loss:.4g}")
+    lines.append(f"The run is in {trained.folder}. `drumline report {trained.folder}` shows where the time went.")
+    print(wrapped("\n".join(lines), terminal_width()))

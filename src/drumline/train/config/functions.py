@@ -1,0 +1,93 @@
+"""Functions that a user names: `package.module:function`, or `file.py:function`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from drumline.core.errors import ConfigError, nearest
+from drumline.core.files import is_regular
+
+EXPECTED = "package.module:function or file.py:function"
+
+
+def parts_of(name: str) -> tuple[str, str]:
+    """Return file or module, and the function's name; refuse what has not both, or names no file.
+
+    >>> parts_of("my.models:build")
+    ('my.models', 'build')
+    >>> parts_of("my.models")
+    Traceback (most recent call last):
+    drumline.core.errors.ConfigError: 'my.models' names no function; expected package.module:function or ...
+    """
+    home, _, function = name.rpartition(":")
+    if not home or not function.isidentifier():
+        raise ConfigError(f"{name[:80]!r} names no function", expected=EXPECTED)
+    if home.endswith(".py"):
+        if not is_regular(home):
+            raise ConfigError(f"{home}: no such file", expected=EXPECTED)
+    elif not all(part.isidentifier() for part in home.split(".")):
+        raise ConfigError(f"{home[:80]!r} is neither a Python file nor a module", expected=EXPECTED)
+    return home, function
+
+
+def is_function(name: str) -> bool:
+    """Whether a text has the form of a function's name; the file need not be there.
+
+    >>> is_function("mine.py:make"), is_function("a.b:c"), is_function("run.toml"), is_function("C:/run.toml")
+    (True, True, False, False)
+    """
+    home, _, function = name.rpartition(":")
+    return bool(home) and function.isidentifier()
+
+
+def function_named(name: str) -> Callable[..., Any]:
+    """Return the function; its file or module is loaded, and may import what stands beside it.
+
+    >>> function_named("os.path:join")("a", "b")
+    'a/b'
+    """
+    home, function = parts_of(name)
+    with _importable(home):
+        try:
+            module = _from_file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
+        except Exception as error:
+            raise ConfigError(
+                f"{home} cannot be imported: {type(error).__name__}: {error}", fix="make it import by itself"
+            ) from error
+    found = getattr(module, function, None)
+    if not callable(found):
+        own = [one for one, value in vars(module).items() if callable(value) and not one.startswith("_")]
+        raise ConfigError(
+            f"{home} has no function {function!r}", expected=EXPECTED, fix=nearest(function, own) if own else ""
+        )
+    made: Callable[..., Any] = found
+    return made
+
+
+@contextmanager
+def _importable(home: str) -> Iterator[None]:
+    """Let imports find what stands beside a file, or in the current folder."""
+    folder = str(Path(home).resolve().parent) if home.endswith(".py") else str(Path.cwd())
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
+
+
+def _from_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None, "a name that ends in .py has a loader"
+    assert spec.loader is not None, "a name that ends in .py has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses and pickles look their module up
+    spec.loader.exec_module(module)
+    return module

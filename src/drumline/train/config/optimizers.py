@@ -1,0 +1,63 @@
+"""Which optimizers of torch's can be named, and what each of them takes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from drumline.core.errors import nearest
+from drumline.train.config.problems import Problem
+from drumline.train.config.relations import Judged, relation
+from drumline.train.config.settings import OptimizerSettings
+
+# LBFGS calls the model itself, and SparseAdam takes sparse gradients, which no stage has.
+_UNSUITED = ("LBFGS", "SparseAdam", "Optimizer")
+_ONLY_MATRICES = ("Muon",)
+_GIVEN_BY_US = ("self", "params", "lr")
+
+
+@relation("optimizer.kind", "optimizer.settings", "optimizer.groups")
+def optimizers_exist(judged: Judged) -> Iterator[Problem]:
+    """Yield what is wrong with optimizers' names and arguments."""
+    given = judged.settings.optimizer
+    if given.kind == OptimizerSettings().kind and not given.settings and not given.groups:
+        return  # AdamW as it comes: importing torch would tell nothing
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return  # whoever trains is told what to install
+    known = {name: kind for name, kind in vars(torch.optim).items() if _is_suited(name, kind, torch.optim.Optimizer)}
+    yield from _one(judged, known, "optimizer", given.kind, given.settings)
+    if given.kind in _ONLY_MATRICES:
+        yield judged.problem(
+            "optimizer.kind", f"is {given.kind}, which takes matrices alone", "an optimizer for all other parameters",
+            f"put {given.kind} into [[optimizer.groups]] with only_matrices = true",
+        )  # fmt: skip
+    for index, group in enumerate(given.groups):
+        table = f"optimizer.groups.{index}"
+        yield from _one(judged, known, table, group.kind, group.settings)
+        if group.kind in _ONLY_MATRICES and not group.only_matrices:
+            where = judged.source.where(("optimizer", "groups", index))
+            yield Problem(where, f"{table}.only_matrices", "is false", f"true: {group.kind} takes matrices alone")
+
+
+def _is_suited(name: str, kind: Any, base: type) -> bool:
+    return isinstance(kind, type) and issubclass(kind, base) and name not in _UNSUITED
+
+
+def _one(judged: Judged, known: dict[str, Any], table: str, kind: str, settings: dict[str, Any]) -> Iterator[Problem]:
+    path = tuple(int(part) if part.isdigit() else part for part in table.split("."))
+    if kind not in known:
+        why = ", which a pipeline cannot run" if kind in _UNSUITED else ""
+        where = judged.source.where((*path, "kind"))
+        yield Problem(
+            where, f"{table}.kind", f"is {kind!r:.60}{why}", "a class of torch.optim", nearest(kind[:60], known)
+        )
+        return
+    takes = [name for name in inspect.signature(known[kind].__init__).parameters if name not in _GIVEN_BY_US]
+    for name in settings:
+        if name not in takes:
+            where = judged.source.where((*path, "settings", name))
+            fix = f"it has a key of its own: {table}.lr" if name == "lr" else nearest(name, takes)
+            yield Problem(where, f"{table}.settings.{name}", f"is no argument of {kind}", fix=fix)

@@ -1,0 +1,310 @@
+"""What must fit together: keys that are each fine by themselves and cannot be run together.
+
+Every relation names the keys that it reads, and is left alone where one of them is wrong already.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from drumline.core.errors import DrumlineError, counted
+from drumline.core.files import is_regular
+from drumline.core.program import Program
+from drumline.pipeline.programs import program_for
+from drumline.plan.device.plan import Plan
+from drumline.schedules import find
+from drumline.train.config.functions import parts_of
+from drumline.train.config.problems import Problem
+from drumline.train.config.settings import TrainSettings
+from drumline.train.config.tables import Source
+
+_AXES = ("tensor", "data", "context", "expert")
+_TEXT = ("text", "tokens", "instructions")
+_BESIDE_A_PLAN = ("pipeline.schedule", "pipeline.stages_per_rank", "pipeline.layers", "pipeline.balance",
+                  "pipeline.cuts", "memory.recompute")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Settings with where they were given; `plan` is the file that pipeline.plan names."""
+
+    settings: TrainSettings
+    source: Source
+    plan: Plan | None = None
+
+    def problem(self, key: str, error: str, expected: str = "", fix: str = "") -> Problem:
+        """Return a problem of a key."""
+        if error.startswith("is ") and not self.source.has(key):
+            error = f"{error} (the default)" if error[3:4].isdigit() else error
+        return Problem(self.source.where(tuple(key.split("."))), key, error, expected, fix)
+
+
+Relation = Callable[[Judged], Iterator[Problem]]
+_RELATIONS: list[tuple[tuple[str, ...], Relation]] = []
+
+
+def relation(*keys: str) -> Callable[[Relation], Relation]:
+    """Register what must hold between keys."""
+
+    def register(check: Relation) -> Relation:
+        _RELATIONS.append((keys, check))
+        return check
+
+    return register
+
+
+def related(judged: Judged, bad: set[str]) -> Iterator[Problem]:
+    """Yield every problem between keys none of which is wrong by itself."""
+    for keys, check in _RELATIONS:
+        if not bad.intersection(keys):
+            for problem in check(judged):
+                bad.add(problem.key)
+                yield problem
+
+
+@relation("mesh.tensor", "mesh.data", "mesh.context", "mesh.expert")
+def _only_the_pipeline_runs(judged: Judged) -> Iterator[Problem]:
+    for axis in _AXES:
+        if (size := getattr(judged.settings.mesh, axis)) > 1:
+            yield judged.problem(
+                f"mesh.{axis}", f"is {size}, and meshes are not run yet", "1: only mesh.pipeline may be above 1 so far",
+                f"plan with --{axis} 1, or set it to 1",
+            )  # fmt: skip
+
+
+@relation("batch.sequences", "batch.microbatch", "batch.accumulate", "mesh.data")
+def _batch_divides(judged: Judged) -> Iterator[Problem]:
+    batch, data = judged.settings.batch, judged.settings.mesh.data
+    unit = batch.microbatch * data * batch.accumulate
+    if batch.sequences % unit:
+        below = batch.sequences // unit * unit
+        near = " or ".join(str(one) for one in (below, below + unit) if one)
+        parts = f"{batch.microbatch} (microbatch) x {data} (mesh.data) x {batch.accumulate} (accumulate)"
+        yield judged.problem(
+            "batch.sequences", f"is {batch.sequences}", f"a multiple of {unit} = {parts}", f"use {near}"
+        )
+
+
+def program_of(settings: TrainSettings, plan: Plan | None = None) -> Program:
+    """Return what the ranks run; raises what the schedule, the file or the plan has to say against it."""
+    if plan is not None:
+        return plan.program
+    given = settings.pipeline
+    return program_for(
+        given.schedule,
+        num_ranks=settings.mesh.pipeline,
+        num_microbatches=settings.num_microbatches,
+        stages_per_rank=given.stages_per_rank,
+    )
+
+
+@relation("pipeline.schedule")
+def _schedule_exists(judged: Judged) -> Iterator[Problem]:
+    name = judged.settings.pipeline.schedule
+    if name == "auto":
+        yield judged.problem(
+            "pipeline.schedule", 'is "auto"', "one program in all of a recorded run",
+            "name a schedule, or search one: `drumline search`, then its CSV file",
+        )  # fmt: skip
+    elif not name.endswith(".csv"):
+        try:
+            find(name)
+        except DrumlineError as error:
+            yield Problem.of(judged.source.where(("pipeline", "schedule")), "pipeline.schedule", error)
+
+
+@relation(
+    "pipeline.schedule", "pipeline.stages_per_rank", "pipeline.layers", "pipeline.plan", "mesh.pipeline", "mesh.data",
+    "batch.sequences", "batch.microbatch", "batch.accumulate", "model.num_layers", "model.kind",
+)  # fmt: skip
+def _schedule_admits(judged: Judged) -> Iterator[Problem]:
+    settings = judged.settings
+    try:
+        program = program_of(settings, judged.plan)
+    except DrumlineError as error:
+        key = "pipeline.schedule"
+        yield Problem.of(judged.source.where(("pipeline", "schedule")), key, error)
+        return
+    yield from _stages_fit(judged, program.num_stages)
+
+
+def _stages_fit(judged: Judged, num_stages: int) -> Iterator[Problem]:
+    """Yield what is wrong with how many layers stages have."""
+    model, layers = judged.settings.model, judged.settings.pipeline.layers
+    counted_layers = model.kind == "gpt" or (model.kind == "hf" and judged.source.has("model.num_layers"))
+    if layers and len(layers) != num_stages:
+        yield judged.problem(
+            "pipeline.layers",
+            f"has {counted(len(layers), 'number')}",
+            f"one for each of {counted(num_stages, 'stage')}",
+        )
+    elif layers and counted_layers and sum(layers) != model.num_layers:
+        yield judged.problem(
+            "pipeline.layers", f"sums to {sum(layers)}", f"{model.num_layers}, as model.num_layers says"
+        )
+    elif layers and 0 in layers[1:-1]:
+        yield judged.problem(
+            "pipeline.layers", f"is {list(layers)}", "a layer or more in stages between first and last"
+        )
+    extra = {"gpt": 2, "mlp": 0}.get(model.kind)
+    if extra is not None and num_stages > model.num_layers + extra:
+        yield judged.problem(
+            "model.num_layers", f"is {model.num_layers}", f"enough layers for {counted(num_stages, 'stage')}",
+            "use fewer ranks or stages per rank",
+        )  # fmt: skip
+
+
+@relation("pipeline.layers", "pipeline.balance", "pipeline.cuts", "pipeline.plan")
+def _one_cut(judged: Judged) -> Iterator[Problem]:
+    pipeline = judged.settings.pipeline
+    given = [name for name in ("layers", "balance", "cuts") if getattr(pipeline, name)]
+    if len(given) > 1:
+        yield judged.problem(
+            f"pipeline.{given[1]}", f"stands beside pipeline.{given[0]}", "one way to cut the model", "leave one out"
+        )
+    if pipeline.plan:
+        for key in _BESIDE_A_PLAN:
+            if judged.source.has(key) and not _is_default(judged, key):
+                expected = "one of the two: a plan decides schedule, microbatches, cut and recomputation"
+                yield judged.problem(key, "stands beside pipeline.plan", expected, "leave it out, or plan again")
+
+
+def _is_default(judged: Judged, key: str) -> bool:
+    table, name = key.split(".")
+    return bool(getattr(getattr(judged.settings, table), name) == getattr(getattr(TrainSettings(), table), name))
+
+
+@relation("pipeline.plan", "mesh.pipeline", "batch.sequences", "batch.microbatch", "batch.accumulate", "mesh.data")
+def _plan_fits(judged: Judged) -> Iterator[Problem]:
+    plan, settings = judged.plan, judged.settings
+    if plan is None:
+        return
+    planned = {
+        "mesh.pipeline": (settings.mesh.pipeline, plan.num_ranks),
+        "batch.microbatch": (settings.batch.microbatch, plan.microbatch_size),
+        "batch.sequences": (settings.batch.sequences, plan.batch * settings.mesh.data * settings.batch.accumulate),
+    }
+    for key, (given, wanted) in planned.items():
+        if given != wanted:
+            yield judged.problem(key, f"is {given}", f"{wanted}, as planned", "leave it out, or plan again")
+
+
+@relation("model.hidden", "model.num_heads", "model.num_key_value_heads", "model.head_width", "model.kind")
+def _heads_fit(judged: Judged) -> Iterator[Problem]:
+    model = judged.settings.model
+    if model.kind != "gpt":
+        return
+    if not model.head_width and model.hidden % model.num_heads:
+        below = [one for one in range(1, model.hidden + 1) if model.hidden % one == 0]
+        near = min(below, key=lambda one: abs(one - model.num_heads)) if model.hidden < 10**6 else 1
+        yield judged.problem(
+            "model.num_heads", f"is {model.num_heads}", f"a number that divides model.hidden, {model.hidden}",
+            f"use {near}, or set model.head_width",
+        )  # fmt: skip
+    if model.num_key_value_heads and model.num_heads % model.num_key_value_heads:
+        yield judged.problem(
+            "model.num_key_value_heads", f"is {model.num_key_value_heads}",
+            f"a number that divides model.num_heads, {model.num_heads}",
+        )  # fmt: skip
+
+
+@relation("model.kind", "model.path", "model.function")
+def _model_is_named(judged: Judged) -> Iterator[Problem]:
+    model = judged.settings.model
+    if model.kind == "hf":
+        there = is_regular(model.path) or (os.path.isdir(model.path) and is_regular(f"{model.path}/config.json"))
+        if not model.path:
+            yield judged.problem("model.path", "is missing", "a Hugging Face model's folder, or its config.json")
+        elif not there:
+            found = "has no config.json" if os.path.isdir(model.path) else "no such file or folder"
+            yield judged.problem("model.path", f"{model.path}: {found}", "a folder with a config.json, or that file")
+    if model.kind == "function":
+        yield from _function(judged, "model.function", model.function)
+
+
+def _function(judged: Judged, key: str, name: str) -> Iterator[Problem]:
+    try:
+        parts_of(name)
+    except DrumlineError as error:
+        where = judged.source.where(tuple(key.split(".")))
+        yield Problem(where, key, error.error if name else "is missing", error.expected, error.fix)
+
+
+@relation("model.kind", "model.others")
+def _plan_is_expressed(judged: Judged) -> Iterator[Problem]:
+    """Yield what a plan knows of a model and the built-in GPT cannot be told; what says nothing new is harmless."""
+    model = judged.settings.model
+    if model.kind != "gpt":
+        return
+    for name, value in model.others.items():
+        if (name == "num_dense_layers" and value == model.num_layers) or value in (False, 0, [], ""):
+            continue
+        said = ", ".join(map(str, value)) if isinstance(value, list) else value
+        yield judged.problem(
+            f"model.{name}", f"is {said}, which the built-in GPT does not have", "a dense GPT",
+            'train the model itself: kind = "hf" and path = its folder, or leave the key out for a plain GPT',
+        )  # fmt: skip
+
+
+@relation("model.kind", "data.kind", "lengths.how", "lengths.buckets", "evaluation.sample_every", "data.function")
+def _data_suits(judged: Judged) -> Iterator[Problem]:
+    settings = judged.settings
+    model, data = settings.model.kind, settings.data.kind
+    if model == "mlp" and data in _TEXT:
+        yield judged.problem("data.kind", f'is "{data}", and an MLP takes points', '"points" or "function"')
+    if model in ("gpt", "hf") and data == "points":
+        yield judged.problem("data.kind", 'is "points", and the model takes text', ", ".join(map(repr, _TEXT)))
+    if data == "points" and settings.lengths.how != "blocks":
+        yield judged.problem("lengths.how", f'is "{settings.lengths.how}", and points have no length', '"blocks"')
+    if model == "mlp" and settings.evaluation.sample_every:
+        yield judged.problem("evaluation.sample_every", "asks for a sample text of an MLP", "0")
+    if data == "function":
+        yield from _function(judged, "data.function", settings.data.function)
+
+
+@relation("lengths.how", "lengths.buckets", "batch.sequence")
+def _buckets_rise(judged: Judged) -> Iterator[Problem]:
+    lengths, longest = judged.settings.lengths, judged.settings.batch.sequence
+    if lengths.buckets and lengths.how != "buckets":
+        yield judged.problem(
+            "lengths.buckets", f'stands beside how = "{lengths.how}"', 'how = "buckets"', "change one of the two"
+        )
+    rising = all(a < b for a, b in zip(lengths.buckets, lengths.buckets[1:], strict=False))
+    if not rising or max(lengths.buckets, default=0) > longest:
+        yield judged.problem(
+            "lengths.buckets", f"is {list(lengths.buckets)}", f"rising lengths of at most batch.sequence, {longest}"
+        )
+
+
+@relation("data.files", "data.validation_files", "data.tokenizer", "data.kind")
+def _files_are_there(judged: Judged) -> Iterator[Problem]:
+    data = judged.settings.data
+    for name in ("files", "validation_files"):
+        for at, file in enumerate(getattr(data, name)):
+            if not is_regular(file):
+                where = judged.source.where(("data", name, at))
+                what = "is no file but a folder" if os.path.isdir(file) else "no such file"
+                yield Problem(where, f"data.{name}", f"{file}: {what}", "a file to read")
+    if data.tokenizer not in ("", "bytes") and not os.path.isdir(data.tokenizer):
+        yield judged.problem("data.tokenizer", f"{data.tokenizer}: no such folder", '"bytes", or a tokenizer\'s folder')
+    if data.kind in ("tokens", "instructions") and not data.files:
+        yield judged.problem("data.files", "is empty", f"files with {data.kind}: only text is shipped with Drumline")
+
+
+@relation("precision.compute", "precision.weights", "precision.master_weights")
+def _numbers_suit(judged: Judged) -> Iterator[Problem]:
+    numbers = judged.settings.precision
+    if numbers.compute == "fp16" and numbers.weights != "fp32" and not numbers.master_weights:
+        yield judged.problem(
+            "precision.weights", f'is "{numbers.weights}" with compute = "fp16"',
+            "float32 weights, whose gradients can be unscaled without loss", "set master_weights = true",
+        )  # fmt: skip
+
+
+@relation("learning_rate.warmup_steps", "learning_rate.decay_steps", "run.steps")
+def _decay_fits(judged: Judged) -> Iterator[Problem]:
+    rate, steps = judged.settings.learning_rate, judged.settings.run.steps
+    if rate.decay_steps is not None and rate.decay_steps > steps:
+        yield judged.problem("learning_rate.decay_steps", f"is {rate.decay_steps}", f"at most run.steps, {steps}")

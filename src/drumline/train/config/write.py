@@ -1,0 +1,85 @@
+"""Settings as TOML: every key with its value and meaning, which reads back as the same settings."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from drumline.core.errors import ConfigError
+from drumline.core.parsed import shown
+from drumline.plan.launch.launch import FORMAT, VERSION
+from drumline.train.config.keys import TABLES, Key, keys
+from drumline.train.config.settings import OptimizerGroup, TrainSettings
+from drumline.train.config.tables import GROUPS, is_plain
+
+_BARE = re.compile(r"[A-Za-z0-9_-]+\Z")
+_WIDTH = 40  # where comments begin, if the value is shorter
+
+
+def config_text(settings: TrainSettings) -> str:
+    """Return all settings as a config file, each key with its meaning behind it.
+
+    >>> print(config_text(TrainSettings()).partition("[data]")[0].splitlines()[6])
+    name = ""                               # a name for the model, used for the run's folder
+    """
+    lines = [
+        "# Settings for `drumline train`. Every key may be left out: these are the values that then hold.",
+        f'format = "{FORMAT}"',
+        f"version = {VERSION}",
+    ]
+    for table, meaning in TABLES.items():
+        lines += ["", f"[{table}]  # {meaning}"]
+        values = getattr(settings, table)
+        lines += [_line(key, getattr(values, name)) for name, key in keys()[table].items() if key.path != GROUPS]
+        if table == "optimizer":
+            lines += _groups(settings.optimizer.groups)
+    return "\n".join(lines) + "\n"
+
+
+def _groups(groups: tuple[OptimizerGroup, ...]) -> Iterator[str]:
+    for group in groups:
+        yield "\n[[optimizer.groups]]"
+        yield from (_line(key, getattr(group, name)) for name, key in keys()[GROUPS].items())
+    if not groups:
+        yield f"# [[{GROUPS}]] may follow: {keys()['optimizer']['groups'].meaning}"
+
+
+def _line(key: Key, value: Any) -> str:
+    if value is None:
+        return f"{f'# {key.name} =':<{_WIDTH}}# {key.meaning}"
+    if not is_plain(value):
+        raise ConfigError(f"{key.path} is {shown(value)}", expected="values that a config file can hold")
+    return f"{f'{key.name} = {written(value)}':<{_WIDTH - 1}} # {key.meaning}"
+
+
+def written(value: Any) -> str:
+    """Return a value as TOML spells it, in one line.
+
+    >>> written({"betas": (0.9, 0.95), "amsgrad": False, "a b": "c"})
+    '{ betas = [0.9, 0.95], amsgrad = false, "a b" = "c" }'
+    """
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return _string(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(written, value))}]"
+    if isinstance(value, Mapping):
+        pairs = ", ".join(f"{_name(name)} = {written(one)}" for name, one in value.items())
+        return f"{{ {pairs} }}" if pairs else "{}"
+    return repr(value)
+
+
+def _name(name: str) -> str:
+    return name if _BARE.match(name) else _string(name)
+
+
+def _string(text: str) -> str:
+    """Return a text in quotes: JSON's spelling, but for characters outside of the first plane and the one it allows."""
+    return "".join(_character(one) for one in json.dumps(text, ensure_ascii=False))
+
+
+def _character(one: str) -> str:
+    return f"\\u{ord(one):04x}" if one == "\x7f" else one

@@ -1,0 +1,273 @@
+"""How much memory every rank will need, found by running the model's blocks on one microbatch.
+
+    rank 0 (1f1b)      0F0   0F1   0B0   0F2   0B1   0B2
+    activations         1     2     2     2     2     1      microbatches of its stage, as weighed
+    gradients           0     0     all   all   all   all    of a stage from its first backward on
+    weights, state      all the time
+
+What a rank holds is bytes of tensors: parameters and buffers; gradients; what the optimizer keeps, float32 copies
+included; activations that wait for their backward, each storage once; and, told apart, what was received from other
+ranks. Weights that autocast has cast are held once for all microbatches. The fullest moment of a step counts. `held`
+says the same of a run, from what it recorded. Neither knows the temporary memory of single kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drumline.core.action import Action, Op
+from drumline.core.costs import Costs
+from drumline.core.program import Program
+from drumline.core.prove.frozen import prune
+from drumline.core.simulate.memory import Sizes
+from drumline.core.simulate.simulate import Simulation, simulate
+from drumline.pipeline.assembly import checkpointed
+from drumline.pipeline.balance import is_asked
+from drumline.pipeline.intake import Intake
+from drumline.pipeline.model.blocks import blocks_for, example_inputs
+from drumline.pipeline.options import Options
+from drumline.pipeline.programs import program_for
+from drumline.pipeline.state.frozen import trainable
+from drumline.plan.cut.peaks import held_by
+from drumline.plan.cut.timed import TimedCuts, steps_of
+from drumline.plan.device.blocks import Profile
+from drumline.plan.device.stages import split_share
+from drumline.profile.blocks import profile
+from drumline.runtime.blocks.cut import Block, cut
+from drumline.runtime.precision import LOW, Precision, casts_kept
+from drumline.runtime.randomness import Randomness
+from drumline.runtime.stage import Stage
+from drumline.runtime.values import moved, pack
+
+_RUNS, _SECONDS = 3, 2.0  # for the simulated step; bytes are the same in every run
+# Of parameters by name in the whole model, what is kept for each beside its gradient.
+StateOf = Callable[[str, Tensor], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a rank holds at its fullest moment, in bytes."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    received: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return float(sum(getattr(self, one.name) for one in fields(self)))
+
+    def to_json(self) -> dict[str, float]:
+        """Return it by name."""
+        return {**asdict(self), "total": self.total}
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The stages of a run with what they take, and what every rank will hold."""
+
+    program: Program
+    stages: tuple[tuple[Block, ...], ...]
+    profile: Profile
+    costs: Costs
+    ranks: tuple[Held, ...]
+
+    def timeline(self) -> Simulation:
+        """Return the simulated step, messages taking no time."""
+        return simulate(self.program, replace(self.costs, message_bytes=0.0))
+
+
+def forecast(
+    options: Options, batch: Any, target: Any, *, device: torch.device, state_of: StateOf, accumulates: bool = False
+) -> Forecast:
+    """Measure the blocks of a pipeline's model on the first microbatch of a batch, and add up what each rank will hold.
+
+    `options` are what the pipeline will be made with. With several pipeline steps to an update (`accumulates`) the
+    gradients of earlier ones are there from the beginning.
+    """
+    given = options.decided()
+    assert given.schedule is not None, "options that were decided"
+    program = program_for(
+        given.schedule,
+        num_ranks=_num_ranks(given),
+        num_microbatches=given.num_microbatches,
+        stages_per_rank=given.stages_per_rank,
+    )
+    intake = Intake(
+        given.model, given.loss_fn, device, num_microbatches=program.num_microbatches, weigh=given.loss_weight,
+        split=given.split,
+    )  # fmt: skip
+    blocks = blocks_for(
+        given.model, batch, device, num_microbatches=program.num_microbatches, cuts=given.cuts, split=given.split
+    )
+    for block in blocks:
+        block.module.to(device)
+    precision = Precision(given.precision, device)
+    microbatch = _first(intake, example_inputs(given.model, batch), "the batch", device)
+    wanted = microbatch if intake.own else None if target is None else _first(intake, target, "the target", device)
+    with precision.autocast:
+        found = profile(
+            blocks, microbatch, target=wanted, loss_fn=intake.loss if intake.has_loss else None, num_runs=_RUNS,
+            max_seconds=_SECONDS,
+        )  # fmt: skip
+    found, cast = _without_casts(found, blocks, microbatch, precision)
+    stages = _cut(given, program, blocks, found)
+    program = prune(program, trainable(stages))
+    again = [_is_recomputed(given, stages, stage) for stage in range(program.num_stages)]
+    counts = [len(stage) for stage in stages]
+    costs = found.costs(
+        counts, optimizer_states=0, placement=program.placement, recompute=again, split=split_share(program)
+    )
+    costs = replace(costs, gradient_bytes=_gradients(costs, stages, given))
+    ranks = tuple(_ranks(program, costs, stages, cast, state_of, accumulates=accumulates))
+    return Forecast(program, tuple(stages), found, costs, ranks)
+
+
+def _num_ranks(given: Options) -> int:
+    return given.schedule.num_ranks if isinstance(given.schedule, Program) else given.num_ranks or 1
+
+
+def _first(intake: Intake, value: Any, what: str, device: torch.device) -> Any:
+    return moved(intake.cut_batch(value, what=what)[0], device)
+
+
+def _cut(given: Options, program: Program, blocks: Sequence[Block], found: Profile) -> list[tuple[Block, ...]]:
+    """Return every stage's blocks as the pipeline will cut them."""
+    balance = given.balance
+    if is_asked(balance, given.cuts, given.example):
+        how: Any = {"split": split_share(program), "optimizer_states": 2}
+        costs = partial(found.costs, placement=program.placement, **how)
+        balance = TimedCuts(found.blocks(**how), program, steps_of(costs)).best(None).counts
+    return cut(blocks, program.num_stages, balance, given.cuts, held=held_by(program))
+
+
+def _is_recomputed(given: Options, stages: Sequence[Sequence[Block]], stage: int) -> bool:
+    names = checkpointed(given.checkpoint, stages)
+    return all(block.name in names for block in stages[stage])
+
+
+def _gradients(costs: Costs, stages: Sequence[Sequence[Block]], given: Options) -> list[float]:
+    """Return every stage's bytes of gradients; with master weights all are added up in float32."""
+    found = list(costs.per_stage("gradient_bytes", len(stages)))
+    if given.master_weights:
+        for stage, blocks in enumerate(stages):
+            low = (one for block in blocks for one in block.module.parameters() if one.dtype in LOW)
+            found[stage] += sum(one.nbytes for one in low if one.requires_grad)
+    return found
+
+
+def _ranks(
+    program: Program,
+    costs: Costs,
+    stages: Sequence[Sequence[Block]],
+    cast: Mapping[str, int],
+    state_of: StateOf,
+    *,
+    accumulates: bool,
+) -> Iterator[Held]:
+    weights, gradients = (costs.per_stage(f"{name}_bytes", program.num_stages) for name in ("weight", "gradient"))
+    sizes, bare = Sizes.of(program, costs), Sizes.of(program, _without_received(costs, program.num_stages))
+    for rank, row in enumerate(program.timed_rows):
+        held = program.placement.stages_of(rank)
+        own = [block for stage in held for block in stages[stage]]
+        stash, without = ([during for during, _ in one.stash(row)] for one in (sizes, bare))
+        grown = list(moments_of(row, {stage: gradients[stage] for stage in held}, accumulates=accumulates))
+        at = max(range(len(row)), key=lambda at: grown[at] + stash[at], default=0)
+        yield Held(
+            weights=sum(weights[stage] for stage in held),
+            gradients=grown[at],
+            optimizer=float(sum(state_of(name, one) for name, one in _trained(own))),
+            activations=without[at] + sum(cast.get(block.name, 0) for block in own),
+            received=stash[at] - without[at],
+        )
+
+
+def _without_received(costs: Costs, num_stages: int) -> Costs:
+    """Return the costs as if what comes from the stage before took no memory."""
+    sent = costs.per_stage("message_bytes", num_stages)
+    received = [0.0, *sent[:-1]]
+
+    def less(name: str) -> list[float]:
+        return [max(one - more, 0.0) for one, more in zip(costs.per_stage(name, num_stages), received, strict=True)]
+
+    return replace(
+        costs,
+        activation_bytes=less("activation_bytes"),
+        held_until_weight_bytes=less("held_until_weight_bytes"),
+        checkpoint_bytes=less("checkpoint_bytes"),
+    )
+
+
+def moments_of(row: Sequence[Action], gradients: Mapping[int, float], *, accumulates: bool = False) -> Iterator[float]:
+    """Yield the bytes of gradients that are there while each action of a rank runs.
+
+    >>> from drumline.schedules import generate
+    >>> list(moments_of(generate("1f1b", num_ranks=2, num_microbatches=2).rows[0], {0: 3.0}))
+    [0, 0, 3.0, 3.0]
+    """
+    there = dict(gradients) if accumulates else {}
+    for action in row:
+        for part in action.work:
+            if part.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+                there[part.stage] = gradients[part.stage]
+        yield sum(there.values())
+
+
+def _trained(blocks: Sequence[Block]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the trained parameters of blocks, a tied one once."""
+    seen: set[int] = set()
+    for block in blocks:
+        for name, one in block.named_parameters():
+            if one.requires_grad and id(one) not in seen:
+                seen.add(id(one))
+                yield name, one
+
+
+def _without_casts(
+    found: Profile, blocks: Sequence[Block], microbatch: Any, precision: Precision
+) -> tuple[Profile, dict[str, int]]:
+    """Return the profile without weights that autocast has cast, and these by block: microbatches share them."""
+    if precision.dtype is None:
+        return found, {}
+    shared = dict(_shared(blocks, microbatch, precision))
+    layers = (
+        replace(one, activation_bytes=max(one.activation_bytes - shared.get(one.name, 0), 0)) for one in found.layers
+    )
+    return replace(found, layers=tuple(layers)), shared
+
+
+def _shared(blocks: Sequence[Block], microbatch: Any, precision: Precision) -> Iterator[tuple[str, int]]:
+    """Yield the bytes of each block that two microbatches keep in common for their backwards."""
+    value, device = microbatch, next((one.device for one in pack(microbatch)[0]), torch.device("cpu"))
+    randomness = Randomness(0, device)
+    with randomness.kept_aside(), casts_kept():
+        for index, block in enumerate(blocks):
+            stage = Stage(index, [block], randomness, precision=precision)
+            stage.begin()
+            (first, made), (second, _) = (_saved(stage, number, value) for number in (0, 1))
+            tensors = (*block.module.parameters(), *block.module.buffers(), *pack(value)[0])
+            own = {one.untyped_storage().data_ptr() for one in tensors}
+            yield block.name, sum(size for place, size in first.items() if place in second and place not in own)
+            value = made
+
+
+def _saved(stage: Stage, microbatch: int, value: Any) -> tuple[dict[int, int], Any]:
+    """Return the bytes of every storage that autograd keeps of a forward, by its place, and what it made."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        made = stage.forward(microbatch, value)
+    return kept, made

@@ -1,0 +1,76 @@
+"""What a rank of a run has really held at its fullest moment, to hold the forecast against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drumline.core.errors import RunError
+from drumline.core.measured.measured import Measured
+from drumline.pipeline.pipeline import Pipeline
+from drumline.runtime.stage import Stage
+from drumline.train.dry.forecast import Held, moments_of
+
+
+def held(
+    pipe: Pipeline, optimizers: Sequence[Optimizer], timeline: Measured, *, accumulates: bool = False
+) -> tuple[Held, ...]:
+    """Return what each rank of this process held at its fullest moment of a weighed step.
+
+    Call it after an update and before the gradients are forgotten. `timeline` is that of a step that was weighed: the
+    first of a recorded run, or any with `weigh=True`. What was received from other ranks is not weighed.
+    """
+    if timeline.stash is None:
+        raise RunError("the step was not weighed", fix="take the first step of a recorded run, or pass weigh=True")
+    masters = pipe._updates.masters
+    updated = (lambda one: one) if masters is None else masters.of
+    return tuple(
+        _rank(executor.rank, list(executor.stages.values()), _State(optimizers, updated), timeline, accumulates)
+        for executor in pipe._engine.executors
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    optimizers: Sequence[Optimizer]
+    updated: Callable[[nn.Parameter], nn.Parameter]  # what an optimizer updates for a parameter
+
+    def of(self, parameter: nn.Parameter) -> Iterator[Tensor]:
+        """Yield what is kept for a parameter."""
+        if not parameter.requires_grad:
+            return
+        own = self.updated(parameter)
+        if own is not parameter:
+            yield own
+        for optimizer in self.optimizers:
+            if own in optimizer.state:
+                yield from (one for one in optimizer.state[own].values() if isinstance(one, Tensor))
+
+
+def _rank(rank: int, stages: Sequence[Stage], state: _State, timeline: Measured, accumulates: bool) -> Held:
+    parameters = {id(one): one for stage in stages for block in stage.blocks for one in block.module.parameters()}
+    buffers = {id(one): one for stage in stages for block in stage.blocks for one in block.module.buffers()}
+    gradients = {stage.index: 0.0 for stage in stages}
+    seen: set[int] = set()
+    for stage in stages:
+        for one in (each for block in stage.blocks for each in block.module.parameters()):
+            if one.grad is not None and id(one) not in seen:
+                seen.add(id(one))
+                gradients[stage.index] += one.grad.nbytes
+    row, peaks = timeline.program.timed_rows[rank], timeline.records[rank].peaks
+    grown = list(moments_of(row, gradients, accumulates=accumulates))
+    at = max(range(len(row)), key=lambda at: grown[at] + peaks[at], default=0)
+    return Held(
+        weights=float(_bytes(chain(parameters.values(), buffers.values()))),
+        gradients=grown[at],
+        optimizer=float(_bytes(kept for one in parameters.values() for kept in state.of(one))),
+        activations=float(peaks[at]),
+    )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(one.nbytes for one in tensors)

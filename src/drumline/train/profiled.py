@@ -1,0 +1,42 @@
+"""The function that `drumline profile FILE.py:NAME` measured, as model and data of a training run.
+
+It returns (model, loss_fn, batch, target). Training on its one batch again and again shows that a plan runs and how
+fast; for more, name your own data in the config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from drumline.core.errors import ModelError
+from drumline.pipeline.model.sources import Material, material_from
+from drumline.pipeline.profiling import rows_of
+from drumline.train.config.settings import TrainSettings
+
+
+def model(source: str) -> Any:
+    """Return the function's model with its loss."""
+    made = material_from(source)
+    blocks = made.model
+    whole = blocks if isinstance(blocks, nn.Module) else nn.Sequential(*_listed(blocks))
+    return whole if made.loss_fn is None else (whole, made.loss_fn)
+
+
+def data(source: str, settings: TrainSettings) -> list[tuple[Any, Any]]:
+    """Return the function's batch, its rows repeated to as many as a pipeline step takes."""
+    made: Material = material_from(source)
+    if made.target is None:
+        raise ModelError(
+            f"{source} returns no target",
+            expected="a loss_fn and a target, for a batch to train on",
+            fix="name your own data: data.kind, and data.files or data.function",
+        )
+    count = settings.batch.sequences // settings.batch.accumulate
+    return [(rows_of(made.batch, count), rows_of(made.target, count))]
+
+
+def _listed(blocks: Any) -> list[nn.Module]:
+    return list(blocks.values()) if isinstance(blocks, Mapping) else list(blocks)
