@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import BatchError, ModelError
-from drumline.pipeline.loss.fn_loss import Check, FnWeight
+from drumline.pipeline.loss.fn_loss import Check, FnWeight, size_of, uneven
 from drumline.pipeline.loss.own_loss import OwnShares, own_loss
 from drumline.pipeline.model.blocks import inputs_for, is_chain
 from drumline.pipeline.model.splits import found_split
-from drumline.runtime.batch import Split, cut, num_rows, rows_of_each, shares
+from drumline.runtime.batch import Split, cut, num_rows, rows_apart, rows_of_each, shares
 from drumline.runtime.blocks.cut import Block, Model
 from drumline.runtime.blocks.pieces import Piece
 from drumline.runtime.executor import Step
 from drumline.runtime.loss.counts import Weighing
 from drumline.runtime.loss.sheet import Factors, Multiplying
+from drumline.runtime.microbatches import has_microbatches
 from drumline.runtime.values import moved, pack
 
 LossFunction = Callable[..., Tensor]
@@ -57,6 +58,7 @@ class Intake:
         self._fn = None if loss_fn is None or weigh is not None else FnWeight(loss_fn)
         self._step: Step | None = None  # the one under way
         self._rows: list[int] = []  # of its microbatches
+        self._sizes: list[int] | None = None  # elements of their targets, where their lengths may differ
         self.is_open = False  # whether it is not known yet what its loss counts
         self._check: Check | None = None  # of the first step's loss
         self._is_compared = False
@@ -87,6 +89,7 @@ class Intake:
     def take(self, step: Step, batch: Any, target: Any, ends: Collection[str], rank: int) -> None:
         """Take batch and target in where `ends`, "first" and "last", say that their stages are."""
         self._trains = step.train
+        step.apart = self._are_apart(batch, target)
         if "first" in ends:
             if batch is None:
                 raise BatchError(f"rank {rank} holds the first stage and got no batch", fix="pass it to step")
@@ -103,6 +106,18 @@ class Intake:
                 raise BatchError(f"rank {rank} holds the last stage and got no target", fix="pass target= to step")
             step.target = moved(target, self.device)
 
+    def _are_apart(self, batch: Any, target: Any) -> bool:
+        """Whether the user has cut the microbatches, in batch and target alike."""
+        apart = [has_microbatches(one) for one in (batch, target) if one is not None]
+        if len(apart) == 2 and apart[0] != apart[1] and not self.own:
+            whole = "target" if apart[0] else "batch"
+            raise BatchError(
+                f"the {'batch' if apart[0] else 'target'} is given as Microbatches and the {whole} is not",
+                expected="both microbatch by microbatch, or both to be cut",
+                fix=f"pass Microbatches for the {whole} too",
+            )
+        return any(apart)
+
     def cut(self, step: Step) -> None:
         """Cut batch and target into microbatches, and weigh these."""
         self._step = step
@@ -112,12 +127,18 @@ class Intake:
         if step.target is None:
             return
         targets = self.cut_batch(step.target, what="the batch" if self.own else "the target")
+        if step.apart:
+            self._rows = rows_apart(step.target, self._found(step.target) if self.own else None)
+            self._sizes = [size_of(one) for one in targets]
+            step.targets = targets
+            self._take_shares(step, self._weighed(targets))
+            return
         rows = self.num_rows(step.target) if self.own else num_rows(step.target)
         if step.batch is not None and self.num_rows(step.batch) != rows:
             raise BatchError(
                 f"the batch has {self.num_rows(step.batch)} rows and the target {rows}", expected="as many in both"
             )
-        self._rows = rows_of_each(rows, self.num_microbatches)
+        self._rows, self._sizes = rows_of_each(rows, self.num_microbatches), None
         step.targets = targets
         self._take_shares(step, self._weighed(targets))
 
@@ -137,7 +158,7 @@ class Intake:
         if self._own_shares is not None:
             return self._own_shares(targets, self._rows, train=self._trains)
         if self._fn is not None:
-            return self._fn(targets, self._rows)
+            return self._fn(targets, self._rows, self._sizes)
         return Weighing(shares([float(one) for one in self._rows]))
 
     def factors_of(self, microbatch: int) -> Factors:
@@ -201,7 +222,9 @@ class Intake:
             return loss  # not a step: blocks are measured
         microbatch = next(at for at, one in enumerate(step.targets) if one is target)
         if self.is_open:
-            self._take_shares(step, fn(step.targets, self._rows))
+            self._take_shares(step, fn(step.targets, self._rows, self._sizes))
+        if step.apart and fn.is_uneven:
+            raise uneven("averages over something that does not grow with its target")
         if fn.is_doubted and not self._is_compared:
             if self._check is None or self._check.step is not step:
                 self._check = Check(fn.loss_fn, step)

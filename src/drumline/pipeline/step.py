@@ -39,7 +39,8 @@ from drumline.runtime.batch import counted_in
 from drumline.runtime.channel.channel import step_topic
 from drumline.runtime.executor import Step
 from drumline.runtime.gradients.clip import all_finite
-from drumline.runtime.values import joined
+from drumline.runtime.microbatches import Microbatches
+from drumline.runtime.values import joined, pack
 
 
 class CalledWith(NamedTuple):
@@ -196,7 +197,14 @@ class StepRun:
 
 
 def output_of(step: Step) -> Any:
-    """Return what the last stage made of the whole batch; None where it was not here, or nobody wanted it."""
+    """Return what the last stage made of the whole batch; None where it was not here, or nobody wanted it.
+
+    Where the user cut the microbatches, it is returned microbatch by microbatch.
+    """
     order = sorted(step.outputs)
-    shares = [step.shares[one] for one in order] if len(step.shares) else []
-    return joined([step.outputs[one] for one in order], shares) if order else None
+    if not order:
+        return None
+    made = [step.outputs[one] for one in order]
+    if step.apart or len({tuple(one.shape[1:] for one in pack(value)[0]) for value in made}) > 1:
+        return Microbatches(made)
+    return joined(made, [step.shares[one] for one in order] if len(step.shares) else [])

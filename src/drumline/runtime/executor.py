@@ -48,6 +48,7 @@ class Step:
     cuts: Callable[[Any], list[Any]] | None = None  # how the batch is cut into inputs
     wants_outputs: bool = False  # whether a step that trains keeps what the last stage made
     train: bool = True
+    apart: bool = False  # whether the user cut the microbatches, whose shapes may differ
     repeats: bool = False  # whether it is captured already, and like the last one on all ranks: it need not be cut
     scale: float = 1.0  # what the loss's gradient is multiplied by
     drafts: Sequence[Draft] = ()  # of what each rank of this process measures

@@ -22,6 +22,7 @@ from drumline.runtime.blocks.cut import Block, Model, blocks_of
 from drumline.runtime.blocks.pieces import Piece
 from drumline.runtime.blocks.script import Script
 from drumline.runtime.blocks.value_names import function_name, short
+from drumline.runtime.microbatches import has_microbatches
 from drumline.runtime.values import pack
 
 Print = tuple[str, tuple[int, ...], bytes]  # a tensor's type, shape and some elements
@@ -188,6 +189,7 @@ class Given:
 
     batch: tuple[Print, ...]
     target: tuple[Print, ...]
+    is_apart: bool = False  # whether the user cut it into microbatches
 
     @staticmethod
     def of(batch: Any, target: Any) -> Given:
@@ -208,12 +210,13 @@ def begun(batch: Any, target: Any) -> Callable[[], Given]:
     """
     batches, targets = (() if value is None else pack(value)[0] for value in (batch, target))
     samples = samples_begun([*batches, *targets])
+    is_apart = has_microbatches(batch) or has_microbatches(target)
 
     def given() -> Given:
         found = samples()
         pairs = zip((*batches, *targets), found, strict=True)
         prints = [(str(one.dtype), tuple(one.shape), sample) for one, sample in pairs]
-        return Given(tuple(prints[: len(batches)]), tuple(prints[len(batches) :]))
+        return Given(tuple(prints[: len(batches)]), tuple(prints[len(batches) :]), is_apart)
 
     return given
 
@@ -227,6 +230,13 @@ def agree_on_batch(told: Sequence[Given | None], step: int) -> None:
     """
     if all(one is None or one == told[0] for one in told):
         return
+    apart = {one.is_apart: rank for rank, one in enumerate(told) if one is not None and (one.batch or one.target)}
+    if len(apart) > 1:
+        raise MismatchError(
+            f"step {step}: rank {apart[True]} got Microbatches and rank {apart[False]} a batch or target to be cut",
+            expected="the same on every rank that gets one",
+            fix="pass Microbatches to all of them",
+        )
     for what in ("batch", "target"):
         each = [(rank, getattr(one, what)) for rank, one in enumerate(told) if one is not None]
         each = [(rank, one) for rank, one in each if one]
