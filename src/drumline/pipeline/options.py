@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -17,6 +17,7 @@ from drumline.core.errors import ModelError, UsageError, counted
 from drumline.core.program import Program
 from drumline.pipeline import transports
 from drumline.pipeline.assembly import Checkpointing
+from drumline.pipeline.lengths import programs
 from drumline.pipeline.model import splits
 from drumline.plan.device.plan import Plan
 from drumline.plan.device.planner import Planned
@@ -92,6 +93,7 @@ class Options:
     weigh: bool = False
     compile: Compile = False
     record: bool | str | Path = True
+    programs: Mapping[str, Program | str | Path | int] | None = None
 
     def decided(self) -> Options:
         """Return the same with what a plan decides, every option of its kind and in its range.
@@ -116,6 +118,7 @@ class Options:
         if self.schedule == "auto":
             self._check_auto()
         splits.check(self.split)
+        programs.check(self.programs)
         device_named(self.device)
         transports.check(self.transport)
         if isinstance(getattr(self.model, "_orig_mod", None), nn.Module):
@@ -127,6 +130,8 @@ class Options:
 
     def _check_auto(self) -> None:
         """Refuse to search where nothing is measured, or where a run would have two programs."""
+        if self.programs:
+            raise UsageError("programs are named and schedule is 'auto'", expected="one of the two")
         if self.record is False:
             raise UsageError("record is False and schedule is 'auto'", expected="steps that are measured")
         if self.record is not True:

@@ -67,6 +67,8 @@ class Pipeline:
     - `compile`: run every stage's blocks by torch.compile: True, a backend's name, or a dict of its arguments.
     - `capture`: launch what a rank computes between two messages as one CUDA graph; for blocks that draw no random
       numbers.
+    - `programs`: further programs by name, for `step(program=NAME)`: a `Program`, a CSV file, or a number of microbatches
+      for the same schedule. All have the same stages in the same places.
     - `record`: True keeps the last step's timeline, False records nothing, a folder gets the whole run.
     """
 
@@ -81,6 +83,11 @@ class Pipeline:
     def program(self) -> Program:
         """What the ranks run, without backwards for what is frozen; with schedule="auto", another one some day."""
         return self._run.frozen.program
+
+    @property
+    def programs(self) -> dict[str, Program]:
+        """The programs that `step(program=NAME)` may name, beside the one that runs without a name."""
+        return self._run.programs.named
 
     @property
     def check_finite(self) -> bool:
@@ -102,15 +109,19 @@ class Pipeline:
         """How the ranks talk: "in-process", "shared-memory", "gloo" or "nccl"."""
         return self._crew.channels[0].name
 
-    def step(self, *batch: Any, target: Any = None, outputs: Any = False, **named: Any) -> StepResult:
+    def step(
+        self, *batch: Any, target: Any = None, outputs: Any = False, program: Any = None, **named: Any
+    ) -> StepResult:
         """Run one step of the program: gradients are added to the parameters', the loss is returned.
 
         The batch is what the model is called with: the first block's input, or a model's arguments in order and by
         name. Only ranks with the first stage need it, only those with the last need `target`. With `outputs`,
-        `result.output` is what the last stage made, detached, on ranks that hold it; None on others.
+        `result.output` is what the last stage made, detached, on ranks that hold it; None on others. `program` is the
+        name of one out of `programs`, or a `Program` for the same stages in the same places; the same on all ranks.
         """
         call, step = CalledWith(batch, named, target), Step(self._ledger.number, wants_outputs=_switched(outputs))
         self._run.refuse(step)
+        self._run.run_by(step, program)
         self._run.catch_up(step)
         self._run.check_before(step, call)
         tally = self._run.run(step, call)
@@ -122,12 +133,15 @@ class Pipeline:
         """What the check of the first step compared, what it cost and what it left out; None before it."""
         return self._run.check.checked
 
-    def eval_step(self, *batch: Any, target: Any = None, outputs: Any = True, **named: Any) -> StepResult:
-        """Run the forwards alone, in eval mode and without gradients.
+    def eval_step(
+        self, *batch: Any, target: Any = None, outputs: Any = True, program: Any = None, **named: Any
+    ) -> StepResult:
+        """Run the forwards alone, in eval mode and without gradients; by the forwards of `program`, if it is given.
 
         `result.output` is there with the last stage, unless `outputs` is off.
         """
         wanted, step = _switched(outputs), Step(self._ledger.number, train=False)
+        self._run.run_by(step, program)
         with self._recording.between.during("evaluate"):
             self._run.catch_up(step)
             tally = self._run.run(step, CalledWith(batch, named, target))

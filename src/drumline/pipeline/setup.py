@@ -23,6 +23,7 @@ from drumline.pipeline.balance import Balance, chosen_stages
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.engine import CapturingEngine, Engine
 from drumline.pipeline.intake import Intake
+from drumline.pipeline.lengths.programs import Programs, named_programs
 from drumline.pipeline.options import Options, device_named
 from drumline.pipeline.programs import program_for
 from drumline.pipeline.record.recording import Recording
@@ -105,12 +106,14 @@ class _SetUp:
         # What several ranks hold is given its home's values, whatever the others were given.
         check = self._check(stages, intake, {name: one for name, one in values.items() if name not in copied})
         engine = self._engine(assembled)
+        programs = self._programs(frozen)
         holdings = Holdings(assembled.ties, crew, engine.executors, list(engine.copies.values()))
         ledger = Ledger(given.unused, unused_in(stages) if crew.rank == 0 else None)
         recording = Recording(given.record, crew, ledger, holdings, [one.clock for one in engine.executors])
         if recording.folder is not None:
             crew.observe(recording)
             recording.describe(given.settings(), frozen.program, assembled, balance)
+            recording.runs_several(programs)
         updates = Updates(numbers, holdings, recording, check, master_weights=given.master_weights)
         intake.precise = any(one.dtype is torch.float64 for one in holdings.parameters())
         frozen.forget_all_but(engine.assembly.cuts)
@@ -125,7 +128,7 @@ class _SetUp:
         observers = [*([] if auto is None else [auto]), engine, holdings, updates, shared, recording]
         return StepRun(
             crew, ledger, intake, frozen, engine, holdings, updates, recording, watched, followed, check,
-            observers, auto, balance, given.check_finite,
+            observers, auto, balance, given.check_finite, programs,
         )  # fmt: skip
 
     def _check(self, stages: Sequence[Sequence[Block]], intake: Intake, values: dict[str, bytes]) -> ModelCheck:
@@ -182,6 +185,16 @@ class _SetUp:
         self._agree(assembled.described(**more))
         self.crew.connect(assembled.ties.edges)
         return assembled
+
+    def _programs(self, frozen: Frozen) -> Programs:
+        """Return the programs that steps may name, once all ranks agree on them."""
+        given = self.options
+        named = named_programs(given.programs, self.program, given.schedule, given.stages_per_rank)
+        if given.programs:
+            self._agree({"set of programs": {name: one.format() for name, one in named.items()}})
+        programs = Programs(self.program, named, frozen.pruned_too)
+        self.crew.connect(programs.edges)
+        return programs
 
     def _engine(self, assembled: Assembly) -> Engine:
         """Return what runs the program on this process's ranks."""

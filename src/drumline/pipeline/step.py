@@ -20,12 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from drumline.core.errors import ModelError, RunError
+from drumline.core.errors import ModelError, RunError, UsageError
+from drumline.core.program import Program
 from drumline.pipeline.auto_schedule import AutoSchedule
 from drumline.pipeline.balance import Balance
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.engine import Engine
 from drumline.pipeline.intake import Intake
+from drumline.pipeline.lengths.programs import Programs, digest_of
 from drumline.pipeline.observer import Observer
 from drumline.pipeline.record.recording import Recording
 from drumline.pipeline.record.tally import Ledger, Tally, Told
@@ -87,6 +89,24 @@ class StepRun:
     auto: AutoSchedule | None
     balance: Balance | None
     check_finite: bool
+    programs: Programs
+
+    def run_by(self, step: Step, program: str | Program | None) -> None:
+        """Have a step run by the program that it names, or by the pipeline's own; all ranks call it alike."""
+        if program is None and self.engine.number == 0:
+            return
+        with self.crew.together("the choice of a program"):
+            number = self.programs.number_of(program)
+            if number and (why := self.engine.runs_one_program or ("schedule='auto'" if self.auto is not None else "")):
+                raise UsageError(
+                    f"a step names a program, and the pipeline was made with {why}",
+                    expected="one program in all steps there",
+                )
+            step.program = number
+            if number != self.engine.number:
+                program = self.programs[number] if number else self.frozen.program
+                self.engine.run_by(number, program)
+                self.intake.num_microbatches = program.num_microbatches
 
     def refuse(self, step: Step) -> None:
         """Refuse a step that cannot train, before any other rank is asked."""
@@ -163,12 +183,17 @@ class StepRun:
         """Tell all ranks how the step went here; returns what will be heard of all of them."""
         told = self._told(step)
         told.given, told.followed = given, self.followed.fresh()
-        each = [told] + [Told(train=step.train) for _ in self.crew.channels[1:]]
+        program = self.frozen.program
+        if step.program:
+            program = self.programs[step.program]
+            told.program = (digest_of(program), program.name)
+        each = [told] + [Told(train=step.train, program=told.program) for _ in self.crew.channels[1:]]
         for observer in self.observers:
             observer.tell(step, each)
         topic = step_topic(step.number)
         self.crew.tell(topic, each)
-        tally = Tally(step.number, lambda: self.crew.heard(topic), self.frozen.program, self.updates.scaler)
+        tally = Tally(step.number, lambda: self.crew.heard(topic), program, self.updates.scaler)
+        tally.program_number = step.program
         self.ledger.add(tally, trained=step.train, alone=self.crew.alone)
         for observer in self.observers:
             observer.told(step, tally, each)

@@ -48,6 +48,7 @@ class Step:
     cuts: Callable[[Any], list[Any]] | None = None  # how the batch is cut into inputs
     wants_outputs: bool = False  # whether a step that trains keeps what the last stage made
     train: bool = True
+    program: int = 0  # its number among those that the pipeline runs
     apart: bool = False  # whether the user cut the microbatches, whose shapes may differ
     repeats: bool = False  # whether it is captured already, and like the last one on all ranks: it need not be cut
     scale: float = 1.0  # what the loss's gradient is multiplied by
@@ -108,6 +109,7 @@ class Executor:
         self.channel = channel
         self.clock = clock
         self.placement = program.placement
+        self.code = 0  # a byte that tells the program from others that the pipeline runs
         self.lowest = program.backwards.count(Backward.NONE)  # the stage below which nobody takes gradients
         self.merge = merge_weight_gradients
         self.scale = scale
@@ -123,7 +125,9 @@ class Executor:
     def running(self, program: Program) -> Executor:
         """Return an executor of another program, with the same stages in the same places."""
         own, ties = (self.rank, self.stages, self.channel, self.clock), self.exchange.ties
-        return Executor(program, *own, merge_weight_gradients=self.merge, scale=self.scale, ties=ties)
+        made = Executor(program, *own, merge_weight_gradients=self.merge, scale=self.scale, ties=ties)
+        made.exchange = self.exchange  # one step runs at a time
+        return made
 
     def _translate(self, row: Sequence[Action]) -> list[Job]:
         # Of what computes: take, the stage's method, put.
@@ -200,7 +204,7 @@ class Executor:
         channel, clock, stages, now = self.channel, self.clock, self.stages.values(), self.clock.now
         self._reset()
         self.draft = draft
-        channel.begin(step.number, train=step.train)
+        channel.begin(step.number, train=step.train, program=self.code)
         clock.begin(draft)
         for stage in stages:
             stage.begin()

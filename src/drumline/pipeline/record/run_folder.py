@@ -26,7 +26,17 @@ import torch
 
 from drumline.core.errors import UsageError
 from drumline.core.measured.record import COLUMNS, Record
-from drumline.core.measured.run import CONFIG, ENDED, ENVIRONMENT, FORMAT, METRICS, PLAN, PROGRAM, rank_file
+from drumline.core.measured.run import (
+    CONFIG,
+    ENDED,
+    ENVIRONMENT,
+    FORMAT,
+    METRICS,
+    PLAN,
+    PROGRAM,
+    program_file,
+    rank_file,
+)
 from drumline.core.program import Program
 from drumline.pipeline.assembly import Assembly
 from drumline.pipeline.balance import Balance
@@ -76,6 +86,11 @@ class RunFolder:
         _put(self.path / PROGRAM, program.format() + "\n")
         for name, table in ((PLAN, plan), (ENVIRONMENT, environment), (CONFIG, config)):
             _put(self.path / name, json.dumps({"run": self.run, **table}, indent=2) + "\n")
+
+    def add_program(self, number: int, program: Program) -> None:
+        """Write a program that some of the steps run by, before the first of them is written."""
+        if self.is_open:
+            _put(self.path / program_file(number), program.format() + "\n")
 
     def add_record(self, record: Record) -> None:
         """Add a rank's line."""

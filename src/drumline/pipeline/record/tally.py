@@ -23,7 +23,7 @@ from drumline.core.measured.record import Record
 from drumline.core.program import Program
 from drumline.pipeline.state.frozen import Unused
 from drumline.pipeline.state.scaler import LossScaler
-from drumline.pipeline.verify.agreement import Given, agree_on_batch, agree_on_followed, agree_on_mode
+from drumline.pipeline.verify.agreement import Given, agree_on_batch, agree_on_followed, agree_on_mode, agree_on_program
 
 _NUM_RECENT = 16
 
@@ -45,6 +45,7 @@ class Told:
     train: bool = True
     given: Given | None = None  # what the step was called with; not told where all ranks are in one process
     followed: dict[str, str] = field(default_factory=dict)  # digests of what was written for new kinds of input
+    program: tuple[str, str] = ("", "")  # digest and name of one that is not the pipeline's own
 
 
 @dataclass(eq=False)
@@ -55,6 +56,7 @@ class Tally:
     hear: Callable[[], list[Told]]
     program: Program
     scaler: LossScaler | None = None
+    program_number: int = 0
     own: Callable[[], list[Record]] | None = None  # where all ranks are here, their records once they are asked for
     following: Tally | None = None  # the next step that trained
 
@@ -120,6 +122,8 @@ class Tally:
     def metrics(self, noted: Mapping[str, Any], dials: tuple[Dial, ...] = ()) -> dict[str, Any]:
         """Return the metrics of the step; `noted` are further ones, `dials` say how the ranks' clocks are read."""
         found: dict[str, Any] = {"loss_metrics/global_avg_loss": self.loss, **noted}
+        if self.program_number:
+            found["program"] = self.program_number
         records = self.known_records
         if records is not None:
             found |= step_metrics(self.program, records, dials)
@@ -134,6 +138,7 @@ class Tally:
     def check(self) -> None:
         """Raise if the step must not be built on, on every rank alike."""
         agree_on_mode([one.train for one in self.told], self.number)
+        agree_on_program([one.program for one in self.told], self.number)
         agree_on_batch([one.given for one in self.told], self.number)
         agree_on_followed([one.followed for one in self.told], self.number)
         bad = [str(rank) for rank, one in enumerate(self.told) if not one.finite]

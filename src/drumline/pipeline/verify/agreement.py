@@ -264,6 +264,22 @@ def _agree_on_tensors(
     )
 
 
+def agree_on_program(told: Sequence[tuple[str, str]], step: int) -> None:
+    """Raise unless all ranks ran the same program: what each told is its digest and name, none for the pipeline's own.
+
+    >>> agree_on_program([("", ""), ("1a", "long")], 2)
+    Traceback (most recent call last):
+    drumline.core.errors.MismatchError: step 2: rank 0 ran the pipeline's own program and rank 1 the program 'long'...
+    """
+    other = next((rank for rank, (digest, _) in enumerate(told) if digest != told[0][0]), None)
+    if other is not None:
+        names = [f"the program {name!r}" if digest else "the pipeline's own program" for digest, name in told]
+        raise MismatchError(
+            f"step {step}: rank 0 ran {names[0]} and rank {other} {names[other]}",
+            expected="the same program= on every rank",
+        )
+
+
 def agree_on_mode(trained: Sequence[bool], step: int) -> None:
     """Raise unless all ranks called `step`, or all `eval_step`.
 

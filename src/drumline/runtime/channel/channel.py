@@ -82,8 +82,11 @@ class Channel(ABC):
         """Make more directed edges (source, target) ready for use; to be called alike on all ranks."""
 
     @abstractmethod
-    def begin(self, step: int, *, train: bool = True) -> None:
-        """Start a step, which trains or not: what is sent, posted and taken from here on belongs to it."""
+    def begin(self, step: int, *, train: bool = True, program: int = 0) -> None:
+        """Start a step, which trains or not: what is sent, posted and taken from here on belongs to it.
+
+        `program` is a byte that tells its program from others.
+        """
 
     @abstractmethod
     def send(self, receive: Action, target: int, tensors: Sequence[Tensor], form: Any) -> None:
