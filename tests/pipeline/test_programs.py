@@ -53,7 +53,7 @@ def test_each_step_has_the_gradients_of_its_program(name: str) -> None:
         assert pipe.timeline().program.num_microbatches == program.num_microbatches
         assert pipe.program == first
     output = pipe.eval_step(data(8)[0], program="long").output
-    assert len(output) == (4 if name in TWO_WAYS else 8)  # where stages have two copies, each sees half
+    assert len(output) == 8
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import BatchError, ModelError
+from drumline.pipeline.lengths.sizes import Size, sizes_of
 from drumline.pipeline.loss.fn_loss import Check, FnWeight, size_of, uneven
 from drumline.pipeline.loss.own_loss import OwnShares, own_loss
 from drumline.pipeline.model.blocks import inputs_for, is_chain
@@ -62,6 +63,7 @@ class Intake:
         self.is_open = False  # whether it is not known yet what its loss counts
         self._check: Check | None = None  # of the first step's loss
         self._is_compared = False
+        self.order_of: Callable[[tuple[Size, ...]], tuple[int, ...]] | None = None  # in which microbatches run
         self.precise = False  # whether shares of the loss are needed in double precision
         self._weights: list[float | Tensor] = []
         self._shares: Sequence[Tensor] = ()
@@ -90,6 +92,8 @@ class Intake:
         """Take batch and target in where `ends`, "first" and "last", say that their stages are."""
         self._trains = step.train
         step.apart = self._are_apart(batch, target)
+        if step.apart:
+            step.sizes = sizes_of(batch) or sizes_of(target)
         if "first" in ends:
             if batch is None:
                 raise BatchError(f"rank {rank} holds the first stage and got no batch", fix="pass it to step")
@@ -124,13 +128,18 @@ class Intake:
         step.cuts = self.cut_batch
         if step.batch is not None:
             step.inputs = self.cut_batch(step.batch)
+        if step.apart and step.train and self.order_of is not None and (step.inputs or step.target is not None):
+            self._check_count(step)
+            step.order = self.order_of(tuple(step.sizes))
+            step.inputs = [step.inputs[at] for at in step.order] if step.inputs else ()
         if step.target is None:
             return
         targets = self.cut_batch(step.target, what="the batch" if self.own else "the target")
         if step.apart:
-            self._rows = rows_apart(step.target, self._found(step.target) if self.own else None)
+            rows = rows_apart(step.target, self._found(step.target) if self.own else None)
+            step.targets = targets = [targets[at] for at in step.order or range(len(targets))]
+            self._rows = [rows[at] for at in step.order or range(len(rows))]
             self._sizes = [size_of(one) for one in targets]
-            step.targets = targets
             self._take_shares(step, self._weighed(targets))
             return
         rows = self.num_rows(step.target) if self.own else num_rows(step.target)
@@ -141,6 +150,10 @@ class Intake:
         self._rows, self._sizes = rows_of_each(rows, self.num_microbatches), None
         step.targets = targets
         self._take_shares(step, self._weighed(targets))
+
+    def _check_count(self, step: Step) -> None:
+        if len(step.sizes) != self.num_microbatches:
+            self.cut_batch(step.batch if step.batch is not None else step.target)  # says what is wrong
 
     def cut_batch(self, batch: Any, *, what: str = "the batch") -> list[Any]:
         """Return the microbatches of a batch as the user or the model says that it is cut."""

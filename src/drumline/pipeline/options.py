@@ -45,7 +45,7 @@ def _is_count(value: Any) -> bool:
 # What options may be, and how that is said to whoever gave something else.
 _COUNT = "a whole number of 1 or more"
 _COUNTS = ("num_microbatches", "num_ranks", "stages_per_rank")
-_SWITCHES = ("master_weights", "check_finite", "check_model", "merge_weight_gradients", "capture", "weigh")
+_SWITCHES = ("master_weights", "check_finite", "check_model", "merge_weight_gradients", "capture", "weigh", "arrange")
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_COUNTS, (lambda one: one is None or _is_count(one), _COUNT)),
     "ahead": (_is_count, _COUNT),
@@ -94,6 +94,7 @@ class Options:
     compile: Compile = False
     record: bool | str | Path = True
     programs: Mapping[str, Program | str | Path | int] | None = None
+    arrange: bool = False
 
     def decided(self) -> Options:
         """Return the same with what a plan decides, every option of its kind and in its range.
@@ -117,6 +118,10 @@ class Options:
                 raise UsageError(f"{name} is {value!r:.80}", expected=expected)
         if self.schedule == "auto":
             self._check_auto()
+        if self.arrange and self.capture:
+            raise UsageError(
+                "arrange is True and capture is True", expected="one of the two: captured steps stay as they are"
+            )
         splits.check(self.split)
         programs.check(self.programs)
         device_named(self.device)

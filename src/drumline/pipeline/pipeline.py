@@ -12,6 +12,7 @@ from drumline.core.errors import UsageError, counted
 from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
 from drumline.pipeline.auto_schedule import Searched
+from drumline.pipeline.lengths.arrange import SearchedSizes
 from drumline.pipeline.options import Options, made_with
 from drumline.pipeline.setup import set_up
 from drumline.pipeline.state.scaler import LossScaler
@@ -69,6 +70,8 @@ class Pipeline:
       numbers.
     - `programs`: further programs by name, for `step(program=NAME)`: a `Program`, a CSV file, or a number of microbatches
       for the same schedule. All have the same stages in the same places.
+    - `arrange`: let `Microbatches` of unequal sizes run in the order that takes least in the simulator. Gradients are
+      then added in another order.
     - `record`: True keeps the last step's timeline, False records nothing, a folder gets the whole run.
     """
 
@@ -171,6 +174,20 @@ class Pipeline:
             clip.scale(self.parameters(), total, max_norm)
             self._recording.note(grad_norm=total)
             return total
+
+    def search(self, sizes: Iterable[Any], *, seconds: float = 2.0, num_steps: int = 1000) -> SearchedSizes:
+        """Search a program for steps whose microbatches have these sizes: lengths, or (rows, length) for each.
+
+        Costs are fitted to the steps with `Microbatches` so far. Rank 0 searches for so many seconds, in the memory of
+        the pipeline's own program, and all ranks call this alike. `program` of what is returned is None unless it saves
+        more in so many steps than the search took; pass it to `step`.
+
+        >>> pipe = Pipeline([nn.Linear(1, 1), nn.Linear(1, 1)], num_microbatches=4, num_ranks=2)
+        >>> pipe.search([100, 30, 50, 20], seconds=0.1).arranged.name
+        'longest in the middle'
+        """
+        self.settle()
+        return self._run.arranging.search(list(sizes), seconds=seconds, num_steps=num_steps)
 
     @property
     def searched(self) -> Searched | None:

@@ -23,6 +23,7 @@ from drumline.pipeline.balance import Balance, chosen_stages
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.engine import CapturingEngine, Engine
 from drumline.pipeline.intake import Intake
+from drumline.pipeline.lengths.arrange import Arranging
 from drumline.pipeline.lengths.programs import Programs, named_programs
 from drumline.pipeline.options import Options, device_named
 from drumline.pipeline.programs import program_for
@@ -46,7 +47,7 @@ from drumline.runtime.weights.materialise import materialise
 from drumline.runtime.weights.tied import Ties
 
 # Settings that all ranks must have alike, besides what they agree on anyway.
-_ALIKE = ("check_finite", "check_model", "master_weights", "merge_weight_gradients", "capture", "ahead")
+_ALIKE = ("arrange", "check_finite", "check_model", "master_weights", "merge_weight_gradients", "capture", "ahead")
 
 
 def set_up(options: Options) -> StepRun:
@@ -125,10 +126,14 @@ class _SetUp:
         check.attach(engine, holdings)
         followed = Followed(block for stage in engine.stages() for block in stage.blocks)
         auto = AutoSchedule(crew, ledger, frozen, engine, recording) if given.schedule == AUTO else None
-        observers = [*([] if auto is None else [auto]), engine, holdings, updates, shared, recording]
+        arranging = Arranging(
+            crew, lambda: programs[engine.number] if engine.number else frozen.program, is_on=given.arrange
+        )
+        intake.order_of = arranging.order_of if given.arrange else None
+        observers = [*([] if auto is None else [auto]), engine, holdings, updates, shared, recording, arranging]
         return StepRun(
             crew, ledger, intake, frozen, engine, holdings, updates, recording, watched, followed, check,
-            observers, auto, balance, given.check_finite, programs,
+            observers, auto, balance, given.check_finite, programs, arranging,
         )  # fmt: skip
 
     def _check(self, stages: Sequence[Sequence[Block]], intake: Intake, values: dict[str, bytes]) -> ModelCheck:

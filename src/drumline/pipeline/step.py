@@ -27,6 +27,7 @@ from drumline.pipeline.balance import Balance
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.engine import Engine
 from drumline.pipeline.intake import Intake
+from drumline.pipeline.lengths.arrange import Arranging
 from drumline.pipeline.lengths.programs import Programs, digest_of
 from drumline.pipeline.observer import Observer
 from drumline.pipeline.record.recording import Recording
@@ -90,6 +91,7 @@ class StepRun:
     balance: Balance | None
     check_finite: bool
     programs: Programs
+    arranging: Arranging
 
     def run_by(self, step: Step, program: str | Program | None) -> None:
         """Have a step run by the program that it names, or by the pipeline's own; all ranks call it alike."""
@@ -187,6 +189,7 @@ class StepRun:
         if step.program:
             program = self.programs[step.program]
             told.program = (digest_of(program), program.name)
+        told.order = step.order
         each = [told] + [Told(train=step.train, program=told.program) for _ in self.crew.channels[1:]]
         for observer in self.observers:
             observer.tell(step, each)
@@ -229,6 +232,8 @@ def output_of(step: Step) -> Any:
     order = sorted(step.outputs)
     if not order:
         return None
+    if step.order:  # as they were given
+        order = sorted(order, key=step.order.__getitem__)
     made = [step.outputs[one] for one in order]
     if step.apart or len({tuple(one.shape[1:] for one in pack(value)[0]) for value in made}) > 1:
         return Microbatches(made)

@@ -50,6 +50,8 @@ class Step:
     train: bool = True
     program: int = 0  # its number among those that the pipeline runs
     apart: bool = False  # whether the user cut the microbatches, whose shapes may differ
+    sizes: Sequence[Any] = ()  # rows and length of each that was given, where these are known
+    order: tuple[int, ...] = ()  # which of them runs in each slot of the program, where that was chosen
     repeats: bool = False  # whether it is captured already, and like the last one on all ranks: it need not be cut
     scale: float = 1.0  # what the loss's gradient is multiplied by
     drafts: Sequence[Draft] = ()  # of what each rank of this process measures

@@ -32,7 +32,7 @@ class Microbatches(tuple[Any, ...]):
     >>> pipe = dl.Pipeline(model, loss_fn=loss_fn, num_microbatches=3, num_ranks=2)
     >>> texts = [torch.randint(50, (2, length)) for length in (5, 3, 17)]
     >>> x = dl.Microbatches(one[:, :-1] for one in texts)
-    >>> y = dl.Microbatches(one[:, 1:] for one in texts)
+    >>> y = dl.Microbatches(one[:, 1:].clone() for one in texts)
     >>> y[0][1, 2:] = -1  # padding
     >>> loss = pipe.step(x, target=y).loss
     >>> logits = torch.cat([model(one).flatten(0, 1) for one in x])

@@ -115,9 +115,8 @@ class Programs:
         self._prune = prune
         self._listed = list(map(prune, given))
         self._numbers = {name: number for number, name in enumerate(named, start=1)}
-        self._known = {
-            id(one): (number, one) for number, one in enumerate(given)
-        }  # kept, so that their ids stay theirs
+        # By id; they are kept, so that no others get theirs.
+        self._known = {id(one): (number, one) for number, one in enumerate(given)}
         self._edges = set(edges_of(first)).union(*map(edges_of, named.values()))
 
     def __iter__(self) -> Iterator[Program]:

@@ -23,7 +23,14 @@ from drumline.core.measured.record import Record
 from drumline.core.program import Program
 from drumline.pipeline.state.frozen import Unused
 from drumline.pipeline.state.scaler import LossScaler
-from drumline.pipeline.verify.agreement import Given, agree_on_batch, agree_on_followed, agree_on_mode, agree_on_program
+from drumline.pipeline.verify.agreement import (
+    Given,
+    agree_on_batch,
+    agree_on_followed,
+    agree_on_mode,
+    agree_on_order,
+    agree_on_program,
+)
 
 _NUM_RECENT = 16
 
@@ -45,6 +52,7 @@ class Told:
     train: bool = True
     given: Given | None = None  # what the step was called with; not told where all ranks are in one process
     followed: dict[str, str] = field(default_factory=dict)  # digests of what was written for new kinds of input
+    order: tuple[int, ...] = ()  # in which microbatches ran, where one was chosen
     program: tuple[str, str] = ("", "")  # digest and name of one that is not the pipeline's own
 
 
@@ -139,6 +147,7 @@ class Tally:
         """Raise if the step must not be built on, on every rank alike."""
         agree_on_mode([one.train for one in self.told], self.number)
         agree_on_program([one.program for one in self.told], self.number)
+        agree_on_order([one.order for one in self.told], self.number)
         agree_on_batch([one.given for one in self.told], self.number)
         agree_on_followed([one.followed for one in self.told], self.number)
         bad = [str(rank) for rank, one in enumerate(self.told) if not one.finite]

@@ -280,6 +280,23 @@ def agree_on_program(told: Sequence[tuple[str, str]], step: int) -> None:
         )
 
 
+def agree_on_order(told: Sequence[tuple[int, ...]], step: int) -> None:
+    """Raise unless all ranks that chose an order of microbatches chose the same.
+
+    >>> agree_on_order([(0, 1), (), (1, 0)], 4)
+    Traceback (most recent call last):
+    drumline.core.errors.MismatchError: step 4: ranks 0 and 2 put the microbatches in different orders; expected ...
+    """
+    chosen = [(rank, order) for rank, order in enumerate(told) if order]
+    for rank, order in chosen[1:]:
+        if order != chosen[0][1]:
+            raise MismatchError(
+                f"step {step}: ranks {chosen[0][0]} and {rank} put the microbatches in different orders",
+                expected="the same sizes to choose by: those of the batch, or of a target where there is no batch",
+                fix="pass the batch to all ranks that hold the first or the last stage",
+            )
+
+
 def agree_on_mode(trained: Sequence[bool], step: int) -> None:
     """Raise unless all ranks called `step`, or all `eval_step`.
 
