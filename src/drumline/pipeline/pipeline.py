@@ -68,8 +68,8 @@ class Pipeline:
     - `compile`: run every stage's blocks by torch.compile: True, a backend's name, or a dict of its arguments.
     - `capture`: launch what a rank computes between two messages as one CUDA graph; for blocks that draw no random
       numbers.
-    - `programs`: further programs by name, for `step(program=NAME)`: a `Program`, a CSV file, or a number of microbatches
-      for the same schedule. All have the same stages in the same places.
+    - `programs`: further programs by name, for `step(program=NAME)`: a `Program`, a CSV file, or a number of
+      microbatches for the same schedule. All have the same stages in the same places.
     - `arrange`: let `Microbatches` of unequal sizes run in the order that takes least in the simulator. Gradients are
       then added in another order.
     - `record`: True keeps the last step's timeline, False records nothing, a folder gets the whole run.

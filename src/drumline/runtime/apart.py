@@ -66,6 +66,13 @@ def forms(tensors: Sequence[Tensor], form: Any, num_microbatches: int, what: str
                 fix="pass as many, or program=, one for that number of microbatches",
             )
         _check_alike(tensors, each, what)
+    for microbatch, lead in enumerate(lead_of(tensors, form)):
+        if lead is not None and lead.numel() == 0:
+            raise BatchError(
+                f"{what} has an empty tensor of the shape {tuple(lead.shape)} in microbatch {microbatch}",
+                expected="at least one row and one place in every microbatch",
+                fix="leave it out, and run a program of fewer microbatches",
+            )
     return [_of(form, microbatch) for microbatch in range(num_microbatches)]
 
 
@@ -88,13 +95,6 @@ def _check_alike(tensors: Sequence[Tensor], each: Sequence[Any], what: str) -> N
                 f"{what} has {first} in microbatch 0 and {kind} in microbatch {microbatch}",
                 expected="values of one kind in all microbatches; only shapes may differ",
             )
-        lead = next((tensors[place] for place in _places(form)), None)
-        if lead is not None and lead.numel() == 0:
-            raise BatchError(
-                f"{what} has an empty tensor of the shape {tuple(lead.shape)} in microbatch {microbatch}",
-                expected="at least one row and one place in every microbatch",
-                fix="leave it out, and run a program of fewer microbatches",
-            )
 
 
 def _kind(tensors: Sequence[Tensor], form: Any) -> str:
@@ -104,6 +104,8 @@ def _kind(tensors: Sequence[Tensor], form: Any) -> str:
     kind, *parts = form
     if kind == "plain":
         return type(parts[0]).__name__
+    if kind in ("tuple", "list") and all(isinstance(part, tuple) and part[0] == "plain" for part in parts):
+        return f"a {kind} of plain values"  # as many as there are documents in it, say
     head = HEADERS.get(kind, 0)
     names = f" {parts[head - 1]}" if head and kind != "named" else ""
     return f"{kind}{names} of {', '.join(_kind(tensors, part) for part in parts[head:])}"
