@@ -1,6 +1,7 @@
 """Texts of unequal length: padded to the longest of a step, padded by microbatch, or packed; real tokens a second.
 
     python benchmarks/lengths.py [--rounds 5] [--seeds 3] [--steps 4] [--width 128] [--json FILE]
+    python benchmarks/lengths.py --simulated        what orders and programs save, without running anything
 
 Lengths are log-normal (median 128, sigma 0.8, at most 1,024). A small transformer on two ranks, one thread each, by
 1f1b, trains on the same window of texts in every way; all ways take turns, window by window, in one run:
@@ -172,7 +173,7 @@ def measure(seeds: int, rounds: int, steps: int, width: int) -> list[dict[str, A
                     made = {name: dl.Microbatches(one[name] for one in step) for name in step[0]}
                     target = made.pop("target")
                     result = pipe.step(made, target=target, program=programs[len(step)])
-                    total += float(result.loss) * sum(int((one != IGNORED).sum()) for one in target)
+                    total += float(result.loss or 0.0) * sum(int((one != IGNORED).sum()) for one in target)
                     order = pipe._run.arranging.order_of if way == "arranged" else None
                     seen[way].append((pipe.timeline(), _sizes(made["ids"], order)))
                     pipe.zero_grad()
@@ -228,13 +229,62 @@ def summary(one: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def simulated(draws: int = 6) -> None:
+    """Print what orders save by schedule, 4 ranks and 16 microbatches of 8 texts, and what a search finds beyond."""
+    import random
+
+    import drumline as dl
+    from drumline.pipeline.lengths.arrange import arranged, orders
+    from drumline.pipeline.lengths.sizes import Size, SizeCosts
+
+    def sizes_of_draw(seed: int, count: int) -> list[Size]:
+        draw = random.Random(seed)
+        lengths = sorted(min(LONGEST, draw.lognormvariate(math.log(MEDIAN), SIGMA)) for _ in range(8 * count))
+        made = [Size(8, round(lengths[at + 7])) for at in range(0, len(lengths), 8)]
+        draw.shuffle(made)
+        return made
+
+    def costs_for(program: Any) -> SizeCosts:
+        ops = (dl.Op.FORWARD, dl.Op.BACKWARD_INPUT, dl.Op.BACKWARD_WEIGHT)
+        terms = {(stage, op): (20.0, 1.0, 1 / 2048) for stage in range(program.num_stages) for op in ops}
+        return SizeCosts(program.num_stages, terms)
+
+    print("step over its work per rank, simulated: 4 ranks, 16 microbatches, mean of", draws, "draws")
+    for name in ("1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "interleaved-zb", "hanayo", "dualpipe-v", "dualpipe"):
+        program = dl.generate(name, num_ranks=4, num_microbatches=16)
+        each: dict[str, list[float]] = {}
+        for seed in range(draws):
+            sizes, costs = sizes_of_draw(seed, 16), costs_for(program)
+            work = 3 * 16 * program.num_stages / 4
+            for way, order in orders(costs.weights(sizes)).items():
+                made = dl.simulate(program, costs.of([sizes[at] for at in order]))
+                unit = costs.of(sizes).per_stage("forward", program.num_stages)[0]
+                each.setdefault(way, []).append(made.makespan / unit / work)
+        print(f"{name:<17}", "  ".join(f"{way} {statistics.mean(one):.2f}" for way, one in each.items()))
+    print("searched for 2 s in the memory of 1f1b, in the order that is best by 1f1b")
+    for ranks, count in ((2, 8), (4, 16)):
+        for seed in range(2):
+            plain, split = (dl.generate(one, num_ranks=ranks, num_microbatches=count) for one in ("1f1b", "zb-h1"))
+            sizes, costs = sizes_of_draw(seed, count), costs_for(plain)
+            best = costs.of([sizes[at] for at in arranged(plain, costs, sizes).order])
+            work = 3 * count * best.per_stage("forward", ranks)[0]
+            limit = dl.Limit(max_activations=ranks)
+            found = dl.search(best, plain.placement, num_microbatches=count, limit=limit, seconds=2.0)
+            times = [dl.simulate(one, best).makespan / work for one in (plain, split)]
+            print(f"{ranks} ranks: 1f1b {times[0]:.2f}  zb-h1 {times[1]:.2f}  searched {found.value / work:.2f}")
+
+
 def main() -> None:
     """Print the table, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("rounds", 5), ("seeds", 3), ("steps", 4), ("width", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--simulated", action="store_true")
     args = parser.parse_args()
+    if args.simulated:
+        simulated()
+        return
     import drumline as dl
 
     found = dl.launch(measure, args.seeds, args.rounds, args.steps, args.width, num_ranks=2, threads=1)[0]
