@@ -136,9 +136,9 @@ class Intake:
             return
         targets = self.cut_batch(step.target, what="the batch" if self.own else "the target")
         if step.apart:
-            rows = rows_apart(step.target, self._found(step.target) if self.own else None)
+            each = rows_apart(step.target, self._found(step.target) if self.own else None)
             step.targets = targets = [targets[at] for at in step.order or range(len(targets))]
-            self._rows = [rows[at] for at in step.order or range(len(rows))]
+            self._rows = [each[at] for at in step.order or range(len(each))]
             self._sizes = [size_of(one) for one in targets]
             self._take_shares(step, self._weighed(targets))
             return
