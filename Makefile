@@ -71,6 +71,7 @@ bench: $(VENV)/full.stamp
 	$(BIN)/python benchmarks/messages.py --json out/messages.json
 	$(BIN)/python benchmarks/runtime_cpu.py --json out/runtime_cpu.json
 	$(BIN)/python benchmarks/recording.py --json out/recording.json
+	$(BIN)/python benchmarks/lengths.py --json out/lengths.json
 	$(BIN)/python benchmarks/checks.py --json out/checks.json
 	$(BIN)/python benchmarks/prediction.py --json out/prediction.json
 	$(BIN)/python benchmarks/balance.py --json out/balance.json

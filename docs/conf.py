@@ -21,7 +21,7 @@ from drumline.report.draw.pareto import pareto_svg
 from drumline.report.draw.svg import svg
 from drumline.report.kineto.analysis import analyze
 from drumline.report.plan.page import best_svg, pareto_chart, scaling_chart
-from drumline.schedules import schedules
+from drumline.schedules import generate, schedules
 
 project = "Drumline"
 author = "The Drumline authors"
@@ -112,6 +112,12 @@ found = search(
 )
 drawn["search-head"] = svg(
     found.timeline, width=900, title="searched, a heavy head in three activations"
+)
+unequal = Costs(microbatch_factor=[0.4, 0.6, 1.5, 2, 1, 0.5])
+drawn["lengths-ordered"] = svg(
+    simulate(generate("1f1b", num_ranks=2, num_microbatches=6), unequal),
+    width=900,
+    title="1f1b, unequal microbatches, the longest in the middle",
 )
 front = pareto(
     Costs(0.5, 0.5, 0.5), 4, num_microbatches=6, placement="v", tries=300, seconds=60

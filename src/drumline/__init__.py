@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from drumline.report.compare import compare
     from drumline.report.draw.grid import grid
     from drumline.report.kineto.analysis import analyze
+    from drumline.runtime.microbatches import Microbatches
     from drumline.schedules import generate, schedule
 
 _HOME = {
@@ -55,6 +56,7 @@ _HOME = {
     "I": "core.action",
     "Jitter": "plan.search.objective",
     "Limit": "core.timeline.idle",
+    "Microbatches": "runtime.microbatches",
     "Op": "core.action",
     "Pipeline": "pipeline.pipeline",
     "Placement": "core.placement",
@@ -99,6 +101,7 @@ __all__ = [
     "I",
     "Jitter",
     "Limit",
+    "Microbatches",
     "Op",
     "Pipeline",
     "Placement",

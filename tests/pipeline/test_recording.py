@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -145,8 +144,9 @@ def test_a_full_disk_ends_the_recording_and_not_the_training(
         train(pipe, 1)
         pipe._recording.failed()
         assert pipe._recording.folder is not None
-        pipe._recording.folder._files["rank1.jsonl"].close()
-        pipe._recording.folder._files["rank1.jsonl"] = FileIO("/dev/full", "w")
+        files = pipe._recording.folder._files
+        os.close(files["rank1.jsonl"])
+        files["rank1.jsonl"] = os.open("/dev/full", os.O_WRONLY)
         train(pipe, 1)
         pipe._recording.failed()
         train(pipe, 2)

@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
     if args.wait < 0:
         raise UsageError(f"--wait is {args.wait:g}", expected="0 seconds or more")
     found = _begun(args.run, 0.0 if args.once else args.wait)
-    live = LiveRun(args.run.name or str(args.run), found.program, marks=FINE if _takes(FINE.parts) else ASCII)
+    marks = FINE if _takes(FINE.parts) else ASCII
+    live = LiveRun(args.run.name or str(args.run), found.program, marks=marks, name_of=found.name_of)
     writers = _writers(args, found)
     screen = _Screen(live, as_json=args.json, once=args.once)
     try:

@@ -110,21 +110,13 @@ class Assembly:
                 self.randomness,
                 checkpointed=self.checkpointed,
                 loss=held_loss(self.loss, blocks[-1]) if index == self.program.num_stages - 1 else None,
-                split=self.split_of(index),
+                split=split_of(self.program, index),
                 precision=self.precision,
                 kind=self.program.backwards[index],
                 trained_below=index > self.program.backwards.count(Backward.NONE),
                 compiler=self.compiler,
             )
         return found
-
-    def split_of(self, stage: int) -> set[int]:
-        """Return the microbatches whose backward the stage splits into I and W."""
-        return {
-            part.microbatch
-            for part in self.program.work()
-            if part.stage == stage and part.op is Op.BACKWARD_INPUT and part.microbatch is not None
-        }
 
     def described(self, **more: Any) -> dict[str, Any]:
         """Return the settings that must be the same on all ranks."""
@@ -144,6 +136,19 @@ class Assembly:
             "compile": None if self.compiler is None else str(self.compiler.settings),
             **more,
         }
+
+
+def split_of(program: Program, stage: int) -> set[int]:
+    r"""Return the microbatches whose backward a stage runs in halves.
+
+    >>> split_of(Program.parse("0F0,0F1,0B0,0I1,0W1"), 0)
+    {1}
+    """
+    return {
+        part.microbatch
+        for part in program.work()
+        if part.stage == stage and part.op is Op.BACKWARD_INPUT and part.microbatch is not None
+    }
 
 
 def _refuse_statistics(blocks: Sequence[Block]) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from drumline.core.errors import RunError
+from drumline.core.errors import RunError, UsageError
 from drumline.core.lower import lower
 from drumline.core.program import Program
-from drumline.pipeline.assembly import Assembly
+from drumline.pipeline.assembly import Assembly, split_of
 from drumline.pipeline.crew import Crew
+from drumline.pipeline.lengths.programs import digest_of
 from drumline.pipeline.model.blocks import evaluating
 from drumline.pipeline.observer import Observer
 from drumline.pipeline.programs import forwards_of
@@ -31,8 +32,26 @@ from drumline.runtime.weights.tied import Copies
 Weighs = Literal["never", "first", "always"]  # in which steps executors count the bytes they hold
 
 
+class Lineup:
+    """The executors of one program, and the microbatches whose backward each stage runs in halves."""
+
+    def __init__(self, program: Program, executors: list[Executor]) -> None:
+        self.program = program
+        self.executors = executors
+        self.evaluators: list[Executor] | None = None
+        stages = {index for one in executors for index in one.stages}
+        self.split = {index: split_of(program, index) for index in stages}
+
+    @cached_property
+    def forwards(self) -> Program:
+        """The forwards alone, which evaluations run."""
+        return forwards_of(self.program)
+
+
 class Engine(Observer):
     """The executors of this process's ranks, built from an assembly of all ranks' stages."""
+
+    runs_one_program = ""  # why all steps run by one program
 
     def __init__(
         self, crew: Crew, assembly: Assembly, *, ahead: int, merge: bool, measure: bool, weigh: Weighs
@@ -44,7 +63,8 @@ class Engine(Observer):
         self.copies = self._copies()  # by rank, if all ranks are in this process
         self.executors = [self._executor(channel, merge, measure) for channel in crew.channels]
         self.assembly = assembly.of_ranks(channel.rank for channel in crew.channels)
-        self.evaluators = self._evaluators()
+        self._lineups = {0: Lineup(self.assembly.program, list(self.executors))}
+        self.number = 0  # of the program that runs
 
     def _copies(self) -> dict[int, Copies]:
         """If all ranks are in this process, return each rank's copies of blocks that belong to another rank."""
@@ -66,17 +86,55 @@ class Engine(Observer):
             ties=self.assembly.ties,
         )
 
-    def _evaluators(self) -> list[Executor]:
-        self.forwards = forwards_of(self.assembly.program)  # what evaluations run
-        program = lower(self.forwards, ahead=self._ahead)
-        return [Executor(program, one.rank, one.stages, one.channel, one.clock) for one in self.executors]
+    @property
+    def evaluators(self) -> list[Executor]:
+        """The executors of the program's forwards alone."""
+        lineup = self._lineups[self.number]
+        if lineup.evaluators is None:
+            program = lower(lineup.forwards, ahead=self._ahead)
+            each = [Executor(program, one.rank, one.stages, one.channel, one.clock) for one in self.executors]
+            for evaluator, executor in zip(each, self.executors, strict=True):
+                evaluator.code = executor.code
+            lineup.evaluators = each
+        return lineup.evaluators
+
+    @property
+    def forwards(self) -> Program:
+        """The program that evaluations run."""
+        return self._lineups[self.number].forwards
 
     def take_up(self, program: Program) -> None:
         """Switch to another program with the same stages on the same ranks; all ranks call it."""
-        self.assembly = replace(self.assembly, program=lower(program, ahead=self._ahead))
+        self._lineups = {}
+        self.run_by(0, program)
+
+    def run_by(self, number: int, program: Program) -> None:
+        """Run the next steps with the program of a number; all ranks call it. Executors are created once."""
+        lineup = self._lineups.get(number)
+        if lineup is None:
+            lineup = self._lineups[number] = self._lined_up(lower(program, ahead=self._ahead), number)
+        scales = [executor.scale for executor in self.executors]
+        self.number = number
+        self.assembly = replace(self.assembly, program=lineup.program)
         for stage in self.stages():
-            stage.split_only(self.assembly.split_of(stage.index))
-        self.executors[:] = [one.running(self.assembly.program) for one in self.executors]
+            stage.split_only(lineup.split[stage.index])
+        self.executors[:] = lineup.executors
+        for executor, scale in zip(self.executors, scales, strict=True):
+            executor.scale = scale
+
+    def _lined_up(self, program: Program, number: int) -> Lineup:
+        executors = [one.running(program) for one in self.executors]
+        lineup = Lineup(program, executors)
+        if number:
+            for executor in executors:
+                executor.code = int(digest_of(program)[:2], 16)
+        compiled = self.assembly.compiler is not None
+        if compiled and any(lineup.split[one.index] and not one.split for one in self.stages()):
+            raise UsageError(
+                f"the program {program.name!r} splits the backward of stages that were compiled without a split",
+                expected="backwards that the pipeline's own program splits too, or compile=False",
+            )
+        return lineup
 
     def run(self, step: Step) -> None:
         """Run every rank of this process through its row, in eval mode if the step does not train."""
@@ -132,6 +190,8 @@ class Engine(Observer):
 
 class CapturingEngine(Engine):
     """An engine that captures steps as CUDA graphs and replays them while they stay the same on all ranks."""
+
+    runs_one_program = "capture=True"
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)

@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import BatchError, ModelError
-from drumline.pipeline.loss.fn_loss import Check, FnWeight
+from drumline.pipeline.lengths.sizes import Size, sizes_of
+from drumline.pipeline.loss.fn_loss import Check, FnWeight, size_of, uneven
 from drumline.pipeline.loss.own_loss import OwnShares, own_loss
 from drumline.pipeline.model.blocks import inputs_for, is_chain
 from drumline.pipeline.model.splits import found_split
-from drumline.runtime.batch import Split, cut, num_rows, rows_of_each, shares
+from drumline.runtime.batch import Split, cut, num_rows, rows_apart, rows_of_each, shares
 from drumline.runtime.blocks.cut import Block, Model
 from drumline.runtime.blocks.pieces import Piece
 from drumline.runtime.executor import Step
 from drumline.runtime.loss.counts import Weighing
 from drumline.runtime.loss.sheet import Factors, Multiplying
+from drumline.runtime.microbatches import has_microbatches
 from drumline.runtime.values import moved, pack
 
 LossFunction = Callable[..., Tensor]
@@ -57,9 +59,11 @@ class Intake:
         self._fn = None if loss_fn is None or weigh is not None else FnWeight(loss_fn)
         self._step: Step | None = None  # the current step
         self._rows: list[int] = []  # rows of each microbatch
+        self._sizes: list[int] | None = None  # elements of their targets, if their lengths may differ
         self.is_open = False  # whether it is still unknown what the loss averages over
         self._check: Check | None = None  # check of the first step's loss
         self._is_compared = False
+        self.order_of: Callable[[tuple[Size, ...]], tuple[int, ...]] | None = None  # chooses the order of microbatches
         self.precise = False  # whether the loss shares need double precision
         self._weights: list[float | Tensor] = []
         self._shares: Sequence[Tensor] = ()
@@ -87,6 +91,9 @@ class Intake:
     def take(self, step: Step, batch: Any, target: Any, ends: Collection[str], rank: int) -> None:
         """Store batch and target on the processes whose `ends` are "first" or "last"."""
         self._trains = step.train
+        step.apart = self._are_apart(batch, target)
+        if step.apart:
+            step.sizes = sizes_of(batch) or sizes_of(target)
         if "first" in ends:
             if batch is None:
                 raise BatchError(f"rank {rank} holds the first stage but got no batch", fix="pass the batch to step")
@@ -103,23 +110,50 @@ class Intake:
                 raise BatchError(f"rank {rank} holds the last stage but got no target", fix="pass target= to step")
             step.target = moved(target, self.device)
 
+    def _are_apart(self, batch: Any, target: Any) -> bool:
+        """Whether the user has cut the microbatches, in batch and target alike."""
+        apart = [has_microbatches(one) for one in (batch, target) if one is not None]
+        if len(apart) == 2 and apart[0] != apart[1] and not self.own:
+            whole = "target" if apart[0] else "batch"
+            raise BatchError(
+                f"the {'batch' if apart[0] else 'target'} is given as Microbatches and the {whole} is not",
+                expected="both microbatch by microbatch, or both to be cut",
+                fix=f"pass Microbatches for the {whole} too",
+            )
+        return any(apart)
+
     def cut(self, step: Step) -> None:
         """Split batch and target into microbatches and compute their weights."""
         self._step = step
         step.cuts = self.cut_batch
         if step.batch is not None:
             step.inputs = self.cut_batch(step.batch)
+        if step.apart and step.train and self.order_of is not None and (step.inputs or step.target is not None):
+            self._check_count(step)
+            step.order = self.order_of(tuple(step.sizes))
+            step.inputs = [step.inputs[at] for at in step.order] if step.inputs else ()
         if step.target is None:
             return
         targets = self.cut_batch(step.target, what="the batch" if self.own else "the target")
+        if step.apart:
+            each = rows_apart(step.target, self._found(step.target) if self.own else None)
+            step.targets = targets = [targets[at] for at in step.order or range(len(targets))]
+            self._rows = [each[at] for at in step.order or range(len(each))]
+            self._sizes = [size_of(one) for one in targets]
+            self._take_shares(step, self._weighed(targets))
+            return
         rows = self.num_rows(step.target) if self.own else num_rows(step.target)
         if step.batch is not None and self.num_rows(step.batch) != rows:
             raise BatchError(
                 f"the batch has {self.num_rows(step.batch)} rows and the target has {rows}", expected="equal numbers"
             )
-        self._rows = rows_of_each(rows, self.num_microbatches)
+        self._rows, self._sizes = rows_of_each(rows, self.num_microbatches), None
         step.targets = targets
         self._take_shares(step, self._weighed(targets))
+
+    def _check_count(self, step: Step) -> None:
+        if len(step.sizes) != self.num_microbatches:
+            self.cut_batch(step.batch if step.batch is not None else step.target)  # says what is wrong
 
     def cut_batch(self, batch: Any, *, what: str = "the batch") -> list[Any]:
         """Return the microbatches of a batch, split as the user or the model says."""
@@ -137,7 +171,7 @@ class Intake:
         if self._own_shares is not None:
             return self._own_shares(targets, self._rows, train=self._trains)
         if self._fn is not None:
-            return self._fn(targets, self._rows)
+            return self._fn(targets, self._rows, self._sizes)
         return Weighing(shares([float(one) for one in self._rows]))
 
     def factors_of(self, microbatch: int) -> Factors:
@@ -201,7 +235,9 @@ class Intake:
             return loss  # not a step: blocks are being measured
         microbatch = next(at for at, one in enumerate(step.targets) if one is target)
         if self.is_open:
-            self._take_shares(step, fn(step.targets, self._rows))
+            self._take_shares(step, fn(step.targets, self._rows, self._sizes))
+        if step.apart and fn.is_uneven:
+            raise uneven("averages over something that does not grow with its target")
         if fn.is_doubted and not self._is_compared:
             if self._check is None or self._check.step is not step:
                 self._check = Check(fn.loss_fn, step)

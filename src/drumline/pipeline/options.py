@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -17,6 +17,7 @@ from drumline.core.errors import ModelError, UsageError, counted
 from drumline.core.program import Program
 from drumline.pipeline import transports
 from drumline.pipeline.assembly import Checkpointing
+from drumline.pipeline.lengths import programs
 from drumline.pipeline.model import splits
 from drumline.plan.device.plan import Plan
 from drumline.plan.device.planner import Planned
@@ -44,7 +45,7 @@ def _is_count(value: Any) -> bool:
 # The accepted values of each option, and how errors describe them.
 _COUNT = "an integer of at least 1"
 _COUNTS = ("num_microbatches", "num_ranks", "stages_per_rank")
-_SWITCHES = ("master_weights", "check_finite", "check_model", "merge_weight_gradients", "capture", "weigh")
+_SWITCHES = ("master_weights", "check_finite", "check_model", "merge_weight_gradients", "capture", "weigh", "arrange")
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_COUNTS, (lambda one: one is None or _is_count(one), _COUNT)),
     "ahead": (_is_count, _COUNT),
@@ -92,6 +93,8 @@ class Options:
     weigh: bool = False
     compile: Compile = False
     record: bool | str | Path = True
+    programs: Mapping[str, Program | str | Path | int] | None = None
+    arrange: bool = False
 
     def decided(self) -> Options:
         """Return the options with the plan's decisions applied and every value checked.
@@ -115,7 +118,12 @@ class Options:
                 raise UsageError(f"{name} is {value!r:.80}", expected=expected)
         if self.schedule == "auto":
             self._check_auto()
+        if self.arrange and self.capture:
+            raise UsageError(
+                "arrange is True and capture is True", expected="one of the two: captured steps stay as they are"
+            )
         splits.check(self.split)
+        programs.check(self.programs)
         device_named(self.device)
         transports.check(self.transport)
         if isinstance(getattr(self.model, "_orig_mod", None), nn.Module):
@@ -127,6 +135,8 @@ class Options:
 
     def _check_auto(self) -> None:
         """Refuse to search if nothing is measured, or if a recorded run would have two programs."""
+        if self.programs:
+            raise UsageError("programs are named and schedule is 'auto'", expected="only one of them")
         if self.record is False:
             raise UsageError("record is False and schedule is 'auto'", expected="record=True, to measure steps")
         if self.record is not True:

@@ -14,6 +14,7 @@ from drumline.core.errors import UsageError, counted
 from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
 from drumline.pipeline.auto_schedule import Searched
+from drumline.pipeline.lengths.arrange import SearchedSizes
 from drumline.pipeline.options import Options, made_with
 from drumline.pipeline.saving.loader import Loaded
 from drumline.pipeline.saving.saver import Saving
@@ -76,6 +77,10 @@ class Pipeline:
     - `weigh`: count the bytes of activations after every action, for `timeline().stash`. This slows steps down.
     - `compile`: compile each stage's blocks with torch.compile: True, a backend's name, or a dict of arguments.
     - `capture`: run the work between two messages as one CUDA graph. Blocks must not draw random numbers.
+    - `programs`: further programs by name, for `step(program=NAME)`: a `Program`, a CSV file, or a number of
+      microbatches for the same schedule. All must place the same stages on the same ranks.
+    - `arrange`: run `Microbatches` of unequal sizes in the order that the simulator finds fastest. This adds gradients
+      in a different order.
     - `record`: True keeps the last step's timeline (default), False records nothing, a folder stores the whole run.
     """
 
@@ -91,6 +96,11 @@ class Pipeline:
     def program(self) -> Program:
         """The program that the ranks run, without backwards for frozen parameters; schedule="auto" may replace it."""
         return self._run.frozen.program
+
+    @property
+    def programs(self) -> dict[str, Program]:
+        """The programs that `step(program=NAME)` may name, beside the one that runs without a name."""
+        return self._run.programs.named
 
     @property
     def check_finite(self) -> bool:
@@ -112,7 +122,15 @@ class Pipeline:
         """What carries messages between ranks: "in-process", "shared-memory", "gloo" or "nccl"."""
         return self._crew.channels[0].name
 
-    def step(self, *batch: Any, target: Any = None, outputs: Any = False, share: Any = 1.0, **named: Any) -> StepResult:
+    def step(
+        self,
+        *batch: Any,
+        target: Any = None,
+        outputs: Any = False,
+        share: Any = 1.0,
+        program: Any = None,
+        **named: Any,
+    ) -> StepResult:
         """Run one training step: add gradients to the parameters' `.grad` and return the loss.
 
         Call it as you would call the model: with the first block's input, or with the model's arguments. Only ranks
@@ -120,11 +138,13 @@ class Pipeline:
         `result.output` is the detached output of the last stage, or None on ranks without that stage.
 
         `share` multiplies the step's gradients but not its loss. If several steps add up to one update, pass this
-        step's share of the update's tokens, the same on every rank.
+        step's share of the update's tokens, the same on every rank. `program` is a name out of `programs`, or a
+        `Program` that places the same stages on the same ranks; the same on every rank.
         """
         call, step = CalledWith(batch, named, target), self._new_step()
         step.wants_outputs, step.share = _switched(outputs), _shared(share)
         self._run.refuse(step)
+        self._run.run_by(step, program)
         self._run.catch_up(step)
         self._run.check_before(step, call)
         tally = self._run.run(step, call)
@@ -136,12 +156,15 @@ class Pipeline:
         """What the check of the first step compared, what it cost and what it skipped; None before the check."""
         return self._run.check.checked
 
-    def eval_step(self, *batch: Any, target: Any = None, outputs: Any = True, **named: Any) -> StepResult:
-        """Run only the forwards, in eval mode and without gradients.
+    def eval_step(
+        self, *batch: Any, target: Any = None, outputs: Any = True, program: Any = None, **named: Any
+    ) -> StepResult:
+        """Run only the forwards, of `program` if it is given, in eval mode and without gradients.
 
         Ranks with the last stage return `result.output`, unless `outputs=False`.
         """
         wanted, step = _switched(outputs), self._new_step(train=False)
+        self._run.run_by(step, program)
         with self._recording.between.during("evaluate"):
             self._run.catch_up(step)
             self._recording.evaluating(step)
@@ -175,6 +198,20 @@ class Pipeline:
             clip.scale(self.parameters(), total, max_norm)
             self._recording.note(grad_norm=total)
             return total
+
+    def search(self, sizes: Iterable[Any], *, seconds: float = 2.0, num_steps: int = 1000) -> SearchedSizes:
+        """Search a program for steps whose microbatches have these sizes: lengths, or (rows, length) for each.
+
+        Costs are fitted to the steps with `Microbatches` so far. Rank 0 searches for so many seconds, in the memory of
+        the pipeline's own program, and all ranks call this alike. `program` of what is returned is None unless it saves
+        more in so many steps than the search took; pass it to `step`.
+
+        >>> pipe = Pipeline([nn.Linear(1, 1), nn.Linear(1, 1)], num_microbatches=4, num_ranks=2)
+        >>> pipe.search([100, 30, 50, 20], seconds=0.1).arranged.name
+        'longest in the middle'
+        """
+        self.settle()
+        return self._run.arranging.search(list(sizes), seconds=seconds, num_steps=num_steps)
 
     @property
     def searched(self) -> Searched | None:

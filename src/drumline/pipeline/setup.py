@@ -23,6 +23,8 @@ from drumline.pipeline.balance import Balance, chosen_stages
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.engine import CapturingEngine, Engine
 from drumline.pipeline.intake import Intake
+from drumline.pipeline.lengths.arrange import Arranging
+from drumline.pipeline.lengths.programs import Programs, named_programs
 from drumline.pipeline.options import Options, device_named
 from drumline.pipeline.programs import program_for
 from drumline.pipeline.record.recording import Recording
@@ -45,7 +47,7 @@ from drumline.runtime.weights.materialise import materialise
 from drumline.runtime.weights.tied import Ties
 
 # Settings that must be the same on all ranks, besides what ranks agree on anyway.
-_ALIKE = ("check_finite", "check_model", "master_weights", "merge_weight_gradients", "capture", "ahead")
+_ALIKE = ("arrange", "check_finite", "check_model", "master_weights", "merge_weight_gradients", "capture", "ahead")
 
 
 def set_up(options: Options) -> StepRun:
@@ -105,12 +107,14 @@ class _SetUp:
         # Tensors that several ranks hold get the values of the rank that owns them.
         check = self._check(stages, intake, {name: one for name, one in values.items() if name not in copied})
         engine = self._engine(assembled)
+        programs = self._programs(frozen)
         holdings = Holdings(assembled.ties, crew, engine.executors, list(engine.copies.values()))
         ledger = Ledger(given.unused, unused_in(stages) if crew.rank == 0 else None)
         recording = Recording(given.record, crew, ledger, holdings, [one.clock for one in engine.executors])
         if recording.folder is not None:
             crew.observe(recording)
             recording.describe(given.settings(), frozen.program, assembled, balance)
+            recording.runs_several(programs)
         updates = Updates(numbers, holdings, recording, check, master_weights=given.master_weights)
         intake.precise = any(one.dtype is torch.float64 for one in holdings.parameters())
         frozen.forget_all_but(engine.assembly.cuts)
@@ -122,10 +126,14 @@ class _SetUp:
         check.attach(engine, holdings)
         followed = Followed(block for stage in engine.stages() for block in stage.blocks)
         auto = AutoSchedule(crew, ledger, frozen, engine, recording) if given.schedule == AUTO else None
-        observers = [*([] if auto is None else [auto]), engine, holdings, updates, shared, recording]
+        arranging = Arranging(
+            crew, lambda: programs[engine.number] if engine.number else frozen.program, is_on=given.arrange
+        )
+        intake.order_of = arranging.order_of if given.arrange else None
+        observers = [*([] if auto is None else [auto]), engine, holdings, updates, shared, recording, arranging]
         return StepRun(
             crew, ledger, intake, frozen, engine, holdings, updates, recording, watched, followed, check,
-            observers, auto, balance, given.check_finite,
+            observers, auto, balance, given.check_finite, programs, arranging,
         )  # fmt: skip
 
     def _check(self, stages: Sequence[Sequence[Block]], intake: Intake, values: dict[str, bytes]) -> ModelCheck:
@@ -182,6 +190,16 @@ class _SetUp:
         self._agree(assembled.described(**more))
         self.crew.connect(assembled.ties.edges)
         return assembled
+
+    def _programs(self, frozen: Frozen) -> Programs:
+        """Return the programs that steps may name, once all ranks agree on them."""
+        given = self.options
+        named = named_programs(given.programs, self.program, given.schedule, given.stages_per_rank)
+        if given.programs:
+            self._agree({"set of programs": {name: one.format() for name, one in named.items()}})
+        programs = Programs(self.program, named, frozen.pruned_too)
+        self.crew.connect(programs.edges)
+        return programs
 
     def _engine(self, assembled: Assembly) -> Engine:
         """Return the engine that runs the program on this process's ranks."""

@@ -20,12 +20,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from drumline.core.errors import ModelError, RunError
+from drumline.core.errors import ModelError, RunError, UsageError
+from drumline.core.program import Program
 from drumline.pipeline.auto_schedule import AutoSchedule
 from drumline.pipeline.balance import Balance
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.engine import Engine
 from drumline.pipeline.intake import Intake
+from drumline.pipeline.lengths.arrange import Arranging
+from drumline.pipeline.lengths.programs import Programs, digest_of
 from drumline.pipeline.observer import Observer
 from drumline.pipeline.record.recording import Recording
 from drumline.pipeline.record.tally import Ledger, Tally, Told
@@ -39,7 +42,8 @@ from drumline.runtime.batch import counted_in
 from drumline.runtime.channel.channel import step_topic
 from drumline.runtime.executor import Step
 from drumline.runtime.gradients.clip import all_finite
-from drumline.runtime.values import joined
+from drumline.runtime.microbatches import Microbatches
+from drumline.runtime.values import joined, pack
 
 
 class CalledWith(NamedTuple):
@@ -86,6 +90,25 @@ class StepRun:
     auto: AutoSchedule | None
     balance: Balance | None
     check_finite: bool
+    programs: Programs
+    arranging: Arranging
+
+    def run_by(self, step: Step, program: str | Program | None) -> None:
+        """Have a step run by the program that it names, or by the pipeline's own; all ranks call it alike."""
+        if program is None and self.engine.number == 0:
+            return
+        with self.crew.together("the choice of a program"):
+            number = self.programs.number_of(program)
+            if number and (why := self.engine.runs_one_program or ("schedule='auto'" if self.auto is not None else "")):
+                raise UsageError(
+                    f"a step names a program, and the pipeline was made with {why}",
+                    expected="one program in all steps there",
+                )
+            step.program = number
+            if number != self.engine.number:
+                program = self.programs[number] if number else self.frozen.program
+                self.engine.run_by(number, program)
+                self.intake.num_microbatches = program.num_microbatches
 
     def refuse(self, step: Step) -> None:
         """Refuse a step that cannot train, before contacting any other rank."""
@@ -163,13 +186,20 @@ class StepRun:
         """Tell all ranks the outcome of the step here; return a tally of what all ranks tell."""
         told = self._told(step)
         told.given, told.followed = given, self.followed.fresh()
-        each = [told] + [Told(train=step.train) for _ in self.crew.channels[1:]]
+        program = self.frozen.program
+        if step.program:
+            program = self.programs[step.program]
+            told.program = (digest_of(program), program.name)
+        told.order = step.order
+        each = [told] + [Told(train=step.train, program=told.program) for _ in self.crew.channels[1:]]
         for observer in self.observers:
             observer.tell(step, each)
         topic = step_topic(step.number)
         self.crew.tell(topic, each)
-        program = self.frozen.program if step.train else self.engine.forwards
+        if not step.train:
+            program = self.engine.forwards
         tally = Tally(step.number, lambda: self.crew.heard(topic), program, self.updates.scaler)
+        tally.program_number = step.program
         self.ledger.add(tally, trained=step.train, alone=self.crew.alone)
         for observer in self.observers:
             observer.told(step, tally, each)
@@ -198,7 +228,16 @@ class StepRun:
 
 
 def output_of(step: Step) -> Any:
-    """Return the last stage's output for the whole batch; None if the stage is elsewhere or nobody wanted it."""
+    """Return the last stage's output for the whole batch; None if the stage is elsewhere or nobody wanted it.
+
+    If the user split the batch, the output comes as `Microbatches`.
+    """
     order = sorted(step.outputs)
-    shares = [step.shares[one] for one in order] if len(step.shares) else []
-    return joined([step.outputs[one] for one in order], shares) if order else None
+    if not order:
+        return None
+    if step.order:  # as they were given
+        order = sorted(order, key=step.order.__getitem__)
+    made = [step.outputs[one] for one in order]
+    if step.apart or len({tuple(one.shape[1:] for one in pack(value)[0]) for value in made}) > 1:
+        return Microbatches(made)
+    return joined(made, [step.shares[one] for one in order] if len(step.shares) else [])

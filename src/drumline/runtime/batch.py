@@ -5,7 +5,8 @@ batch is then the mean of the microbatches' means, weighted by their rows. A los
 (tokens that count) brings its own weights.
 
 Not everything is split along its first dimension. Numbers and tensors without rows go whole to all microbatches. So do
-tensors with one row among others with more, such as positions of shape (1, length). `split` says the rest.
+tensors with one row among others with more, such as positions of shape (1, length). `split` says the rest. Values that
+the user split, `Microbatches`, stay as they are, and tensors beside them are split to the same rows.
 """
 
 from __future__ import annotations
@@ -18,22 +19,14 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import BatchError, counted
+from drumline.runtime import apart
+from drumline.runtime.microbatches import Microbatches as Microbatches
 from drumline.runtime.values import pack, unpack
 
 # For an argument: the dimension of its rows, None to give it whole to all microbatches, or a function of all arguments
 # that returns how many of its rows belong to each row of the batch.
 How = int | None | Callable[[Mapping[Any, Any]], Any]
 Split = Mapping[str | int, How]
-
-
-class Microbatches(tuple[Any, ...]):
-    """One value for each microbatch, in place of a tensor that would be cut: their shapes may differ.
-
-    >>> len(Microbatches([torch.ones(2, 7), torch.ones(2, 3)]))
-    2
-    """
-
-    __slots__ = ()
 
 
 def cut(batch: Any, num_microbatches: int, *, what: str = "the batch", split: Split | None = None) -> list[Any]:
@@ -46,6 +39,8 @@ def cut(batch: Any, num_microbatches: int, *, what: str = "the batch", split: Sp
     [[0, 1], [2, 3]]
     """
     tensors, form = pack(batch)
+    if form is not None and apart.is_apart(form):
+        return _cut_apart(batch, num_microbatches, what, split)
     rows = num_rows(batch, what=what, split=split)
     if rows < num_microbatches:
         raise BatchError(
@@ -56,11 +51,49 @@ def cut(batch: Any, num_microbatches: int, *, what: str = "the batch", split: Sp
     if form is None:
         return list(tensors[0].tensor_split(num_microbatches))
     hows = _hows(batch, split)
-    given = dict(_items(batch))
-    pieces = [
-        _parts(tensor, hows.get(id(tensor), _BY_ITSELF), rows, num_microbatches, given, what) for tensor in tensors
-    ]
+    given, each = dict(_items(batch)), rows_of_each(rows, num_microbatches)
+    pieces = [_parts(tensor, hows.get(id(tensor), _BY_ITSELF), each, given, what) for tensor in tensors]
     return [unpack(one, form) for one in zip(*pieces, strict=True)]
+
+
+def _cut_apart(batch: Any, num_microbatches: int, what: str, split: Split | None) -> list[Any]:
+    """Return the microbatches of what the user cut; tensors beside it get as many rows in each."""
+    tensors, form = pack(batch)
+    forms = apart.forms(tensors, form, num_microbatches, what)
+    given_apart = apart.inside(form)
+    if len(given_apart) == len(tensors):
+        return [unpack(tensors, one) for one in forms]
+    hows, given = _hows(batch, split), dict(_items(batch))
+    each = rows_apart(batch, split)
+    pieces = []
+    for place, tensor in enumerate(tensors):
+        how = hows.get(id(tensor), _BY_ITSELF)
+        if place in given_apart:
+            pieces.append([tensor] * num_microbatches)
+            continue
+        if how is _BY_ITSELF and tensor.dim() and tensor.shape[0] not in (1, sum(each)):
+            raise BatchError(
+                f"{what} has a tensor of the shape {tuple(tensor.shape)} beside Microbatches of {sum(each)} rows",
+                expected="as many rows in all, to be cut like these, or one row for all microbatches",
+                fix="pass Microbatches for it too, or split={'name': None} to give it whole to each",
+            )
+        pieces.append(list(_parts(tensor, how, each, given, what)))
+    return [unpack(part, one) for part, one in zip(zip(*pieces, strict=True), forms, strict=True)]
+
+
+def rows_apart(batch: Any, split: Split | None = None) -> list[int]:
+    """Return how many rows each microbatch has that the user cut.
+
+    >>> rows_apart({"x": Microbatches([torch.ones(2, 7), torch.ones(3, 4)])})
+    [2, 3]
+    """
+    tensors, form = pack(batch)
+    hows = _hows(batch, split) if split else {}
+    found = []
+    for lead in apart.lead_of(tensors, form):
+        how = hows.get(id(lead), 0)
+        found.append(1 if lead is None else int(lead.shape[how if isinstance(how, int) else 0]))
+    return found
 
 
 def num_rows(batch: Any, *, what: str = "the batch", split: Split | None = None) -> int:
@@ -70,7 +103,9 @@ def num_rows(batch: Any, *, what: str = "the batch", split: Split | None = None)
     >>> num_rows((torch.ones(3, 2), torch.ones(3)))
     3
     """
-    tensors, _ = pack(batch)
+    tensors, form = pack(batch)
+    if form is not None and apart.is_apart(form):
+        return sum(rows_apart(batch, split))
     if not tensors:
         raise BatchError(f"{what} contains no tensor", expected="tensors whose first dimension is the batch")
     hows = _hows(batch, split) if split else {}
@@ -131,23 +166,29 @@ def _items(batch: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(batch)
 
 
-def _parts(
-    tensor: Tensor, how: How, rows: int, num_parts: int, given: Mapping[Any, Any], what: str
-) -> Sequence[Tensor]:
+def _parts(tensor: Tensor, how: How, rows: Sequence[int], given: Mapping[Any, Any], what: str) -> Sequence[Tensor]:
+    """Return a tensor's part for each microbatch, which has so many rows."""
+    total = sum(rows)
     if how is _BY_ITSELF:
-        how = None if tensor.dim() == 0 or (tensor.shape[0] == 1 and rows > 1) else 0
+        how = None if tensor.dim() == 0 or (tensor.shape[0] == 1 and total > 1) else 0
     if how is None:
-        return [tensor] * num_parts
+        return [tensor] * len(rows)
     if not callable(how):
-        return tensor.tensor_split(num_parts, dim=how)
+        if not -tensor.dim() <= how < tensor.dim() or tensor.shape[how] != total:
+            raise BatchError(
+                f"{what} has a tensor of the shape {tuple(tensor.shape)}, and split says that its rows are its"
+                f" dimension {how}",
+                expected=f"{counted(total, 'row')} there",
+            )
+        return torch.split(tensor, list(rows), dim=how)
     each = torch.as_tensor(how(given)).flatten().tolist()
-    if len(each) != rows or sum(each) != tensor.shape[0]:
+    if len(each) != total or sum(each) != tensor.shape[0]:
         raise BatchError(
             f"{what} has a packed tensor of shape {tuple(tensor.shape)}, and split counts {sum(each)} in"
             f" {counted(len(each), 'row')}",
-            expected=f"{counted(rows, 'count')}, one for each row, that sum to {tensor.shape[0]}",
+            expected=f"{counted(total, 'count')}, one for each row, that sum to {tensor.shape[0]}",
         )
-    bounds = [0, *accumulate(rows_of_each(rows, num_parts))]
+    bounds = [0, *accumulate(rows)]
     return torch.split(tensor, [int(sum(each[start:end])) for start, end in pairwise(bounds)])
 
 
@@ -160,11 +201,16 @@ def counted_in(batch: Any) -> tuple[int, int]:
     """
     if batch is None:
         return 0, 0
-    first = next((one for one in pack(batch)[0] if one.dim()), None)
-    if first is None:
-        return 0, 0
-    is_text = first.dim() == 2 and not first.is_floating_point() and not first.is_complex()
-    return int(first.shape[0]), first.numel() if is_text else 0
+    tensors, form = pack(batch)
+    if form is not None and apart.is_apart(form):
+        firsts = [one for one in apart.lead_of(tensors, form) if one is not None]
+    else:
+        firsts = [one for one in tensors if one.dim()][:1]
+    return sum([int(one.shape[0]) for one in firsts]), sum([one.numel() for one in firsts if _is_text(one)])
+
+
+def _is_text(tensor: Tensor) -> bool:
+    return tensor.dim() == 2 and not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def shares(weights: list[float | Tensor]) -> list[float | Tensor]:

@@ -35,6 +35,7 @@ class Draft:
         self.marks: Any = None  # of a device's clock, for unsettled starts and ends
         self.clock = 0
         self.on_device = 0
+        self.program = 0
         self.starts: list[int] = []
         self.ends: list[int] = []
         self.held: list[int] = []

@@ -48,6 +48,10 @@ class Step:
     cuts: Callable[[Any], list[Any]] | None = None  # splits the batch into inputs
     wants_outputs: bool = False  # whether a training step keeps the last stage's output
     train: bool = True
+    program: int = 0  # number of its program among those of the pipeline
+    apart: bool = False  # whether the user split the batch, so that shapes of microbatches may differ
+    sizes: Sequence[Any] = ()  # rows and length of each given microbatch, if known
+    order: tuple[int, ...] = ()  # which of them runs in each slot of the program, if an order was chosen
     repeats: bool = False  # whether it replays a captured step, the same on all ranks: no need to split it
     scale: float = 1.0  # loss scale: factor of the loss's gradient, so that float16 can hold it
     share: float = 1.0  # this step's share of an update, if several steps add up to it
@@ -114,6 +118,7 @@ class Executor:
         self.channel = channel
         self.clock = clock
         self.placement = program.placement
+        self.code = 0  # a byte that distinguishes the program from others of the pipeline
         self.lowest = program.backwards.count(Backward.NONE)  # stages below this one need no gradients
         self.merge = merge_weight_gradients
         self.scale = scale
@@ -129,7 +134,9 @@ class Executor:
     def running(self, program: Program) -> Executor:
         """Return an executor of another program, with the same stages on the same rank."""
         own, ties = (self.rank, self.stages, self.channel, self.clock), self.exchange.ties
-        return Executor(program, *own, merge_weight_gradients=self.merge, scale=self.scale, ties=ties)
+        made = Executor(program, *own, merge_weight_gradients=self.merge, scale=self.scale, ties=ties)
+        made.exchange = self.exchange  # one step runs at a time
+        return made
 
     def _translate(self, row: Sequence[Action]) -> list[Job]:
         # For each computing op: take, the stage's method, put.
@@ -206,7 +213,7 @@ class Executor:
         channel, clock, stages, now = self.channel, self.clock, self.stages.values(), self.clock.now
         self._reset()
         self.draft = draft
-        channel.begin(step.number, train=step.train)
+        channel.begin(step.number, train=step.train, program=self.code)
         clock.begin(draft)
         for stage in stages:
             stage.begin()

@@ -20,12 +20,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from drumline.core.errors import ModelError
+from drumline.runtime.microbatches import Microbatches
 
 Path = tuple[tuple[str, Any], ...]  # the path to a tensor inside a result: ("item", 0), ("field", "x")
 
 # How many parts of a form precede its values: names, a type, or both.
-_HEADERS = {"dict": 1, "named": 1, "fields": 2, "mapping": 2}
-_CONTAINERS: dict[str, Callable[[Sequence[Any]], Any]] = {"tuple": tuple, "list": list}
+HEADERS = {"dict": 1, "named": 1, "fields": 2, "mapping": 2}
+APART = "microbatches"  # the kind of a form with one part per microbatch
+_CONTAINERS: dict[str, Callable[[Sequence[Any]], Any]] = {"tuple": tuple, "list": list, APART: Microbatches}
 
 
 def pack(value: Any) -> tuple[tuple[Tensor, ...], Any]:
@@ -58,6 +60,8 @@ def _form(value: Any, tensors: dict[int, Tensor]) -> Any:
         return (type(value).__name__, *(_form(one, tensors) for one in value))
     if type(value) is dict:
         return ("dict", tuple(value), *(_form(one, tensors) for one in value.values()))
+    if type(value) is Microbatches:
+        return (APART, *(_form(one, tensors) for one in value))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return ("named", type(value), *(_form(one, tensors) for one in value))
     if is_dataclass(value) and not isinstance(value, type):
@@ -120,7 +124,7 @@ def plain_in(form: Any) -> Iterator[Any]:
         if kind == "plain":
             yield parts[0]
         else:
-            for part in parts[_HEADERS.get(kind, 0) :]:
+            for part in parts[HEADERS.get(kind, 0) :]:
                 yield from plain_in(part)
 
 

@@ -73,6 +73,7 @@ class Record:
     end_ns: int = 0
     clock: int = 0
     on_device: int = 0  # whether starts and ends are those of a device, which the host may have run ahead of
+    program: int = 0  # number of the run's program that the step used
     starts: Sequence[int] = field(default_factory=list)
     ends: Sequence[int] = field(default_factory=list)
     held: Sequence[int] = field(default_factory=list)
@@ -116,7 +117,7 @@ class Record:
         >>> Record(0, begin_ns=1000, end_ns=1500, starts=[1100], ends=[1300]).to_json()
         {'rank': 0, 'step': 0, 'since_ns': -1000, 'begin_ns': 1000, 'end_ns': 500, ... 'starts': [100], 'ends': [300]}
         """
-        plain = {name: getattr(self, name) for name in _PLAIN}
+        plain = {name: getattr(self, name) for name in _PLAIN if name != "program" or self.program}
         plain["since_ns"] -= self.begin_ns
         plain["end_ns"] -= self.begin_ns
         tables = ((name, getattr(self, name)) for name in COLUMNS)
@@ -131,7 +132,7 @@ class Record:
         True
         """
         begin = int(table["begin_ns"])
-        values: dict[str, Any] = {name: int(table[name]) for name in _PLAIN}
+        values: dict[str, Any] = {name: int(table[name]) for name in _PLAIN if name != "program" or name in table}
         values["since_ns"] += begin
         values["end_ns"] += begin
         values |= {name: _shifted(name, table.get(name, ()), begin) for name in COLUMNS}
@@ -171,6 +172,7 @@ def decoded(stage: int, op: int, microbatch: int) -> Action:
 
 LINE = Kind("record", RecordError, "the line as the run wrote it", 256 * 2**20)
 
+MOST_PROGRAMS = 10**6
 _MOMENT = 2**61  # nanoseconds, 73 years: the sum of two still fits in 64 bits
 _ANY_MOMENTS = ("start", "end", "from", "to", "made", "sent", "arrived", "left")
 _PER_ACTION = ("starts", "ends", "held", "stash", "peaks")
@@ -196,6 +198,8 @@ def read_record(line: Mapping[str, Any], program: Program, rank: int, step: int)
     table["clock"].whole(-(2**63), 2**64)
     if table["on_device"].value not in (0, 1):
         raise table["on_device"].refuse("0 or 1")
+    if "program" in line:
+        table["program"].whole(0, MOST_PROGRAMS)
     num_timed = len(program.timed_rows[rank])
     tables = {name: _flat(table, name) for name in COLUMNS}
     for name in _PER_ACTION:

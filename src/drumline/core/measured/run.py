@@ -3,6 +3,7 @@
     config.json  plan.json  program.csv  environment.json      written once, by rank 0
     rank0.jsonl  rank1.jsonl  ...                              a line per step, each by its own rank
     metrics.jsonl                                              a line per step, by rank 0
+    program-1.csv  program-2.csv  ...                          if steps used other programs: their lines say which
     ended.json                                                 written when rank 0 closes the run
 
 Only complete lines count, so the unfinished line of a killed rank is ignored. A step exists once all ranks wrote it.
@@ -23,7 +24,7 @@ from drumline.core.errors import DrumlineError, RecordError, counted
 from drumline.core.files import MIB, Kind, is_there, named, opened, parse_object, read_object
 from drumline.core.measured.align import Dial, align
 from drumline.core.measured.measured import Measured
-from drumline.core.measured.record import LINE, Record, read_record
+from drumline.core.measured.record import LINE, MOST_PROGRAMS, Record, read_record
 from drumline.core.parsed import LARGEST, Parsed, shown
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
@@ -42,6 +43,15 @@ def rank_file(rank: int) -> str:
     'rank3.jsonl'
     """
     return f"rank{rank}.jsonl"
+
+
+def program_file(number: int) -> str:
+    """Return the name of the file of a program by its number; 0 is the one that steps run by unless they name another.
+
+    >>> program_file(0), program_file(2)
+    ('program.csv', 'program-2.csv')
+    """
+    return f"program-{number}.csv" if number else PROGRAM
 
 
 def read_run(path: str | Path) -> Run:
@@ -74,7 +84,8 @@ class Run:
             )
         self.plan = self._object(PLAN)
         self.environment = self._object(ENVIRONMENT)
-        self.program = self._program()
+        self.program = self._program(0)
+        self._programs = {0: self.program}
         _check_plan(self.path / PLAN, self.plan, self.program)
         self._ranks = [_Lines(self.path / rank_file(rank), self.id) for rank in range(self.program.num_ranks)]
         self._metrics = _Lines(self.path / METRICS, self.id)
@@ -104,12 +115,28 @@ class Run:
         """Return what one rank measured in a step."""
         table = self._ranks[rank].read(step)
         try:
-            return read_record(table, self.program, rank, step)
+            return read_record(table, self._by(table.get("program", 0)), rank, step)
         except RecordError as error:
             raise RecordError(
                 f"the line of step {step} in {self._ranks[rank].path} is not a record: {error.error}",
                 expected=error.expected,
             ) from None
+
+    def program_of(self, step: int) -> Program:
+        """Return the program that a step ran by."""
+        return self._by(self._ranks[0].read(step).get("program", 0))
+
+    def _by(self, number: Any) -> Program:
+        """Return the program of a number."""
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= MOST_PROGRAMS:
+            raise RecordError(f"a damaged record: program is {shown(number)}", expected="the number of a program")
+        if number not in self._programs:
+            found = self._programs[number] = self._program(number)
+            if found.num_ranks != self.program.num_ranks or found.num_stages != self.program.num_stages:
+                raise RecordError(
+                    f"{self.path / program_file(number)} is for other ranks or stages than {PROGRAM}", expected=_WROTE
+                )
+        return self._programs[number]
 
     def timeline(self, step: int | None = None) -> Measured:
         """Return the timeline of a step over all ranks; the last step by default."""
@@ -128,7 +155,10 @@ class Run:
             at = steps.index(step)
             around = steps[max(at - _STEPS_AROUND, 0) : at + _STEPS_AROUND + 1]
             dials = align([self._records(one) for one in around], around.index(step))
-        found = Measured(self.program, records, self._weighed, dials)
+        program = self._by(records[0].program)
+        # The first step's bytes say what a step holds that runs by the same program.
+        weighed = self._weighed if self._weighed[0].program == records[0].program else ()
+        found = Measured(program, records, weighed, dials)
         if not found.makespan > 0:
             raise RecordError(f"step {step} in {self.path} took 0 seconds", expected="a step that ran")
         return found
@@ -175,16 +205,24 @@ class Run:
             _check_run(path, found["run"], self.id)
         return found
 
-    def _program(self) -> Program:
+    def _program(self, number: int) -> Program:
+        path = self.path / program_file(number)
         try:
-            program = Program.load(self.path / PROGRAM)
+            program = Program.load(path)
         except DrumlineError as error:
             raise RecordError(error.error, expected="the program as the run wrote it") from None
         if violations := validate(program):
-            raise RecordError(
-                f"{self.path / PROGRAM} cannot have run: {violations[0]}", expected="the program as the run wrote it"
-            )
-        return Program(program.rows, str(self.plan.get("schedule")))
+            raise RecordError(f"{path} cannot have run: {violations[0]}", expected="the program as the run wrote it")
+        return Program(program.rows, self.name_of(number))
+
+    def name_of(self, number: int) -> str:
+        """Return what a program is called: the schedule, the name that the user gave it, or its number."""
+        if not number:
+            return str(self.plan.get("schedule"))
+        settings = self.config.get("settings")
+        named = settings.get("programs") if isinstance(settings, dict) else None
+        names = list(named) if isinstance(named, dict) else []
+        return names[number - 1] if number <= len(names) else f"program {number}"
 
 
 _WROTE = "the file as the run wrote it"

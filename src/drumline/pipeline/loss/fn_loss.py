@@ -51,8 +51,8 @@ def labels_weight(loss_fn: Any) -> Callable[[Any], Tensor] | None:
     ignored, weight = given.get("ignore_index", _IGNORED), given.get("weight")
 
     def counted(target: Any) -> Tensor:
-        if not isinstance(target, Tensor) or target.is_floating_point():
-            return torch.tensor(len(target))
+        if not isinstance(target, Tensor) or target.is_floating_point():  # chances of classes: every place counts
+            return torch.tensor(target.numel() if isinstance(target, Tensor) else len(target))
         return labels_counted(target, ignored, weight)
 
     return counted
@@ -65,6 +65,13 @@ class _Seen:
     counts: Counts | None
     num_outputs: int
     walk: Walk
+    size: int  # elements of the target
+
+    def is_proportional(self, other: _Seen) -> bool:
+        """Whether means are over as many elements for each of the target's as in another kind."""
+        pairs = zip(self.walk.terms, other.walk.terms, strict=False)
+        means = [(one.num_bytes, two.num_bytes) for one, two in pairs if one.labels is None and one.divided is None]
+        return all(one is None or two is None or one * other.size == two * self.size for one, two in means)
 
 
 class FnWeight:
@@ -74,25 +81,34 @@ class FnWeight:
         self.loss_fn = loss_fn
         self.direct = labels_weight(loss_fn)
         self._seen: dict[Any, _Seen] = {}
+        self._by_target: dict[Any, _Seen] = {}
+        # Whether the count it averages over does not grow with the target, so that other lengths need other weights.
+        self.is_uneven = False
         # Whether the function may not work row by row, so that the first step's loss must be compared.
         self.is_doubted = False
         self._warned = False
 
-    def __call__(self, targets: Sequence[Any], rows: Sequence[int]) -> Weighing | None:
-        """Return the microbatches' shares; None if the function must first be watched on one of them."""
+    def __call__(
+        self, targets: Sequence[Any], rows: Sequence[int], sizes: Sequence[int] | None = None
+    ) -> Weighing | None:
+        """Return the microbatches' shares; None if the function must first be watched on one of them.
+
+        `sizes` are the elements of each target, if microbatches have different lengths.
+        """
         if len(targets) == 1:
             return Weighing([1.0])
         if self.direct is not None:
             return weighed([[_quiet(self.direct(one))] for one in targets], rows)
-        by_target = {target: seen for (_, target), seen in self._seen.items()}
-        seen = [by_target.get(_kind(one)) for one in targets]
+        seen = [self._by_target.get(_kind(one)) for one in targets]
         found = [one for one in seen if one is not None]
         if not found:
             return None
         # A kind that was not watched differs only in its number of rows, and counts in the same way.
         each = [one or found[0] for one in seen]
-        counts = [self._count(one, target, row) for one, target, row in zip(each, targets, rows, strict=True)]
+        counts = [self._count(one, target, row) for one, target, row in zip(each, targets, sizes or rows, strict=True)]
         if any(one is None for one in counts):
+            if sizes is not None and all(one.counts is not None for one in found):
+                raise uneven("takes shapes as numbers, and what it counts of another length is not known")
             return weighed([[float(one)] for one in rows], rows)
         made = weighed([one for one in counts if one is not None], rows)
         if made.factors:
@@ -114,7 +130,9 @@ class FnWeight:
         walk = Walk(graph, graph.outputs[0], graph.inputs[num_outputs:])
         is_plain = bool(walk.terms) and not walk.others
         self.is_doubted |= not is_plain or bool(mixed_by(walk))
-        self._seen[kind] = _Seen(Counts(walk) if is_plain else None, num_outputs, walk)
+        seen = _Seen(Counts(walk) if is_plain else None, num_outputs, walk, size_of(target))
+        self.is_uneven |= any(not seen.is_proportional(one) for one in [*self._seen.values()][:1])
+        self._seen[kind] = self._by_target[kind[1]] = seen
         if walk.others and not self._warned:
             self._warn(walk, target)
         return loss
@@ -177,7 +195,8 @@ class Check:
         order = sorted(self.outputs)
         try:
             with torch.no_grad():
-                whole = self.loss_fn(joined([self.outputs[one] for one in order]), self.step.target)
+                target = joined(list(self.step.targets)) if self.step.apart else self.step.target
+                whole = self.loss_fn(joined([self.outputs[one] for one in order]), target)
         except (RuntimeError, ValueError, TypeError, IndexError):
             return  # the microbatches cannot be merged into a batch
         parts = sum(float(self.losses[one]) * float(self.step.shares[one]) for one in order)
@@ -188,6 +207,24 @@ class Check:
                 fix="pass loss_weight=, a function from a target to its weight (len, to weight by rows), or use"
                 " num_microbatches=1",
             )
+
+
+def uneven(why: str) -> ModelError:
+    """Return the error of a loss that cannot be weighed for microbatches of different lengths."""
+    return ModelError(
+        f"loss_fn {why}",
+        expected="a mean over the target's elements or labels, for microbatches of different lengths",
+        fix="pass loss_weight=, what a microbatch's target counts",
+    )
+
+
+def size_of(target: Any) -> int:
+    """Return how many elements a target has.
+
+    >>> size_of((torch.ones(2, 3), torch.ones(2)))
+    6
+    """
+    return next((one.numel() for one in pack(target)[0] if one.dim()), 1)
 
 
 def _quiet(count: Tensor) -> Count:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from drumline.core.errors import DrumlineError, ModelError
+from drumline.pipeline.loss.fn_loss import size_of
 from drumline.pipeline.model.blocks import evaluating
 from drumline.runtime.batch import num_rows
 from drumline.runtime.blocks.script import OwnLossParts, Script
@@ -59,8 +60,10 @@ class OwnWeight(TorchFunctionMode):
         self.loss_fn = loss_fn
         self.counts: list[float] = []
 
-    def __call__(self, inputs: Any, target: Any = None) -> float:
+    def __call__(self, inputs: Any, target: Any = None, *, by_size: bool = False) -> float:
         """Run the model once, without gradients, and return what its loss averages over: labels, or else rows.
+
+        With `by_size`, for microbatches of different lengths, it is elements of the target instead of rows.
 
         It refuses a loss that adds means over different counts, because no single weight is right for it.
         """
@@ -74,7 +77,9 @@ class OwnWeight(TorchFunctionMode):
                 f"the model's loss adds means over {' and '.join(f'{one:g}' for one in self.counts)} labels",
                 expected="means over one count",
             )
-        return self.counts[0] if self.counts else num_rows(inputs if target is None else target)
+        if self.counts:
+            return self.counts[0]
+        return size_of(target) if by_size and target is not None else num_rows(inputs if target is None else target)
 
     def _run(self, inputs: Any) -> Any:
         if not isinstance(inputs, Inputs):

@@ -27,6 +27,7 @@ from drumline.core.program import Program
 from drumline.pipeline.assembly import Assembly
 from drumline.pipeline.balance import Balance
 from drumline.pipeline.crew import Crew
+from drumline.pipeline.lengths.programs import Programs
 from drumline.pipeline.observer import Observer
 from drumline.pipeline.record.run_folder import RunFolder, config_of, environment_of, plan_of, problem
 from drumline.pipeline.record.tally import Ledger, Tally, Told
@@ -122,6 +123,8 @@ class Recording(Observer):
         self.between = Between(clocks)  # what this process does between steps
         self._late: Sequence[Draft] = ()  # of the last step, if the device had not finished it
         self._unwritten: list[Record] = []
+        self._described = {0}  # numbers of the programs in the folder
+        self._programs: Sequence[Program] | Programs = ()
         self._waiting: list[tuple[Tally, dict[str, Any]]] = []  # steps whose metrics are not written yet
         self._takes_notes = False  # whether the last step still accepts metrics: the next one has not begun
         if not isinstance(record, bool):
@@ -153,12 +156,19 @@ class Recording(Observer):
             plan = plan_of(program, assembly, balance)
             self.folder.describe(program, config_of(settings), plan, {"ranks": told})
 
+    def runs_several(self, programs: Programs) -> None:
+        """Take note of the programs by which steps may run."""
+        self._programs = programs
+
     def called(self, step: Step) -> None:
-        """Begin the drafts of a step."""
+        """Begin the drafts of a step; its program is written before its first line."""
         self._takes_notes = False
+        if step.program not in self._described and 0 in self._ranks and self.folder is not None:
+            self.folder.add_program(step.program, self._programs[step.program])
+            self._described.add(step.program)
         step.drafts = [Draft(rank, step.number) for rank in self._ranks]
         for draft, clock, channel in zip(step.drafts, self._clocks, self._crew.channels, strict=True):
-            draft.clock = clock.number
+            draft.clock, draft.program = clock.number, step.program
             if self._has_clocks:
                 draft.heard = [moment for one in channel.comparisons() for moment in one]
         self.between.hand_over(step.drafts)

@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,17 @@ import torch
 
 from drumline.core.errors import UsageError
 from drumline.core.measured.record import COLUMNS, Record
-from drumline.core.measured.run import CONFIG, ENDED, ENVIRONMENT, FORMAT, METRICS, PLAN, PROGRAM, rank_file
+from drumline.core.measured.run import (
+    CONFIG,
+    ENDED,
+    ENVIRONMENT,
+    FORMAT,
+    METRICS,
+    PLAN,
+    PROGRAM,
+    program_file,
+    rank_file,
+)
 from drumline.core.program import Program
 from drumline.pipeline.assembly import Assembly
 from drumline.pipeline.balance import Balance
@@ -34,6 +43,7 @@ from drumline.runtime.blocks.cut import guessed_costs
 from drumline.runtime.capture.cuda import device_name
 
 _SECONDS_TO_FLUSH = 1.0
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
@@ -60,10 +70,14 @@ class RunFolder:
         self._process = os.getpid()
         self._flushed = time.monotonic()
         names = [rank_file(rank) for rank in ranks] + ([METRICS] if 0 in ranks else [])
+        # Not file objects: these may be closed before who writes to them, where both are garbage at once.
+        self._files: dict[str, int] = {}
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._files = {name: FileIO(path / name, "x") for name in names}
+            for name in names:
+                self._files[name] = os.open(path / name, _NEW, 0o666)
         except OSError as error:
+            self._let_go()
             raise UsageError(
                 f"cannot write to {path}: {error.strerror}", expected="a folder for the run", fix="choose another one"
             ) from None
@@ -76,6 +90,11 @@ class RunFolder:
         _put(self.path / PROGRAM, program.format() + "\n")
         for name, table in ((PLAN, plan), (ENVIRONMENT, environment), (CONFIG, config)):
             _put(self.path / name, json.dumps({"run": self.run, **table}, indent=2) + "\n")
+
+    def add_program(self, number: int, program: Program) -> None:
+        """Write a program that some of the steps run by, before the first of them is written."""
+        if self.is_open:
+            _put(self.path / program_file(number), program.format() + "\n")
 
     def add_record(self, record: Record) -> None:
         """Add a rank's line."""
@@ -117,15 +136,15 @@ class RunFolder:
 
     def _let_go(self) -> None:
         self.is_open = False
-        for file in self._files.values():
-            file.close()
+        while self._files:
+            os.close(self._files.popitem()[1])
 
 
-def _write(file: FileIO, data: bytes) -> None:
+def _write(file: int, data: bytes) -> None:
     """Write all of the data: the kernel may accept it in parts."""
     view = memoryview(data)
     while view:
-        view = view[file.write(view) :]
+        view = view[os.write(file, view) :]
 
 
 def _put(path: Path, text: str) -> None:

@@ -23,7 +23,14 @@ from drumline.core.measured.record import Record
 from drumline.core.program import Program
 from drumline.pipeline.state.frozen import Unused
 from drumline.pipeline.state.scaler import LossScaler
-from drumline.pipeline.verify.agreement import Given, agree_on_batch, agree_on_followed, agree_on_mode
+from drumline.pipeline.verify.agreement import (
+    Given,
+    agree_on_batch,
+    agree_on_followed,
+    agree_on_mode,
+    agree_on_order,
+    agree_on_program,
+)
 
 _NUM_RECENT = 16
 
@@ -46,6 +53,8 @@ class Told:
     train: bool = True
     given: Given | None = None  # arguments of the step; None if all ranks are in one process
     followed: dict[str, str] = field(default_factory=dict)  # digests of graphs traced for new kinds of input
+    order: tuple[int, ...] = ()  # order of the microbatches, if one was chosen
+    program: tuple[str, str] = ("", "")  # digest and name of a program other than the pipeline's own
 
 
 @dataclass(eq=False)
@@ -56,6 +65,7 @@ class Tally:
     hear: Callable[[], list[Told]]
     program: Program
     scaler: LossScaler | None = None
+    program_number: int = 0
     own: Callable[[], list[Record]] | None = None  # if all ranks are here, their records on demand
     following: Tally | None = None  # the next training step
 
@@ -121,6 +131,8 @@ class Tally:
     def metrics(self, noted: Mapping[str, Any], dials: tuple[Dial, ...] = ()) -> dict[str, Any]:
         """Return the step's metrics; `noted` are additional ones, `dials` say how to read the ranks' clocks."""
         found: dict[str, Any] = {"loss_metrics/global_avg_loss": self.loss, **noted}
+        if self.program_number:
+            found["program"] = self.program_number
         records = self.known_records
         if records is not None:
             found |= step_metrics(self.program, records, dials)
@@ -135,6 +147,8 @@ class Tally:
     def check(self) -> None:
         """Raise the same error on every rank if the step failed."""
         agree_on_mode([one.train for one in self.told], self.number)
+        agree_on_program([one.program for one in self.told], self.number)
+        agree_on_order([one.order for one in self.told], self.number)
         agree_on_batch([one.given for one in self.told], self.number)
         agree_on_followed([one.followed for one in self.told], self.number)
         bad = [str(rank) for rank, one in enumerate(self.told) if not one.finite]

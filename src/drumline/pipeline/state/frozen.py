@@ -55,6 +55,10 @@ class Frozen:
         self.program = prune(program, self._trained)
         return self.program
 
+    def pruned_too(self, program: Program) -> Program:
+        """Return another program for the same stages, to be run beside the first, without those backwards."""
+        return prune(program, self._trained)
+
     def forget_all_but(self, cuts: Cuts) -> None:
         """Keep only these blocks alive, because other processes hold the rest; check the rest while they live."""
         self._is_whole = all(cuts)

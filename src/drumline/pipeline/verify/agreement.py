@@ -22,6 +22,7 @@ from drumline.runtime.blocks.cut import Block, Model, blocks_of
 from drumline.runtime.blocks.pieces import Piece
 from drumline.runtime.blocks.script import Script
 from drumline.runtime.blocks.value_names import function_name, short
+from drumline.runtime.microbatches import has_microbatches
 from drumline.runtime.values import pack
 
 Print = tuple[str, tuple[int, ...], bytes]  # a tensor's dtype, shape and some elements
@@ -188,6 +189,7 @@ class Given:
 
     batch: tuple[Print, ...]
     target: tuple[Print, ...]
+    is_apart: bool = False  # whether the user cut it into microbatches
 
     @staticmethod
     def of(batch: Any, target: Any) -> Given:
@@ -208,12 +210,13 @@ def begun(batch: Any, target: Any) -> Callable[[], Given]:
     """
     batches, targets = (() if value is None else pack(value)[0] for value in (batch, target))
     samples = samples_begun([*batches, *targets])
+    is_apart = has_microbatches(batch) or has_microbatches(target)
 
     def given() -> Given:
         found = samples()
         pairs = zip((*batches, *targets), found, strict=True)
         prints = [(str(one.dtype), tuple(one.shape), sample) for one, sample in pairs]
-        return Given(tuple(prints[: len(batches)]), tuple(prints[len(batches) :]))
+        return Given(tuple(prints[: len(batches)]), tuple(prints[len(batches) :]), is_apart)
 
     return given
 
@@ -227,6 +230,13 @@ def agree_on_batch(told: Sequence[Given | None], step: int) -> None:
     """
     if all(one is None or one == told[0] for one in told):
         return
+    apart = {one.is_apart: rank for rank, one in enumerate(told) if one is not None and (one.batch or one.target)}
+    if len(apart) > 1:
+        raise MismatchError(
+            f"step {step}: rank {apart[True]} got Microbatches and rank {apart[False]} a batch or target to be cut",
+            expected="the same on every rank that gets one",
+            fix="pass Microbatches to all of them",
+        )
     for what in ("batch", "target"):
         each = [(rank, getattr(one, what)) for rank, one in enumerate(told) if one is not None]
         each = [(rank, one) for rank, one in each if one]
@@ -252,6 +262,39 @@ def _agree_on_tensors(
         expected=f"the same {what} on every rank that gets one",
         fix="use the same seed and data order on all ranks, or pass None on ranks without the first or last stage",
     )
+
+
+def agree_on_program(told: Sequence[tuple[str, str]], step: int) -> None:
+    """Raise unless all ranks ran the same program: what each told is its digest and name, none for the pipeline's own.
+
+    >>> agree_on_program([("", ""), ("1a", "long")], 2)
+    Traceback (most recent call last):
+    drumline.core.errors.MismatchError: step 2: rank 0 ran the pipeline's own program and rank 1 the program 'long'...
+    """
+    other = next((rank for rank, (digest, _) in enumerate(told) if digest != told[0][0]), None)
+    if other is not None:
+        names = [f"the program {name!r}" if digest else "the pipeline's own program" for digest, name in told]
+        raise MismatchError(
+            f"step {step}: rank 0 ran {names[0]} and rank {other} {names[other]}",
+            expected="the same program= on every rank",
+        )
+
+
+def agree_on_order(told: Sequence[tuple[int, ...]], step: int) -> None:
+    """Raise unless all ranks that chose an order of microbatches chose the same.
+
+    >>> agree_on_order([(0, 1), (), (1, 0)], 4)
+    Traceback (most recent call last):
+    drumline.core.errors.MismatchError: step 4: ranks 0 and 2 put the microbatches in different orders; expected ...
+    """
+    chosen = [(rank, order) for rank, order in enumerate(told) if order]
+    for rank, order in chosen[1:]:
+        if order != chosen[0][1]:
+            raise MismatchError(
+                f"step {step}: ranks {chosen[0][0]} and {rank} put the microbatches in different orders",
+                expected="the same sizes to choose by: those of the batch, or of a target where there is no batch",
+                fix="pass the batch to all ranks that hold the first or the last stage",
+            )
 
 
 def agree_on_mode(trained: Sequence[bool], step: int) -> None:

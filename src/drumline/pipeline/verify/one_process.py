@@ -18,6 +18,7 @@ from drumline.core import rules
 from drumline.core.errors import DrumlineError, ModelError
 from drumline.core.program import Program
 from drumline.pipeline.assembly import device_of
+from drumline.pipeline.loss.fn_loss import size_of
 from drumline.pipeline.loss.own_loss import OwnWeight, own_loss
 from drumline.pipeline.model.blocks import blocks_for, example_inputs
 from drumline.pipeline.model.sources import Material
@@ -26,6 +27,7 @@ from drumline.plan.cut.peaks import held_by
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.batch import num_rows, shares
 from drumline.runtime.blocks.cut import blocks_of, cut
+from drumline.runtime.microbatches import has_microbatches
 from drumline.runtime.randomness import HostChance, Randomness
 from drumline.runtime.values import moved, pack
 from drumline.runtime.weights.tied import Ties
@@ -98,6 +100,7 @@ class OneProcess:
         self._batch = moved(example_inputs(material.model, material.batch), device)
         self._own = material.loss_fn is None
         self._target = self._batch if self._own else moved(material.target, device)
+        self._apart = has_microbatches(self._target)
         self._loss_fn = material.loss_fn
         model = material.model
         self._weight = OwnWeight(model, material.loss_fn) if isinstance(model, nn.Module) else None
@@ -152,8 +155,8 @@ class OneProcess:
     def _counted(self, value: Any, target: Any) -> float:
         """Return the weight of a microbatch: what its loss averages over, from the calls of the unsplit model."""
         if self._weight is None:
-            return num_rows(target)
-        return self._weight(value) if self._own else self._weight(value, target)
+            return size_of(target) if self._apart else num_rows(target)
+        return self._weight(value) if self._own else self._weight(value, target, by_size=self._apart)
 
     def _microbatch(self, microbatch: int, value: Any, target: Any, share: float | Tensor) -> Tensor:
         with self._plain.seeding(microbatch, self._randomness) as run:

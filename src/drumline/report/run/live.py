@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from drumline.core.program import Program
@@ -39,8 +39,12 @@ ASCII = Marks("#=-.!", "#", "_.-=^")
 class LiveRun:
     """What is known about a run so far: its last line, and the losses of earlier lines."""
 
-    def __init__(self, name: str, program: Program, *, marks: Marks = FINE) -> None:
+    def __init__(
+        self, name: str, program: Program, *, marks: Marks = FINE, name_of: Callable[[int], str] = str
+    ) -> None:
+        """`name_of` says what a program is called that some of the steps run by, from its number."""
         self.name = name
+        self.name_of = name_of
         self.program = program
         self.marks = marks
         self.line: dict[str, Any] = {}
@@ -103,6 +107,8 @@ class LiveRun:
         parts += [f"{number(line[name], 4)} {unit}" for name, unit in _RATES.items() if line.get(name)][:1]
         if line.get(SECONDS):
             parts.append(f"{duration(line[SECONDS])} per step")
+        if line.get("program"):
+            parts.append(f"by {self.name_of(int(line['program']))}")
         if line.get("pp/bubble") is not None:
             parts.append(f"bubble {line['pp/bubble']:.1%}")
         return "   ".join(parts)

@@ -44,7 +44,7 @@ def run_page(reports: Sequence[RunReport], *, opening: str = "") -> str:
 def _title(reports: Sequence[RunReport]) -> str:
     if len(reports) > 1:
         return f"{len(reports)} runs side by side"
-    program = reports[0].run.program
+    program = reports[0].seen.program
     return f"{reports[0].name}: {program.name}, {counts(program)}"
 
 

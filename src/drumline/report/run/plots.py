@@ -38,7 +38,7 @@ def plots(reports: Sequence[RunReport], *, file_type: str) -> bytes:
     matplotlib = needed("matplotlib", extra="viz")
     pyplot = needed("matplotlib.figure", extra="viz")
     with matplotlib.rc_context(_STYLE):
-        heights = [1.2 + 0.5 * one.run.program.num_ranks for one in reports]
+        heights = [1.2 + 0.5 * one.seen.program.num_ranks for one in reports]
         figure = pyplot.Figure(figsize=(11, sum(heights) + 0.4 * len(heights)), layout="constrained")
         rows = figure.subfigures(len(reports), 1, squeeze=False, height_ratios=heights)
         for (row,), report in zip(rows, reports, strict=True):
@@ -62,7 +62,7 @@ def renumbered(picture: bytes) -> bytes:
 
 def _row(figure: Any, report: RunReport) -> None:
     seen = report.seen
-    title = f"{report.name}: {report.run.program.name}, step {seen.step}"
+    title = f"{report.name}: {report.seen.program.name}, step {seen.step}"
     figure.suptitle(title, fontsize=9, fontweight="bold", x=0.01, ha="left")
     axes = figure.subplot_mosaic([["measured", "causes"], ["simulated", "steps"]], width_ratios=[3, 1])
     for name, timeline in (("measured", seen.measured), ("simulated", seen.simulated)):
@@ -75,7 +75,7 @@ def _row(figure: Any, report: RunReport) -> None:
 def _legend(figure: Any, report: RunReport) -> None:
     """Explain the colours below the plots."""
     patch = needed("matplotlib.patches", extra="viz").Patch
-    used = {part.op for part in report.run.program.work()}
+    used = {part.op for part in report.seen.program.work()}
     ops = [patch(color=SHADES[op].odd, label=words.name) for op, words in OPS.items() if op in used]
     causes = [
         patch(facecolor="none", edgecolor=IDLE[cause].light, hatch=_DENSER * IDLE[cause].lines, label=cause.value)

@@ -6,6 +6,7 @@ over similar steps, so that a single disturbed step does not determine the advic
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -49,7 +50,7 @@ class Observed(Evidence):
 def observe(run: Run, step: int | None = None) -> Observed:
     """Collect what a report needs; RecordError says what is missing."""
     steps, metrics = run.steps, run.metrics()
-    near = [step] if step is not None else _typical(metrics, steps)
+    near = [step] if step is not None else _typical(_of_one_program(metrics), steps)
     chosen = near[len(near) // 2] if near else None
     measured = run.timeline(chosen)
     number = measured.records[0].step
@@ -65,6 +66,21 @@ def observe(run: Run, step: int | None = None) -> Observed:
         run=run,
         pooled=pooled,
     )
+
+
+def _of_one_program(metrics: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the lines of the steps that ran by the program of most steps: others take other times.
+
+    >>> [one["step"] for one in _of_one_program([{"step": 0}, {"step": 1, "program": 2}, {"step": 2}])]
+    [0, 2]
+    """
+    counts = Counter(_program_in(line) for line in metrics)
+    most = max(counts, key=lambda number: (counts[number], -number), default=0)
+    return [line for line in metrics if _program_in(line) == most]
+
+
+def _program_in(line: Mapping[str, Any]) -> int:
+    return int(line.get("program") or 0)
 
 
 def _typical(metrics: Sequence[dict[str, Any]], steps: Sequence[int]) -> list[int]:
@@ -96,13 +112,18 @@ class RunReport:
     @cached_property
     def steadiness(self) -> Steadiness:
         """Whether the machine was quiet during the run, judged by its steps after the first and its load before."""
-        lengths = [one["makespan"] for one in self.steps[1:] if one["makespan"] is not None]
+        mine = self.seen.measured.records[0].program
+        lengths = [
+            one["makespan"]
+            for one in self.steps[1:]
+            if one["makespan"] is not None and one.get("program", mine) == mine
+        ]
         return Steadiness(spread_of(lengths), *machine_load(self.run.environment))
 
     @cached_property
     def stages(self) -> list[dict[str, Any]]:
         """Every stage: where it runs, its blocks, and its seconds per microbatch."""
-        seen, program, blocks = self.seen, self.run.program, self.run.plan.get("blocks")
+        seen, program, blocks = self.seen, self.seen.program, self.run.plan.get("blocks")
         each = [seen.costs.per_stage(op, program.num_stages) for op in OPS]
         slowest = max(seen.stage_seconds)
         return [
@@ -148,8 +169,14 @@ class RunReport:
         for line in self.seen.metrics:
             one = {name: line.get(metric) for name, metric in CURVES.items()}
             bubble = one["bubble"]
+            if (number := _program_in(line)) or self._runs_several:
+                one["program"] = number
             found.append({"step": line["step"], **one, "utilisation": None if bubble is None else 1.0 - bubble})
         return found
+
+    @property
+    def _runs_several(self) -> bool:
+        return any(_program_in(line) for line in self.seen.metrics)
 
     def _middle(self, name: str) -> float | None:
         """Return the median of a metric over steps, if any has it."""
@@ -169,7 +196,7 @@ class RunReport:
 
     def figures(self) -> dict[str, Any]:
         """Return all figures, without the timelines' actions."""
-        seen, program = self.seen, self.run.program
+        seen, program = self.seen, self.seen.program
         return {
             "name": self.name,
             "run": self.run.id,

@@ -24,7 +24,7 @@ def reports_text(reports: Sequence[RunReport], *, width: int = 100, colour: bool
 
 def report_text(report: RunReport, *, width: int = 100, colour: bool = False) -> str:
     """Return one report as text."""
-    seen, program = report.seen, report.run.program
+    seen, program = report.seen, report.seen.program
     measured, simulated = seen.measured.makespan, seen.simulated.makespan
     slowest = report.stages[report.slowest_stage]
     head = [
@@ -49,7 +49,7 @@ def ranks_table(report: RunReport, *, width: int = 100) -> str:
     """Return the table of ranks: seconds by what they did, idle share, peak stash."""
     rows = []
     for one in report.ranks:
-        cells = [str(one["rank"]), " ".join(map(str, report.run.program.placement.stages_of(one["rank"])))]
+        cells = [str(one["rank"]), " ".join(map(str, report.seen.program.placement.stages_of(one["rank"])))]
         cells += [duration(one[part]) for part in PARTS]
         rows.append([*cells, f"{one['idle_share']:.1%}", held(one)])
     return table(["rank", "stages", *PARTS, "idle", "peak stash"], rows, width=width, left=2, keep=("idle",))
@@ -63,7 +63,7 @@ def runs_table(reports: Sequence[RunReport], *, width: int = 100) -> str:
         measured = report.seen.measured
         slowest = f"{report.slowest_stage}: {duration(max(report.seen.stage_seconds))}"
         shares = (f"{share:.1%}" for share in (measured.bubble, report.overhead_share))
-        cells = [report.name, report.run.program.name, duration(measured.makespan), *shares, slowest]
+        cells = [report.name, report.seen.program.name, duration(measured.makespan), *shares, slowest]
         rows.append([*cells, fullest(report.ranks)])
     return table(header, rows, width=width, left=2, keep=("makespan", "bubble"))
 

@@ -82,8 +82,11 @@ class Channel(ABC):
         """Open more directed edges (source, target); call it with the same edges on all ranks."""
 
     @abstractmethod
-    def begin(self, step: int, *, train: bool = True) -> None:
-        """Start a step, which trains or not: everything sent, posted and taken from here on belongs to it."""
+    def begin(self, step: int, *, train: bool = True, program: int = 0) -> None:
+        """Start a step, which trains or not: everything sent, posted and taken from here on belongs to it.
+
+        `program` is a byte that distinguishes its program from others.
+        """
 
     @abstractmethod
     def send(self, receive: Action, target: int, tensors: Sequence[Tensor], form: Any) -> None:

@@ -67,7 +67,7 @@ class InProcessChannel(Channel):
         self.num_ranks = hub.num_ranks
         self.step = 0
 
-    def begin(self, step: int, *, train: bool = True) -> None:
+    def begin(self, step: int, *, train: bool = True, program: int = 0) -> None:
         """Start a step."""
         self.step = step
 

@@ -37,9 +37,9 @@ def key_text(key: bytes) -> str:
     return f"{Action(stage, _OPS[op], None if microbatch < 0 else microbatch)} of step {step}"
 
 
-def step_code(step: int, *, train: bool = True) -> bytes:
-    """Return the first part of the keys of a step's messages: its number, and whether it trains."""
-    return _STEP.pack(2 * step + (not train))
+def step_code(step: int, *, train: bool = True, program: int = 0) -> bytes:
+    """Return the first part of the keys of a step's messages: its number, whether it trains, a byte of its program."""
+    return _STEP.pack(((2 * step + (not train)) << 8) + program)
 
 
 def mode_of(key: bytes) -> tuple[int, bool]:
@@ -49,7 +49,7 @@ def mode_of(key: bytes) -> tuple[int, bool]:
     ((3, True), (-1, False))
     """
     (code,) = _STEP.unpack_from(key)
-    return code // 2, code % 2 == 0
+    return code >> 9, not code >> 8 & 1
 
 
 def action_code(action: Action) -> bytes:
@@ -119,10 +119,10 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
                 self._arrive(source, other, later)
         return message
 
-    def begin(self, step: int, *, train: bool = True) -> None:
+    def begin(self, step: int, *, train: bool = True, program: int = 0) -> None:
         """Start a step; every message of earlier steps must have been taken."""
         self._step, self._trains = step, train
-        self._step_code = step_code(step, train=train)
+        self._step_code = step_code(step, train=train, program=program)
         for source, inbox in enumerate(self._inbox):
             for key in inbox:
                 if mode_of(key)[0] < step:
@@ -138,6 +138,12 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
 
     def _refuse_ended(self, rank: int, what: Wait | str) -> None:
         """Refuse to wait for a rank that has finished the step: everything it sent is here."""
+        for key in self._inbox[rank]:
+            if mode_of(key) == (self._step, self._trains) and key[: _STEP.size] != self._step_code:
+                raise MismatchError(
+                    f"call {self._step}: ranks {self.rank} and {rank} run different programs",
+                    expected="the same program= on every rank",
+                )
         ended = self.told(step_topic(self._step))
         if rank in ended:
             called = "step" if getattr(ended[rank], "train", True) else "eval_step"

@@ -1,0 +1,79 @@
+"""Microbatches that the user cut: one value for each, in place of a tensor that would be cut into equal parts.
+
+    cut by Drumline     x (8, 20)                                 (2, 20) (2, 20) (2, 20) (2, 20)
+    cut by the user     Microbatches([a (2, 7), b (3, 20), ...])  (2, 7)  (3, 20) ...
+
+Lengths and numbers of rows may differ. Behind the cut nobody knows of this: a microbatch is a value like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+from drumline.core.errors import BatchError
+
+
+class Microbatches(tuple[Any, ...]):
+    """One value for each microbatch, in place of a tensor that would be cut: their shapes may differ.
+
+    Pass it to `step` and `eval_step` for any argument and for the target, at any place in tuples and dicts.
+
+    >>> import torch
+    >>> import drumline as dl
+    >>> from torch import nn
+    >>> _ = torch.manual_seed(0)
+    >>> model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50))
+    >>> def loss_fn(output, target):
+    ...     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=-1)
+    >>> pipe = dl.Pipeline(model, loss_fn=loss_fn, num_microbatches=3, num_ranks=2)
+    >>> texts = [torch.randint(50, (2, length)) for length in (5, 3, 17)]
+    >>> x = dl.Microbatches(one[:, :-1] for one in texts)
+    >>> y = dl.Microbatches(one[:, 1:].clone() for one in texts)
+    >>> y[0][1, 2:] = -1  # padding
+    >>> loss = pipe.step(x, target=y).loss
+    >>> logits = torch.cat([model(one).flatten(0, 1) for one in x])
+    >>> torch.isclose(loss, loss_fn(logits[None], torch.cat([one.flatten() for one in y])))
+    tensor(True)
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, values: Iterable[Any]) -> Microbatches:
+        """Take one value for each microbatch, in their order."""
+        if isinstance(values, Tensor | str | bytes | Mapping) or not isinstance(values, Iterable):
+            given = f"a tensor of the shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"{values!r:.60}"
+            raise BatchError(
+                f"Microbatches got {given}",
+                expected="a list with one value for each microbatch",
+                fix="pass a tensor as it is to have it cut, or Microbatches(tensor.split(num_rows))",
+            )
+        made = super().__new__(cls, values)
+        if not made:
+            raise BatchError("Microbatches got no values", expected="one for each microbatch")
+        return made
+
+    def __repr__(self) -> str:
+        return f"Microbatches({list(self)!r})"
+
+
+def has_microbatches(value: Any) -> bool:
+    """Whether any part of a value is given microbatch by microbatch.
+
+    >>> has_microbatches({"x": Microbatches([1, 2])}), has_microbatches({"x": (1, 2)})
+    (True, False)
+    """
+    if isinstance(value, Tensor) or value is None:
+        return False
+    if isinstance(value, Microbatches):
+        return True
+    if isinstance(value, tuple | list):
+        return any(map(has_microbatches, value))
+    if isinstance(value, dict):
+        return any(map(has_microbatches, value.values()))
+    if is_dataclass(value) and not isinstance(value, type):
+        return any(has_microbatches(getattr(value, one.name)) for one in fields(value))
+    return False

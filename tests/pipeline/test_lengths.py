@@ -1,0 +1,277 @@
+"""Microbatches of unequal lengths and numbers of rows: the gradients of one process over the same microbatches."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import drumline as dl
+from drumline.core.errors import BatchError, MismatchError, ModelError, RankFailed
+from drumline.pipeline.launch.launch import launch
+from drumline.pipeline.model.sources import Material
+from drumline.pipeline.pipeline import Pipeline
+from drumline.pipeline.verify.agreement import Given, agree_on_batch
+from drumline.pipeline.verify.verify import verify
+from drumline.runtime.batch import Microbatches, counted_in, cut, num_rows
+from matrices import matrix
+from some import some
+from torch_models import SYNCHRONOUS, TWO_WAYS, WIDTH, Reference, mlp, programs
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
+
+REAL = ("1f1b", "zb-v", "dualpipe")  # the schedules that run on real ranks
+LENGTHS = (3, 17, 5, 11, 4, 16, 9, 7)
+IGNORED = -100
+
+
+def unequal(count: int, *, seed: int = 0) -> tuple[Microbatches, Microbatches]:
+    """Return microbatches of other lengths and other numbers of rows."""
+    torch.manual_seed(seed)
+    shapes = [(1 + (at + seed) % 3, LENGTHS[(at + seed) % len(LENGTHS)], WIDTH) for at in range(count)]
+    return Microbatches(torch.randn(one) for one in shapes), Microbatches(torch.randn(one) for one in shapes)
+
+
+@matrix("name, num_ranks, checkpoint, merge", SYNCHRONOUS, (2, 4, 3, 1), ("none", "full", ("1", "4")), (False, True))
+def test_every_schedule_gives_the_gradients_of_one_process(
+    name: str, num_ranks: int, checkpoint: Any, merge: bool
+) -> None:
+    for program in programs(name, num_ranks, (8,)):
+        model = mlp(dropout=0.2)
+        reference = Reference(model, program, functional.mse_loss, loss_weight=Tensor.numel)
+        pipe = Pipeline(
+            model,
+            loss_fn=functional.mse_loss,
+            schedule=program,
+            num_ranks=num_ranks,
+            checkpoint=checkpoint,
+            merge_weight_gradients=merge,
+        )
+        for step in range(2):  # the second step's lengths come in another order
+            batch, target = unequal(8, seed=step)
+            loss = pipe.step(batch, target=target).loss
+            assert loss is not None
+            assert torch.equal(loss, reference.step(batch, target))
+        reference.compare(pipe, exact=name not in TWO_WAYS and not merge, tolerance=3e-6)
+
+
+class Speaker(nn.Module):
+    """A model with two arguments: which of the places count is said beside the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner, self.head = nn.Embedding(20, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 20)
+
+    def forward(self, ids: Tensor, gate: dict[str, Tensor], scale: float = 1.0) -> Tensor:
+        made: Tensor = self.head(functional.gelu(self.inner(self.embed(ids) * gate["of"][..., None]))) * scale
+        return made
+
+
+def by_tokens(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
+
+
+def spoken(lengths: tuple[int, ...] = (3, 17, 5, 9), seed: int = 0) -> tuple[Microbatches, Any, Microbatches]:
+    torch.manual_seed(seed)
+    ids = [torch.randint(20, (2, length)) for length in lengths]
+    targets = [one.roll(-1, 1) for one in ids]
+    for at, one in enumerate(targets):
+        one[at % 2, max(1, one.shape[1] - 2 * at) :] = IGNORED
+    targets[2][:] = IGNORED  # nothing counts
+    return Microbatches(ids), {"of": Microbatches(torch.rand(one.shape) for one in ids)}, Microbatches(targets)
+
+
+def whole_loss(model: nn.Module, ids: Any, gate: Any, target: Any, **more: Any) -> Tensor:
+    made = [model(one, {"of": part}, **more).flatten(0, 1) for one, part in zip(ids, gate["of"], strict=True)]
+    return functional.cross_entropy(torch.cat(made), torch.cat([one.flatten() for one in target]))
+
+
+@pytest.mark.parametrize("settings", [{}, {"schedule": "zb-h1"}, {"schedule": "zb-v", "checkpoint": "full"}])
+def test_a_model_that_is_followed_gets_nested_arguments_and_counts_its_labels(settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, (ids, gate, target) = Speaker(), spoken()
+    if settings.get("schedule") == "zb-v":
+        model.more = nn.Identity()  # nothing calls it
+    plain = copy.deepcopy(model)
+    stages: dict[str, Any] = {"num_ranks": 2 if settings.get("schedule") != "zb-v" else 1}
+    pipe = Pipeline(
+        model,
+        loss_fn=by_tokens,
+        num_microbatches=4,
+        example=as_given(ids[0], gate["of"][0]),
+        unused="ignore",
+        **stages,
+        **settings,
+    )
+    result = pipe.step(ids, gate, target=target, scale=0.5)
+    assert pipe.checked is not None
+    assert not pipe.checked.wrong
+    expected = whole_loss(plain, ids, gate, target, scale=0.5)
+    torch.autograd.backward(expected)
+    torch.testing.assert_close(result.loss, expected.detach())
+    wanted = dict(plain.named_parameters())
+    for name, one in some(pipe.named_parameters()):
+        torch.testing.assert_close(one.grad, wanted[name].grad)
+    made = pipe.eval_step(ids, gate, target=target, scale=0.5)
+    assert isinstance(made.output, Microbatches)
+    assert [one.shape[1] for one in made.output] == [3, 17, 5, 9]
+    torch.testing.assert_close(made.loss, expected.detach())
+
+
+def as_given(ids: Tensor, gate: Tensor) -> Any:
+    """Return an example as a step will get it."""
+    return Microbatches([ids] * 4), {"of": Microbatches([gate] * 4)}
+
+
+def test_tensors_beside_are_cut_to_the_same_rows_and_single_rows_are_given_whole() -> None:
+    batch = {
+        "x": Microbatches([torch.zeros(2, 7), torch.zeros(1, 3), torch.zeros(3, 5)]),
+        "label": torch.arange(6),
+        "positions": torch.ones(1, 9),
+        "patches": torch.arange(9),
+        "scale": 2.0,
+    }
+    cuts = cut(batch, 3, split={"patches": lambda given: [1, 2, 3, 1, 1, 1]})
+    assert [one["label"].tolist() for one in cuts] == [[0, 1], [2], [3, 4, 5]]
+    assert [one["patches"].tolist() for one in cuts] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert [tuple(one["x"].shape) for one in cuts] == [(2, 7), (1, 3), (3, 5)]
+    assert all(one["positions"].shape == (1, 9) and one["scale"] == 2.0 for one in some(cuts))
+    assert num_rows(batch) == 6
+    ids = Microbatches([torch.zeros(2, 7, dtype=torch.long), torch.zeros(1, 3, dtype=torch.long)])
+    assert counted_in(ids) == (3, 17)
+    assert pickle.loads(pickle.dumps(Microbatches([1, "a"]))) == (1, "a")
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        (lambda: Microbatches([]), "Microbatches got no values"),
+        (lambda: Microbatches(torch.ones(4, 2)), r"got a tensor of the shape \(4, 2\)"),
+        (lambda: Microbatches([torch.ones(1, 2)] * 2), "has 2 values in Microbatches; expected one for each of the"),
+        (
+            lambda: Microbatches([torch.ones(1, 2), None, None]),
+            "float32 tensor of 2 dim.* 0 and NoneType in",
+        ),
+        (lambda: Microbatches([torch.ones(1), torch.ones(1), torch.ones(1).long()]), "int64 .* in microbatch 2"),
+        (lambda: Microbatches([torch.ones(1, 2)] * 2 + [torch.ones(1, 0)]), r"\(1, 0\) in microbatch 2"),
+        (lambda: Microbatches([Microbatches([1, 2])] * 3), "Microbatches inside of Microbatches"),
+        (lambda: (Microbatches([torch.ones(2, 2)] * 3), torch.ones(5)), r"\(5,\) beside Microbatches of 6 rows"),
+    ],
+)
+def test_wrong_counts_kinds_and_empty_microbatches_are_refused(batch: Any, said: str) -> None:
+    with pytest.raises(BatchError, match=said):
+        cut(batch(), 3)
+
+
+def test_batch_and_target_are_both_given_apart_or_neither() -> None:
+    pipe = Pipeline(mlp(), loss_fn=functional.mse_loss, num_microbatches=4, num_ranks=2)
+    batch, target = unequal(4)
+    with pytest.raises(BatchError, match="the batch is given as Microbatches and the target is not"):
+        pipe.step(batch, target=torch.ones(4, 6))
+    with pytest.raises(BatchError, match="the target is given as Microbatches and the batch is not"):
+        pipe.step(torch.ones(4, 6), target=target)
+    apart, whole = Given.of(batch, None), Given.of(None, torch.ones(4, 6))
+    with pytest.raises(MismatchError, match="rank 0 got Microbatches and rank 1 a batch or target to be cut"):
+        agree_on_batch([apart, whole], 3)
+    with pytest.raises(MismatchError, match="ranks 0 and 1 got different batches"):
+        agree_on_batch([apart, Given.of(unequal(4, seed=1)[0], None)], 3)
+
+
+def rows_alone(output: Tensor, target: Tensor) -> Tensor:
+    return (output.mean((1, 2)) - target).square().mean()
+
+
+def in_numbers(output: Tensor, target: Tensor) -> Tensor:
+    rows, length, width = output.shape
+    return functional.cross_entropy(output.reshape(rows * length, width), target.reshape(rows * length))
+
+
+def test_losses_that_count_by_rows_are_weighed_by_rows_and_those_that_cannot_be_are_refused() -> None:
+    x, _ = unequal(4)
+    y = Microbatches(torch.randn(len(one)) for one in x)
+    model = mlp()
+    plain = copy.deepcopy(model)
+    pipe = Pipeline(model, loss_fn=rows_alone, num_microbatches=4, num_ranks=2)
+    made = torch.cat([plain(one).mean((1, 2)) for one in x])
+    torch.testing.assert_close(pipe.step(x, target=y).loss, (made - torch.cat(y)).square().mean())
+    labels = Microbatches(torch.randint(WIDTH, one.shape[:2]) for one in x)
+    pipe = Pipeline(mlp(), loss_fn=in_numbers, num_microbatches=4, num_ranks=2)
+    with pytest.raises(ModelError, match=r"takes shapes as numbers.*pass loss_weight="):
+        pipe.step(x, target=labels)
+    pipe = Pipeline(mlp(), loss_fn=lambda out, target: out.square().mean(), num_microbatches=4, num_ranks=2)
+    with pytest.raises(ModelError, match="averages over something that does not grow with its target"):
+        pipe.step(x, target=y)
+
+
+def unequal_material() -> Material:
+    batch, target = unequal(4)
+    return Material(mlp(), functional.mse_loss, batch, target)
+
+
+def test_verify_compares_unequal_microbatches() -> None:
+    found = verify("zb-h1", num_ranks=2, num_microbatches=4, model=unequal_material, transport="in-process")
+    assert found.identical
+
+
+def over(transport: str) -> int:
+    """Run schedules of every kind with lengths that change from step to step; return how many steps ran."""
+    count = 0
+    for name in REAL if transport == "shared-memory" else REAL[:2]:
+        (program,) = programs(name, 2, (8,))
+        model = mlp(dropout=0.2)
+        reference = Reference(model, program, functional.mse_loss, loss_weight=Tensor.numel)
+        with Pipeline(model, loss_fn=functional.mse_loss, schedule=program, transport=transport, ahead=3) as pipe:
+            first, last = (pipe.rank in pipe.program.placement.ranks_of(at) for at in (0, program.num_stages - 1))
+            for step in range(2):
+                batch, target = unequal(8, seed=step)
+                loss = pipe.step(batch if first else None, target=target if last else None).loss
+                assert loss is not None
+                assert torch.equal(loss, reference.step(batch, target))
+                count += 1
+            reference.compare(pipe, exact=name not in TWO_WAYS)
+            output = pipe.eval_step(batch if first else None).output
+            assert output is None or {one.shape[1] for one in output} <= set(LENGTHS)
+    return count
+
+
+def in_another_order() -> str:
+    """Run steps whose order is chosen, with the batch and the target where they are needed; return what goes wrong."""
+    (program,) = programs("1f1b", 2, (8,))
+    model = mlp()
+    reference = Reference(model, program, functional.mse_loss, loss_weight=Tensor.numel)
+    with Pipeline(model, loss_fn=functional.mse_loss, schedule=program, arrange=True) as pipe:
+        batch, target = unequal(8)
+        loss = pipe.step(batch if pipe.rank == 0 else None, target=target if pipe.rank else None).loss
+        torch.testing.assert_close(loss, reference.step(batch, target))
+        reference.compare(pipe, exact=False)
+        assert pipe.search([(1, length) for length in LENGTHS], seconds=0.1).bound > 0
+        try:  # the last stage's rank sees other lengths than the first's
+            pipe.step(batch if pipe.rank == 0 else None, target=in_another_way(target) if pipe.rank else None)
+            pipe.settle()
+        except (MismatchError, RankFailed, ValueError, RuntimeError) as error:
+            return str(error)
+    return "nothing"
+
+
+def in_another_way(target: Microbatches) -> Microbatches:
+    return Microbatches(reversed([one[:, :1] for one in target]))
+
+
+def both_transports() -> list[Any]:
+    return [*(over(transport) for transport in ("shared-memory", "gloo")), in_another_order()]
+
+
+@pytest.mark.matrix
+def test_real_ranks_exchange_messages_of_unequal_lengths() -> None:
+    for by_memory, by_gloo, said in launch(both_transports, num_ranks=2):
+        assert (by_memory, by_gloo) == (2 * len(REAL), 4)
+        assert said != "nothing"
+
+
+def test_microbatches_are_part_of_the_public_names() -> None:
+    assert dl.Microbatches is Microbatches
