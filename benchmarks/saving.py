@@ -47,7 +47,8 @@ def gpt() -> Any:
             )
             mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
-            return x + self.down(functional.gelu(self.up(self.second(x))))
+            made: Tensor = x + self.down(functional.gelu(self.up(self.second(x))))
+            return made
 
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(256, WIDTH), *(Block() for _ in range(LAYERS)), nn.Linear(WIDTH, 256))

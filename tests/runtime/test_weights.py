@@ -19,7 +19,7 @@ from extras import needed
 pytestmark = pytest.mark.torch
 
 safetensors = needed("safetensors.torch", extra="hf")
-TYPES = sorted(module._TYPES)
+TYPES = sorted(module.TYPES)
 
 
 def tensors() -> dict[str, Tensor]:
@@ -85,7 +85,7 @@ def test_every_layout_gives_every_tensor(tmp_path: Path, layout: str) -> None:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_every_type_is_read_bit_by_bit(tmp_path: Path, kind: str) -> None:
-    dtype = module._TYPES[kind]
+    dtype = module.TYPES[kind]
     one = torch.randint(0, 2, (4, 8 * dtype.itemsize), dtype=torch.uint8)
     one = one.view(dtype) if dtype is not torch.bool else one.bool()
     safetensors.save_file({"x": one, "none": one[:0].clone()}, tmp_path / "model.safetensors")

@@ -50,6 +50,7 @@ class State:
         content = {
             "step": number if step is None else step,
             "number": number,
+            "num_trained": run.ledger.num_trained,
             "schedule": run.frozen.program.name,
             "scaler": None if run.updates.scaler is None else run.updates.scaler.state_dict(),
             "extra": extra,
@@ -140,7 +141,7 @@ class State:
             prefix = f"random.{self._process}/"
             tensors = {name.removeprefix(prefix): one for name, one in training.items() if name.startswith(prefix)}
             snapshot.restore_generators(tensors, content["generators"][self._process], run.intake.device)
-        run.ledger.number = content["number"]
+        run.ledger.number, run.ledger.num_trained = content["number"], content["num_trained"]
         return Loaded(checkpoint.path, content["step"], content["extra"], skipped)
 
     def _take_updates(self, content: Mapping[str, Any], training: Mapping[str, Tensor]) -> None:
