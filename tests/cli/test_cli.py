@@ -163,7 +163,7 @@ def test_compare_takes_names_python_files_and_csv_files(tmp_path: Path, capsys: 
             unregister(name)
     assert "unknown schedule 'zbh1'" in refused_by(capsys, "compare", "zbh1")
     assert "forward-only has no backward" in refused_by(capsys, "compare", "forward-only")
-    assert "dualpipe with 3 ranks" in refused_by(capsys, "compare", "dualpipe", "--ranks", "3")
+    assert "dualpipe cannot use 3 ranks" in refused_by(capsys, "compare", "dualpipe", "--ranks", "3")
 
 
 def refused_by(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -315,7 +315,7 @@ def test_compare_names_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) ->
         ("chimera", "an even number of ranks"),
     ]
     printed = run(capsys, "compare", *counts)[1]
-    assert "left out: dualpipe with 3 ranks" in printed
+    assert "left out: dualpipe cannot use 3 ranks" in printed
     assert "Not compared: dualpipe, chimera." in " ".join(printed.split())
     assert run_json(capsys, "compare", *COUNTS)[1]["left_out"] == []
     assert "left out" not in run(capsys, "compare", *COUNTS)[1]

@@ -113,7 +113,7 @@ def test_verify_writes_files(here: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert code == 0
     assert out.endswith("wrote out.txt\nwrote out.json\n")
     assert json.loads(Path("out.json").read_text())["passes"]
-    assert "all bits agree" in Path("out.txt").read_text()
+    assert "all bits are equal" in Path("out.txt").read_text()
 
 
 def test_a_format_that_is_named_holds_whatever_the_names_end_in(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ REFUSED = {
     "chimera": "two ranks",
     "pipedream": "several optimizer steps",
     "pipedream-2bw": "several optimizer steps",
-    "forward-only": "no backwards",
+    "forward-only": "no backward",
 }
 COUNTS = [(2, 4), (4, 8), (3, 6)]
 

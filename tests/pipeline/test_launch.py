@@ -383,7 +383,7 @@ def no_ranks() -> Iterable[tuple[Callable[[], Any], str]]:
     yield lambda: launch(two, 1), r"two\(a.*\) .*cannot be called .* missing a required argument: 'b'"
     yield lambda: launch(two(1, 2)), "fn is 3; expected a function"  # type: ignore[arg-type]
     yield lambda: launch(two, 1, 2, num_ranks=0), "num_ranks is 0; expected a count of 1 or more"
-    yield lambda: launch(two, 1, 2, timeout=0), "timeout is 0; expected seconds above 0"
+    yield lambda: launch(two, 1, 2, timeout=0), "timeout is 0; expected a positive number of seconds"
 
 
 def test_misuse_is_refused_before_any_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,7 @@ def test_a_plan_of_another_model_is_refused(steady: ModelProfile) -> None:
     decided = planned(steady)
     wider = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     for other in (mlp(5), wider):
-        with pytest.raises(PlanError, match=r"the plan is of Sequential .* expected the model that was profiled"):
+        with pytest.raises(PlanError, match=r"the plan is for Sequential .* expected the model that was profiled"):
             Pipeline(other, loss_fn=functional.mse_loss, plan=decided)
     frozen = mlp(4)
     frozen[0].requires_grad_(False)

@@ -195,5 +195,5 @@ def test_what_cannot_be_measured_is_refused() -> None:
         profile(mlp(2), batch, loss_fn=functional.mse_loss)
     with pytest.raises(ModelError, match="num_runs is 0"):
         profile(mlp(2), batch, target=target, num_runs=0)
-    with pytest.raises(ModelError, match=r"counts are \[1, 2\]; expected 1 or more each, 2 in all"):
+    with pytest.raises(ModelError, match=r"counts are \[1, 2\]; expected 1 or more each, 2 in total"):
         made_up(1.0, 2.0).costs([1, 2])

@@ -243,13 +243,13 @@ def test_ranks_of_different_runs_are_refused(folder: Path) -> None:
 
     with pytest.raises(TraceError, match="identified in different ways"):
         load(mixed("GPipe", "1F1B"))
-    with pytest.raises(TraceError, match="meets no"):
+    with pytest.raises(TraceError, match="has no matching"):
         load(mixed("ZBVZeroBubble", "Interleaved1F1B"))
     with pytest.raises(TraceError, match="before it begins on rank"):
         load(mixed("1F1B", "1F1B-slow1"))
-    with pytest.raises(TraceError, match="both of rank 0"):
+    with pytest.raises(TraceError, match="both from rank 0"):
         load([folder / "GPipe" / "rank0.json.gz", folder / "1F1B" / "rank0.json.gz"])
     for name in ("GPipe", "1F1B", "Interleaved1F1B"):
         for rank in range(2):
-            with pytest.raises(TraceError, match=r"no trace of a rank|meets no"):
+            with pytest.raises(TraceError, match=r"no trace of a rank|has no matching"):
                 load([folder / name / f"rank{rank}.json.gz"])

@@ -112,15 +112,15 @@ WRONG = {
     "|a table|",
     "[optimizer]\ngroups = 3": "line 2|optimizer.groups|is 3|tables, each under [[optimizer.groups]]|",
     "[[optimizer.groups]]\nnmes = ['a']": "line 2|optimizer.groups.nmes|unknown key||did you mean names?",
-    "[pipeline]\nschedule = 'chimera'\n[mesh]\npipeline = 3": "line 2|pipeline.schedule|chimera with 3 ranks: its two"
-    " directions meet in the middle|an even number of ranks|use 2 or 4",
-    "[pipeline]\nschedule = 'pipedream'": "line 2|pipeline.schedule|program 'pipedream' updates the weights while it "
-    "runs|a flushed schedule: the executor does not run programs with UPDATE yet|1f1b is the flushed form of pipedream",
+    "[pipeline]\nschedule = 'chimera'\n[mesh]\npipeline = 3": "line 2|pipeline.schedule|chimera cannot use 3 ranks: its"
+    " two directions meet in the middle|an even number of ranks|use 2 or 4",
+    "[pipeline]\nschedule = 'pipedream'": "line 2|pipeline.schedule|program 'pipedream' updates weights while it runs"
+    "|a flushed schedule: the executor does not run programs with UPDATE yet|use 1f1b, the flushed form of pipedream",
     "[pipeline]\nlayers = [3, 2]": "line 2|pipeline.layers|sums to 5|6, as model.num_layers says|",
     "[pipeline]\nlayers = [3, 2, 1]": "line 2|pipeline.layers|has 3 numbers|one for each of 2 stages|",
     "[pipeline]\nlayers = [3, 3]\nbalance = 'even'": "line 3|pipeline.balance|stands beside pipeline.layers|one way to "
     "cut the model|leave one out",
-    "[pipeline]\nplan = 'p.json'": "line 2|pipeline.plan|p.json cannot be read: No such file or directory|a JSON file "
+    "[pipeline]\nplan = 'p.json'": "line 2|pipeline.plan|cannot read p.json: No such file or directory|a JSON file "
     "that `drumline plan PROFILE.json --out PLAN.json` wrote|",
     "[mesh]\npipeline = 9": "|model.num_layers|is 6 (the default)|enough layers for 9 stages|use fewer ranks or "
     "stages per rank",
@@ -155,7 +155,7 @@ def test_text_that_is_no_toml_is_refused_with_line_and_column(tmp_path: Path) ->
     assert re.fullmatch(r".*mine\.toml, line 2, column 9: not TOML: invalid value", error.error)
     assert "end of document" in refusal("[run", tmp_path).error or "column" in refusal("[run", tmp_path).error
     assert "is JSON" in refusal('{"format": "drumline plan"}', tmp_path).error
-    with pytest.raises(ConfigError, match=r"none\.toml cannot be read"):
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.toml"):
         read_settings(tmp_path / "none.toml")
 
 

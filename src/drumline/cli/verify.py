@@ -103,7 +103,7 @@ def _where(result: Verification) -> str:
     """Return where to look for the cause: gradients flow from the last block to the first."""
     if result.loss_difference > result.tolerance:
         first = result.first_wrong_parameter
-        return f"The loss differs too: look for the cause in the forward. The first in the model's order: {first}."
+        return f"The loss differs too: look for the cause in the forward. The first in model order: {first}."
     last, behind = result.last_wrong_parameter, result.first_right_parameter
     until = f", and at what follows it up to {behind}, which is right" if behind else ""
     return f"Gradients flow from the model's end to its start: look first at {last}, the last that is wrong{until}."

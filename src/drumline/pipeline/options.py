@@ -50,7 +50,10 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_COUNTS, (lambda one: one is None or _is_count(one), _COUNT)),
     "ahead": (_is_count, _COUNT),
     "seed": (_is_whole, "an integer"),
-    "timeout": (lambda one: (_is_whole(one) or isinstance(one, float)) and 0 < one < math.inf, "seconds above 0"),
+    "timeout": (
+        lambda one: (_is_whole(one) or isinstance(one, float)) and 0 < one < math.inf,
+        "a positive number of seconds",
+    ),
     **dict.fromkeys(_SWITCHES, (lambda one: isinstance(one, bool), "True or False")),
     "schedule": (lambda one: isinstance(one, str | Path | Program), "a schedule name, a Program, or a CSV file"),
     "record": (lambda one: isinstance(one, bool | str | Path) and one != "", "True, False, or a folder for the run"),

@@ -253,7 +253,7 @@ class Pipeline:
     ) -> torch.optim.Optimizer:
         """Create a torch optimizer over this process's trainable parameters, or their float32 copies.
 
-        With `names`, it updates only parameters that match: names of the whole model, or patterns like "*.bias". Its
+        With `names`, it updates only parameters that match: names of the whole model, or patterns like `"*.bias"`. Its
         `state_dict` uses parameter names. Merge the states of all ranks to load them with any schedule and cut.
         """
         trained = [(name, one) for name, one in self.named_parameters() if one.requires_grad]

@@ -202,7 +202,7 @@ def machine(table: Any) -> Machine:
     (0.7, 8)
     >>> machine({"name": "mine", "flops_per_second": 1e14, "memory_bytes": 2e10})
     Traceback (most recent call last):
-    drumline.core.errors.PlanError: memory_bytes_per_second, node_bytes_per_second, network_bytes_per_second of the ...
+    drumline.core.errors.PlanError: the machine has no memory_bytes_per_second, node_bytes_per_second, ...
     """
     values = _checked(table, {**_DEVICE, **_LINKS, "reach": dict}, "machine")
     reach = _checked(values.pop("reach", {}), dict.fromkeys(asdict(REACH), float), "machine's reach")
@@ -211,7 +211,7 @@ def machine(table: Any) -> Machine:
     if missing:
         kinds = {_WORDS[{**_DEVICE, **_LINKS}[name]] for name in missing}
         raise PlanError(
-            f"{', '.join(missing)} of the machine {'is' if len(missing) == 1 else 'are'} missing",
+            f"the machine has no {', '.join(missing)}",
             expected=" and ".join(sorted(kinds)) + (" for each" if len(missing) > 1 else ""),
         )
     device = Device(**{key: value for key, value in values.items() if key in _DEVICE}, reach=replace(REACH, **reach))

@@ -206,7 +206,12 @@ def train_config(transformer: Transformer, layout: Layout, *, source: str = "") 
             # What plans count with: 2 bytes for a weight, 4 for its gradient, 12 for copy and state.
             "precision": {"compute": "bf16", "weights": "bf16", "master_weights": True},
         },
-        comment="Written by `drumline plan`. Ranks count tensor first, then context, data, and the pipeline last.",
+        comment="\n".join(
+            [
+                "Written by `drumline plan`. Ranks count tensor first, then context, data, and the pipeline last.",
+                *(f"Not run yet by `drumline train`: {one}" for one in not_run(transformer, layout, source=source)),
+            ]
+        ),
     )
 
 
