@@ -27,7 +27,7 @@ project = "Drumline"
 author = "The Drumline authors"
 copyright = "The Drumline authors, Apache-2.0"
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
-exclude_patterns = ["_build", "scaling.json"]
+exclude_patterns = ["_build", "scaling.json", "scaling-train.json"]
 html_theme = "furo"
 html_title = "Drumline"
 html_static_path = ["_static"]
@@ -92,11 +92,33 @@ def scaling() -> str:
     )
 
 
+def eight_ranks(kind: str, title: str) -> str:
+    rows = json.loads((here / "scaling-train.json").read_text(encoding="utf-8"))
+    series = []
+    for name in ("1f1b", "zb-h1"):
+        own = [
+            row
+            for row in rows["scaling"]
+            if (row["kind"], row["schedule"]) == (kind, name)
+        ]
+        for key, label in (("bound", "bound"), ("simulated", "simulated")):
+            if key in own[0]:
+                points = [(row["ranks"], row[key]) for row in own]
+                series.append(Series(f"{name}: {label}", points))
+        points = [(row["ranks"], row["speedup"]) for row in own]
+        series.append(Series(f"{name}: measured", points, marks=True))
+    return chart(
+        series, title=title, x_label="ranks", y_label="times one rank", log_x=True
+    )
+
+
 drawn = {
     name: svg(simulate(schedule.build(4, 8)), width=900)
     for name, schedule in schedules().items()
 }
 drawn |= {"bubble-by-microbatches": bubble_by_microbatches(), "scaling": scaling()}
+drawn["scaling-strong"] = eight_ranks("strong", "The same GPT on more ranks")
+drawn["scaling-weak"] = eight_ranks("weak", "A GPT that grows with the ranks")
 pictures.mkdir(exist_ok=True)
 for folder in sorted((here / "traces").iterdir()):
     recorded = analyze([folder]).timeline
