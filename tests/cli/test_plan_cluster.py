@@ -40,7 +40,7 @@ def test_plan_prints_the_choice_and_its_reasons(capsys: pytest.CaptureFixture[st
     ):
         assert words in out
     _, out, _ = run(capsys, *SMALL, *FAST, "--brief", "--launch", "torchtitan")
-    assert "On every node: torchrun --standalone --nproc-per-node 8" in out
+    assert "Start it: torchrun --standalone --nproc-per-node 8" in out
 
 
 def test_plan_says_that_latent_attention_is_planned_as_plain_heads(capsys: pytest.CaptureFixture[str]) -> None:

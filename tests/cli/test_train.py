@@ -117,7 +117,7 @@ def test_the_line_that_a_plan_prints_is_one_that_reads_it(capsys: pytest.Capture
     pins = "--tensor 1 --data 1 --context 1 --brief"
     planned = f"plan gpt-1.7b --hardware a100-40 --batch 16 {pins} --out mine.toml"
     assert main(shlex.split(f"{planned} --gpus 4")) == 0
-    assert "On every node: drumline train mine.toml\n" in capsys.readouterr().out
+    assert "Start it: drumline train mine.toml\n" in capsys.readouterr().out
     code, out, err = run(capsys, "mine.toml --print-config")
     assert (code, err, tomllib.loads(out)["mesh"]["pipeline"]) == (0, "", 4)
     assert main(shlex.split(f"{planned} --nodes 2")) == 0

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from drumline.runtime.stage import Stage
 from drumline.runtime.values import pack
@@ -58,7 +59,9 @@ class Scale:
         self.ignore(*values)
 
     def add(self, tensor: Tensor, change: int) -> None:
-        """Record that autograd keeps a tensor, or has freed it."""
+        """Record that autograd keeps a tensor, or has freed it; tensors of a trace hold no memory."""
+        if isinstance(tensor, FakeTensor):
+            return
         storage = tensor.untyped_storage()
         place = storage.data_ptr()
         self._sizes[place] = storage.nbytes()

@@ -143,7 +143,7 @@ def traffic_rows(plan: ClusterPlan, reasons: Reasons) -> list[list[str]]:
 def _launch(config: Config, width: int) -> str:
     if not config.starts:
         return _wrapped(list(not_started(config)), width)
-    lines = [f"On every node: {config.command}"]
+    lines = [f"{'On every node' if '--nnodes' in config.command else 'Start it'}: {config.command}"]
     if config.missing:
         lines += ["The file cannot express:", *(f"- {one}" for one in config.missing)]
     return _wrapped(lines, width)
