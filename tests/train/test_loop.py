@@ -178,7 +178,7 @@ def test_the_folder_holds_what_watch_and_report_read(tmp_path: Path) -> None:
         "Evaluation",
         "Sample",
     ]
-    assert len(found.peak_bytes) == 1
+    assert len(found.peak_bytes) == 2  # ranks, which take turns in this process
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [

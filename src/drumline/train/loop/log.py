@@ -79,6 +79,7 @@ def figures(told: Update) -> dict[str, float]:
         "tokens_per_second": told.tokens_per_second,
         "padding": told.padding,
         "memory/peak_bytes": told.peak_bytes,
+        "memory/resident_bytes": told.resident_bytes,
     }
 
 

@@ -1,20 +1,30 @@
-"""The most memory that this process has held at once: the accelerator's, or on a host its resident set."""
+"""The most memory that the ranks of this process have held at once.
+
+On an accelerator it is what PyTorch allocated. On a host it is what the tensors of the first update took, which is what
+a dry run forecasts. The process, its libraries and the allocator's reserve come on top: `resident_bytes` counts them.
+"""
 
 from __future__ import annotations
 
 import re
 import resource
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import torch
+from torch.optim import Optimizer
+
+from drumline.core.measured.measured import Measured
+from drumline.pipeline.pipeline import Pipeline
+from drumline.train.dry.held import held
 
 _STATUS = Path("/proc/self/status")
 
 
 class PeakMemory:
-    """Counts from where it is made; on a host without the `before` bytes that were resident at some time earlier.
+    """Counts from its creation; on a host without the `before` bytes that were resident earlier.
 
     >>> peak = PeakMemory(torch.device("cpu"), before=resident())
     >>> peak.num_bytes >= 0
@@ -23,6 +33,7 @@ class PeakMemory:
 
     def __init__(self, device: torch.device, *, before: int) -> None:
         self._device, self._before = device, before
+        self._tensors: dict[int, int] = {}  # by rank
         if self._on_device:
             torch.cuda.reset_peak_memory_stats(device)
             return
@@ -33,11 +44,27 @@ class PeakMemory:
     def _on_device(self) -> bool:
         return self._device.type == "cuda"
 
+    def weigh(self, pipe: Pipeline, optimizers: Sequence[Optimizer], first: Measured, *, accumulates: bool) -> None:
+        """Weigh what the first update took; `first` is its first step. Call it before gradients are forgotten."""
+        if first.stash is not None and not self._on_device:
+            ranks = [executor.rank for executor in pipe._engine.executors]
+            found = held(pipe, optimizers, first, accumulates=accumulates)
+            self._tensors = {rank: round(one.total) for rank, one in zip(ranks, found, strict=True)}
+
+    def by_rank(self, rank: int) -> dict[int, int]:
+        """Return the most bytes of every rank of this process, whose first is `rank`."""
+        return self._tensors or {rank: self.num_bytes}
+
     @property
     def num_bytes(self) -> int:
-        """The most bytes so far."""
+        """The most bytes so far, of all ranks of this process."""
         if self._on_device:
             return int(torch.cuda.max_memory_allocated(self._device))
+        return sum(self._tensors.values()) or self.resident_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """The most bytes of the whole process that were resident at once, beyond those of before."""
         return max(0, resident("VmHWM") - self._before)
 
 

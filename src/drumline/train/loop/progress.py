@@ -32,8 +32,9 @@ class Update:
     tokens_per_second: float
     padding: float  # share of all places that were computed and do not count
     bubble: float | None
-    peak_bytes: int  # of this rank
+    peak_bytes: int  # of the ranks in this process
     seconds_left: float
+    resident_bytes: int = 0  # of this process
 
     def __str__(self) -> str:
         parts = [f"step {self.step}/{self.num_steps}", f"loss {self.loss:.4g}"]

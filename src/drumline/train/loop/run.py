@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import BatchError, RunError
+from drumline.core.measured.measured import Measured
 from drumline.pipeline.pipeline import Pipeline
+from drumline.pipeline.step import StepResult
 from drumline.train.config.settings import TrainSettings
 from drumline.train.data.batch import Batch, Data
 from drumline.train.loop.evaluate import Evaluation, Sample, evaluate, sample
@@ -36,7 +38,7 @@ MakeData = Callable[..., Data]
 
 @dataclass(slots=True)
 class Trained:
-    """What came of a run; the same on every rank. `peak_bytes` has the most memory of every process, rank 0 first."""
+    """The outcome of a run, the same on every rank. `peak_bytes` is the most memory of every rank: see memory.py."""
 
     folder: Path
     losses: list[float] = field(default_factory=list)  # of every update
@@ -117,6 +119,7 @@ class _Training:
         self.optimizers = Optimizers(pipe, settings.optimizer)
         self.batches: Iterator[Batch] = iter(pipe.data(data.training))
         self._told: list[Tell] = []
+        self._first: Measured | None = None  # the first step, while its update is under way
         self._since = (0.0, 0)  # when tokens were last counted, and how many there were
 
     def run(self, tell: Tell | None) -> Trained:
@@ -139,8 +142,8 @@ class _Training:
         return self.trained
 
     def _peaks(self) -> tuple[int, ...]:
-        told = self.pipe.gather((self.pipe.rank, self.memory.num_bytes))
-        return tuple(dict(sorted(told)).values())
+        told = self.pipe.gather(self.memory.by_rank(self.pipe.rank))
+        return tuple(size for _, size in sorted({rank: size for one in told for rank, size in one.items()}.items()))
 
     # ---- one update --------------------------------------------------------------------------------------------------
 
@@ -154,6 +157,9 @@ class _Training:
         norm = self.pipe.clip_grad_norm_(settings.optimizer.clip_norm) if settings.optimizer.clip_norm else None
         self.optimizers.set_rate(share)
         self.optimizers.step()
+        if self._first is not None:
+            self.memory.weigh(self.pipe, self.optimizers.each, self._first, accumulates=settings.batch.accumulate > 1)
+            self._first = None
         self.optimizers.zero_grad()
         trained = self.trained
         trained.losses.append(sum(part * float(loss) for part, loss in losses))
@@ -182,11 +188,13 @@ class _Training:
                 expected="at least one target that is not ignored in every update",
                 fix="use larger batches, or leave out data without targets",
             )
-        found = []
+        found: list[tuple[float, StepResult]] = []
         for batch in (one for one in batches if one.num_tokens):
             args, kwargs = self.call(batch)
             part = batch.num_tokens / total
             result = self.pipe.step(*args, share=part, **kwargs)
+            if step == 0 and not found:
+                self._first = self._weighed()
             found.append((part, result))
         losses = [(part, result.loss) for part, result in found]
         return [(part, loss) for part, loss in losses if loss is not None]
@@ -210,9 +218,16 @@ class _Training:
             padding=1.0 - trained.num_tokens / max(trained.num_padded, 1),
             bubble=self._bubble(),
             peak_bytes=self.memory.num_bytes,
+            resident_bytes=self.memory.resident_bytes,
             seconds_left=(now - began) / step * (self.settings.run.steps - step),
         )
         self._tell(update)
+
+    def _weighed(self) -> Measured | None:
+        try:
+            return self.pipe.timeline()
+        except RunError:
+            return None  # a captured step is not measured
 
     def _bubble(self) -> float | None:
         try:
