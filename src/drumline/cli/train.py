@@ -35,6 +35,8 @@ _FLAGS: dict[str, tuple[str, Any, str, str]] = {
     "threads": ("run.threads", _WHOLE, "N", "threads of each rank (default: cores / local ranks)"),
     "evaluate_every": ("evaluation.every", _WHOLE, "N", "steps between evaluations; 0 for none (default 50)"),
     "sample_every": ("evaluation.sample_every", _WHOLE, "N", "steps between sample texts; 0 for none (default 0)"),
+    "save_every": ("checkpoint.every", _WHOLE, "N", "steps between checkpoints; one is saved at the end (default 0)"),
+    "resume": ("checkpoint.resume", str, "FOLDER", "continue from the newest checkpoint of a run's folder"),
     "seed": ("run.seed", _WHOLE, "N", "random seed (default 0)"),
     "wandb": ("run.wandb", str, "PROJECT", "log to this project at Weights & Biases"),
 }

@@ -14,6 +14,7 @@ from drumline.core.measured.run import CONFIG
 from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.options import device_named
 from drumline.train.config.settings import TrainSettings
+from drumline.train.loop.checkpoints import found_in
 
 Train = Callable[[TrainSettings], Any]
 
@@ -26,6 +27,8 @@ def start(settings: TrainSettings, *, train: Train | None = None) -> Any:
     refused before any rank starts.
     """
     settings = with_device(settings)
+    if settings.checkpoint.resume:
+        found_in(settings.checkpoint.resume)
     train = train or _run_training
     if is_started():
         check_world(settings)
@@ -47,9 +50,9 @@ def start(settings: TrainSettings, *, train: Train | None = None) -> Any:
 
 
 def _run_training(settings: TrainSettings) -> Any:
-    from importlib import import_module
+    from drumline.train.loop.run import run_training
 
-    return import_module("drumline.train.loop.run").run_training(settings)
+    return run_training(settings)
 
 
 def is_started() -> bool:

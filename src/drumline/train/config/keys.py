@@ -62,6 +62,7 @@ TABLES = {
     "learning_rate": "how the rate changes over the steps",
     "precision": "in which numbers the model computes",
     "evaluation": "held-out loss, and a sample text",
+    "checkpoint": "when the state is saved, in the run's folder, and from where a run continues",
     "run": "how long, where to, and what is logged",
 }
 FUNCTION = '"package.module:function" or "file.py:function"'
@@ -119,7 +120,7 @@ _LENGTHS: dict[str, tuple[Rule, str]] = {
         "cut text into equal blocks, pack documents into rows, pad each microbatch, or sort rows by length",
     ),
     "buckets": (each_at_least(1), "lengths of the buckets, in tokens; none: chosen from the data"),
-    "search": (FREE, "whether to search a program for the microbatches at hand"),
+    "search": (FREE, "whether to run unequal microbatches in the order that the simulator finds fastest"),
 }
 _MESH = {name: (COUNT, f"ranks of {name} parallelism") for name in ("tensor", "pipeline", "data", "context", "expert")}
 _PIPELINE: dict[str, tuple[Rule, str]] = {
@@ -177,6 +178,12 @@ _EVALUATION: dict[str, tuple[Rule, str]] = {
     "prompt": (FREE, "what a sample text begins with"),
     "temperature": (NUMBER_OR_0, "randomness of a sample text; 0: always the likeliest token"),
 }
+_CHECKPOINT: dict[str, tuple[Rule, str]] = {
+    "every": (COUNT_OR_0, "steps between checkpoints; 0: none before the end"),
+    "at_end": (FREE, "whether to save after the last step"),
+    "keep": (COUNT, "number of checkpoints to keep, the newest"),
+    "resume": (FREE, 'folder of a run or of one of its checkpoints, to continue from; "": start anew'),
+}
 _RUN: dict[str, tuple[Rule, str]] = {
     "steps": (COUNT, "optimizer steps"),
     "seed": (Rule("a whole number from 0 to 2^63 - 1", lambda value: 0 <= value < 2**63), "random seed"),
@@ -198,6 +205,7 @@ _ALL: dict[str, dict[str, tuple[Rule, str]]] = {
     "learning_rate": _RATE,
     "precision": _PRECISION,
     "evaluation": _EVALUATION,
+    "checkpoint": _CHECKPOINT,
     "run": _RUN,
     "optimizer.groups": _GROUP,
 }

@@ -6,7 +6,7 @@
     [lengths]        documents of unequal size  [evaluation]     held-out loss and a sample text
     [mesh]           how many ranks of each     [run]            steps, seed, folder, what is logged
     [pipeline]       schedule and cut
-    [memory]         what is recomputed
+    [memory]         what is recomputed         [checkpoint]     when the state is saved
 
 `drumline plan` writes [model], [batch], [mesh], [pipeline] and [memory]; every other key has a default. A default of
 None means that the model, the data or the plan decides.
@@ -95,7 +95,7 @@ class LengthSettings:
 
     how: str = "blocks"
     buckets: tuple[int, ...] = ()  # lengths; none: chosen from the data
-    search: bool = False  # search a program for the microbatches at hand
+    search: bool = False  # run unequal microbatches in the order that the simulator finds fastest
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +193,16 @@ class EvaluationSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointSettings:
+    """When the state is saved, and from where a run continues."""
+
+    every: int = 0  # steps between checkpoints; 0: none before the end
+    at_end: bool = True
+    keep: int = 3  # the newest so many stay
+    resume: str = ""  # the folder of a run, of its checkpoints, or of one of them
+
+
+@dataclass(frozen=True, slots=True)
 class RunSettings:
     """How long, where to, and what is logged."""
 
@@ -226,6 +236,7 @@ class TrainSettings:
     learning_rate: LearningRateSettings = field(default_factory=LearningRateSettings)
     precision: PrecisionSettings = field(default_factory=PrecisionSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     run: RunSettings = field(default_factory=RunSettings)
 
     @property

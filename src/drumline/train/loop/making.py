@@ -104,6 +104,7 @@ def pipeline_arguments(settings: TrainSettings, built: Built, example: Batch, fo
         "timeout": given.timeout,
         "compile": given.compile,
         "capture": given.capture,
+        "arrange": settings.lengths.search,
         "record": folder,
     }
     if given.plan:
@@ -123,8 +124,8 @@ def pipeline_arguments(settings: TrainSettings, built: Built, example: Batch, fo
             found["balance"] = "parameters"  # measured cuts are another in every run
         if built.loss_fn is not None:
             found["example_target"] = example.target
-    if next(built.model.parameters()).is_meta and settings.model.kind == "hf" and settings.model.pretrained:
-        found["weights"] = settings.model.path
+    if built.weights is not None:
+        found["weights"] = built.weights
     return found
 
 

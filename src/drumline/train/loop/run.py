@@ -19,12 +19,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from drumline.core.errors import BatchError, RunError
+from drumline.core.errors import BatchError, RunError, UsageError
 from drumline.core.measured.measured import Measured
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.step import StepResult
 from drumline.train.config.settings import TrainSettings
 from drumline.train.data.batch import Batch, Data
+from drumline.train.loop.checkpoints import Checkpoints
 from drumline.train.loop.evaluate import Evaluation, Sample, evaluate, sample
 from drumline.train.loop.log import Log
 from drumline.train.loop.making import Calling, MakeModel, build, check, pipeline_arguments
@@ -45,6 +46,7 @@ class Trained:
     grad_norms: list[float] = field(default_factory=list)  # where gradients were clipped
     evaluations: list[Evaluation] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
+    first_step: int = 0  # steps of the run that this one continues
     num_tokens: int = 0  # that counted
     num_padded: int = 0  # all places that were computed
     seconds: float = 0.0  # without building
@@ -117,6 +119,7 @@ class _Training:
         self.settings, self.pipe, self.call, self.data = settings, pipe, call, data
         self.trained, self.memory = trained, memory
         self.optimizers = Optimizers(pipe, settings.optimizer)
+        self.checkpoints = Checkpoints(pipe, settings, data, trained.folder)
         self.batches: Iterator[Batch] = iter(pipe.data(data.training))
         self._told: list[Tell] = []
         self._first: Measured | None = None  # the first step, while its update is under way
@@ -131,15 +134,32 @@ class _Training:
                 if tell is None:
                     tell = open_ones.enter_context(closing(Progress(self.settings.run.steps)))
                 self._told.append(tell)
+            first = self._resumed()
             began = time.perf_counter()
-            self._since = began, 0
-            for step in range(self.settings.run.steps):
-                self._update(step, began)
+            self._since = began, self.trained.num_tokens
+            for step in range(first, self.settings.run.steps):
+                self._update(step, (began, first))
                 self._look(step + 1)
+                counts = {"num_tokens": self.trained.num_tokens, "num_padded": self.trained.num_padded}
+                self.checkpoints.after(step + 1, counts)
             self.trained.seconds = time.perf_counter() - began
             self.trained.peak_bytes = self._peaks()
             self.pipe.close()  # before the log, which forwards all that was written
         return self.trained
+
+    def _resumed(self) -> int:
+        """Return how many steps a run had made from which this one continues."""
+        found = self.checkpoints.resume()
+        self.trained.num_tokens, self.trained.num_padded = found.get("num_tokens", 0), found.get("num_padded", 0)
+        steps: int = found["step"]
+        if steps >= self.settings.run.steps:
+            raise UsageError(
+                f"checkpoint.resume: {self.settings.checkpoint.resume} has made {steps} steps already",
+                expected=f"fewer than run.steps, {self.settings.run.steps}",
+                fix=f"train longer: --steps {2 * steps}",
+            )
+        self.trained.first_step = steps
+        return steps
 
     def _peaks(self) -> tuple[int, ...]:
         told = self.pipe.gather(self.memory.by_rank(self.pipe.rank))
@@ -147,7 +167,7 @@ class _Training:
 
     # ---- one update --------------------------------------------------------------------------------------------------
 
-    def _update(self, step: int, began: float) -> None:
+    def _update(self, step: int, began: tuple[float, int]) -> None:
         """Run the pipeline steps of one update, and update."""
         settings = self.settings
         share = rate(settings.learning_rate, step, settings.run.steps)
@@ -193,7 +213,7 @@ class _Training:
             args, kwargs = self.call(batch)
             part = batch.num_tokens / total
             result = self.pipe.step(*args, share=part, **kwargs)
-            if step == 0 and not found:
+            if step == self.trained.first_step and not found:
                 self._first = self._weighed()
             found.append((part, result))
         losses = [(part, result.loss) for part, result in found]
@@ -201,7 +221,7 @@ class _Training:
 
     # ---- what is told ------------------------------------------------------------------------------------------------
 
-    def _tell_of(self, step: int, share: float, began: float) -> None:
+    def _tell_of(self, step: int, share: float, began: tuple[float, int]) -> None:
         if not self._told:
             return
         trained, now = self.trained, time.perf_counter()
@@ -219,7 +239,7 @@ class _Training:
             bubble=self._bubble(),
             peak_bytes=self.memory.num_bytes,
             resident_bytes=self.memory.resident_bytes,
-            seconds_left=(now - began) / step * (self.settings.run.steps - step),
+            seconds_left=(now - began[0]) / (step - began[1]) * (self.settings.run.steps - step),
         )
         self._tell(update)
 

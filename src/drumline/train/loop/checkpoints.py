@@ -1,0 +1,98 @@
+"""A run's checkpoints: saved in its folder while it trains, and the point from which another run continues.
+
+    FOLDER/checkpoints/step-00000100/    see pipeline/saving/folder.py
+
+Beside what `pipe.save` keeps, a checkpoint has the position in the data and the tokens so far. A learning rate is a
+function of the step. So a run that continues takes the same batches at the same rates as one that never stopped.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+from drumline.core.errors import UsageError
+from drumline.pipeline.pipeline import Pipeline
+from drumline.pipeline.saving.folder import checkpoints
+from drumline.pipeline.saving.saver import Saving
+from drumline.train.config.settings import TrainSettings
+from drumline.train.data.batch import Data
+
+FOLDER = "checkpoints"
+_BESIDE = (
+    "*config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "added_tokens.json",
+)
+
+
+def found_in(resume: str) -> Path:
+    """Return the folder of checkpoints that `checkpoint.resume` names.
+
+    >>> found_in("no-such-run")
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: checkpoint.resume: no-such-run holds no checkpoint; expected the folder of ...
+    """
+    for path in (Path(resume), Path(resume) / FOLDER):
+        if checkpoints(path):
+            return path
+    raise UsageError(
+        f"checkpoint.resume: {resume} holds no checkpoint",
+        expected="the folder of a run that saved some, or of one checkpoint",
+        fix="leave it out to start anew",
+    )
+
+
+class Checkpoints:
+    """Saves a run, and brings one back."""
+
+    def __init__(self, pipe: Pipeline, settings: TrainSettings, data: Data, folder: Path) -> None:
+        self._pipe, self._settings, self._data = pipe, settings, data
+        self._folder = folder / FOLDER
+        self._last: Saving | None = None
+
+    def resume(self) -> dict[str, Any]:
+        """Continue from the checkpoint that the settings name; return the step it was saved after, and the counts."""
+        given = self._settings.checkpoint.resume
+        if not given:
+            return {"step": 0}
+        loaded = self._pipe.load(found_in(given))
+        extra = loaded.extra
+        if not isinstance(extra, dict) or "data" not in extra:
+            raise UsageError(
+                f"checkpoint.resume: {loaded.path} has no position in the data",
+                expected="a checkpoint of drumline train",
+                fix="load it with pipe.load in a loop of your own",
+            )
+        self._data.training.load_state_dict(extra["data"])
+        return {**extra, "step": loaded.step}
+
+    def after(self, step: int, counts: dict[str, Any]) -> None:
+        """Save after a step, if it is time; all ranks call it alike."""
+        given, is_last = self._settings.checkpoint, step == self._settings.run.steps
+        if (given.every and step % given.every == 0) or (is_last and given.at_end):
+            self._look()
+            extra = {**counts, "data": self._data.training.state_dict()}
+            self._last = self._pipe.save(self._folder, step=step, extra=extra, keep=given.keep)
+        if is_last and self._last is not None:
+            self._add_config(self._last.wait())
+
+    def _look(self) -> None:
+        """Warn of a checkpoint that could not be written: training goes on, and earlier ones are whole."""
+        if self._last is not None and self._last.done and self._last.error is not None and self._pipe.rank == 0:
+            logging.getLogger("drumline").warning("training continues without a checkpoint: %s", self._last.error)
+
+    def _add_config(self, checkpoint: Path) -> None:
+        """Copy a Hugging Face model's configuration and tokenizer, so that transformers loads the checkpoint."""
+        source = Path(self._settings.model.path)
+        if self._settings.model.kind != "hf" or self._pipe.rank != 0:
+            return
+        files = [source] if source.is_file() else [one for pattern in _BESIDE for one in source.glob(pattern)]
+        for one in files:
+            shutil.copyfile(one, checkpoint / ("config.json" if source.is_file() else one.name))

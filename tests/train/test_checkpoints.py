@@ -1,0 +1,130 @@
+"""Checkpoints of a training run: one that continues takes the steps that the first would have taken, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drumline.core.errors import UsageError
+from drumline.train.config.settings import (
+    BatchSettings,
+    CheckpointSettings,
+    DataSettings,
+    EvaluationSettings,
+    LengthSettings,
+    MeshSettings,
+    ModelSettings,
+    OptimizerGroup,
+    OptimizerSettings,
+    PipelineSettings,
+    RunSettings,
+    TrainSettings,
+)
+from drumline.train.loop.run import Trained, run_training
+from drumline.train.start import start
+
+pytestmark = pytest.mark.torch
+
+GPT = ModelSettings(num_layers=2, hidden=16, num_heads=2, dropout=0.1)
+IN_TURN = PipelineSettings(transport="in-process", device="cpu")
+
+
+def settings_for(folder: Path, **tables: Any) -> TrainSettings:
+    given = TrainSettings(
+        model=GPT,
+        batch=BatchSettings(sequences=8, microbatch=2, sequence=24),
+        pipeline=IN_TURN,
+        evaluation=EvaluationSettings(every=3, batches=1),
+        checkpoint=CheckpointSettings(every=2, keep=9),
+        run=RunSettings(steps=6, out=str(folder)),
+    )
+    return replace(given, **tables)
+
+
+def trained(settings: TrainSettings) -> Trained:
+    return run_training(settings, tell=lambda told: None)
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {},
+        {
+            "lengths": LengthSettings(how="padded", search=True),
+            "optimizer": OptimizerSettings(
+                kind="SGD",
+                settings={"momentum": 0.9},
+                groups=(OptimizerGroup(("*.bias",), kind="AdamW"),),
+            ),
+            "batch": BatchSettings(sequences=8, microbatch=2, sequence=64, accumulate=2),
+        },
+    ],
+)
+def test_a_run_that_continues_ends_where_the_first_did(tmp_path: Path, tables: dict[str, Any]) -> None:
+    whole = trained(settings_for(tmp_path / "whole", **tables))
+    half = tmp_path / "whole" / "checkpoints" / "step-00000004"
+    again = settings_for(tmp_path / "again", checkpoint=CheckpointSettings(resume=str(half)), **tables)
+    rest = trained(again)
+    assert (rest.first_step, rest.losses) == (4, whole.losses[4:])
+    assert (rest.num_tokens, rest.num_padded) == (whole.num_tokens, whole.num_padded)
+    assert rest.evaluations[-1].loss == whole.evaluations[-1].loss
+    last = Path("checkpoints", "step-00000006", "model-00001-of-00001.safetensors")
+    assert (tmp_path / "whole" / last).read_bytes() == (tmp_path / "again" / last).read_bytes()
+
+
+def test_a_run_continues_on_other_ranks_by_another_schedule(tmp_path: Path) -> None:
+    whole = trained(settings_for(tmp_path / "whole"))
+    half = str(tmp_path / "whole" / "checkpoints" / "step-00000002")
+    other = settings_for(
+        tmp_path / "other",
+        mesh=MeshSettings(pipeline=4),
+        pipeline=replace(IN_TURN, schedule="zb-h1"),
+        checkpoint=CheckpointSettings(resume=half, at_end=False),
+    )
+    assert trained(other).losses == pytest.approx(whole.losses[2:], rel=1e-6)
+    assert not (tmp_path / "other" / "checkpoints").exists()
+
+
+def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:
+    nowhere = settings_for(tmp_path / "a", checkpoint=CheckpointSettings(resume=str(tmp_path / "nowhere")))
+    with pytest.raises(UsageError, match=r"checkpoint\.resume: .*nowhere holds no checkpoint"):
+        start(nowhere, train=lambda settings: pytest.fail("a rank was started"))
+    trained(settings_for(tmp_path / "done", run=RunSettings(steps=2, out=str(tmp_path / "done"))))
+    over = settings_for(
+        tmp_path / "b",
+        checkpoint=CheckpointSettings(resume=str(tmp_path / "done")),
+        run=RunSettings(steps=2, out=str(tmp_path / "b")),
+    )
+    with pytest.raises(UsageError, match=r"has made 2 steps already; .* --steps 4"):
+        trained(over)
+
+
+def test_transformers_loads_what_was_trained(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=257, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    (tmp_path / "mine.txt").write_text("In the beginning there was a schedule.\n\n" * 40)
+    found = trained(
+        settings_for(
+            tmp_path / "run",
+            model=ModelSettings(kind="hf", path=str(tmp_path / "llama")),
+            data=DataSettings(files=(str(tmp_path / "mine.txt"),), tokenizer="bytes"),
+            evaluation=EvaluationSettings(every=0),
+            checkpoint=CheckpointSettings(),
+            run=RunSettings(steps=2, out=str(tmp_path / "run")),
+        )
+    )
+    assert len(found.losses) == 2
+    path = tmp_path / "run" / "checkpoints" / "step-00000002"
+    before, after = (
+        transformers.AutoModelForCausalLM.from_pretrained(one).state_dict() for one in (tmp_path / "llama", path)
+    )
+    assert before.keys() == after.keys()
+    assert not torch.equal(before["model.layers.0.mlp.up_proj.weight"], after["model.layers.0.mlp.up_proj.weight"])
