@@ -64,11 +64,12 @@ function summary(models) {
 }
 
 /* Bubble against peak memory, a point per schedule; the line joins those that no other beats in both. A point
-   far worse than all others would squeeze them together: it is drawn at the upper edge, with its value. */
+   far worse than many others would squeeze them together: it is drawn at the upper edge, with its value. */
 function scatter(points, colours, width) {
   const height = Math.max(300, Math.min(400, width * 0.6)), left = 44, right = 16, top = 30, bottom = height - 44;
   const sorted = points.map((p) => p.bubble).sort((a, b) => b - a), second = sorted.find((value) => value < sorted[0]) ?? 0;
-  const most = second > 0.01 && sorted[0] > 2 * second ? second * 1.3 : Math.max(sorted[0], 0.01) * 1.1;
+  const crowded = points.length > 6 && second > 0.01 && sorted[0] > 2 * second;
+  const most = crowded ? second * 1.3 : Math.max(sorted[0], 0.01) * 1.1;
   const widest = Math.max(...points.map((p) => p.peak_share), 1e-9) * 1.12;
   const x = (value) => left + (value / widest) * (width - left - right);
   const y = (value) => bottom - (Math.min(value, most) / most) * (bottom - top);
