@@ -78,6 +78,7 @@ bench: $(VENV)/full.stamp
 	$(BIN)/python benchmarks/planner.py --json out/planner.json
 	$(BIN)/python benchmarks/compile.py --json out/compile.json
 	$(BIN)/python benchmarks/train_gpt.py --json out/train_gpt.json
+	$(BIN)/python benchmarks/saving.py --json out/saving.json
 	$(BIN)/python benchmarks/planted.py --json out/planted.json
 
 # The API reference imports what it describes, PyTorch included.
