@@ -6,7 +6,7 @@ checkpoint before, and rank 0 says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from drumline.core.errors import DrumlineError, RecordError
+from drumline.core.errors import DrumlineError, MismatchError, RecordError
 from drumline.pipeline.saving.folder import read_manifest
 from drumline.pipeline.saving.staged import checksum
 from drumline.runtime.weights.files import Stored, Weights
@@ -83,3 +83,18 @@ def damage(error: BaseException) -> str:
     if not isinstance(error, DrumlineError | OSError):
         raise error
     return str(error)
+
+
+def agreed_paths(told: Sequence[Sequence[str]]) -> list[Path]:
+    """Return the checkpoints that process 0 sees, which all others must see as well.
+
+    >>> agreed_paths([["run/step-00000001"], ["run/step-00000001"]])
+    [PosixPath('run/step-00000001')]
+    """
+    for rank, paths in enumerate(told):
+        if list(paths) != list(told[0]):
+            raise MismatchError(
+                f"rank {rank} finds {len(paths)} checkpoints and rank 0 {len(told[0])}",
+                expected="a folder that all hosts share",
+            )
+    return [Path(one) for one in told[0]]

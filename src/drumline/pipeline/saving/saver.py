@@ -15,7 +15,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -275,18 +275,3 @@ def _wait(look: Callable[[], bool], timeout: float, what: str, fix: str = "") ->
             raise WaitTimeout(f"waited {timeout:g} s for {what}", fix=fix)
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST)
-
-
-def agreed_paths(told: Sequence[Sequence[str]]) -> list[Path]:
-    """Return the checkpoints that process 0 sees, which all others must see as well.
-
-    >>> agreed_paths([["run/step-00000001"], ["run/step-00000001"]])
-    [PosixPath('run/step-00000001')]
-    """
-    for rank, paths in enumerate(told):
-        if list(paths) != list(told[0]):
-            raise MismatchError(
-                f"rank {rank} finds {len(paths)} checkpoints and rank 0 {len(told[0])}",
-                expected="a folder that all hosts share",
-            )
-    return [Path(one) for one in told[0]]

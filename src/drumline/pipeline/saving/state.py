@@ -15,8 +15,8 @@ from torch import Tensor
 from drumline.core.errors import ModelError, RecordError, RunError
 from drumline.pipeline.saving import folder as folders
 from drumline.pipeline.saving import snapshot
-from drumline.pipeline.saving.loader import Checkpoint, Loaded, damage
-from drumline.pipeline.saving.saver import Saver, Saving, agreed_paths
+from drumline.pipeline.saving.loader import Checkpoint, Loaded, agreed_paths, damage
+from drumline.pipeline.saving.saver import Saver, Saving
 from drumline.pipeline.saving.snapshot import Snapshot
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -56,7 +57,7 @@ def function_named(name: str) -> Callable[..., Any]:
     home, function = parts_of(name)
     with _importable(home):
         try:
-            module = _from_file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
+            module = module_of_file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
         except Exception as error:
             raise ConfigError(
                 f"{home} cannot be imported: {type(error).__name__}: {error}", fix="make it import by itself"
@@ -83,11 +84,18 @@ def _importable(home: str) -> Iterator[None]:
             sys.path.remove(folder)
 
 
-def _from_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None, "a name that ends in .py has a loader"
-    assert spec.loader is not None, "a name that ends in .py has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and pickles look their module up
-    spec.loader.exec_module(module)
+def module_of_file(path: Path) -> ModuleType:
+    """Return a Python file as a module; each file runs once, and two files of one name stay apart."""
+    name = f"drumline_user_{path.stem}_{blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, "a path that ends in .py has a loader"
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,15 +30,17 @@ class Parts(NamedTuple):
 
 def loop_parts() -> Parts:
     """Return the parts of the training loop itself."""
-    making = import_module("drumline.train.loop.making")
-    build_model = import_module("drumline.train.models.build").build_model
-    build_data = import_module("drumline.train.data.build").build_data
-    run = import_module("drumline.train.loop.run")
+    from drumline.train.data.build import build_data
+    from drumline.train.loop.making import build, pipeline_arguments
+    from drumline.train.loop.optimizers import choose
+    from drumline.train.loop.run import example_of
+    from drumline.train.models.build import build_model
+
     return Parts(
-        lambda settings: making.build(settings, build_model),
-        lambda settings, built: run._example(build_data(settings, built, rank=0, size=1)),
-        making.pipeline_arguments,
-        import_module("drumline.train.loop.optimizers").choose,
+        lambda settings: build(settings, build_model),
+        lambda settings, built: example_of(build_data(settings, built, rank=0, size=1)),
+        pipeline_arguments,
+        choose,
     )
 
 

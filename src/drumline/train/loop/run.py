@@ -71,8 +71,8 @@ def run_training(
     before = resident()
     built = build(settings, _default_model() if make_model is None else make_model)
     data = (_default_data() if make_data is None else make_data)(settings, built, rank=0, size=1)
-    folder = folder_of(settings)
-    arguments = pipeline_arguments(settings, built, _example(data), folder)
+    folder = Path(settings.folder)
+    arguments = pipeline_arguments(settings, built, example_of(data), folder)
     with Pipeline(built.model, **arguments) as pipe:
         call, memory = Calling.of(built), PeakMemory(torch.device(pipe.device), before=before)
         del built, arguments  # a rank keeps its own stages alone
@@ -91,16 +91,7 @@ def _default_data() -> MakeData:
     return build_data
 
 
-def folder_of(settings: TrainSettings) -> Path:
-    """Return the folder of a run.
-
-    >>> print(folder_of(TrainSettings()))
-    out/train/gpt
-    """
-    return Path(settings.run.out or f"out/train/{settings.model.name or settings.model.kind}")
-
-
-def _example(data: Data) -> Batch:
+def example_of(data: Data) -> Batch:
     """Return a batch without moving the stream."""
     if data.validation:
         return data.validation[0]

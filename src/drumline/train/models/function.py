@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from drumline.core.errors import UsageError, nearest
+from drumline.train.config.functions import module_of_file
 from drumline.train.models.built import Built
 from drumline.train.models.hf import loss_of_logits
 
@@ -60,21 +59,7 @@ def _of_name(name: str, key: str) -> ModuleType:
 def _of_file(path: Path, key: str) -> ModuleType:
     if not path.is_file():
         raise UsageError(f"{key} names the file {path}, and there is none", expected=_FORMS)
-    # By its whole path, so that two files of one name stay apart and each is run once.
-    name = f"drumline_user_{path.stem}_{blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None, "a path that ends in .py has a loader"
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    return module_of_file(path)
 
 
 def called(function: Callable[..., Any], offered: Mapping[str, Any], arguments: Mapping[str, Any], *, key: str) -> Any:
