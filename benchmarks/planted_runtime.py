@@ -134,8 +134,8 @@ RUNTIME = (
     Bug(
         "same-numbers-every-step",
         "runtime/randomness.py",
-        'key = f"{self.seed}/{self.step}/{microbatch}/{self.data_rank}/{block}".encode()',
-        'key = f"{self.seed}/{microbatch}/{self.data_rank}/{block}".encode()',
+        'key = f"{self.seed}/{self.step}/{self.first + microbatch}/0/{block}".encode()',
+        'key = f"{self.seed}/{self.first + microbatch}/0/{block}".encode()',
         "Dropout drops the same places in every step.",
     ),
     Bug(

@@ -119,12 +119,12 @@ def test_weight_halves_are_merged_stage_by_stage(schedule: str) -> None:
 
 
 def test_every_part_of_a_seed_counts() -> None:
-    def seed(*, seed: int = 0, step: int = 0, microbatch: int = 0, data_rank: int = 0, block: str = "a") -> int:
-        one = Randomness(seed, CPU, data_rank=data_rank)
+    def seed(*, seed: int = 0, step: int = 0, microbatch: int = 0, first: int = 0, block: str = "a") -> int:
+        one = Randomness(seed, CPU, first=first)
         one.step = step
         return one.seed_for(microbatch, block)
 
-    seeds = [seed(), seed(seed=1), seed(step=1), seed(microbatch=1), seed(data_rank=1), seed(block="b")]
+    seeds = [seed(), seed(seed=1), seed(step=1), seed(microbatch=1), seed(first=1), seed(block="b")]
     assert len(set(seeds)) == len(seeds)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from drumline.core import rules
-from drumline.core.action import SEND_OPS, STATE_OPS, WAIT_OPS, Action, Op
+from drumline.core.action import SEND_OPS, WAIT_OPS, Action, Op
 from drumline.core.channel import STRICTEST
 from drumline.core.errors import ProgramError
 from drumline.core.lower import lower
@@ -15,6 +14,7 @@ from drumline.core.prove.frozen import untrained
 from drumline.core.prove.messages import wait_for
 from drumline.core.prove.validate import validate
 from drumline.core.prove.violation import InvalidProgram
+from drumline.core.state import with_state
 
 _TITAN_BY_PLACEMENT = {"linear": "1F1B", "loop": "Interleaved1F1B", "v": "ZBVZeroBubble"}
 
@@ -62,7 +62,7 @@ def _proven(program: Program, *, waits: bool) -> Program:
             expected="an order that is safe with one message queue per rank, as PyTorch uses over NCCL",
             fix="leave them out (--format torch; program.compute_only()), and a safe order is chosen automatically",
         )
-    complete = _with_state(lower(program, channel=STRICTEST).without(WAIT_OPS))
+    complete = with_state(lower(program, channel=STRICTEST).without(WAIT_OPS))
     if waits:
         complete = _with_waits(complete)
     if violations := validate(complete, channel=STRICTEST):
@@ -95,31 +95,6 @@ def _with_waits(program: Program) -> Program:
 def _answered(part: Action) -> Action | None:
     """Return the WAIT for the send that a backward's gradient answers."""
     return part._replace(op=Op.WAIT_SEND_F) if part.op in (Op.BACKWARD, Op.BACKWARD_INPUT) else None
-
-
-def _with_state(program: Program) -> Program:
-    """Return the program with what PyTorch itself adds to a compute-only file, unless it is already there.
-
-    A stage is gathered before its first compute and released after its last. After its last backward, its gradients are
-    scaled and reduced; without that they would be M times too large.
-    """
-    rows = []
-    for row in program.rows:
-        said = {(action.stage, action.op) for action in row if action.op in STATE_OPS}
-        computes = [(at, part) for at, action in enumerate(row) if action.is_compute for part in action.work]
-        first: dict[int, int] = {}
-        for at, part in computes:
-            first.setdefault(part.stage, at)
-        last = {part.stage: at for at, part in computes}
-        last_backward = {part.stage: at for at, part in computes if part.op in rules.RELEASES}
-        completed: list[Action] = []
-        for at, action in enumerate(row):
-            completed += [Action(s, Op.UNSHARD) for s in first if first[s] == at and (s, Op.UNSHARD) not in said]
-            completed.append(action)
-            for op, places in ((Op.REDUCE_GRAD, last_backward), (Op.RESHARD, last)):
-                completed += [Action(s, op) for s in places if places[s] == at and (s, op) not in said]
-        rows.append(tuple(completed))
-    return Program(tuple(rows), program.name)
 
 
 def titan_schedule(program: Program) -> str:

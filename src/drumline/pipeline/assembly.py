@@ -98,7 +98,9 @@ class Assembly:
         for index in placement.stages_of(rank):
             blocks = tuple(self.cuts[index])
             if len(placement.ranks_of(index)) > 1:
-                _refuse_statistics(blocks)
+                refuse_statistics(
+                    blocks, "under this schedule: each of its two copies of a stage sees half of the batch"
+                )
             if copies is not None:
                 blocks = copies.of(index, blocks)
             for block in blocks:
@@ -151,15 +153,15 @@ def split_of(program: Program, stage: int) -> set[int]:
     }
 
 
-def _refuse_statistics(blocks: Sequence[Block]) -> None:
-    """Refuse running statistics in a stage with two copies: each copy would see only half of the microbatches."""
+def refuse_statistics(blocks: Sequence[Block], why: str) -> None:
+    """Refuse running statistics in a stage that several ranks hold: each would see only some of the microbatches."""
     for block in blocks:
         for module in block.module.modules():
             if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
                 raise ModelError(
                     f"block {block.name!r} keeps running statistics ({type(module).__name__})",
-                    expected="none under this schedule: each of its two copies of a stage sees half of the batch",
-                    fix="choose a schedule with one copy of each stage, such as zb-v",
+                    expected=f"none {why}",
+                    fix="use a layer without them, such as LayerNorm, or one pipeline of one copy of each stage",
                 )
 
 

@@ -83,7 +83,7 @@ class AutoSchedule(Observer):
             return
         with self._crew.together("the search for a program"):
             begun = step.number - (self._changed or 0)
-            if begun > _WARM_UPS and self._crew.rank == 0:
+            if begun > _WARM_UPS and self._crew.rank == 0 and self._crew.axes.number == 0:
                 self._seen.append(self._ledger.timeline())
             if begun < _WARM_UPS + _MEASURED:
                 return
@@ -96,7 +96,7 @@ class AutoSchedule(Observer):
     def _better(self, number: int) -> Program | None:
         """Search on rank 0 and return the result on all ranks; None if nothing is better."""
         mine, crew, program = None, self._crew, self._frozen.program
-        if crew.rank == 0:
+        if crew.rank == 0 and crew.axes.number == 0:
             costs = costs_of(self._seen, quickest=True)
             now = simulate(program, costs)
             found = search(
@@ -114,13 +114,15 @@ class AutoSchedule(Observer):
             print(_said(self.searched, program) if better else _kept(self.searched, program), file=sys.stderr)
             mine = found.program if better else None
         told: Program | None = crew.collect("search", mine)[0]
+        if crew.axes.is_mesh:
+            told = crew.axes.exchanged("drumline/search", told)[crew.axes.lines[0][0]]
         self._seen, self._changed, self._is_over = [], number, told is None
         return told
 
     def _conclude(self) -> None:
         """Print the measured gain."""
         self._is_over = True
-        if self._crew.rank == 0:
+        if self._crew.rank == 0 and self._crew.axes.number == 0:
             assert self.searched is not None, "the program was changed to one that was found"
             self.searched.after = median(one.makespan for one in self._seen)
             gained = self.searched.gained or 0.0

@@ -22,11 +22,11 @@ from drumline.core.errors import MismatchError, RunError
 from drumline.core.program import Program
 from drumline.pipeline import transports
 from drumline.pipeline.programs import edges_of
+from drumline.runtime.axes.axes import Axes
 from drumline.runtime.capture.capture import Drive
 from drumline.runtime.channel.channel import Channel, Wait
 from drumline.runtime.channel.in_process import Hub, take_turns
 
-_scopes = itertools.count()
 _open: weakref.WeakSet[Crew] = weakref.WeakSet()
 
 
@@ -60,9 +60,10 @@ class CrewObserver:
 class Crew:
     """The channels of this process, and everything that all ranks do together."""
 
-    def __init__(self, channels: Sequence[Channel], hub: Hub | None, *, timeout: float) -> None:
+    def __init__(self, channels: Sequence[Channel], hub: Hub | None, axes: Axes, *, timeout: float) -> None:
         self.channels = list(channels)
         self.hub = hub
+        self.axes = axes
         self.timeout = timeout
         self.over = ""  # why the pipeline can no longer be used; empty while it can
         self._observers: list[CrewObserver] = []
@@ -79,28 +80,34 @@ class Crew:
         program: Program | None,
         ahead: int,
         timeout: float,
+        axes: Axes,
+        scope: str,
         now: Callable[[], int] = time.perf_counter_ns,
     ) -> Crew:
-        """Return the crew of this process, connected to all other ranks."""
+        """Return the crew of this process, connected to the other ranks of its line."""
         if transports.alone(transport):
             if transport == "auto" and (num_ranks or 1) > 1:
                 _tell_of_turns(num_ranks or 1)
             hub = Hub(num_ranks or 1, now)
-            return Crew(hub.channels(), hub, timeout=timeout)
+            return Crew(hub.channels(), hub, axes, timeout=timeout)
         channel = transports.open_channel(
             transport,
             device,
             timeout=timeout,
             num_slots=max(4, ahead),
-            scope=f"drumline/{next(_scopes)}",
+            scope=scope,
+            axes=axes,
             edges=None if program is None else edges_of(program),
             now=now,
         )
-        crew = Crew([channel], None, timeout=timeout)
+        crew = Crew([channel], None, axes, timeout=timeout)
         with crew.together("the set-up"):
             if num_ranks not in (None, channel.num_ranks):
                 raise MismatchError(
-                    f"num_ranks is {num_ranks}", expected=f"{channel.num_ranks}, the number of processes started"
+                    f"num_ranks is {num_ranks}",
+                    expected=f"{channel.num_ranks}, the mesh's pp"
+                    if axes.is_mesh
+                    else f"{channel.num_ranks}, the number of processes started",
                 )
         return crew
 
@@ -181,6 +188,7 @@ class Crew:
                 observer.failed()
             for channel in self.channels:
                 channel.abort(error, at)
+            self.axes.failed(at, error)
             if not self.alone:
                 self.over = f"it failed at {at}: {error}"
                 self.channels[0].close()

@@ -20,6 +20,8 @@ from drumline.pipeline.lengths.programs import digest_of
 from drumline.pipeline.model.blocks import evaluating
 from drumline.pipeline.observer import Observer
 from drumline.pipeline.programs import forwards_of
+from drumline.runtime.axes.axes import DATA
+from drumline.runtime.axes.reduce import Reducer
 from drumline.runtime.capture.capture import Capture
 from drumline.runtime.capture.cuda import clock_for, recorder_for
 from drumline.runtime.channel.channel import Channel
@@ -84,6 +86,7 @@ class Engine(Observer):
             merge_weight_gradients=merge,
             scale=None if self._weigh == "never" else Scale(stages.values()),
             ties=self.assembly.ties,
+            reducer=Reducer(self._crew.axes) if self._crew.axes.size(*DATA) > 1 else None,
         )
 
     @property
@@ -140,6 +143,7 @@ class Engine(Observer):
         """Run every rank of this process through its row, in eval mode if the step does not train."""
         randomness, executors, drafts = self.assembly.randomness, self.executors, step.drafts
         randomness.step = step.draw
+        randomness.first = self._crew.axes.rows[0] * self.assembly.program.num_microbatches
         if not step.train:
             executors = self.evaluators
             drafts = step.drafts or [Draft(executor.rank) for executor in executors]

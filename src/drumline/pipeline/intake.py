@@ -19,7 +19,7 @@ from drumline.runtime.batch import Split, cut, num_rows, rows_apart, rows_of_eac
 from drumline.runtime.blocks.cut import Block, Model
 from drumline.runtime.blocks.pieces import Piece
 from drumline.runtime.executor import Step
-from drumline.runtime.loss.counts import Weighing
+from drumline.runtime.loss.counts import Across, Weighing, weighed
 from drumline.runtime.loss.sheet import Factors, Multiplying
 from drumline.runtime.microbatches import has_microbatches
 from drumline.runtime.values import moved, pack
@@ -67,6 +67,14 @@ class Intake:
         self.precise = False  # whether the loss shares need double precision
         self._weights: list[float | Tensor] = []
         self._shares: Sequence[Tensor] = ()
+        self._across: Across | None = None
+
+    def count_across(self, across: Across) -> None:
+        """Weigh microbatches among those of all lines of a mesh; `across` returns what all of them count."""
+        self._across = across
+        for one in (self._fn, self._own_shares):
+            if one is not None:
+                one.across = across
 
     def weigh_by(self, stages: Sequence[Sequence[Block]]) -> None:
         """Learn what the loss averages over; a model with its own loss shows it in its pieces."""
@@ -167,12 +175,12 @@ class Intake:
     def _weighed(self, targets: Sequence[Any]) -> Weighing | None:
         """Return the microbatches' shares; None if the loss must run first."""
         if self.weigh is not None:
-            return Weighing(shares([_plain(self.weigh(one)) for one in targets]))
+            return weighed([[_plain(self.weigh(one))] for one in targets], self._rows, across=self._across)
         if self._own_shares is not None:
             return self._own_shares(targets, self._rows, train=self._trains)
         if self._fn is not None:
             return self._fn(targets, self._rows, self._sizes)
-        return Weighing(shares([float(one) for one in self._rows]))
+        return weighed([[float(one)] for one in self._rows], self._rows, across=self._across)
 
     def factors_of(self, microbatch: int) -> Factors:
         """Return the factors for parts of the model's own loss in a microbatch, if they do not all share one."""
@@ -240,7 +248,7 @@ class Intake:
             raise uneven("averages over something that does not grow with its target")
         if fn.is_doubted and not self._is_compared:
             if self._check is None or self._check.step is not step:
-                self._check = Check(fn.loss_fn, step)
+                self._check = Check(fn.loss_fn, step, is_one_of_several=self._across is not None)
             self._is_compared = self._check.add(microbatch, output, loss)
         return self._nothing(output) if step.targets[microbatch] is _NOTHING else loss
 

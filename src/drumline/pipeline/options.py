@@ -12,6 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from drumline.core.errors import ModelError, UsageError, counted
 from drumline.core.program import Program
@@ -21,6 +22,7 @@ from drumline.pipeline.lengths import programs
 from drumline.pipeline.model import splits
 from drumline.plan.device.plan import Plan
 from drumline.plan.device.planner import Planned
+from drumline.runtime.axes import axes as meshes
 from drumline.runtime.backward.compiled import Compile
 from drumline.runtime.batch import Split
 from drumline.runtime.blocks.cut import Model
@@ -98,6 +100,7 @@ class Options:
     record: bool | str | Path = True
     programs: Mapping[str, Program | str | Path | int] | None = None
     arrange: bool = False
+    mesh: Mapping[str, int] | DeviceMesh | None = None
 
     def decided(self) -> Options:
         """Return the options with the plan's decisions applied and every value checked.
@@ -129,11 +132,23 @@ class Options:
         programs.check(self.programs)
         device_named(self.device)
         transports.check(self.transport)
+        if self.mesh is not None:
+            self._check_mesh()
         if isinstance(getattr(self.model, "_orig_mod", None), nn.Module):
             raise ModelError(
                 "the model is already compiled by torch.compile",
                 expected="the original model: Drumline compiles each stage separately",
                 fix="pass the original model and compile=True",
+            )
+
+    def _check_mesh(self) -> None:
+        """Refuse what does not go together with several lines."""
+        sizes, _ = meshes.described(self.mesh)
+        if self.capture and meshes.shown(sizes) != f"pp{sizes['pp']}":
+            raise UsageError(
+                f"capture is True and the mesh is {meshes.shown(sizes)}",
+                expected="one line: the exchanges between lines are not part of CUDA graphs",
+                fix="use capture=False",
             )
 
     def _check_auto(self) -> None:

@@ -24,6 +24,7 @@ from drumline.pipeline.state.names import matching
 from drumline.pipeline.state.scaler import LossScaler
 from drumline.pipeline.step import CalledWith, StepResult, output_of
 from drumline.pipeline.verify.verdict import Checked
+from drumline.runtime.axes.axes import Axes
 from drumline.runtime.executor import Step
 from drumline.runtime.gradients import clip
 
@@ -81,6 +82,8 @@ class Pipeline:
       microbatches for the same schedule. All must place the same stages on the same ranks.
     - `arrange`: run `Microbatches` of unequal sizes in the order that the simulator finds fastest. This adds gradients
       in a different order.
+    - `mesh`: several pipelines side by side that train one model, as a dict or a DeviceMesh: `{"pp": 2, "dp": 2}`.
+      Each rank passes its part of the batch, `pipe.axes.rows`. See the page on meshes.
     - `record`: True keeps the last step's timeline (default), False records nothing, a folder stores the whole run.
     """
 
@@ -108,13 +111,18 @@ class Pipeline:
         return self._run.check_finite
 
     @property
+    def axes(self) -> Axes:
+        """This process's place in the mesh: `pipe.axes.rows` says which part of the batch to pass to `step`."""
+        return self._crew.axes
+
+    @property
     def num_ranks(self) -> int:
-        """The number of ranks, in this process and in others."""
+        """The number of ranks of the pipeline, in this process and in others; in a mesh, those of one line."""
         return self._crew.num_ranks
 
     @property
     def rank(self) -> int:
-        """The rank of this process; if several ranks take turns here, the first of them."""
+        """This process's place in the pipeline; if several ranks take turns here, the first of them."""
         return self._crew.rank
 
     @property
@@ -235,6 +243,8 @@ class Pipeline:
         ['ready']
         """
         with self._crew.together("gather"):
+            if self.axes.is_mesh:
+                return self.axes.exchanged("drumline/gather", value)
             return self._crew.collect("gather", value)
 
     def data(self, loader: Iterable[T]) -> Iterator[T]:

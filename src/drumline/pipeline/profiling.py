@@ -29,6 +29,7 @@ from drumline.core.action import Op
 from drumline.core.errors import BatchError, UsageError, counted
 from drumline.core.measured.costs import Handling, ends_of
 from drumline.core.measured.measured import Measured
+from drumline.pipeline import transports
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.launch.launch import launch
@@ -215,7 +216,9 @@ def _links(device: torch.device) -> list[ProfiledLink]:
     size = dist.get_world_size()
     if size == 1:
         return found
-    crew = Crew.gathered("auto", device, num_ranks=size, program=None, ahead=2, timeout=300.0)
+    scope = transports.new_scope()
+    axes = transports.axes_for(None, "auto", size, scope=scope, timeout=300.0)
+    crew = Crew.gathered("auto", device, num_ranks=size, program=None, ahead=2, timeout=300.0, axes=axes, scope=scope)
     for pair in pairs(size):
         dist.barrier()
         if crew.rank in pair:

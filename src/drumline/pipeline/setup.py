@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from drumline.core.action import Op
 from drumline.core.errors import DrumlineError
 from drumline.core.lower import lower
 from drumline.core.program import Program
@@ -38,6 +41,8 @@ from drumline.pipeline.step import StepRun
 from drumline.pipeline.verify.agreement import Followed, agree_on_lines, code_of, first_difference, plan_of, weights_of
 from drumline.pipeline.verify.model_check import ModelCheck
 from drumline.pipeline.verify.watched import Watched
+from drumline.runtime.axes.axes import DATA, Axes
+from drumline.runtime.axes.reduce import share_values
 from drumline.runtime.backward.compiled import compiler_for
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.capture.cuda import clock_for
@@ -55,11 +60,13 @@ def set_up(options: Options) -> StepRun:
     assert options.schedule is not None, "options that were decided"
     device = device_named(options.device) or assembly.device_of(options.model)
     num_ranks = transports.num_ranks(options.transport, options.num_ranks, timeout=options.timeout)
+    scope = transports.new_scope()
+    axes = transports.axes_for(options.mesh, options.transport, num_ranks, scope=scope, timeout=options.timeout)
     program: Program | DrumlineError
     try:
         program = program_for(
             first_schedule(options.stages_per_rank) if options.schedule == AUTO else options.schedule,
-            num_ranks=num_ranks,
+            num_ranks=axes.size("pp"),
             num_microbatches=options.num_microbatches,
             stages_per_rank=options.stages_per_rank,
         )
@@ -68,10 +75,12 @@ def set_up(options: Options) -> StepRun:
     crew = Crew.gathered(
         options.transport,
         device,
-        num_ranks=options.num_ranks,
+        num_ranks=options.num_ranks or axes.size("pp"),
         program=program if isinstance(program, Program) else None,
         ahead=options.ahead,
         timeout=options.timeout,
+        axes=axes,
+        scope=scope,
         now=clock_for(device).now,
     )
     with crew.together("the set-up"):
@@ -101,7 +110,13 @@ class _SetUp:
         values = {} if crew.alone or given.weights is not None else weights_of(given.model)
         stages, balance = self._stages(intake, numbers)
         refuse_hidden(stages)
-        frozen = Frozen(self.program, stages)
+        if self.axes.size(*DATA) > 1:
+            intake.count_across(partial(self.axes.totals, device=self.device))
+            assembly.refuse_statistics(
+                [block for stage in stages for block in stage],
+                "with several lines of a mesh: each sees a part of the batch",
+            )
+        frozen = Frozen(self.program, stages, self._state_ops())
         assembled = self._assembled(frozen.program, stages, intake, numbers)
         copied = {name for one in assembled.ties.tensors if one.is_copied for name in one.names}
         # Tensors that several ranks hold get the values of the rank that owns them.
@@ -109,8 +124,8 @@ class _SetUp:
         engine = self._engine(assembled)
         programs = self._programs(frozen)
         holdings = Holdings(assembled.ties, crew, engine.executors, list(engine.copies.values()))
-        ledger = Ledger(given.unused, unused_in(stages) if crew.rank == 0 else None)
-        recording = Recording(given.record, crew, ledger, holdings, [one.clock for one in engine.executors])
+        ledger = Ledger(given.unused, unused_in(stages) if crew.rank == 0 and self.axes.number == 0 else None)
+        recording = Recording(self._record, crew, ledger, holdings, [one.clock for one in engine.executors])
         if recording.folder is not None:
             crew.observe(recording)
             recording.describe(given.settings(), frozen.program, assembled, balance)
@@ -121,6 +136,8 @@ class _SetUp:
         watched = Watched(given.model, stages)
         updates.follow(engine.parameters())
         holdings.share()
+        if self.axes.is_mesh:
+            share_values(self.axes, holdings.tensors())
         watched.begin()
         shared = Shared(assembled.ties, list(engine.stages()))
         check.attach(engine, holdings)
@@ -204,7 +221,7 @@ class _SetUp:
     def _engine(self, assembled: Assembly) -> Engine:
         """Return the engine that runs the program on this process's ranks."""
         given = self.options
-        has_folder = not isinstance(given.record, bool)
+        has_folder = not isinstance(self._record, bool)
         return (CapturingEngine if given.capture else Engine)(
             self.crew,
             assembled,
@@ -217,3 +234,18 @@ class _SetUp:
     def _agree(self, described: dict[str, Any]) -> None:
         """Raise the same error on all ranks unless all got the same settings."""
         transports.agree(self.crew.collect("set-up", described))
+        self.axes.agree(described)
+
+    def _state_ops(self) -> frozenset[Op]:
+        """Return the actions on parameters and gradients that the mesh adds to a program."""
+        return frozenset({Op.REDUCE_GRAD}) if self.axes.size(*DATA) > 1 else frozenset()
+
+    @property
+    def axes(self) -> Axes:
+        return self.crew.axes
+
+    @property
+    def _record(self) -> bool | str | Path:
+        """What to record here; line 0 writes the folder of a run, and the others keep their last step."""
+        given = self.options.record
+        return given if isinstance(given, bool) or self.axes.number == 0 else True

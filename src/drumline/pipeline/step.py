@@ -38,6 +38,7 @@ from drumline.pipeline.state.updates import Updates
 from drumline.pipeline.verify.agreement import Followed, Given, begun
 from drumline.pipeline.verify.model_check import ModelCheck
 from drumline.pipeline.verify.watched import Watched
+from drumline.runtime.axes.axes import DATA
 from drumline.runtime.batch import counted_in
 from drumline.runtime.channel.channel import step_topic
 from drumline.runtime.executor import Step
@@ -214,6 +215,7 @@ class StepRun:
         if told.microbatches:
             losses = torch.stack([step.losses[one] for one in told.microbatches])
             parts = losses * torch.stack([step.shares[one] for one in told.microbatches]).to(losses.dtype)
+            parts = self.crew.axes.summed(parts, *DATA)
             checked.append(parts)
             told.dtype = str(losses.dtype).removeprefix("torch.")
             told.losses = parts.unbind() if alone else parts.tolist()

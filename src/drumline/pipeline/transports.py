@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -14,12 +15,21 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from drumline.core.errors import MismatchError, UsageError, nearest
+from drumline.runtime.axes.axes import Axes, described, shown
 from drumline.runtime.channel.channel import TIMEOUT, Channel, too_late
 from drumline.runtime.channel.distributed import DistributedChannel
 from drumline.runtime.channel.rendezvous import exchange, host_id
 from drumline.runtime.channel.shared_memory import SharedMemoryChannel
 
 TRANSPORTS = ("auto", "in-process", "shared-memory", "gloo", "nccl")
+
+
+_scopes = itertools.count()
+
+
+def new_scope() -> str:
+    """Return a name for one pipeline's part of the store; all ranks create pipelines in one order."""
+    return f"drumline/{next(_scopes)}"
 
 
 def started_by_launcher() -> bool:
@@ -87,6 +97,29 @@ def _store(rank: int, size: int, timeout: float) -> Store:
     return TCPStore(address, port, size, is_master=rank == 0, timeout=limit, wait_for_workers=False)
 
 
+def axes_for(mesh: Any, transport: str, num_ranks: int, *, scope: str, timeout: float) -> Axes:
+    """Return the axes of a mesh, or of one line if there is none; all processes call it alike."""
+    if alone(transport):
+        sizes, _ = ({}, None) if mesh is None else described(mesh)
+        more = {name: size for name, size in sizes.items() if name != "pp" and size > 1}
+        if more:
+            raise UsageError(
+                f"the mesh {shown(sizes)} has {shown(more)}, and all ranks are in this process",
+                expected="one process per rank of the mesh",
+                fix="start ranks with dl.launch or torchrun",
+            )
+        return Axes.single(sizes.get("pp", num_ranks))
+    rank = dist.get_rank()
+    if mesh is None:
+        return Axes.single(num_ranks, rank)
+    return Axes.of(mesh, timeout=timeout, store=_store_of(scope), rank=rank, num_ranks=num_ranks)
+
+
+def _store_of(scope: str) -> Store:
+    """Return the part of the ranks' store that belongs to one pipeline."""
+    return PrefixStore(scope, dist.distributed_c10d._get_default_store())
+
+
 def open_channel(
     transport: str,
     device: torch.device,
@@ -94,12 +127,13 @@ def open_channel(
     timeout: float,
     num_slots: int,
     scope: str,
+    axes: Axes,
     edges: Sequence[tuple[int, int]] | None,
     now: Callable[[], int],
 ) -> Channel:
-    """Return this rank's end of a new channel between all ranks of the process group."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    store = PrefixStore(scope, dist.distributed_c10d._get_default_store())
+    """Return this rank's end of a new channel between the ranks of its line."""
+    rank, size = axes.place("pp"), axes.size("pp")
+    store = _store_of(f"{scope}/line {axes.number}")
     cards = exchange(store, rank, size, "drumline/transport", (transport, device.type, host_id()), timeout=timeout)
     agree([{"transport": asked, "device": kind} for asked, kind, _ in cards])
     if transport == "auto":
@@ -111,7 +145,15 @@ def open_channel(
             rank, size, store=store, device=device, timeout=timeout, num_slots=num_slots, now=now
         )
     return DistributedChannel(
-        rank, size, store=store, backend=transport, device=device, timeout=timeout, edges=edges, now=now
+        rank,
+        size,
+        store=store,
+        backend=transport,
+        device=device,
+        timeout=timeout,
+        edges=edges,
+        now=now,
+        axes=axes,
     )
 
 

@@ -23,6 +23,7 @@ from drumline.core.action import Action, Op
 from drumline.core.errors import ProgramError
 from drumline.core.program import Program
 from drumline.core.rules import Backward
+from drumline.runtime.axes.reduce import Reducer
 from drumline.runtime.channel.channel import Channel, Delivery, Wait
 from drumline.runtime.draft import BEGIN, NOTE, POST, Clock, Draft
 from drumline.runtime.gradients.clip import Witness
@@ -111,6 +112,7 @@ class Executor:
         merge_weight_gradients: bool = False,
         scale: Scale | None = None,
         ties: Ties | None = None,
+        reducer: Reducer | None = None,
     ) -> None:
         self.program = program
         self.rank = rank
@@ -122,7 +124,7 @@ class Executor:
         self.lowest = program.backwards.count(Backward.NONE)  # stages below this one need no gradients
         self.merge = merge_weight_gradients
         self.scale = scale
-        self.exchange = GradientExchange(rank, stages, channel, self.placement, ties)
+        self.exchange = GradientExchange(rank, stages, channel, self.placement, ties, reducer)
         self.current: Action | None = None
         self.witness: Witness | None = None  # of the first step
         self.draft = Draft(rank)  # of the current step
@@ -357,10 +359,9 @@ class Executor:
         return receive, *pack(gradients)
 
     def _exchange(self, job: Job, step: Step) -> None:
-        """Offer this copy's gradients to the other copy; they are summed at the end of the row."""
-        if job.other >= 0:
-            assert job.stage is not None
-            self.exchange.offer(job.action, job.stage, job.other, self.clock.now())
+        """Offer this stage's gradients to whoever else holds it; they are summed at the end of the row."""
+        assert job.stage is not None
+        self.exchange.offer(job.action, job.stage, job.other, self.clock.now())
 
 
 def _merge(jobs: list[Job]) -> None:

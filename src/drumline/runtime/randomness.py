@@ -1,9 +1,9 @@
 """Random numbers that depend on what is computed, not on where.
 
-Before a block runs, the generators are seeded from (seed, step, microbatch, data-parallel rank, block name). So a block
-draws the same numbers on any rank and in any order, and again when it is recomputed. Blocks that draw nothing are not
-seeded: those built from layers known not to draw, and those that have not drawn so far, as long as a run leaves the
-generators unchanged.
+Before a block runs, the generators are seeded from (seed, step, microbatch, block name). So a block draws the same
+numbers on any rank and in any order, and again when it is recomputed. In a mesh, microbatches are numbered over all
+lines. Blocks that draw nothing are not seeded: those built from layers known not to draw, and those that have not drawn
+so far, as long as a run leaves the generators unchanged.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ class HostChance:
 class Randomness:
     """Seeds a device's generators for one block of one microbatch."""
 
-    def __init__(self, seed: int, device: torch.device, *, data_rank: int = 0) -> None:
+    def __init__(self, seed: int, device: torch.device, *, first: int = 0) -> None:
         self.seed = seed
-        self.data_rank = data_rank
+        self.first = first  # microbatches of the lines before this one
         self.step = 0
         self._silent = False
         self._standing: list[Tensor] = []
@@ -120,7 +120,8 @@ class Randomness:
         >>> one.seed_for(0, "layers.3") == one.seed_for(0, "layers.3"), one.seed_for(0, "a") == one.seed_for(1, "a")
         (True, False)
         """
-        key = f"{self.seed}/{self.step}/{microbatch}/{self.data_rank}/{block}".encode()
+        # The 0 keeps the numbers of earlier versions, so that runs can go on from their checkpoints bit for bit.
+        key = f"{self.seed}/{self.step}/{self.first + microbatch}/0/{block}".encode()
         return int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1
 
     def apply(self, microbatch: int, block: str) -> None:

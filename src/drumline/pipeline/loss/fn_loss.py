@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from drumline.core.errors import ModelError
 from drumline.runtime.executor import Step
-from drumline.runtime.loss.counts import Count, Counts, Weighing, labels_counted, mixed_by, watched, weighed
+from drumline.runtime.loss.counts import Across, Count, Counts, Weighing, labels_counted, mixed_by, watched, weighed
 from drumline.runtime.loss.terms import Walk
 from drumline.runtime.values import joined, pack, unpack
 
@@ -79,6 +79,7 @@ class FnWeight:
 
     def __init__(self, loss_fn: LossFunction) -> None:
         self.loss_fn = loss_fn
+        self.across: Across | None = None  # what all lines of a mesh count together
         self.direct = labels_weight(loss_fn)
         self._seen: dict[Any, _Seen] = {}
         self._by_target: dict[Any, _Seen] = {}
@@ -95,10 +96,10 @@ class FnWeight:
 
         `sizes` are the elements of each target, if microbatches have different lengths.
         """
-        if len(targets) == 1:
+        if len(targets) == 1 and self.across is None:
             return Weighing([1.0])
         if self.direct is not None:
-            return weighed([[_quiet(self.direct(one))] for one in targets], rows)
+            return weighed([[_quiet(self.direct(one))] for one in targets], rows, across=self.across)
         seen = [self._by_target.get(_kind(one)) for one in targets]
         found = [one for one in seen if one is not None]
         if not found:
@@ -109,8 +110,8 @@ class FnWeight:
         if any(one is None for one in counts):
             if sizes is not None and all(one.counts is not None for one in found):
                 raise uneven("takes shapes as numbers, and what it counts of another length is not known")
-            return weighed([[float(one)] for one in rows], rows)
-        made = weighed([one for one in counts if one is not None], rows)
+            return weighed([[float(one)] for one in rows], rows, across=self.across)
+        made = weighed([one for one in counts if one is not None], rows, across=self.across)
         if made.factors:
             raise ModelError(
                 "loss_fn adds means over different counts, and these differ between microbatches",
@@ -170,9 +171,10 @@ class FnWeight:
 class Check:
     """Compares the first step's loss with the function's loss of the whole batch, if the outputs fit in memory."""
 
-    def __init__(self, loss_fn: LossFunction, step: Step) -> None:
+    def __init__(self, loss_fn: LossFunction, step: Step, *, is_one_of_several: bool) -> None:
         self.loss_fn = loss_fn
         self.step = step
+        self.is_one_of_several = is_one_of_several  # lines of a mesh
         self.outputs: dict[int, Any] = {}
         self.losses: dict[int, Tensor] = {}
         self.num_bytes = 0
@@ -199,7 +201,10 @@ class Check:
                 whole = self.loss_fn(joined([self.outputs[one] for one in order]), target)
         except (RuntimeError, ValueError, TypeError, IndexError):
             return  # the microbatches cannot be merged into a batch
-        parts = sum(float(self.losses[one]) * float(self.step.shares[one]) for one in order)
+        shares = [float(self.step.shares[one]) for one in order]
+        # In a mesh, the shares of this line's microbatches add up to its share of all lines; those of a sum are 1.
+        line = sum(shares) if self.is_one_of_several and any(one != 1.0 for one in shares) else 1.0
+        parts = sum(float(self.losses[one]) * share / line for one, share in zip(order, shares, strict=True))
         if not abs(parts - float(whole)) <= _NEAR.get(whole.dtype, 2e-2) * max(abs(float(whole)), 1e-8):
             raise ModelError(
                 f"the microbatches' losses combine to {parts:.6g}, but loss_fn of the full batch is {float(whole):.6g}",

@@ -17,7 +17,7 @@ from drumline.pipeline.model.blocks import evaluating
 from drumline.runtime.batch import num_rows
 from drumline.runtime.blocks.script import OwnLossParts, Script
 from drumline.runtime.follow.inputs import Inputs, Kind
-from drumline.runtime.loss.counts import Weighing, labels_counted, mixed_by, weighed
+from drumline.runtime.loss.counts import Across, Weighing, labels_counted, mixed_by, weighed
 from drumline.runtime.loss.terms import name_of
 
 _PROBE = 37  # rows of the probe batch: a prime, so that no other size is a multiple of it by chance
@@ -106,18 +106,21 @@ class OwnShares:
         self.script = script
         self.piece = piece  # the last piece, which holds class weights
         self._first = len(script.names) - num_last  # first block of the last stage
+        self.across: Across | None = None  # what all lines of a mesh count together
         self._looked_at = False
         self._apart: set[int] = set()  # the parts that mix the rows of a microbatch
 
     def __call__(self, microbatches: Sequence[Inputs], rows: Sequence[int], *, train: bool) -> Weighing:
         """Return the microbatches' shares of the loss, and factors for its parts if one share is not enough."""
-        if len(microbatches) == 1:
+        if len(microbatches) == 1 and self.across is None:
             return Weighing([1.0])
         kinds = [self.script.kind(one, train=train) for one in microbatches]
         found = [self.script.loss(kind) for kind, _ in kinds]
         losses = [one for one in found if one is not None]
         if len(losses) < len(found):
-            return weighed([[float(one)] for one in rows], rows)  # no loss: the code that needs it raises
+            return weighed(
+                [[float(one)] for one in rows], rows, across=self.across
+            )  # no loss: the code that needs it raises
         self._look(losses[0], kinds[0][0], rows[0])
         counts = [loss.counts.of(tensors, self.piece) for loss, (_, tensors) in zip(losses, kinds, strict=True)]
         made = self._weighed(counts, rows, others=bool(losses[0].walk.others))
@@ -133,8 +136,9 @@ class OwnShares:
         """Return the shares, using only the parts that are not computed for each microbatch separately."""
         apart = self._apart
         if not apart:
-            return weighed(counts, rows, others=others)
-        made = weighed([[one for at, one in enumerate(row) if at not in apart] for row in counts], rows, others=True)
+            return weighed(counts, rows, others=others, across=self.across)
+        known = [[one for at, one in enumerate(row) if at not in apart] for row in counts]
+        made = weighed(known, rows, others=True, across=self.across)
         factors = {}
         for microbatch, found in made.factors.items():
             each = iter(found)

@@ -17,10 +17,12 @@ from weakref import ref
 
 from torch import nn
 
+from drumline.core.action import Op
 from drumline.core.errors import ModelError
 from drumline.core.program import Program
 from drumline.core.prove.frozen import prune
 from drumline.core.rules import Backward
+from drumline.core.state import with_state
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.blocks.pieces import Piece
 from drumline.runtime.stage import Stage
@@ -41,23 +43,28 @@ def trainable(cuts: Cuts) -> list[bool]:
 
 
 class Frozen:
-    """A program without backwards that the model does not need, and the check that it still does not need them."""
+    """A program without backwards that the model does not need, and the check that it still does not need them.
 
-    def __init__(self, program: Program, cuts: Cuts) -> None:
+    `state` are the actions on parameters and gradients that the mesh adds to every program.
+    """
+
+    def __init__(self, program: Program, cuts: Cuts, state: frozenset[Op] = frozenset()) -> None:
         self._trained = trainable(cuts)
-        self.program = prune(program, self._trained)
+        self._state = state
+        self.program = self.pruned_too(program)
         self._is_whole = True
         self._cuts = cuts
         self._parameters = [[(name, ref(one)) for name, one in _parameters(stage)] for stage in cuts]
 
     def pruned(self, program: Program) -> Program:
         """Switch to another program for the same stages, and return it without the backwards that they do not need."""
-        self.program = prune(program, self._trained)
+        self.program = self.pruned_too(program)
         return self.program
 
     def pruned_too(self, program: Program) -> Program:
         """Return another program for the same stages, to be run beside the first, without those backwards."""
-        return prune(program, self._trained)
+        pruned = prune(program, self._trained)
+        return with_state(pruned, self._state) if self._state else pruned
 
     def forget_all_but(self, cuts: Cuts) -> None:
         """Keep only these blocks alive, because other processes hold the rest; check the rest while they live."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from drumline.core.errors import DrumlineError, ModelError, nearest
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.observer import Observer
+from drumline.runtime.axes.slices import sharded_over
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.gradients import clip
@@ -61,6 +62,12 @@ class Holdings(Observer):
         """Return the same without names."""
         return [one for _, one in self.named_parameters()]
 
+    def tensors(self) -> list[Tensor]:
+        """Return every parameter and buffer of this process's ranks once, in the same order on every line."""
+        blocks = [block for executor in self.executors for _, block in _blocks(executor)]
+        listed = (one for block in blocks for one in (*block.module.parameters(), *block.module.buffers()))
+        return list({id(one): one for one in listed}.values())
+
     def has_gradients(self) -> bool:
         """Return whether any of them has a gradient."""
         return any(one.grad is not None for _, one in self.named_parameters())
@@ -70,8 +77,20 @@ class Holdings(Observer):
         found = []
         for named in (self.named_on(executor, at_home=True) for executor in self.executors):
             norms = clip.norms_of([one for _, one in named], norm_type)
-            found.append({name: norm for (name, _), norm in zip(named, norms, strict=True) if norm is not None})
+            own = {name: norm for (name, _), norm in zip(named, norms, strict=True) if norm is not None}
+            found.append(self._whole_norms(dict(named), own, norm_type))
         return found
+
+    def _whole_norms(self, named: dict[str, nn.Parameter], own: dict[str, float], norm_type: float) -> dict[str, float]:
+        """Return the norms of whole parameters, of which other lines may hold parts; these call it alike."""
+        axes, whole = self.crew.axes, dict(own)
+        for axis in dict.fromkeys(axis for one in named.values() for axis in sharded_over(one)):
+            names = [name for name, one in named.items() if axis in sharded_over(one)]
+            norms = torch.tensor([own.get(name, 0.0) for name in names], dtype=torch.float64)
+            every = torch.stack(axes.gathered(norms.to(next(iter(named.values())).device), axis))
+            total = torch.linalg.vector_norm(every, norm_type, dim=0)
+            whole |= {name: norm for name, norm in zip(names, total.tolist(), strict=True) if norm or name in own}
+        return whole
 
     def named_on(self, executor: Executor, *, at_home: bool = False) -> Named:
         """Return one rank's parameters, each once by its first name; with `at_home`, only those that it owns."""

@@ -34,6 +34,7 @@ from torch.distributed.distributed_c10d import ProcessGroup, Work
 
 from drumline.core.action import Action
 from drumline.core.errors import RunError
+from drumline.runtime.axes.axes import Axes
 from drumline.runtime.channel.channel import GRACE, SPIN, Delivery, Wait
 from drumline.runtime.channel.layout import MessageLayout
 from drumline.runtime.channel.mesh_channel import FIRST_MESSAGE_KIND, KEY_BYTES, MeshChannel
@@ -99,9 +100,12 @@ class DistributedChannel(MeshChannel[_Coming]):
         device: torch.device | str = "cpu",
         edges: Iterable[tuple[int, int]] | None = None,
         small_bytes: int = _SMALL_BYTES,
+        axes: Axes | None = None,
         **connecting: Any,
     ) -> None:
-        if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != (rank, num_ranks):
+        self._axes = Axes.single(num_ranks, rank) if axes is None else axes
+        self._members = self._axes.line  # the ranks of the default group, by place in the line
+        if not dist.is_initialized() or dist.get_rank() != self._members[rank]:
             raise RunError(
                 f"torch.distributed has no group of {num_ranks} ranks in which this process is rank {rank}",
                 fix="call torch.distributed.init_process_group first",
@@ -130,11 +134,13 @@ class DistributedChannel(MeshChannel[_Coming]):
         """Create a group for every new edge; every rank creates every group in the same order, as torch requires."""
         for edge in (one for one in edges if one not in self._known):
             self._known.add(edge)
-            group = dist.new_group(list(edge), timeout=timedelta(seconds=self.timeout), backend=self.name)
-            if self.rank in edge:
-                assert isinstance(group, ProcessGroup)
-                self._groups[edge] = group
-                self._try_out(edge)
+            for line in self._axes.lines:
+                ranks = [line[one] for one in edge]
+                group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout), backend=self.name)
+                if self._members == line and self.rank in edge:
+                    assert isinstance(group, ProcessGroup)
+                    self._groups[edge] = group
+                    self._try_out(edge)
 
     def _try_out(self, edge: tuple[int, int]) -> None:
         """Send one byte: backends connect at the first message, which must not happen among others."""
@@ -142,9 +148,9 @@ class DistributedChannel(MeshChannel[_Coming]):
         source, target = edge
         try:
             if self.rank == source:
-                work = dist.isend(byte, target, group=self._groups[edge])
+                work = dist.isend(byte, self._members[target], group=self._groups[edge])
             else:
-                work = dist.irecv(byte, source, group=self._groups[edge])
+                work = dist.irecv(byte, self._members[source], group=self._groups[edge])
             assert work is not None
             if self._by_host:
                 work.wait(timedelta(seconds=self.timeout))
@@ -170,7 +176,7 @@ class DistributedChannel(MeshChannel[_Coming]):
             return
         if layout.room:
             try:
-                work = dist.isend(flat, target, group=self._group(self.rank, target))
+                work = dist.isend(flat, self._members[target], group=self._group(self.rank, target))
             except RuntimeError as error:
                 raise self.explain(target, error) from error
             edge.under_way[number] = _Sent(key, flat, work)
@@ -222,7 +228,7 @@ class DistributedChannel(MeshChannel[_Coming]):
                 coming.has_arrived, coming.arrived_ns = True, self.now()
                 continue
             try:
-                coming.work = dist.irecv(coming.flat, source, group=self._group(source, self.rank))
+                coming.work = dist.irecv(coming.flat, self._members[source], group=self._group(source, self.rank))
             except RuntimeError as error:
                 coming.error = error
                 continue

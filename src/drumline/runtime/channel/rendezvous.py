@@ -17,6 +17,7 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,6 +30,7 @@ from drumline.core.errors import RunError
 from drumline.runtime.channel.channel import too_late
 from drumline.runtime.channel.link import Link
 
+_LOOK_SECONDS = 0.5
 _HELLO = struct.Struct("<16sI")
 
 
@@ -41,8 +43,19 @@ def host_id() -> str:
         return secrets.token_hex(16)
 
 
-def exchange(store: Store, rank: int, num_ranks: int, topic: str, value: Any, *, timeout: float) -> list[Any]:
+def exchange(
+    store: Store,
+    rank: int,
+    num_ranks: int,
+    topic: str,
+    value: Any,
+    *,
+    timeout: float,
+    look: Callable[[], None] | None = None,
+) -> list[Any]:
     """Put a value into the store and return the values of all ranks; a topic may be used again.
+
+    While it waits, it calls `look` twice a second, which may raise.
 
     >>> from torch.distributed import HashStore
     >>> exchange(HashStore(), 0, 1, "colour", "blue", timeout=1.0)
@@ -55,11 +68,16 @@ def exchange(store: Store, rank: int, num_ranks: int, topic: str, value: Any, *,
     started = time.perf_counter()
     values = []
     for other in range(num_ranks):
-        left = max(0.001, timeout - (time.perf_counter() - started))
-        try:
-            here.wait([str(other)], timedelta(seconds=left))
-        except DistStoreError:
-            raise too_late(f"rank {rank} waits for rank {other} to report its {topic}", timeout) from None
+        while True:
+            left = max(0.001, timeout - (time.perf_counter() - started))
+            try:
+                here.wait([str(other)], timedelta(seconds=left if look is None else min(left, _LOOK_SECONDS)))
+                break
+            except DistStoreError:
+                if look is None or time.perf_counter() - started >= timeout:
+                    what = f"rank {rank} waits for rank {other} to report its {topic}"
+                    raise too_late(what, timeout) from None
+                look()
         values.append(pickle.loads(bytes.fromhex(here.get(str(other)).decode())))
     return values
 

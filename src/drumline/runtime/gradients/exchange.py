@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from drumline.core.action import Action, Op
 from drumline.core.errors import MismatchError, ModelError
 from drumline.core.placement import Placement
+from drumline.runtime.axes.reduce import Bucket, Reducer
 from drumline.runtime.channel.channel import Channel, Delivery, Wait
 from drumline.runtime.draft import Clock, Draft
 from drumline.runtime.stage import Stage
@@ -34,8 +35,16 @@ class GradientExchange:
     """One rank's part in the exchanges of a step; without `ties`, only copies of whole stages are exchanged."""
 
     def __init__(
-        self, rank: int, stages: Mapping[int, Stage], channel: Channel, placement: Placement, ties: Ties | None = None
+        self,
+        rank: int,
+        stages: Mapping[int, Stage],
+        channel: Channel,
+        placement: Placement,
+        ties: Ties | None = None,
+        reducer: Reducer | None = None,
     ) -> None:
+        self.reducer = reducer
+        self._reduced: list[tuple[Action, list[Bucket], int]] = []
         self.rank = rank
         self.stages = stages
         self.channel = channel
@@ -68,22 +77,29 @@ class GradientExchange:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The trainable parameters whose gradients are exchanged."""
-        copies = [one for stage in self.stages.values() for one in stage.parameters] if self.placement.mirrored else []
+        whole = self.placement.mirrored or self.reducer is not None
+        copies = [one for stage in self.stages.values() for one in stage.parameters] if whole else []
         return [one for one in dict.fromkeys([*copies, *self._by_name.values()]) if one.requires_grad]
 
     def begin(self) -> None:
         """Start a step."""
         self._offered.clear()
+        self._reduced.clear()
         self._marks = self._seen()
 
     def offer(self, action: Action, stage: Stage, other: int, now: int) -> None:
-        """Offer a stage's gradients to its other copy."""
-        self._send(action, other, self._own(stage))
-        self._offered.append((action, stage, other, now))
+        """Offer a stage's gradients to other lines, and to its other copy in this one, if there is one."""
+        if self.reducer is not None:
+            self._reduced.append((action, self.reducer.start(stage.parameters), now))
+        if other >= 0:
+            if self.reducer is None:
+                self._send(action, other, self._own(stage))
+            self._offered.append((action, stage, other, now))
 
     def finish(self, clock: Clock, draft: Draft) -> Generator[Wait, None, None]:
         """Offer tied gradients, then take and sum all of them; yield whenever it must wait for a message."""
         self._refuse_changes()
+        self._take_sums(clock, draft)
         start = clock.now()
         for other, both in self._partners.items():
             self._send(_meeting(both), other, [self._by_name[one.name] for one in both])
@@ -104,6 +120,16 @@ class GradientExchange:
             for name, total in totals.items():
                 _put(self._by_name[name], total)
             draft.exchanges.extend((_meeting(self.tied).stage, start, clock.now()))
+
+    def _take_sums(self, clock: Clock, draft: Draft) -> None:
+        """Wait for the sums over lines; only then are the gradients ready for other ranks of this one."""
+        if self.reducer is None:
+            return
+        for action, buckets, since in self._reduced:
+            self.reducer.finish(buckets, f"{action}, the sum of stage {action.stage}'s gradients")
+            draft.exchanges.extend((action.stage, since, clock.now()))
+        for action, stage, other, _ in self._offered:
+            self._send(action, other, self._own(stage))
 
     def _add(self, totals: dict[str, Tensor | None], rank: int, name: str, part: Any) -> None:
         """Add a rank's part of a tied parameter's gradient; False means that the rank has frozen the parameter."""

@@ -200,10 +200,17 @@ class Weighing:
     factors: Mapping[int, Sequence[float]] = field(default_factory=dict)
 
 
-def weighed(counts: Sequence[Sequence[Count | None]], rows: Sequence[int], *, others: bool = False) -> Weighing:
+# Returns the totals of these counts over all lines of a mesh; every line calls it once a step.
+Across = Callable[[list[Count]], list[Count]]
+
+
+def weighed(
+    counts: Sequence[Sequence[Count | None]], rows: Sequence[int], *, others: bool = False, across: Across | None = None
+) -> Weighing:
     """Return the microbatches' shares from what every part counts in each, None for a sum.
 
-    With `others`, parts of unknown kind, microbatches count by their rows.
+    With `others`, parts of unknown kind, microbatches count by their rows. `across` returns what all lines of a mesh
+    count together, of which these microbatches have their shares.
 
     >>> weighed([[3], [1]], [2, 2]).shares
     [0.75, 0.25]
@@ -213,10 +220,15 @@ def weighed(counts: Sequence[Sequence[Count | None]], rows: Sequence[int], *, ot
     [1.0, 1.0]
     """
     columns = list(zip(*counts, strict=True))
+    totals = [_total(column) for column in columns]
+    num_rows: Count = sum(rows)
+    if across is not None:
+        *totals, num_rows = across([*totals, num_rows])
     if len(columns) == 1 and not others and any(isinstance(one, Tensor) and not one.is_cpu for one in columns[0]):
-        return Weighing(_parts(columns[0]))
-    parts = [[float(one) for one in _parts([_plain(one) for one in column])] for column in columns]
-    base = [one / sum(rows) for one in rows]
+        return Weighing(_parts(columns[0], totals[0]))
+    plain = [[_plain(one) for one in column] for column in columns]
+    parts = [[float(one) for one in _parts(*each)] for each in zip(plain, map(float, totals), strict=True)]
+    base = [one / float(num_rows) for one in rows]
     if not others and parts and all(_alike(parts[0], one) for one in parts[1:]):
         return Weighing(parts[0])
     if all(_alike(base, one) for one in parts):
@@ -225,12 +237,17 @@ def weighed(counts: Sequence[Sequence[Count | None]], rows: Sequence[int], *, ot
     return Weighing(base, factors)
 
 
-def _parts(column: Sequence[Count | None]) -> list[Count]:
+def _total(column: Sequence[Count | None]) -> Count:
+    """Return the total count of a part; 0 for a sum."""
+    counts = [one for one in column if one is not None]
+    return sum(counts[1:], start=counts[0]) if len(counts) == len(column) else 0.0
+
+
+def _parts(column: Sequence[Count | None], total: Count) -> list[Count]:
     """Return each microbatch's part of the total count; those of a sum are added as they are."""
     counts = [one for one in column if one is not None]
     if len(counts) < len(column):
         return [1.0] * len(column)
-    total = sum(counts[1:], start=counts[0])
     if not isinstance(total, Tensor) and not total > 0:
         raise BatchError(
             f"the microbatches' loss weights are {counts}", expected="numbers of at least 0, not all of them 0"

@@ -1,0 +1,346 @@
+"""The axes of a mesh: the ranks of all processes, by what each pair of them shares.
+
+    mesh={"pp": 2, "dp": 2}           dp 0      dp 1
+                               pp 0   rank 0    rank 1     one column is a line: a pipeline of its own
+                               pp 1   rank 2    rank 3     one row holds the same stages
+
+    pp   stages            the ranks of a line pass microbatches on
+    dp   batches           lines get different rows, and sum their gradients
+    cp   sequences         lines get different parts of the same rows, and sum their gradients
+    ep   experts           lines get different rows; each holds some of the experts
+    tp   matrices          lines get the same rows; each holds a part of every matrix
+
+Without a mesh, all ranks form one line. Each axis has a process group of torch for its collectives. Small values that
+all ranks exchange go through the store, which also tells every line when a rank of another one has failed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DistStoreError
+from torch.distributed.distributed_c10d import ProcessGroup, Store, Work
+
+from drumline.core.errors import MismatchError, ModelError, RankFailed, UsageError, nearest
+from drumline.runtime.channel.channel import too_late
+from drumline.runtime.channel.rendezvous import exchange
+
+AXES = ("pp", "dp", "cp", "ep", "tp")  # from the outermost to the innermost, unless a mesh says otherwise
+DATA = ("dp", "cp", "ep")  # lines along these axes see different tokens, so their gradients are summed
+ROWS = ("dp", "ep")  # lines along these axes get different rows of the batch
+_EXPECTED = 'a dict such as {"pp": 2, "dp": 2}, or a DeviceMesh whose dimensions have such names'
+_LOOK_SECONDS = 0.5  # how often a rank that waits asks whether another one has failed
+_NUM_LOOKS = 10
+_MOST_COUNTS = 16  # of one step: the parts of its loss, and its rows
+_FAILED = "drumline/failed"
+_SPIN_SECONDS = 2e-3  # how long it polls before it sleeps
+
+
+class Axes:
+    """The place of this process in the mesh, and its groups.
+
+    >>> axes = Axes.single(num_ranks=4, rank=1)
+    >>> axes.line, axes.place("pp"), axes.size("dp"), axes.rows
+    ([0, 1, 2, 3], 1, 1, (0, 1))
+    """
+
+    def __init__(
+        self, ranks: np.ndarray[Any, Any], names: Sequence[str], rank: int, *, timeout: float, store: Store | None
+    ) -> None:
+        self.names, self.rank, self.timeout = tuple(names), rank, timeout
+        self._ranks, self._store = ranks, store
+        self._at = dict(zip(names, (int(one[0]) for one in np.nonzero(ranks == rank)), strict=True))
+        self._sizes = dict(zip(names, ranks.shape, strict=True))
+        self._groups: dict[tuple[str, ...], ProcessGroup | None] = {}
+
+    @staticmethod
+    def single(num_ranks: int, rank: int = 0) -> Axes:
+        """Return the axes of a pipeline without a mesh: one line."""
+        return Axes(np.arange(num_ranks), ("pp",), rank, timeout=0.0, store=None)
+
+    @staticmethod
+    def of(mesh: Any, *, timeout: float, store: Store, rank: int, num_ranks: int) -> Axes:
+        """Return the axes of a mesh, after all ranks agree on it."""
+        sizes, ranks = described(mesh)
+        told = exchange(store, rank, num_ranks, "drumline/mesh", (sizes, ranks), timeout=timeout)
+        for other, one in enumerate(told):
+            if one != told[0]:
+                raise MismatchError(
+                    f"ranks 0 and {other} have different meshes: {shown(told[0][0])} and {shown(one[0])}",
+                    expected="the same mesh on every rank",
+                )
+        if math.prod(sizes.values()) != num_ranks:
+            raise MismatchError(
+                f"the mesh {shown(sizes)} has {math.prod(sizes.values())} ranks, and {num_ranks} were started",
+                expected="a mesh whose sizes multiply to the number of ranks",
+                fix=f"start {math.prod(sizes.values())} processes, or change the mesh",
+            )
+        listed = np.array(ranks if ranks is not None else range(num_ranks)).reshape(tuple(sizes.values()))
+        return Axes(listed, tuple(sizes), rank, timeout=timeout, store=store)
+
+    @property
+    def is_mesh(self) -> bool:
+        """Whether there are several lines."""
+        return self.num_lines > 1
+
+    @property
+    def num_lines(self) -> int:
+        """The number of lines, each a pipeline of its own."""
+        return self._ranks.size // self.size("pp")
+
+    def size(self, *names: str) -> int:
+        """Return the size of an axis, 1 if the mesh lacks it; of several, their product."""
+        return math.prod(self._sizes.get(name, 1) for name in names)
+
+    def place(self, *names: str) -> int:
+        """Return this process's place along an axis; along several, its number among their combinations.
+
+        >>> axes = Axes(np.arange(8).reshape(2, 2, 2), ("pp", "dp", "tp"), 7, timeout=0.0, store=None)
+        >>> axes.place("dp"), axes.place("dp", "tp"), axes.line
+        (1, 3, [3, 7])
+        """
+        at = 0
+        for name in names:
+            at = at * self.size(name) + self._at.get(name, 0)
+        return at
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Which part of the batch's rows this line gets: its number, and how many parts there are."""
+        return self.place(*ROWS), self.size(*ROWS)
+
+    @property
+    def line(self) -> list[int]:
+        """The ranks of this process's line, by their place in the pipeline."""
+        return self._members({"pp"})
+
+    @property
+    def lines(self) -> list[list[int]]:
+        """The ranks of every line, in order."""
+        moved = np.moveaxis(self._ranks, self.names.index("pp"), -1)
+        return [[int(rank) for rank in line] for line in moved.reshape(-1, self.size("pp"))]
+
+    @property
+    def number(self) -> int:
+        """The number of this process's line; line 0 writes what one of them must write."""
+        return self.place(*(name for name in self.names if name != "pp"))
+
+    def members(self, *names: str) -> list[int]:
+        """Return the ranks that differ from this one only along these axes, this one included."""
+        return self._members(set(names))
+
+    def _members(self, free: set[str]) -> list[int]:
+        found = self._ranks[tuple(slice(None) if name in free else self._at[name] for name in self.names)]
+        return [int(one) for one in found.reshape(-1)]
+
+    def described(self) -> str:
+        """Return this process's place in words.
+
+        >>> Axes(np.arange(4).reshape(2, 2), ("pp", "dp"), 3, timeout=0.0, store=None).described()
+        'rank 3 (pp 1, dp 1)'
+        """
+        return f"rank {self.rank} ({', '.join(f'{name} {self._at[name]}' for name in self.names)})"
+
+    def group(self, *names: str) -> ProcessGroup | None:
+        """Return the group of the ranks along these axes, None if this rank is alone there.
+
+        All ranks call it with the same axes in the same order, because torch creates every group on all ranks.
+        """
+        key = tuple(name for name in self.names if name in names)
+        if key not in self._groups:
+            self._groups[key] = self._new_group(key)
+        return self._groups[key]
+
+    def _new_group(self, names: tuple[str, ...]) -> ProcessGroup | None:
+        if self.size(*names) == 1:
+            return None
+        fixed = [name for name in self.names if name not in names]
+        own = None
+        for at in product(*(range(self._sizes[name]) for name in fixed)):
+            place = dict(zip(fixed, at, strict=True))
+            found = self._ranks[tuple(place.get(name, slice(None)) for name in self.names)]
+            ranks = [int(one) for one in found.reshape(-1)]
+            group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout))
+            if self.rank in ranks:
+                assert isinstance(group, ProcessGroup)
+                own = group
+        return own
+
+    def summed(self, numbers: Tensor, *names: str) -> Tensor:
+        """Return the sum of a small tensor over the ranks along these axes; all of them call it alike."""
+        group = self.group(*names)
+        if group is None:
+            return numbers
+        total = numbers.clone()
+        work = dist.all_reduce(total, group=group, async_op=True)
+        assert work is not None
+        self.wait(work, f"the sum over {' and '.join(names)}", names)
+        return total
+
+    def gathered(self, tensor: Tensor, name: str) -> list[Tensor]:
+        """Return the tensors of all ranks along an axis, in order; all of them call it alike, with equal shapes."""
+        group = self.group(name)
+        if group is None:
+            return [tensor]
+        found = [torch.empty_like(tensor) for _ in range(self.size(name))]
+        work = dist.all_gather(found, tensor.contiguous(), group=group, async_op=True)
+        assert work is not None
+        self.wait(work, f"gathering a tensor of shape {tuple(tensor.shape)} over {name}", [name])
+        return found
+
+    def totals(self, counts: Sequence[Any], device: torch.device) -> list[Any]:
+        """Return the sums of a step's counts over all lines that see other tokens; each calls it once a step.
+
+        The counts may be numbers, or tensors on the device: then the sums are tensors too, and nothing waits for them.
+        """
+        if len(counts) > _MOST_COUNTS:
+            raise ModelError(
+                f"the loss has {len(counts) - 1} parts",
+                expected=f"at most {_MOST_COUNTS - 1}, in a mesh of several lines",
+            )
+        stays = any(isinstance(one, Tensor) and not one.is_cpu for one in counts)
+        filled = [*counts, *[0.0] * (_MOST_COUNTS - len(counts)), float(len(counts))]
+        given = torch.stack([torch.as_tensor(one, dtype=torch.float64, device=device).reshape(()) for one in filled])
+        total = self.summed(given, *DATA)
+        if stays:
+            return list(total[: len(counts)].unbind())
+        *found, lengths = total.tolist()
+        if lengths != len(counts) * self.size(*DATA):
+            raise MismatchError(
+                f"{self.described()}: the lines' losses have different numbers of parts",
+                expected="the same kind of batch on every line",
+            )
+        return found[: len(counts)]
+
+    def wait(self, work: Work, what: str, names: Sequence[str]) -> None:
+        """Return when a collective along these axes has ended; raise if a rank failed, or after the timeout.
+
+        On an accelerator only the stream waits.
+        """
+        started = looked = time.perf_counter()
+        while not work.is_completed():
+            now = time.perf_counter()
+            if now - started > self.timeout:
+                listed = " and ".join(map(str, self._others(names)))
+                raise too_late(f"{self.described()} waits for rank {listed} in {what}", now - started)
+            if now - looked > _LOOK_SECONDS:
+                self.look()
+                looked = now
+            if now - started > _SPIN_SECONDS:
+                time.sleep(1e-4)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self.explained(error, what, names) from error
+
+    def explained(self, error: RuntimeError, what: str, names: Sequence[str]) -> RankFailed:
+        """Return the error of a collective that failed because a rank of another line failed or left."""
+        for _ in range(_NUM_LOOKS):  # whoever noticed first says what happened
+            self.look()
+            time.sleep(_LOOK_SECONDS / _NUM_LOOKS)
+        others = self._others(names)
+        listed = " or ".join(map(str, others))
+        return RankFailed(
+            others[0], f"{what} failed at {self.described()}: rank {listed} has died or left ({error!s:.200})"
+        )
+
+    def _others(self, names: Sequence[str]) -> list[int]:
+        return [one for one in self.members(*names) if one != self.rank]
+
+    def exchanged(self, topic: str, value: Any) -> list[Any]:
+        """Return what every rank of the mesh passes here, by rank; all of them call it alike."""
+        if self._store is None:
+            return [value]
+        given = (self._store, self.rank, self._ranks.size, topic, value)
+        return exchange(*given, timeout=self.timeout, look=self.look)
+
+    def agree(self, settings: Mapping[str, Any]) -> None:
+        """Raise on all ranks unless all lines were given the same settings."""
+        if not self.is_mesh:
+            return
+        own = {what: _digest(value) for what, value in settings.items()}
+        told = self.exchanged("drumline/settings", own)
+        for other, one in enumerate(told):
+            for what, digest in told[0].items():
+                if one.get(what) != digest:
+                    raise MismatchError(
+                        f"ranks 0 and {other} disagree on {what}", expected="the same Pipeline(...) call on every rank"
+                    )
+
+    def failed(self, at: str, error: BaseException) -> None:
+        """Tell the other lines that this rank failed; the first failure counts."""
+        if self._store is not None:
+            text = f"{self.rank} {self.described()} failed at {at}: {type(error).__name__}: {error}"
+            try:
+                self._store.compare_set(_FAILED, "", text[:2000])
+            except (RuntimeError, DistStoreError):  # the store died with its rank
+                return
+
+    def look(self) -> None:
+        """Raise RankFailed if a rank of any line has failed."""
+        if self._store is None:
+            return
+        try:
+            told = self._store.get(_FAILED).decode() if self._store.check([_FAILED]) else ""
+        except (RuntimeError, DistStoreError) as error:
+            raise RankFailed(0, "the ranks' store is gone: the rank that held it has died or left") from error
+        if told:
+            rank, _, text = told.partition(" ")
+            raise RankFailed(int(rank), text)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
+
+
+def described(mesh: Any) -> tuple[dict[str, int], list[int] | None]:
+    """Return the sizes of a mesh by axis, and its ranks if it lists them.
+
+    >>> described({"pp": 2, "dp": 4})
+    ({'pp': 2, 'dp': 4}, None)
+    >>> described({"pp": 2, "data": 4})
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: the mesh has an axis 'data'; expected pp, dp, cp, ep or tp; ...
+    """
+    ranks: list[int] | None = None
+    if isinstance(mesh, Mapping):
+        given = list(mesh.items())
+    elif isinstance(getattr(mesh, "mesh", None), Tensor):
+        if mesh.mesh_dim_names is None:
+            raise UsageError("the DeviceMesh has no mesh_dim_names", expected="names among pp, dp, cp, ep and tp")
+        given = list(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
+        ranks = [int(one) for one in mesh.mesh.reshape(-1).tolist()]
+    else:
+        raise UsageError(f"mesh is {mesh!r:.60}", expected=_EXPECTED)
+    sizes: dict[str, int] = {}
+    for name, size in given:
+        if name not in AXES:
+            fix = nearest(str(name), AXES)
+            raise UsageError(f"the mesh has an axis {name!r}", expected="pp, dp, cp, ep or tp", fix=fix)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise UsageError(f"the mesh's axis {name} is {size!r}", expected="an integer of at least 1")
+        sizes[name] = size
+    if "pp" not in sizes:
+        sizes = {"pp": 1, **sizes}
+    if ranks is None:
+        sizes = {name: sizes[name] for name in AXES if name in sizes}
+    return sizes, ranks
+
+
+def shown(sizes: Mapping[str, int]) -> str:
+    """Return a mesh as people write it.
+
+    >>> shown({"pp": 2, "dp": 4})
+    'pp2 x dp4'
+    """
+    return " x ".join(f"{name}{size}" for name, size in sizes.items())

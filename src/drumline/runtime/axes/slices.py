@@ -1,0 +1,70 @@
+"""Parameters of which every line along an axis holds another part: which part of the whole each of them is.
+
+    q_proj.weight   (64, 32) whole       tp 0: rows 0 to 31       tp 1: rows 32 to 63        Slice("tp", 0)
+    qkv.weight      (96, 32) whole       each third of its rows is divided                   Slice("tp", 0, parts=3)
+    experts.w1      (4, 64, 32) whole    ep 0: experts 0 and 1    ep 1: experts 2 and 3      Slice("ep", 0)
+
+Names, norms, checkpoints and comparisons are those of the whole; the slice says how to get there and back. It is stored
+on the parameter itself, as `parameter.slice`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drumline.core.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A parameter is divided over `axis` along dimension `dim`; each of its `parts` is divided separately."""
+
+    axis: str
+    dim: int
+    parts: int = 1
+
+    def local(self, whole: Tensor, place: int, size: int) -> Tensor:
+        """Return the part of the whole at a place along the axis.
+
+        >>> Slice("tp", 0, parts=2).local(torch.arange(8), 1, 2)
+        tensor([2, 3, 6, 7])
+        """
+        length = whole.shape[self.dim]
+        if length % (self.parts * size):
+            raise ModelError(
+                f"a tensor of shape {tuple(whole.shape)} is divided by {size} ({self.axis}) along dimension {self.dim}",
+                expected=f"a multiple of {self.parts * size} there",
+                fix=f"choose another size of {self.axis}",
+            )
+        each = [part.chunk(size, self.dim)[place] for part in whole.chunk(self.parts, self.dim)]
+        return each[0].contiguous() if len(each) == 1 else torch.cat(each, self.dim)
+
+    def whole(self, locals_: Sequence[Tensor]) -> Tensor:
+        """Return the whole from the parts of all places along the axis, in order.
+
+        >>> one = Slice("tp", 0, parts=2)
+        >>> one.whole([one.local(torch.arange(8), place, 2) for place in range(2)])
+        tensor([0, 1, 2, 3, 4, 5, 6, 7])
+        """
+        each = [one.chunk(self.parts, self.dim) for one in locals_]
+        return torch.cat([part for parts in zip(*each, strict=True) for part in parts], self.dim)
+
+
+def slice_of(tensor: Tensor) -> Slice | None:
+    """Return which part of a whole tensor a tensor is, None if it is whole.
+
+    >>> slice_of(torch.ones(1)) is None
+    True
+    """
+    found: Slice | None = getattr(tensor, "slice", None)
+    return found
+
+
+def sharded_over(tensor: Tensor) -> tuple[str, ...]:
+    """Return the axes along which lines hold different parts of a tensor."""
+    found = slice_of(tensor)
+    return () if found is None else (found.axis,)
