@@ -124,8 +124,10 @@ def test_every_part_of_a_seed_counts() -> None:
         one.step = step
         return one.seed_for(microbatch, block)
 
-    seeds = [seed(), seed(seed=1), seed(step=1), seed(microbatch=1), seed(first=1), seed(block="b")]
+    seeds = [seed(), seed(seed=1), seed(step=1), seed(microbatch=1), seed(first=4), seed(block="b")]
     assert len(set(seeds)) == len(seeds)
+    # The second line of a mesh draws as one process does for the same microbatch of the whole batch.
+    assert seed(first=4, microbatch=1) == seed(microbatch=5)
 
 
 def test_dropout_drops_other_places_in_every_step() -> None:

@@ -11,9 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from drumline.core.action import Op
 from drumline.core.errors import RunError, UsageError
 from drumline.core.lower import lower
 from drumline.core.program import Program
+from drumline.core.state import with_state
 from drumline.pipeline.assembly import Assembly, split_of
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.lengths.programs import digest_of
@@ -22,6 +24,7 @@ from drumline.pipeline.observer import Observer
 from drumline.pipeline.programs import forwards_of
 from drumline.runtime.axes.axes import DATA
 from drumline.runtime.axes.reduce import Reducer
+from drumline.runtime.axes.sharding import FullShards
 from drumline.runtime.capture.capture import Capture
 from drumline.runtime.capture.cuda import clock_for, recorder_for
 from drumline.runtime.channel.channel import Channel
@@ -89,13 +92,26 @@ class Engine(Observer):
             reducer=Reducer(self._crew.axes) if self._crew.axes.size(*DATA) > 1 else None,
         )
 
+    def divide(self, shards: FullShards) -> None:
+        """Divide the parameters of some stages between the lines of a mesh."""
+        for executor in self.executors:
+            executor.shards = executor.exchange.shards = shards
+            executor.jobs = executor.translated()
+
     @property
     def evaluators(self) -> list[Executor]:
         """The executors of the program's forwards alone."""
         lineup = self._lineups[self.number]
         if lineup.evaluators is None:
-            program = lower(lineup.forwards, ahead=self._ahead)
-            each = [Executor(program, one.rank, one.stages, one.channel, one.clock) for one in self.executors]
+            forwards = lineup.forwards
+            if Op.UNSHARD in lineup.program.columns.ops:
+                divided = {one.stage for row in lineup.program.rows for one in row if one.op is Op.UNSHARD}
+                forwards = with_state(forwards, frozenset({Op.UNSHARD, Op.RESHARD}), frozenset(divided), ahead=1)
+            program = lower(forwards, ahead=self._ahead)
+            each = [
+                Executor(program, one.rank, one.stages, one.channel, one.clock, shards=one.shards)
+                for one in self.executors
+            ]
             for evaluator, executor in zip(each, self.executors, strict=True):
                 evaluator.code = executor.code
             lineup.evaluators = each

@@ -59,6 +59,10 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_SWITCHES, (lambda one: isinstance(one, bool), "True or False")),
     "schedule": (lambda one: isinstance(one, str | Path | Program), "a schedule name, a Program, or a CSV file"),
     "record": (lambda one: isinstance(one, bool | str | Path) and one != "", "True, False, or a folder for the run"),
+    "zero": (
+        lambda one: all(each in (0, 1, 3) for each in (one.values() if isinstance(one, Mapping) else [one])),
+        "0 (nothing is divided), 1 (optimizer state) or 3 (parameters and gradients too), or a dict of these by stage",
+    ),
     "unused": (lambda one: one in ("warn", "raise", "ignore"), '"warn", "raise" or "ignore"'),
 }
 
@@ -101,6 +105,7 @@ class Options:
     programs: Mapping[str, Program | str | Path | int] | None = None
     arrange: bool = False
     mesh: Mapping[str, int] | DeviceMesh | None = None
+    zero: int | Mapping[int, int] = 0
 
     def decided(self) -> Options:
         """Return the options with the plan's decisions applied and every value checked.

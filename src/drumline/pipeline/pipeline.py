@@ -84,6 +84,8 @@ class Pipeline:
       in a different order.
     - `mesh`: several pipelines side by side that train one model, as a dict or a DeviceMesh: `{"pp": 2, "dp": 2}`.
       Each rank passes its part of the batch, `pipe.axes.rows`. See the page on meshes.
+    - `zero`: what the data-parallel lines of a mesh divide: 1 the optimizer's state, 3 parameters and gradients too; a
+      dict by stage for different choices. Then `pipe.parameters()` are this line's pieces, with 3.
     - `record`: True keeps the last step's timeline (default), False records nothing, a folder stores the whole run.
     """
 
@@ -287,8 +289,7 @@ class Pipeline:
 
     def named_master_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that optimizers update: float32 copies with `master_weights`, else the parameters."""
-        masters = self._updates.masters
-        return self.named_parameters() if masters is None else masters.named(self.named_parameters())
+        return self._updates.named(self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this process's parameters by their names in the unsplit model; a tied one once, by its first name."""

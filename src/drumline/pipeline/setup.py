@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from drumline.core.action import Op
-from drumline.core.errors import DrumlineError
+from drumline.core.errors import DrumlineError, UsageError
 from drumline.core.lower import lower
 from drumline.core.program import Program
+from drumline.core.state import with_state
 from drumline.pipeline import assembly, transports
 from drumline.pipeline.assembly import Assembly, loss_block
 from drumline.pipeline.auto_schedule import AUTO, AutoSchedule, first_schedule
@@ -43,6 +44,7 @@ from drumline.pipeline.verify.model_check import ModelCheck
 from drumline.pipeline.verify.watched import Watched
 from drumline.runtime.axes.axes import DATA, Axes
 from drumline.runtime.axes.reduce import share_values
+from drumline.runtime.axes.sharding import AXIS, FullShards, StateShards
 from drumline.runtime.backward.compiled import compiler_for
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.capture.cuda import clock_for
@@ -116,7 +118,7 @@ class _SetUp:
                 [block for stage in stages for block in stage],
                 "with several lines of a mesh: each sees a part of the batch",
             )
-        frozen = Frozen(self.program, stages, self._state_ops())
+        frozen = Frozen(self.program, stages, self._completed)
         assembled = self._assembled(frozen.program, stages, intake, numbers)
         copied = {name for one in assembled.ties.tensors if one.is_copied for name in one.names}
         # Tensors that several ranks hold get the values of the rank that owns them.
@@ -138,6 +140,8 @@ class _SetUp:
         holdings.share()
         if self.axes.is_mesh:
             share_values(self.axes, holdings.tensors())
+        if given.zero:
+            self._divide(engine, holdings, updates)
         watched.begin()
         shared = Shared(assembled.ties, list(engine.stages()))
         check.attach(engine, holdings)
@@ -236,9 +240,49 @@ class _SetUp:
         transports.agree(self.crew.collect("set-up", described))
         self.axes.agree(described)
 
-    def _state_ops(self) -> frozenset[Op]:
-        """Return the actions on parameters and gradients that the mesh adds to a program."""
-        return frozenset({Op.REDUCE_GRAD}) if self.axes.size(*DATA) > 1 else frozenset()
+    def _completed(self, program: Program) -> Program:
+        """Return a program with the actions on parameters and gradients that the mesh needs."""
+        if self.axes.size(*DATA) > 1:
+            program = with_state(program, frozenset({Op.REDUCE_GRAD}))
+        divided = frozenset(stage for stage in range(program.num_stages) if self._level(stage) == 3)
+        return with_state(program, frozenset({Op.UNSHARD, Op.RESHARD}), divided, ahead=1) if divided else program
+
+    def _level(self, stage: int) -> int:
+        """Return how much of a stage's state the lines of the mesh divide: ZeRO 0, 1 or 3."""
+        zero = self.options.zero
+        return zero if isinstance(zero, int) else zero.get(stage, 0)
+
+    def _divide(self, engine: Engine, holdings: Holdings, updates: Updates) -> None:
+        """Divide state between the lines of the mesh, once they have the same values."""
+        if self.axes.size(AXIS) == 1:
+            raise UsageError(
+                f"zero is {self.options.zero}, and the mesh has no dp",
+                expected="data-parallel lines that can divide state",
+                fix='pass mesh={"pp": ..., "dp": ...}, or zero=0',
+            )
+        levels = {stage.index: self._level(stage.index) for stage in engine.stages()}
+        shared = {name for one in holdings.ties.tensors if len(one.names) > 1 or one.is_copied for name in one.names}
+        named = {id(one): name for name, one in holdings.named_parameters()}
+        parameters = {stage.index: stage.all_parameters for stage in engine.stages()}
+        if 3 in levels.values():
+            if self.program.placement.mirrored:
+                raise UsageError(
+                    f"zero is 3, and {self.program.name} holds each stage on two ranks of a line",
+                    expected="zero of at most 1, or a schedule with one copy of each stage",
+                )
+            # Tied ones stay whole: several stages use them, each at its own time.
+            whole = {
+                index: [one for one in each if named.get(id(one)) not in shared] for index, each in parameters.items()
+            }
+            holdings.shards = FullShards(
+                self.axes, {index: each for index, each in whole.items() if levels[index] == 3}
+            )
+            holdings.renew()
+            engine.divide(holdings.shards)
+        if 1 in levels.values():
+            updates.divided = StateShards(
+                self.axes, [one for index, each in parameters.items() if levels[index] == 1 for one in each]
+            )
 
     @property
     def axes(self) -> Axes:

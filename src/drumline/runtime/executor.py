@@ -19,11 +19,12 @@ from typing import Any
 from torch import Tensor
 
 from drumline.core import rules
-from drumline.core.action import Action, Op
+from drumline.core.action import STATE_OPS, Action, Op
 from drumline.core.errors import ProgramError
 from drumline.core.program import Program
 from drumline.core.rules import Backward
 from drumline.runtime.axes.reduce import Reducer
+from drumline.runtime.axes.sharding import FullShards
 from drumline.runtime.channel.channel import Channel, Delivery, Wait
 from drumline.runtime.draft import BEGIN, NOTE, POST, Clock, Draft
 from drumline.runtime.gradients.clip import Witness
@@ -113,8 +114,10 @@ class Executor:
         scale: Scale | None = None,
         ties: Ties | None = None,
         reducer: Reducer | None = None,
+        shards: FullShards | None = None,
     ) -> None:
         self.program = program
+        self.shards = shards
         self.rank = rank
         self.stages = stages
         self.channel = channel
@@ -124,23 +127,27 @@ class Executor:
         self.lowest = program.backwards.count(Backward.NONE)  # stages below this one need no gradients
         self.merge = merge_weight_gradients
         self.scale = scale
-        self.exchange = GradientExchange(rank, stages, channel, self.placement, ties, reducer)
+        self.exchange = GradientExchange(rank, stages, channel, self.placement, ties, reducer, shards)
         self.current: Action | None = None
         self.witness: Witness | None = None  # of the first step
         self.draft = Draft(rank)  # of the current step
         self._made: dict[tuple[int, int], Any] = {}
         self._gradients: dict[tuple[int, int], Gradients] = {}
         self.arrived: dict[Action, Delivery] = {}  # messages waiting for their job
-        self.jobs = self._translate(program.rows[rank])
+        self.jobs = self.translated()
 
     def running(self, program: Program) -> Executor:
         """Return an executor of another program, with the same stages on the same rank."""
         own, ties = (self.rank, self.stages, self.channel, self.clock), self.exchange.ties
-        made = Executor(program, *own, merge_weight_gradients=self.merge, scale=self.scale, ties=ties)
+        made = Executor(
+            program, *own, merge_weight_gradients=self.merge, scale=self.scale, ties=ties, shards=self.shards
+        )
         made.exchange = self.exchange  # one step runs at a time
         return made
 
-    def _translate(self, row: Sequence[Action]) -> list[Job]:
+    def translated(self) -> list[Job]:
+        """Return the jobs of this rank's row."""
+        row = self.program.rows[self.rank]
         # For each computing op: take, the stage's method, put.
         works: dict[Op, tuple[Callable[..., Any], str, Callable[..., Any]]] = {
             Op.FORWARD: (self._inputs, "forward", self._keep_output),
@@ -154,9 +161,18 @@ class Executor:
             Op.RECV_F: self._post,
             Op.RECV_B: self._post,
             Op.REDUCE_GRAD: self._exchange,
+            Op.UNSHARD: self._unshard,
+            Op.RESHARD: self._reshard,
         }
         jobs: list[Job] = []
+        gathering: set[int] = set()
         for action in row:
+            if self.shards is not None and action.is_compute:
+                for stage in sorted({part.stage for part in action.work} & gathering):
+                    gathering.discard(stage)
+                    jobs.append(Job(Action(stage, Op.UNSHARD), self._await_unshard))
+            if action.op is Op.UNSHARD:
+                gathering.add(action.stage)
             if action.op in talks:
                 job = Job(action, talks[action.op], self.stages.get(action.stage), other=self._other(action))
                 job.microbatch = -1 if action.microbatch is None else action.microbatch
@@ -168,8 +184,8 @@ class Executor:
             else:
                 raise ProgramError(
                     f"rank {self.rank}'s row has {action}",
-                    expected="a synchronous program: you update and shard the weights, and the executor itself waits",
-                    fix="choose a schedule without UPDATE, UNSHARD, RESHARD and WAITs",
+                    expected="a synchronous program: you update the weights, and the executor itself waits",
+                    fix="choose a schedule without UPDATE and WAITs",
                 )
             jobs.append(job)
         if self.merge:
@@ -198,7 +214,7 @@ class Executor:
         return found
 
     def _other(self, action: Action) -> int:
-        if action.op is Op.REDUCE_GRAD:
+        if action.op in STATE_OPS:
             return next((rank for rank in self.placement.ranks_of(action.stage) if rank != self.rank), -1)
         assert action.microbatch is not None, f"{action} belongs to no microbatch"
         message = rules.message_of(action)
@@ -362,6 +378,22 @@ class Executor:
         """Offer this stage's gradients to whoever else holds it; they are summed at the end of the row."""
         assert job.stage is not None
         self.exchange.offer(job.action, job.stage, job.other, self.clock.now())
+
+    def _unshard(self, job: Job, step: Step) -> None:
+        """Begin to gather a stage's parameters, if lines of a mesh divide them."""
+        if self.shards is not None:
+            self.shards.unshard(job.action.stage)
+
+    def _await_unshard(self, job: Job, step: Step) -> None:
+        assert self.shards is not None
+        start = self.clock.now()
+        self.shards.gathered(job.action.stage)
+        self.draft.exchanges.extend((job.action.stage, start, self.clock.now()))
+
+    def _reshard(self, job: Job, step: Step) -> None:
+        """Free a stage's whole parameters."""
+        if self.shards is not None:
+            self.shards.reshard(job.action.stage)
 
 
 def _merge(jobs: list[Job]) -> None:

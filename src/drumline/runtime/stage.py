@@ -91,6 +91,11 @@ class Stage:
         """The trainable parameters, each once."""
         return list(dict.fromkeys(one for segment in self.segments for one in segment.parameters))
 
+    @property
+    def all_parameters(self) -> list[nn.Parameter]:
+        """Its parameters, each once, frozen ones too."""
+        return list(dict.fromkeys(one for block in self.blocks for one in block.module.parameters()))
+
     def renew(self) -> bool:
         """Follow parameters that were frozen, unfrozen or replaced since the last step; return whether any was."""
         renewed = [segment.renew() for segment in self.segments]

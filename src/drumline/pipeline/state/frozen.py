@@ -12,17 +12,15 @@ uses and those that no loss reaches in any of the first steps.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from weakref import ref
 
 from torch import nn
 
-from drumline.core.action import Op
 from drumline.core.errors import ModelError
 from drumline.core.program import Program
 from drumline.core.prove.frozen import prune
 from drumline.core.rules import Backward
-from drumline.core.state import with_state
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.blocks.pieces import Piece
 from drumline.runtime.stage import Stage
@@ -45,12 +43,12 @@ def trainable(cuts: Cuts) -> list[bool]:
 class Frozen:
     """A program without backwards that the model does not need, and the check that it still does not need them.
 
-    `state` are the actions on parameters and gradients that the mesh adds to every program.
+    `completed` adds the actions on parameters and gradients that a mesh needs.
     """
 
-    def __init__(self, program: Program, cuts: Cuts, state: frozenset[Op] = frozenset()) -> None:
+    def __init__(self, program: Program, cuts: Cuts, completed: Callable[[Program], Program] = lambda one: one) -> None:
         self._trained = trainable(cuts)
-        self._state = state
+        self._completed = completed
         self.program = self.pruned_too(program)
         self._is_whole = True
         self._cuts = cuts
@@ -63,8 +61,7 @@ class Frozen:
 
     def pruned_too(self, program: Program) -> Program:
         """Return another program for the same stages, to be run beside the first, without those backwards."""
-        pruned = prune(program, self._trained)
-        return with_state(pruned, self._state) if self._state else pruned
+        return self._completed(prune(program, self._trained))
 
     def forget_all_but(self, cuts: Cuts) -> None:
         """Keep only these blocks alive, because other processes hold the rest; check the rest while they live."""

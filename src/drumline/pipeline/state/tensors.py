@@ -7,6 +7,7 @@ ranks' states, merged, are the model's, with every tensor once. Loading accepts 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from drumline.core.errors import DrumlineError, ModelError, nearest
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.observer import Observer
+from drumline.runtime.axes.sharding import FullShards
 from drumline.runtime.axes.slices import sharded_over
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.executor import Executor, Step
@@ -33,6 +35,7 @@ class Holdings(Observer):
         self.crew = crew
         self.executors = executors
         self.copies = copies
+        self.shards: FullShards | None = None  # if the lines of a mesh divide parameters
         self._named: Named | None = None
         self._earlier: list[tuple[nn.Parameter, Tensor | None]] = []  # gradients of earlier steps
 
@@ -86,7 +89,7 @@ class Holdings(Observer):
         axes, whole = self.crew.axes, dict(own)
         for axis in dict.fromkeys(axis for one in named.values() for axis in sharded_over(one)):
             names = [name for name, one in named.items() if axis in sharded_over(one)]
-            norms = torch.tensor([own.get(name, 0.0) for name in names], dtype=torch.float64)
+            norms = torch.tensor([whole.get(name, 0.0) for name in names], dtype=torch.float64)
             every = torch.stack(axes.gathered(norms.to(next(iter(named.values())).device), axis))
             total = torch.linalg.vector_norm(every, norm_type, dim=0)
             whole |= {name: norm for name, norm in zip(names, total.tolist(), strict=True) if norm or name in own}
@@ -95,10 +98,25 @@ class Holdings(Observer):
     def named_on(self, executor: Executor, *, at_home: bool = False) -> Named:
         """Return one rank's parameters, each once by its first name; with `at_home`, only those that it owns."""
         return [
-            (name, one)
+            (name, one if self.shards is None else self.shards.shown(one))
             for name, (home, one) in self.ties.on(_blocks(executor)).items()
             if isinstance(one, nn.Parameter) and (home == executor.rank or not at_home)
         ]
+
+    @contextmanager
+    def whole(self, *, changed: bool = False) -> Iterator[None]:
+        """Gather divided parameters inside; all lines call it alike. `changed` says that it gives them new values."""
+        stages = [] if self.shards is None else [at for one in self.executors for at in one.stages]
+        for stage in stages:
+            assert self.shards is not None
+            self.shards.unshard(stage)
+            self.shards.gathered(stage)
+        yield
+        if self.shards is not None:
+            if changed:
+                self.shards.renew()
+            for stage in stages:
+                self.shards.reshard(stage)
 
     def begin(self, step: Step) -> None:
         """Put aside earlier steps' gradients of tensors that several ranks hold: only this step's are exchanged."""
@@ -123,13 +141,20 @@ class Holdings(Observer):
     def state_dict(self) -> dict[str, Any]:
         """Return what this process stores: the parameters and persistent buffers that its ranks own."""
         stored: dict[str, Any] = {}
-        for executor in self.executors:
-            for index, block in _blocks(executor):
-                for name, value in _entries(block):
-                    if self.ties.home(name, index) == executor.rank:
-                        plain = value.detach() if isinstance(value, Tensor) else value
-                        stored.setdefault(self.ties.first(name), plain)
+        with self.whole():
+            for executor in self.executors:
+                for index, block in _blocks(executor):
+                    for name, value in _entries(block):
+                        if self.ties.home(name, index) == executor.rank:
+                            stored.setdefault(self.ties.first(name), self._plain(value))
         return stored
+
+    def _plain(self, value: Any) -> Any:
+        """Return what a state has of a tensor: the tensor itself, or a copy of one that lasts only for a moment."""
+        if not isinstance(value, Tensor):
+            return value
+        divided = self.shards is not None and value in self.shards.pieces
+        return value.detach().clone() if divided else value.detach()
 
     def load_state_dict(self, given: Mapping[str, Any]) -> None:
         """Load a state on all ranks, or raise on all of them before anything changes."""
@@ -137,7 +162,7 @@ class Holdings(Observer):
         for problem in self.crew.all_told("state", problems):
             if problem is not None:
                 raise problem
-        with self.crew.together("load_state_dict"):
+        with self.crew.together("load_state_dict"), self.whole(changed=True):
             for block in (block for executor in self.executors for _, block in _blocks(executor)):
                 values = {name: (_given(given, self.ties, name), own) for name, own in _entries(block)}
                 block.module.load_state_dict(

@@ -28,6 +28,7 @@ from drumline.pipeline.state.optimizer_state import NamedTensors, StateByName
 from drumline.pipeline.state.scaler import LossScaler, multiplied
 from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.verify.model_check import ModelCheck
+from drumline.runtime.axes.sharding import StateShards
 from drumline.runtime.executor import Step
 from drumline.runtime.precision import LOW, Precision
 
@@ -43,6 +44,7 @@ class Updates(Observer):
         self._recording, self._check = recording, check
         self.scaler = LossScaler() if precision.scales else None
         self.masters = Masters() if master_weights else None
+        self.divided: StateShards | None = None  # if the lines of a mesh divide optimizer state
         self._own: WeakSet[Optimizer] = WeakSet()
         self._made: list[ref[Optimizer]] = []  # in the order in which they were asked for
 
@@ -122,17 +124,31 @@ class Updates(Observer):
                 f"pipe.optimizer got {kind!r:.60}",
                 expected="an optimizer class, as in pipe.optimizer(torch.optim.AdamW)",
             )
-        of = (lambda one: one) if self.masters is None else self.masters.of
-        made = kind([{"params": [of(one) for one in parameters]}], **settings)
+        if self.divided is not None:
+            self.divided.divide(parameters, kind)
+        made = kind([{"params": [self._updated(one) for one in parameters]}], **settings)
         StateByName(named).attach(made)
         self._made.append(ref(made))
-        if self.scaler is not None or self.masters is not None or not parameters:
+        if self.scaler is not None or self.masters is not None or self.divided is not None or not parameters:
             # No guard finds an optimizer without parameters here, and it must not step where others are held back.
             self._own.add(made)
             # Use bound methods, because learning-rate schedulers wrap the function of what they find here.
             setattr(made, "step", MethodType(self._step(parameters), made))  # noqa: B010 - a method of this one instance
             setattr(made, "zero_grad", MethodType(self._zero_grad(parameters), made))  # noqa: B010
         return made
+
+    def _piece(self, parameter: nn.Parameter) -> nn.Parameter:
+        return parameter if self.divided is None else self.divided.of(parameter)
+
+    def _updated(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the tensor that optimizers update for a parameter here."""
+        piece = self._piece(parameter)
+        return piece if self.masters is None else self.masters.of(piece)
+
+    def named(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that optimizers update, by name."""
+        pieces = ((name, self._piece(one)) for name, one in parameters)
+        return pieces if self.masters is None else self.masters.named(pieces)
 
     def _step(self, parameters: Sequence[nn.Parameter]) -> Callable[..., Any]:
         def step(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> None:
@@ -142,11 +158,16 @@ class Updates(Observer):
             self._recording.settle()
             if self.scaler is not None and not self.scaler.decide():
                 return
+            pieces = [self._piece(one) for one in parameters]
+            if self.divided is not None:
+                self.divided.take(parameters)
             if self.masters is not None:
-                self.masters.take(parameters)
+                self.masters.take(pieces)
             type(optimizer).step(optimizer)
             if self.masters is not None:
-                self.masters.give(parameters)
+                self.masters.give(pieces)
+            if self.divided is not None:
+                self.divided.give(parameters)
 
         return step
 

@@ -188,15 +188,24 @@ class Axes:
         return total
 
     def gathered(self, tensor: Tensor, name: str) -> list[Tensor]:
-        """Return the tensors of all ranks along an axis, in order; all of them call it alike, with equal shapes."""
-        group = self.group(name)
+        """Return the tensors of all ranks along an axis, in order; all of them call it alike.
+
+        Their shapes may differ only if they are flat.
+        """
+        group, own = self.group(name), tensor.detach().contiguous()
         if group is None:
-            return [tensor]
-        found = [torch.empty_like(tensor) for _ in range(self.size(name))]
-        work = dist.all_gather(found, tensor.contiguous(), group=group, async_op=True)
+            return [own]
+        lengths = [tensor.numel()]
+        if tensor.dim() == 1:  # flat ones may differ: fill up to the longest
+            told = torch.zeros(self.size(name), dtype=torch.int64, device=tensor.device)
+            told[self.place(name)] = tensor.numel()
+            lengths = self.summed(told, name).tolist()
+            own = torch.nn.functional.pad(own, (0, max(lengths) - tensor.numel()))
+        found = [torch.empty_like(own) for _ in range(self.size(name))]
+        work = dist.all_gather(found, own, group=group, async_op=True)
         assert work is not None
         self.wait(work, f"gathering a tensor of shape {tuple(tensor.shape)} over {name}", [name])
-        return found
+        return found if tensor.dim() != 1 else [one[:length] for one, length in zip(found, lengths, strict=True)]
 
     def totals(self, counts: Sequence[Any], device: torch.device) -> list[Any]:
         """Return the sums of a step's counts over all lines that see other tokens; each calls it once a step.

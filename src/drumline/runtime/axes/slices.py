@@ -10,6 +10,7 @@ on the parameter itself, as `parameter.slice`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import ModelError
+from drumline.runtime.axes.axes import Axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +56,74 @@ class Slice:
         return torch.cat([part for parts in zip(*each, strict=True) for part in parts], self.dim)
 
 
-def slice_of(tensor: Tensor) -> Slice | None:
+@dataclass(frozen=True, slots=True)
+class FlatSlice:
+    """A tensor of `shape` is divided over the lines of `axis` element by element, or belongs to the `owner` alone.
+
+    `inner` is the slice that the divided tensor itself is, if it is one.
+    """
+
+    axis: str
+    shape: tuple[int, ...]
+    owner: int | None = None
+    inner: Slice | None = None
+
+    def span(self, place: int, size: int) -> tuple[int, int]:
+        """Return the first element at a place along the axis, and the one after its last.
+
+        >>> one = FlatSlice("dp", (3, 3))
+        >>> [one.span(place, 2) for place in range(2)]
+        [(0, 5), (5, 9)]
+        """
+        numel = math.prod(self.shape)
+        if self.owner is not None:
+            return (0, numel) if place == self.owner else (0, 0)
+        each = -(-numel // size)
+        return min(numel, place * each), min(numel, (place + 1) * each)
+
+    def local(self, whole: Tensor, place: int, size: int) -> Tensor:
+        """Return the part of the whole at a place along the axis, flat.
+
+        >>> FlatSlice("dp", (2, 2)).local(torch.arange(4).view(2, 2), 1, 2)
+        tensor([2, 3])
+        """
+        first, last = self.span(place, size)
+        return whole.reshape(-1)[first:last]
+
+    def whole(self, locals_: Sequence[Tensor]) -> Tensor:
+        """Return the whole from the parts of all places along the axis, in order."""
+        return torch.cat(list(locals_)).view(self.shape)
+
+
+def slice_of(tensor: Tensor) -> Slice | FlatSlice | None:
     """Return which part of a whole tensor a tensor is, None if it is whole.
 
     >>> slice_of(torch.ones(1)) is None
     True
     """
-    found: Slice | None = getattr(tensor, "slice", None)
+    found: Slice | FlatSlice | None = getattr(tensor, "slice", None)
     return found
 
 
 def sharded_over(tensor: Tensor) -> tuple[str, ...]:
     """Return the axes along which lines hold different parts of a tensor."""
-    found = slice_of(tensor)
-    return () if found is None else (found.axis,)
+    found, axes = slice_of(tensor), []
+    while found is not None:
+        axes.append(found.axis)
+        found = found.inner if isinstance(found, FlatSlice) else None
+    return tuple(axes)
+
+
+def cut_out(whole: Tensor, found: Slice | FlatSlice | None, axes: Axes) -> Tensor:
+    """Return this rank's part of a whole tensor."""
+    if isinstance(found, FlatSlice):
+        whole = cut_out(whole, found.inner, axes)
+    return whole if found is None else found.local(whole, axes.place(found.axis), axes.size(found.axis))
+
+
+def put_together(part: Tensor, found: Slice | FlatSlice | None, axes: Axes) -> Tensor:
+    """Return the whole of which this rank holds a part; all ranks along its axes call it alike."""
+    while found is not None:
+        part = found.whole(axes.gathered(part, found.axis))
+        found = found.inner if isinstance(found, FlatSlice) else None
+    return part

@@ -21,6 +21,7 @@ from drumline.core.action import Action, Op
 from drumline.core.errors import MismatchError, ModelError
 from drumline.core.placement import Placement
 from drumline.runtime.axes.reduce import Bucket, Reducer
+from drumline.runtime.axes.sharding import FullShards, ShardSum
 from drumline.runtime.channel.channel import Channel, Delivery, Wait
 from drumline.runtime.draft import Clock, Draft
 from drumline.runtime.stage import Stage
@@ -42,9 +43,10 @@ class GradientExchange:
         placement: Placement,
         ties: Ties | None = None,
         reducer: Reducer | None = None,
+        shards: FullShards | None = None,
     ) -> None:
-        self.reducer = reducer
-        self._reduced: list[tuple[Action, list[Bucket], int]] = []
+        self.reducer, self.shards = reducer, shards
+        self._reduced: list[tuple[Action, list[Bucket], list[ShardSum], int]] = []
         self.rank = rank
         self.stages = stages
         self.channel = channel
@@ -90,7 +92,10 @@ class GradientExchange:
     def offer(self, action: Action, stage: Stage, other: int, now: int) -> None:
         """Offer a stage's gradients to other lines, and to its other copy in this one, if there is one."""
         if self.reducer is not None:
-            self._reduced.append((action, self.reducer.start(stage.parameters), now))
+            divided = {} if self.shards is None else self.shards.pieces
+            buckets = self.reducer.start([one for one in stage.parameters if one not in divided])
+            sums = [] if self.shards is None else self.shards.start(stage.index)
+            self._reduced.append((action, buckets, sums, now))
         if other >= 0:
             if self.reducer is None:
                 self._send(action, other, self._own(stage))
@@ -125,8 +130,11 @@ class GradientExchange:
         """Wait for the sums over lines; only then are the gradients ready for other ranks of this one."""
         if self.reducer is None:
             return
-        for action, buckets, since in self._reduced:
-            self.reducer.finish(buckets, f"{action}, the sum of stage {action.stage}'s gradients")
+        for action, buckets, sums, since in self._reduced:
+            what = f"{action}, the sum of stage {action.stage}'s gradients"
+            self.reducer.finish(buckets, what)
+            if self.shards is not None:
+                self.shards.finish(sums, what)
             draft.exchanges.extend((action.stage, since, clock.now()))
         for action, stage, other, _ in self._offered:
             self._send(action, other, self._own(stage))
