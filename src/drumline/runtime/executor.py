@@ -388,12 +388,14 @@ class Executor:
         assert self.shards is not None
         start = self.clock.now()
         self.shards.gathered(job.action.stage)
+        self.stages[job.action.stage].refresh()
         self.draft.exchanges.extend((job.action.stage, start, self.clock.now()))
 
     def _reshard(self, job: Job, step: Step) -> None:
         """Free a stage's whole parameters."""
         if self.shards is not None:
             self.shards.reshard(job.action.stage)
+            self.stages[job.action.stage].refresh()  # or they would keep the memory
 
 
 def _merge(jobs: list[Job]) -> None:

@@ -108,6 +108,10 @@ class Stage:
     def begin(self) -> None:
         """Start a step: nothing is held, and the stand-ins follow parameters that moved."""
         self.held.clear()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Let the stand-ins of a split backward follow parameters that moved to other memory."""
         if self.split:
             for segment in self.segments:
                 segment.splitter.refresh()

@@ -26,6 +26,10 @@ from drumline.runtime.axes.slices import FlatSlice, Slice, slice_of
 
 AXIS = "dp"
 
+# torch 2.13 renames these two, and warns of the older names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 # Optimizers of torch that treat every element alike, so that they can update any part of a parameter.
 _BY_ELEMENT = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
@@ -189,7 +193,7 @@ class FullShards:
             own = torch.zeros(self._length(kind), dtype=kind.pieces[0].dtype, device=kind.pieces[0].device)
             _copy(own, kind.pieces)
             kind.flat = own.new_empty(self._size * own.numel())
-            kind.work = dist.all_gather_into_tensor(kind.flat, own, group=self._axes.group(AXIS), async_op=True)
+            kind.work = _all_gather(kind.flat, own, group=self._axes.group(AXIS), async_op=True)
 
     @torch.no_grad()
     def gathered(self, stage: int) -> None:
@@ -244,7 +248,7 @@ class FullShards:
             works = [dist.all_reduce(made.flat, group=group, async_op=True)]
         else:
             made.own = torch.empty_like(made.own)
-            works = [dist.reduce_scatter_tensor(made.own, made.flat, group=group, async_op=True)]
+            works = [_reduce_scatter(made.own, made.flat, group=group, async_op=True)]
         works.append(dist.all_reduce(made.flags, group=group, async_op=True))
         made.works = [one for one in works if one is not None]
         return made
