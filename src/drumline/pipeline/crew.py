@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from drumline.core.errors import MismatchError, RunError
+from drumline.core.errors import MismatchError, RankFailed, RunError, WaitTimeout
 from drumline.core.program import Program
 from drumline.pipeline import transports
 from drumline.pipeline.programs import edges_of
@@ -192,6 +192,8 @@ class Crew:
             if not self.alone:
                 self.over = f"it failed at {at}: {error}"
                 self.channels[0].close()
+            if self.axes.is_mesh and isinstance(error, WaitTimeout | RankFailed):
+                error.add_note(f"{self.axes.described()}; the pipeline's ranks are {self.axes.line} here")
             raise
 
     def close(self) -> None:

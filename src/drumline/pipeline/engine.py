@@ -23,6 +23,7 @@ from drumline.pipeline.model.blocks import evaluating
 from drumline.pipeline.observer import Observer
 from drumline.pipeline.programs import forwards_of
 from drumline.runtime.axes.axes import DATA
+from drumline.runtime.axes.context import WholeContext
 from drumline.runtime.axes.reduce import Reducer
 from drumline.runtime.axes.sharding import FullShards
 from drumline.runtime.capture.capture import Capture
@@ -159,13 +160,16 @@ class Engine(Observer):
         """Run every rank of this process through its row, in eval mode if the step does not train."""
         randomness, executors, drafts = self.assembly.randomness, self.executors, step.drafts
         randomness.step = step.draw
-        randomness.first = self._crew.axes.rows[0] * self.assembly.program.num_microbatches
+        axes, num_microbatches = self._crew.axes, self.assembly.program.num_microbatches
+        # Lines with other parts of the same sequences drop other elements.
+        randomness.first = (axes.rows[0] + axes.place("cp") * axes.rows[1]) * num_microbatches
         if not step.train:
             executors = self.evaluators
             drafts = step.drafts or [Draft(executor.rank) for executor in executors]
         modules = (block.module for stage in self.stages() for block in stage.blocks)
         with (
             nullcontext() if step.train else evaluating(modules),
+            nullcontext() if axes.size("cp") == 1 else WholeContext(axes),
             randomness.kept_aside(),
             # Running the backward in this thread avoids two thread switches per action.
             torch.autograd.set_multithreading_enabled(False),

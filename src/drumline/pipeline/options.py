@@ -155,6 +155,11 @@ class Options:
                 expected="one line: the exchanges between lines are not part of CUDA graphs",
                 fix="use capture=False",
             )
+        if self.compile and sizes.get("cp", 1) > 1:
+            raise UsageError(
+                f"compile is {self.compile!r:.40} and the mesh is {meshes.shown(sizes)}",
+                expected="compile=False with cp: compiled attention would see a part of the sequence only",
+            )
 
     def _check_auto(self) -> None:
         """Refuse to search if nothing is measured, or if a recorded run would have two programs."""

@@ -151,7 +151,7 @@ class Pipeline:
         step's share of the update's tokens, the same on every rank. `program` is a name out of `programs`, or a
         `Program` that places the same stages on the same ranks; the same on every rank.
         """
-        call, step = CalledWith(batch, named, target), self._new_step()
+        call, step = self._run.part_of(CalledWith(batch, named, target)), self._new_step()
         step.wants_outputs, step.share = _switched(outputs), _shared(share)
         self._run.refuse(step)
         self._run.run_by(step, program)
@@ -178,7 +178,7 @@ class Pipeline:
         with self._recording.between.during("evaluate"):
             self._run.catch_up(step)
             self._recording.evaluating(step)
-            tally = self._run.run(step, CalledWith(batch, named, target))
+            tally = self._run.run(step, self._run.part_of(CalledWith(batch, named, target)))
             return StepResult(step.number, lambda: tally.loss, output_of(step) if wanted else None)
 
     def _new_step(self, *, train: bool = True) -> Step:

@@ -38,6 +38,7 @@ from drumline.pipeline.state.updates import Updates
 from drumline.pipeline.verify.agreement import Followed, Given, begun
 from drumline.pipeline.verify.model_check import ModelCheck
 from drumline.pipeline.verify.watched import Watched
+from drumline.runtime.axes import context
 from drumline.runtime.axes.axes import DATA
 from drumline.runtime.batch import counted_in
 from drumline.runtime.channel.channel import step_topic
@@ -93,6 +94,7 @@ class StepRun:
     check_finite: bool
     programs: Programs
     arranging: Arranging
+    model: Callable[[], object]
 
     def run_by(self, step: Step, program: str | Program | None) -> None:
         """Have a step run by the program that it names, or by the pipeline's own; all ranks call it alike."""
@@ -110,6 +112,12 @@ class StepRun:
                 program = self.programs[number] if number else self.frozen.program
                 self.engine.run_by(number, program)
                 self.intake.num_microbatches = program.num_microbatches
+
+    def part_of(self, call: CalledWith) -> CalledWith:
+        """Return this line's part of a step's arguments, if the lines of a mesh divide sequences."""
+        if self.crew.axes.size(context.AXIS) == 1:
+            return call
+        return CalledWith(*context.divided(*call, self.model(), self.crew.axes))
 
     def refuse(self, step: Step) -> None:
         """Refuse a step that cannot train, before contacting any other rank."""

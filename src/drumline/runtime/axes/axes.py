@@ -21,7 +21,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
@@ -86,7 +86,16 @@ class Axes:
                 fix=f"start {math.prod(sizes.values())} processes, or change the mesh",
             )
         listed = np.array(ranks if ranks is not None else range(num_ranks)).reshape(tuple(sizes.values()))
-        return Axes(listed, tuple(sizes), rank, timeout=timeout, store=store)
+        axes = Axes(listed, tuple(sizes), rank, timeout=timeout, store=store)
+        axes._connect()
+        return axes
+
+    def _connect(self) -> None:
+        """Create the groups of all combinations of axes; torch creates every group on all ranks, in one order."""
+        several = [name for name in self.names if name != "pp" and self._sizes[name] > 1]
+        for count in range(1, len(several) + 1):
+            for names in combinations(several, count):
+                self._groups[names] = self._new_group(names)
 
     @property
     def is_mesh(self) -> bool:
@@ -152,18 +161,10 @@ class Axes:
         return f"rank {self.rank} ({', '.join(f'{name} {self._at[name]}' for name in self.names)})"
 
     def group(self, *names: str) -> ProcessGroup | None:
-        """Return the group of the ranks along these axes, None if this rank is alone there.
-
-        All ranks call it with the same axes in the same order, because torch creates every group on all ranks.
-        """
-        key = tuple(name for name in self.names if name in names)
-        if key not in self._groups:
-            self._groups[key] = self._new_group(key)
-        return self._groups[key]
+        """Return the group of the ranks along these axes, None if this rank is alone there."""
+        return self._groups.get(tuple(name for name in self.names if name in names and self._sizes[name] > 1))
 
     def _new_group(self, names: tuple[str, ...]) -> ProcessGroup | None:
-        if self.size(*names) == 1:
-            return None
         fixed = [name for name in self.names if name not in names]
         own = None
         for at in product(*(range(self._sizes[name]) for name in fixed)):

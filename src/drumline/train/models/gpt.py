@@ -103,15 +103,16 @@ class GPT(nn.Module):
             self.head.weight = self.embedding.tokens.weight
         self.apply(self._init_weights)
 
-    def forward(self, tokens: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """Return logits of the shape (rows, length, vocabulary)."""
+    def forward(self, tokens: Tensor, document_ids: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """Return logits of the shape (rows, length, vocabulary); rows that are parts of longer ones need positions."""
         if tokens.shape[1] > self.sizes.sequence and self.sizes.learned_positions:
             raise ModelError(
                 f"a row has {tokens.shape[1]} tokens, and the model has {self.sizes.sequence} learned positions",
                 expected=f"at most {self.sizes.sequence}",
                 fix="raise batch.sequence, or use rotary positions (model.learned_positions = false)",
             )
-        positions = positions_of(tokens, document_ids)
+        if positions is None:
+            positions = positions_of(tokens, document_ids)
         mask = None if document_ids is None else document_mask(document_ids)
         rotation = None if self.sizes.learned_positions else rotation_of(positions, self.sizes)
         x = self.embedding(tokens, positions)
