@@ -166,16 +166,15 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
 
 
 def test_a_mesh_is_checked_before_anything_starts() -> None:
-    for options, text in some(
-        [
-            ({"mesh": {"pp": 2, "data": 2}}, "the mesh has an axis 'data'"),
-            ({"mesh": {"pp": 2, "dp": 0}}, "the mesh's axis dp is 0"),
-            ({"mesh": 4}, "mesh is 4"),
-            ({"mesh": {"pp": 2, "dp": 2}}, "all ranks are in this process"),
-            ({"mesh": {"pp": 2, "dp": 2}, "capture": True}, "capture is True and the mesh is pp2 x dp2"),
-            ({"zero": 2}, "zero is 2"),
-        ]
-    ):
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"mesh": {"pp": 2, "data": 2}}, "the mesh has an axis 'data'"),
+        ({"mesh": {"pp": 2, "dp": 0}}, "the mesh's axis dp is 0"),
+        ({"mesh": 4}, "mesh is 4"),
+        ({"mesh": {"pp": 2, "dp": 2}}, "all ranks are in this process"),
+        ({"mesh": {"pp": 2, "dp": 2}, "capture": True}, "capture is True and the mesh is pp2 x dp2"),
+        ({"zero": 2}, "zero is 2"),
+    ]
+    for options, text in some(wrong):
         with pytest.raises(DrumlineError, match=text):
             dl.Pipeline(chain(), loss_fn=loss_fn, num_microbatches=4, **options)
 

@@ -18,6 +18,8 @@ from drumline.pipeline.saving import snapshot
 from drumline.pipeline.saving.loader import Checkpoint, Loaded, agreed_paths, damage
 from drumline.pipeline.saving.saver import Saver, Saving
 from drumline.pipeline.saving.snapshot import Snapshot
+from drumline.runtime.axes.axes import Axes
+from drumline.runtime.axes.slices import FlatSlice, Slice, cut_out, put_together, slice_of, writes
 
 if TYPE_CHECKING:
     from drumline.pipeline.step import StepRun
@@ -31,16 +33,25 @@ class State:
 
     @cached_property
     def _saver(self) -> Saver:
-        crew = self._run.crew
-        return Saver(self._process, self._num_processes, crew.collect, crew.timeout)
+        return Saver(self._process, self._num_processes, self._collect, self._run.crew.timeout)
 
     @property
     def _process(self) -> int:
-        return 0 if self._run.crew.alone else self._run.crew.rank
+        return 0 if self._run.crew.alone else self._axes.rank
 
     @property
     def _num_processes(self) -> int:
-        return 1 if self._run.crew.alone else self._run.crew.num_ranks
+        return 1 if self._run.crew.alone else self._run.crew.num_ranks * self._axes.num_lines
+
+    @property
+    def _axes(self) -> Axes:
+        return self._run.crew.axes
+
+    def _collect(self, what: str, value: Any) -> list[Any]:
+        """Return what every process passes here, those of other lines of a mesh too."""
+        if self._axes.is_mesh:
+            return self._axes.exchanged(f"drumline/{what}", value)
+        return self._run.crew.collect(what, value)
 
     def save(self, folder: str | Path, step: int | None, extra: Any, keep: int | None) -> Saving:
         """Begin a checkpoint of everything; see Pipeline.save."""
@@ -68,7 +79,7 @@ class State:
         run = self._run
         training: dict[str, Tensor] = {}
         if run.updates.masters is not None:
-            named = run.updates.masters.named(run.holdings.named_parameters())
+            named = run.updates.named(run.holdings.named_parameters())
             low = {name for name, one in run.holdings.named_parameters() if one.dtype != torch.float32}
             training |= {f"masters/{name}": one.detach() for name, one in named if name in low}
         optimizers = []
@@ -76,10 +87,32 @@ class State:
             tensors, plain = snapshot.optimizer_share(number, optimizer)
             training |= tensors
             optimizers.append(plain)
+        pieces = self._pieces()
+        training = self._whole(training, {name: pieces.get(_parameter_of(name)) for name in training}, pieces=True)
         tensors, plain = snapshot.generators(run.intake.device)
         training |= {f"random.{self._process}/{name}": one for name, one in tensors.items()}
-        model = snapshot.model_tensors(run.holdings.state_dict())
+        model = self._whole(snapshot.model_tensors(run.holdings.state_dict()), run.holdings.slices())
         return Snapshot(model, training, {"optimizers": optimizers, "generators": plain})
+
+    def _pieces(self) -> dict[str, Slice | FlatSlice | None]:
+        """Return which part of each parameter this process's optimizers update."""
+        run = self._run
+        return {name: slice_of(run.updates.piece(one)) for name, one in run.holdings.named_parameters()}
+
+    def _whole(
+        self, tensors: Mapping[str, Tensor], slices: Mapping[str, Slice | FlatSlice | None], *, pieces: bool = False
+    ) -> dict[str, Tensor]:
+        """Return what this process writes of these tensors: whole ones, each on one rank of the mesh."""
+        if not self._axes.is_mesh:
+            return dict(tensors)
+        found = {}
+        for name, one in tensors.items():
+            part = slices.get(name)
+            is_part = part is not None and not (pieces and not _is_part(one, part, self._axes))
+            whole = put_together(one, part, self._axes) if is_part else one
+            if writes(part, self._axes):
+                found[name] = whole
+        return found
 
     def load(self, folder: str | Path, *, optimizers: bool, missing_ok: bool) -> Loaded | None:
         """Take in the newest checkpoint that is whole on all processes; see Pipeline.load."""
@@ -88,18 +121,18 @@ class State:
         with run.crew.together("load"):
             self.finish()
             found = [str(one) for one in folders.checkpoints(folder)]
-            paths = agreed_paths(run.crew.collect("checkpoints", found))
+            paths = agreed_paths(self._collect("checkpoints", found))
             if not paths and missing_ok:
                 return None
             skipped: list[str] = []
             for path in paths:
                 opened, wrong = self._opened(path)
-                problems = [one for one in run.crew.collect("checkpoint", wrong) if one]
+                problems = [one for one in self._collect("checkpoint", wrong) if one]
                 if not problems:
                     assert opened is not None
                     return self._take(*opened, optimizers, tuple(skipped))
                 skipped.append(f"{path}: {problems[0]}")
-                if run.crew.rank == 0:
+                if run.crew.rank == self._axes.number == 0:
                     logging.getLogger("drumline").warning("passed over a damaged checkpoint: %s", skipped[-1])
         raise RecordError(
             f"{folder} holds no checkpoint that is whole" if skipped else f"{folder} holds no checkpoint",
@@ -112,13 +145,15 @@ class State:
         try:
             checkpoint = Checkpoint(path)
             names = {name for name in self._run.holdings.stored_names() if name in checkpoint.model}
-            model = {name: checkpoint.model[name] for name in names}
-            own = {name for name, _ in self._run.holdings.named_parameters()}
+            slices, pieces = self._run.holdings.slices(), self._pieces()
+            model = {name: cut_out(checkpoint.model[name], slices.get(name), self._axes) for name in names}
             mine = f"random.{self._process}/"
             training = {
                 name: checkpoint.training[name]
+                if name.startswith(mine)
+                else _own_part(checkpoint.training[name], pieces[_parameter_of(name)], self._axes)
                 for name in checkpoint.training
-                if name.startswith(mine) or _parameter_of(name) in own
+                if name.startswith(mine) or _is_held(pieces.get(_parameter_of(name), False), self._axes)
             }
         except Exception as error:
             return None, damage(error)
@@ -149,7 +184,7 @@ class State:
         run = self._run
         if run.updates.masters is not None:
             with torch.no_grad():
-                for name, one in run.updates.masters.named(run.holdings.named_parameters()):
+                for name, one in run.updates.named(run.holdings.named_parameters()):
                     if f"masters/{name}" in training:
                         one.copy_(training[f"masters/{name}"])
         made, stored = run.updates.optimizers(), content["optimizers"]
@@ -166,6 +201,28 @@ class State:
         scaler = run.updates.scaler
         if scaler is not None and content["scaler"] is not None:
             scaler.load_state_dict(content["scaler"])
+
+
+def _is_part(tensor: Tensor, part: Slice | FlatSlice, axes: Axes) -> bool:
+    """Whether an optimizer's tensor is divided like its parameter; others, such as counts of steps, are not."""
+    if isinstance(part, FlatSlice):
+        if part.owner is not None:
+            return tuple(tensor.shape) == part.shape and part.inner is not None
+        first, last = part.span(axes.place(part.axis), axes.size(part.axis))
+        return tensor.dim() == 1 and tensor.numel() == last - first
+    return tensor.dim() > part.dim
+
+
+def _own_part(tensor: Tensor, part: Slice | FlatSlice | None, axes: Axes) -> Tensor:
+    """Return this rank's part of an optimizer's whole tensor; a number stays as it is."""
+    return tensor if tensor.dim() == 0 else cut_out(tensor, part, axes)
+
+
+def _is_held(part: Slice | FlatSlice | bool | None, axes: Axes) -> bool:
+    """Whether this rank holds state of a parameter of which it has this part; False if it has not the parameter."""
+    if isinstance(part, bool):
+        return part
+    return not isinstance(part, FlatSlice) or part.owner in (None, axes.place(part.axis))
 
 
 def _parameter_of(name: str) -> str:

@@ -17,7 +17,7 @@ from drumline.core.errors import DrumlineError, ModelError, nearest
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.observer import Observer
 from drumline.runtime.axes.sharding import FullShards
-from drumline.runtime.axes.slices import sharded_over
+from drumline.runtime.axes.slices import FlatSlice, Slice, sharded_over, slice_of
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.gradients import clip
@@ -137,6 +137,12 @@ class Holdings(Observer):
         """Return the names under which a state has what this process holds."""
         blocks = [block for executor in self.executors for _, block in _blocks(executor)]
         return {self.ties.first(name) for block in blocks for name, _ in _entries(block)}
+
+    def slices(self) -> dict[str, Slice | FlatSlice]:
+        """Return which parts of whole tensors this process's modules hold, by name."""
+        blocks = [block for executor in self.executors for _, block in _blocks(executor)]
+        each = {self.ties.first(name): slice_of(one) for block in blocks for name, one in _entries(block)}
+        return {name: one for name, one in each.items() if one is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this process stores: the parameters and persistent buffers that its ranks own."""

@@ -137,17 +137,18 @@ class Updates(Observer):
             setattr(made, "zero_grad", MethodType(self._zero_grad(parameters), made))  # noqa: B010
         return made
 
-    def _piece(self, parameter: nn.Parameter) -> nn.Parameter:
+    def piece(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return this line's part of a parameter, if the lines of a mesh divide its optimizer's state."""
         return parameter if self.divided is None else self.divided.of(parameter)
 
     def _updated(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the tensor that optimizers update for a parameter here."""
-        piece = self._piece(parameter)
+        piece = self.piece(parameter)
         return piece if self.masters is None else self.masters.of(piece)
 
     def named(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that optimizers update, by name."""
-        pieces = ((name, self._piece(one)) for name, one in parameters)
+        pieces = ((name, self.piece(one)) for name, one in parameters)
         return pieces if self.masters is None else self.masters.named(pieces)
 
     def _step(self, parameters: Sequence[nn.Parameter]) -> Callable[..., Any]:
@@ -158,7 +159,7 @@ class Updates(Observer):
             self._recording.settle()
             if self.scaler is not None and not self.scaler.decide():
                 return
-            pieces = [self._piece(one) for one in parameters]
+            pieces = [self.piece(one) for one in parameters]
             if self.divided is not None:
                 self.divided.take(parameters)
             if self.masters is not None:

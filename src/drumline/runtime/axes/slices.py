@@ -115,15 +115,34 @@ def sharded_over(tensor: Tensor) -> tuple[str, ...]:
 
 
 def cut_out(whole: Tensor, found: Slice | FlatSlice | None, axes: Axes) -> Tensor:
-    """Return this rank's part of a whole tensor."""
+    """Return this rank's part of a whole tensor; what an owner holds alone stays as it is."""
     if isinstance(found, FlatSlice):
         whole = cut_out(whole, found.inner, axes)
+        if found.owner is not None:
+            return whole
     return whole if found is None else found.local(whole, axes.place(found.axis), axes.size(found.axis))
 
 
 def put_together(part: Tensor, found: Slice | FlatSlice | None, axes: Axes) -> Tensor:
-    """Return the whole of which this rank holds a part; all ranks along its axes call it alike."""
+    """Return the whole of which this rank holds a part; all ranks along its axes call it alike.
+
+    What an owner holds alone is put together along the other axes only.
+    """
     while found is not None:
-        part = found.whole(axes.gathered(part, found.axis))
+        if not (isinstance(found, FlatSlice) and found.owner is not None):
+            part = found.whole(axes.gathered(part, found.axis))
         found = found.inner if isinstance(found, FlatSlice) else None
     return part
+
+
+def writes(found: Slice | FlatSlice | None, axes: Axes) -> bool:
+    """Whether this rank writes a tensor that it holds or has put together: one rank of the mesh does.
+
+    >>> writes(None, Axes.single(2, rank=1))
+    True
+    """
+    owner = found.owner if isinstance(found, FlatSlice) else None
+    if owner is None:
+        return axes.number == 0
+    others = [name for name in axes.names if name not in ("pp", "dp")]
+    return axes.place("dp") == owner and axes.place(*others) == 0
