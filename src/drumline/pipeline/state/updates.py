@@ -28,7 +28,7 @@ from drumline.pipeline.state.optimizer_state import NamedTensors, StateByName
 from drumline.pipeline.state.scaler import LossScaler, multiplied
 from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.verify.model_check import ModelCheck
-from drumline.runtime.axes.sharding import StateShards
+from drumline.runtime.axes.sharding import StateShards, by_element
 from drumline.runtime.executor import Step
 from drumline.runtime.precision import LOW, Precision
 
@@ -123,6 +123,12 @@ class Updates(Observer):
             raise RunError(
                 f"pipe.optimizer got {kind!r:.60}",
                 expected="an optimizer class, as in pipe.optimizer(torch.optim.AdamW)",
+            )
+        if self.holdings.shards is not None and not by_element(kind):
+            raise RunError(
+                f"{kind.__name__} may look at whole matrices, and with zero=3 each line holds a piece of every one",
+                expected="an optimizer that treats every element alike, such as AdamW",
+                fix="use zero=1, where each matrix belongs to one line",
             )
         if self.divided is not None:
             self.divided.divide(parameters, kind)
