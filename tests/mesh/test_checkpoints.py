@@ -58,13 +58,18 @@ def _run(options: dict[str, Any], kind: str, folder: Path, *, start: int, steps:
         return {"losses": losses, "loaded": loaded, "ended": _sums(pipe)}
 
 
+def _others(kind: str) -> dict[str, dict[str, Any]]:
+    """Return who can go on; nobody divides matrices that the optimizer needs whole."""
+    return {name: one for name, one in GOING_ON.items() if kind == "adamw" or one.get("zero") != 3}
+
+
 def _all(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, saver in SAVERS.items():
         kind = "adafactor" if name == "zero 1" else "adamw"
         here = folder / name
         found[name] = _run(saver, kind, here, start=0, steps=SAVED, save=True)
-        for other, options in GOING_ON.items():
+        for other, options in _others(kind).items():
             found[f"{name} to {other}"] = _run({**saver, **options}, kind, here, start=SAVED, steps=MORE, save=False)
     return found
 
@@ -77,7 +82,7 @@ def test_any_mesh_goes_on_from_a_checkpoint_of_another(tmp_path: Path) -> None:
         plain = trained(chain(), KINDS[kind], steps=SAVED + MORE, clip=False)[SAVED:]
         alone = _run({}, kind, tmp_path / name, start=SAVED, steps=MORE, save=False)
         assert alone["loaded"] == saved
-        for other in some(GOING_ON):
+        for other in some(_others(kind)):
             merged = {key: one for rank in ranks for key, one in rank[f"{name} to {other}"]["loaded"].items()}
             assert merged == saved
             losses = ranks[0][f"{name} to {other}"]["losses"]

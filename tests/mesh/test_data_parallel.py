@@ -143,13 +143,15 @@ def _refused() -> list[str]:
         {"mesh": {"pp": 4}, "zero": 1},
         {"mesh": DP, "zero": 3, "schedule": "dualpipe"},
         {"mesh": DP, "num_ranks": 4},
+        {"mesh": DP, "zero": 3},
     ]
     return [_error(options) for options in wrong]
 
 
 def _error(options: dict[str, Any]) -> str:
     try:
-        dl.Pipeline(chain(), loss_fn=loss_fn, num_microbatches=4, timeout=60.0, **options)
+        with dl.Pipeline(chain(), loss_fn=loss_fn, num_microbatches=4, timeout=60.0, **options) as pipe:
+            pipe.optimizer(torch.optim.Adafactor)
     except DrumlineError as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"
@@ -157,7 +159,8 @@ def _error(options: dict[str, Any]) -> str:
 
 def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
     for told in some(dl.launch(_refused, num_ranks=4)):
-        product, other, alone, copies, counts = told
+        product, other, alone, copies, counts, matrices = told
+        assert matrices.startswith("RunError: Adafactor may look at whole matrices, and with zero=3")
         assert product.startswith("MismatchError: the mesh pp2 x dp3 has 6 ranks, and 4 were started")
         assert other.startswith("MismatchError: ranks 0 and 1 have different meshes: pp4 and pp2 x dp2")
         assert alone.startswith("UsageError: zero is 1, and the mesh has no dp")
