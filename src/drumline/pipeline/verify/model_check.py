@@ -4,8 +4,9 @@
     in the step       a witness notes the same microbatch's gradients, output and loss where the stages are
     after the step    each rank compares its own; what several ranks hold is compared by their sum: see verdict.py
 
-It costs little more than one microbatch's forward and backward of the model, once: no gradient is copied where the
-pieces' equals the model's in all bits. Where ranks have only their own stages in memory (a model on the meta device),
+It costs little more than one microbatch's forward and backward of the model, once: no gradient is kept, only sketches
+of them. Where the two sketches of a gradient are apart by more than a small part of what is allowed, the witness keeps
+the pieces' gradient, and the model runs once more to compare all of it. Where ranks have only their own stages in memory (a model on the meta device),
 each runs the model's own forward and hears of others' blocks what they make: see relay.py. Rank 0 says what cannot be
 compared. A list of blocks, or an nn.Sequential without hooks of its own, runs as it is: there is nothing to check.
 """
@@ -31,7 +32,7 @@ from drumline.pipeline.intake import Intake
 from drumline.pipeline.model.blocks import is_chain
 from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.verify.agreement import Given, agree_on_batch, first_difference, samples_of
-from drumline.pipeline.verify.comparing import norm_of, off, outputs_off, sketch
+from drumline.pipeline.verify.comparing import NUM_NUMBERS, few, norm_of, off, outputs_off
 from drumline.pipeline.verify.plain import Plain
 from drumline.pipeline.verify.plain_step import Slice, Wanted, plain_step
 from drumline.pipeline.verify.relay import GaveUp, Places, Relay
@@ -39,9 +40,23 @@ from drumline.pipeline.verify.verdict import FLOOR, Checked, Outcome, allowed_of
 from drumline.runtime.blocks.cut import Block, Model
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.gradients.clip import Witness
+from drumline.runtime.gradients.sketch import distances, norms, sketch
 from drumline.runtime.values import moved
 
 _HOST = torch.device("cpu")
+_NEAR = 1 / 32  # of what is allowed: sketches that are closer stand for gradients that are
+
+
+@dataclass(slots=True)
+class _Found:
+    """What the pieces' gradient of a parameter was: its sketch and, if that is not as expected, all of it."""
+
+    sketched: Tensor
+    full: Tensor | None
+
+    def __add__(self, other: _Found) -> _Found:
+        both = None if self.full is None or other.full is None else self.full + other.full
+        return _Found(self.sketched + other.sketched.to(self.sketched.device), both)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +98,7 @@ class ModelCheck:
         self._different = different  # two ranks and the parameter for which they were given different values
         self._given: Slice | None = None
         self._wanted: Wanted | None = None
+        self._again: Wanted | None = None  # what the model made when it was run once more
         self._named: dict[str, nn.Parameter] = {}  # the model's own
         self._held: list[tuple[Executor, dict[str, nn.Parameter]]] = []  # what the stages here train
         self._seconds = 0.0
@@ -145,11 +161,20 @@ class ModelCheck:
             self._relay = self._relayed(here, told)
         if not self._reason:
             self._wanted = self._run(given, step.draw, factor)
-        wanted = {} if self._wanted is None else self._wanted.gradients
+        expected = {} if self._wanted is None else self._expected(self._wanted.sketches)
         for executor, held in self._held:
-            pairs = ((one, wanted.get(named[name])) for name, one in held.items() if name in named)
-            executor.witness = Witness(given.microbatch, {one: each for one, each in pairs if each is not None})
+            uses = Counter(one for stage in executor.stages.values() for one in stage.parameters)
+            pairs = ((one, expected.get(named[name])) for name, one in held.items() if name in named)
+            known = {one: each for one, each in pairs if each is not None and uses[one] == 1}  # no part of a sum
+            executor.witness = Witness(given.microbatch, known)
         self._seconds = time.perf_counter() - started
+
+    def _expected(self, sketches: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, tuple[Tensor, float]]:
+        """Return each sketch, and how far one of the same gradient may be from it."""
+        sizes = norms(list(sketches.values()))
+        least = FLOOR * _whole(sizes)
+        limits = [_NEAR * max(self._allowed * size, least) for size in sizes]
+        return {one: (each, limit) for (one, each), limit in zip(sketches.items(), limits, strict=True)}
 
     def _all_told(self, what: str, value: Any) -> list[Any]:
         """Tell all ranks the same of each rank of this process, and return what every rank told."""
@@ -167,7 +192,8 @@ class ModelCheck:
         if called is None or (target is None and not self._intake.own):
             return None
         step, at = self._taken(number, called, target, {"first", "last"})
-        return Slice(at, step.inputs[at], step.targets[at], float(step.shares[at]), self._intake.factors_of(at))
+        given = step.inputs[at], step.targets[at], float(step.shares[at]), self._intake.factors_of(at)
+        return Slice(at, *given, seen_share=lambda: float(step.shares[at]))
 
     def _passed_on(self, number: int, called: Any, target: Any) -> Slice:
         """Return a microbatch of which ranks have only parts: the last stage's rank chooses it, the first's has it."""
@@ -200,7 +226,9 @@ class ModelCheck:
                 self._in_parts.update(tensor.names)
         return Relay(self._crew, self._plain.model, self._places, here, assembly.device, assembly.randomness)
 
-    def _run(self, given: Slice, draw: int, factor: float) -> Wanted | None:
+    def _run(
+        self, given: Slice, draw: int, factor: float, *, in_full: Collection[nn.Parameter] = ()
+    ) -> Wanted | None:
         assert self._plain is not None
         assembly = self._engine.assembly
         assembly.randomness.step = draw
@@ -211,7 +239,8 @@ class ModelCheck:
                     self._plain,
                     given,
                     self._intake.loss,
-                    wanted=[one for one in mine if one.requires_grad],
+                    wanted=in_full,
+                    sketched=[one for one in mine if one.requires_grad],
                     device=assembly.device,
                     randomness=assembly.randomness,
                     precision=assembly.precision,
@@ -246,7 +275,7 @@ class ModelCheck:
         outcome.seconds = self._seconds + time.perf_counter() - started
         told = self._crew.all_told("checked", [outcome] + [Outcome()] * (len(self._crew.channels) - 1))
         self.checked, self.refusal = verdict(told, self._allowed, self._engine.assembly.order, self._homes)
-        self._plain = self._wanted = self._given = self._relay = None
+        self._plain = self._wanted = self._again = self._given = self._relay = None
         self._named, self._held = {}, []
         for executor in self._engine.executors:
             executor.witness = None
@@ -264,10 +293,11 @@ class ModelCheck:
         assert self._given is not None
         own = float(step.shares[self._given.microbatch]) if self._given.microbatch in step.losses else None
         share = next(one for one in self._all_told("check share", own) if one is not None)
-        if self._wanted is not None and share != self._given.share:
-            ratio = share / self._given.share
-            gradients = {name: one * ratio for name, one in self._wanted.gradients.items()}
-            self._wanted = replace(self._wanted, gradients=gradients)  # a witness may have noted the earlier ones
+        if self._wanted is not None and share != self._wanted.share:
+            ratio = share / self._wanted.share
+            sketches = {one: each * ratio for one, each in self._wanted.sketches.items()}
+            self._wanted = replace(self._wanted, sketches=sketches)  # a witness may have noted the earlier ones
+        self._given = replace(self._given, share=share, seen_share=None)
 
     def _outcome(self, step: Step) -> Outcome:
         outcome = Outcome(unchecked=self._reason, in_parts=frozenset(self._in_parts))
@@ -275,43 +305,97 @@ class ModelCheck:
         found = self._found()
         ties, alone = self._engine.assembly.ties, self._crew.alone
         shared = {one.name for one in ties.tensors if one.is_copied and not alone}
-        outcome.shared = {name: sketch(one) for name, one in found.items() if name in shared}
+        outcome.shared = {name: few(one.sketched) for name, one in found.items() if name in shared}
         if self._wanted is None or self._given is None:
             return outcome
-        named, gradients = self._named, self._wanted.gradients
-        wanted = {name: gradients.get(named[name]) for _, held in self._held for name in held if name in named}
-        are_same = all(found.get(name) is one for name, one in wanted.items()) and not shared
-        whole = 0.0 if are_same else sum(norm_of(one) ** 2 for one in wanted.values()) ** 0.5
+        named, expected = self._named, self._expected(self._wanted.sketches)
+        wanted = {name: expected.get(named[name]) for _, held in self._held for name in held if name in named}
+        whole = _whole(norms([one[0] for one in wanted.values() if one is not None]))
+        compared = []
         for name, one in wanted.items():
             if named[name]._post_accumulate_grad_hooks:
                 continue  # what it does to the gradient once that has been added is done in the step alone
-            if name in shared and name in self._unsure:
+            if name not in shared:
+                compared.append(name)
+            elif name in self._unsure:  # every rank has all of it here, and in the step its own part
                 outcome.unchecked = (
                     f"not the gradient of {name}, which several ranks use, and not each in blocks of its own"
                 )
-                continue  # every rank has all of it here, and in the step its own part
-            if name in shared:
-                outcome.wanted[name] = [*([0.0] * 4 if one is None else sketch(one)), norm_of(one), whole]
-                continue
-            outcome.num_parameters += 1
-            apart = off(found.get(name), one, floor=FLOOR * whole)
-            if apart > self._allowed:
-                outcome.differences[name] = apart
+            elif one is None:
+                outcome.wanted[name] = [*[0.0] * NUM_NUMBERS, 0.0, whole]
+            else:
+                outcome.wanted[name] = [*few(one[0]), norm_of(one[0]), whole]
+        outcome.num_parameters += len(compared)
+        outcome.differences = self._differences(compared, found, expected, floor=FLOOR * whole, step=step)
         if self._given.microbatch in step.losses:
             loss = step.losses[self._given.microbatch].detach().cpu()
             outcome.others["loss"] = off(loss, self._wanted.loss)
             outcome.others["output"] = outputs_off(self._output(), self._wanted.output)
         return outcome
 
-    def _found(self) -> dict[str, Tensor]:
+    def _differences(
+        self,
+        names: Sequence[str],
+        found: Mapping[str, _Found],
+        expected: Mapping[nn.Parameter, tuple[Tensor, float]],
+        *,
+        floor: float,
+        step: Step,
+    ) -> dict[str, float]:
+        """Return how far gradients are off, of those that are too far."""
+        each = {name: (found.get(name), expected.get(self._named[name])) for name in names}
+        both = {name: (one, other) for name, (one, other) in each.items() if one is not None and other is not None}
+        far = distances([one.sketched for one, _ in both.values()], [one for _, (one, _) in both.values()])
+        near = {name for (name, (_, (_, limit))), apart in zip(both.items(), far, strict=True) if apart <= limit}
+        doubted = [name for name, (one, _) in both.items() if name not in near and one.full is not None]
+        exact = self._in_full([self._named[name] for name in doubted], expected, step) if doubted else {}
+        differences = {}
+        for name, (one, other) in each.items():
+            if name in near:
+                continue
+            made, wanted = None if one is None else one.sketched, None if other is None else other[0]
+            if one is not None and one.full is not None and self._named[name] in exact:
+                made, wanted = one.full, exact[self._named[name]]
+            apart = off(made, wanted, floor=floor)
+            if apart > self._allowed:
+                differences[name] = apart
+        return differences
+
+    def _in_full(
+        self,
+        parameters: Sequence[nn.Parameter],
+        expected: Mapping[nn.Parameter, tuple[Tensor, float]],
+        step: Step,
+    ) -> dict[nn.Parameter, Tensor]:
+        """Run the model once more, and return gradients in full, of those that come out as they did before."""
+        again = self._once_more(step, parameters) if self._relay is None else None
+        if again is None:
+            return {}
+        listed = [one for one in parameters if one in again.gradients]
+        far = distances([again.sketches[one] for one in listed], [expected[one][0] for one in listed])
+        return {one: again.gradients[one] for one, apart in zip(listed, far, strict=True) if apart <= expected[one][1]}
+
+    def _once_more(self, step: Step, in_full: Collection[nn.Parameter] = ()) -> Wanted | None:
+        assert self._given is not None
+        if self._again is None:
+            self._again = self._run(self._given, step.draw, step.factor, in_full=in_full)
+        return self._again
+
+    def _found(self) -> dict[str, _Found]:
         """Return what the witnesses saw, by name; what several ranks of this process hold is added up."""
-        found: dict[str, Tensor] = {}
+        found: dict[str, _Found] = {}
         for executor, held in self._held:
-            assert executor.witness is not None
+            witness = executor.witness
+            assert witness is not None
             for name, one in held.items():
-                gradient = executor.witness.gradients.get(one)
-                if gradient is not None:
-                    found[name] = found[name] + gradient if name in found else gradient
+                if one in witness.near:
+                    seen = _Found(witness.expected[one][0], None)
+                elif one in witness.gradients:
+                    full = witness.gradients[one]
+                    seen = _Found(sketch(full), full)
+                else:
+                    continue
+                found[name] = found[name] + seen if name in found else seen
         return found
 
     def _output(self) -> Any:
@@ -324,10 +408,13 @@ class ModelCheck:
 
     def _has_moods(self, step: Step) -> bool:
         """Whether the model by itself returns something else when it is run again."""
-        assert self._given is not None
         assert self._wanted is not None
-        again = self._run(self._given, step.draw, step.factor)
+        again = self._once_more(step)
         return again is None or outputs_off(again.output, self._wanted.output) > self._allowed
+
+
+def _whole(sizes: Sequence[float]) -> float:
+    return sum(one * one for one in sizes) ** 0.5
 
 
 def _stale(named: Mapping[str, nn.Parameter], told: Sequence[Mapping[str, bytes]]) -> str:
