@@ -5,8 +5,7 @@
     after the step    each rank compares its own; what several ranks hold is compared by their sum: see verdict.py
 
 It costs little more than one microbatch's forward and backward of the model, once: no gradient is kept, only sketches
-of them. Where the two sketches of a gradient are apart by more than a small part of what is allowed, the witness keeps
-the pieces' gradient, and the model runs once more to compare all of it. Where ranks have only their own stages in memory (a model on the meta device),
+of them, see sketched.py. Where ranks have only their own stages in memory (a model on the meta device),
 each runs the model's own forward and hears of others' blocks what they make: see relay.py. Rank 0 says what cannot be
 compared. A list of blocks, or an nn.Sequential without hooks of its own, runs as it is: there is nothing to check.
 """
@@ -16,10 +15,10 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -32,31 +31,18 @@ from drumline.pipeline.intake import Intake
 from drumline.pipeline.model.blocks import is_chain
 from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.verify.agreement import Given, agree_on_batch, first_difference, samples_of
-from drumline.pipeline.verify.comparing import NUM_NUMBERS, few, norm_of, off, outputs_off
+from drumline.pipeline.verify.comparing import few, off, outputs_off
 from drumline.pipeline.verify.plain import Plain
 from drumline.pipeline.verify.plain_step import Slice, Wanted, plain_step
 from drumline.pipeline.verify.relay import GaveUp, Places, Relay
-from drumline.pipeline.verify.verdict import FLOOR, Checked, Outcome, allowed_off, verdict
+from drumline.pipeline.verify.sketched import Expected, differences, found_by, unsettled
+from drumline.pipeline.verify.verdict import Checked, Outcome, allowed_off, verdict
 from drumline.runtime.blocks.cut import Block, Model
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.gradients.clip import Witness
-from drumline.runtime.gradients.sketch import distances, norms, sketch
 from drumline.runtime.values import moved
 
 _HOST = torch.device("cpu")
-_NEAR = 1 / 32  # of what is allowed: sketches that are closer stand for gradients that are
-
-
-@dataclass(slots=True)
-class _Found:
-    """What the pieces' gradient of a parameter was: its sketch and, if that is not as expected, all of it."""
-
-    sketched: Tensor
-    full: Tensor | None
-
-    def __add__(self, other: _Found) -> _Found:
-        both = None if self.full is None or other.full is None else self.full + other.full
-        return _Found(self.sketched + other.sketched.to(self.sketched.device), both)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +84,11 @@ class ModelCheck:
         self._different = different  # two ranks and the parameter for which they were given different values
         self._given: Slice | None = None
         self._wanted: Wanted | None = None
+        self._expected: Expected | None = None  # of its gradients
         self._again: Wanted | None = None  # what the model made when it was run once more
         self._named: dict[str, nn.Parameter] = {}  # the model's own
         self._held: list[tuple[Executor, dict[str, nn.Parameter]]] = []  # what the stages here train
+        self._is_rescaled = False  # whether it became known only in the step how much the microbatch counts
         self._seconds = 0.0
 
     def attach(self, engine: Engine, holdings: Holdings) -> None:
@@ -161,20 +149,18 @@ class ModelCheck:
             self._relay = self._relayed(here, told)
         if not self._reason:
             self._wanted = self._run(given, step.draw, factor)
-        expected = {} if self._wanted is None else self._expected(self._wanted.sketches)
+        if self._wanted is not None:
+            self._expected = Expected.of(self._wanted.sketches, self._allowed)
+        limits = {} if self._expected is None else self._expected.limits()
         for executor, held in self._held:
             uses = Counter(one for stage in executor.stages.values() for one in stage.parameters)
-            pairs = ((one, expected.get(named[name])) for name, one in held.items() if name in named)
-            known = {one: each for one, each in pairs if each is not None and uses[one] == 1}  # no part of a sum
-            executor.witness = Witness(given.microbatch, known)
+            witnessed = Witness(given.microbatch)
+            for name, one in held.items():
+                own = named.get(name)
+                if own in limits and uses[one] == 1:  # else it sees parts of a sum
+                    witnessed.expected[one] = self._expected.sketches[own], limits[own]
+            executor.witness = witnessed
         self._seconds = time.perf_counter() - started
-
-    def _expected(self, sketches: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, tuple[Tensor, float]]:
-        """Return each sketch, and how far one of the same gradient may be from it."""
-        sizes = norms(list(sketches.values()))
-        least = FLOOR * _whole(sizes)
-        limits = [_NEAR * max(self._allowed * size, least) for size in sizes]
-        return {one: (each, limit) for (one, each), limit in zip(sketches.items(), limits, strict=True)}
 
     def _all_told(self, what: str, value: Any) -> list[Any]:
         """Tell all ranks the same of each rank of this process, and return what every rank told."""
@@ -226,9 +212,7 @@ class ModelCheck:
                 self._in_parts.update(tensor.names)
         return Relay(self._crew, self._plain.model, self._places, here, assembly.device, assembly.randomness)
 
-    def _run(
-        self, given: Slice, draw: int, factor: float, *, in_full: Collection[nn.Parameter] = ()
-    ) -> Wanted | None:
+    def _run(self, given: Slice, draw: int, factor: float, *, in_full: Collection[nn.Parameter] = ()) -> Wanted | None:
         assert self._plain is not None
         assembly = self._engine.assembly
         assembly.randomness.step = draw
@@ -275,7 +259,7 @@ class ModelCheck:
         outcome.seconds = self._seconds + time.perf_counter() - started
         told = self._crew.all_told("checked", [outcome] + [Outcome()] * (len(self._crew.channels) - 1))
         self.checked, self.refusal = verdict(told, self._allowed, self._engine.assembly.order, self._homes)
-        self._plain = self._wanted = self._again = self._given = self._relay = None
+        self._plain = self._wanted = self._again = self._expected = self._given = self._relay = None
         self._named, self._held = {}, []
         for executor in self._engine.executors:
             executor.witness = None
@@ -293,110 +277,60 @@ class ModelCheck:
         assert self._given is not None
         own = float(step.shares[self._given.microbatch]) if self._given.microbatch in step.losses else None
         share = next(one for one in self._all_told("check share", own) if one is not None)
-        if self._wanted is not None and share != self._wanted.share:
+        if self._wanted is not None and self._expected is not None and share != self._wanted.share:
             ratio = share / self._wanted.share
-            sketches = {one: each * ratio for one, each in self._wanted.sketches.items()}
-            self._wanted = replace(self._wanted, sketches=sketches)  # a witness may have noted the earlier ones
+            self._expected = self._expected.rescaled(ratio)
+            self._is_rescaled = True
         self._given = replace(self._given, share=share, seen_share=None)
 
     def _outcome(self, step: Step) -> Outcome:
         outcome = Outcome(unchecked=self._reason, in_parts=frozenset(self._in_parts))
         outcome.changed = "" if self._relay is None else self._relay.changed
-        found = self._found()
+        found = found_by(self._held)
+        if self._is_rescaled:
+            found = unsettled(found)
         ties, alone = self._engine.assembly.ties, self._crew.alone
         shared = {one.name for one in ties.tensors if one.is_copied and not alone}
         outcome.shared = {name: few(one.sketched) for name, one in found.items() if name in shared}
-        if self._wanted is None or self._given is None:
+        if self._wanted is None or self._given is None or self._expected is None:
             return outcome
-        named, expected = self._named, self._expected(self._wanted.sketches)
-        wanted = {name: expected.get(named[name]) for _, held in self._held for name in held if name in named}
-        whole = _whole(norms([one[0] for one in wanted.values() if one is not None]))
-        compared = []
-        for name, one in wanted.items():
+        named, expected = self._named, self._expected
+        compared: dict[nn.Parameter, str] = {}
+        for name in (name for _, held in self._held for name in held if name in named):
             if named[name]._post_accumulate_grad_hooks:
                 continue  # what it does to the gradient once that has been added is done in the step alone
             if name not in shared:
-                compared.append(name)
+                compared[named[name]] = name
             elif name in self._unsure:  # every rank has all of it here, and in the step its own part
                 outcome.unchecked = (
                     f"not the gradient of {name}, which several ranks use, and not each in blocks of its own"
                 )
-            elif one is None:
-                outcome.wanted[name] = [*[0.0] * NUM_NUMBERS, 0.0, whole]
             else:
-                outcome.wanted[name] = [*few(one[0]), norm_of(one[0]), whole]
-        outcome.num_parameters += len(compared)
-        outcome.differences = self._differences(compared, found, expected, floor=FLOOR * whole, step=step)
+                numbers = few(expected.sketches.get(named[name], torch.zeros(1)))
+                outcome.wanted[name] = [*numbers, expected.sizes.get(named[name], 0.0), expected.whole]
+        outcome.num_parameters = len(compared)
+        made = {one: found.get(name) for one, name in compared.items()}
+        apart = differences(made, expected, partial(self._in_full, step))
+        outcome.differences = {compared[one]: each for one, each in apart.items()}
         if self._given.microbatch in step.losses:
             loss = step.losses[self._given.microbatch].detach().cpu()
             outcome.others["loss"] = off(loss, self._wanted.loss)
             outcome.others["output"] = outputs_off(self._output(), self._wanted.output)
         return outcome
 
-    def _differences(
-        self,
-        names: Sequence[str],
-        found: Mapping[str, _Found],
-        expected: Mapping[nn.Parameter, tuple[Tensor, float]],
-        *,
-        floor: float,
-        step: Step,
-    ) -> dict[str, float]:
-        """Return how far gradients are off, of those that are too far."""
-        each = {name: (found.get(name), expected.get(self._named[name])) for name in names}
-        both = {name: (one, other) for name, (one, other) in each.items() if one is not None and other is not None}
-        far = distances([one.sketched for one, _ in both.values()], [one for _, (one, _) in both.values()])
-        near = {name for (name, (_, (_, limit))), apart in zip(both.items(), far, strict=True) if apart <= limit}
-        doubted = [name for name, (one, _) in both.items() if name not in near and one.full is not None]
-        exact = self._in_full([self._named[name] for name in doubted], expected, step) if doubted else {}
-        differences = {}
-        for name, (one, other) in each.items():
-            if name in near:
-                continue
-            made, wanted = None if one is None else one.sketched, None if other is None else other[0]
-            if one is not None and one.full is not None and self._named[name] in exact:
-                made, wanted = one.full, exact[self._named[name]]
-            apart = off(made, wanted, floor=floor)
-            if apart > self._allowed:
-                differences[name] = apart
-        return differences
-
-    def _in_full(
-        self,
-        parameters: Sequence[nn.Parameter],
-        expected: Mapping[nn.Parameter, tuple[Tensor, float]],
-        step: Step,
-    ) -> dict[nn.Parameter, Tensor]:
+    def _in_full(self, step: Step, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """Run the model once more, and return gradients in full, of those that come out as they did before."""
-        again = self._once_more(step, parameters) if self._relay is None else None
-        if again is None:
+        again = self._once_more(step, list(parameters)) if self._relay is None else None
+        if again is None or self._expected is None:
             return {}
-        listed = [one for one in parameters if one in again.gradients]
-        far = distances([again.sketches[one] for one in listed], [expected[one][0] for one in listed])
-        return {one: again.gradients[one] for one, apart in zip(listed, far, strict=True) if apart <= expected[one][1]}
+        same = self._expected.near(again.sketches)
+        return {one: each for one, each in again.gradients.items() if one in same}
 
     def _once_more(self, step: Step, in_full: Collection[nn.Parameter] = ()) -> Wanted | None:
         assert self._given is not None
         if self._again is None:
             self._again = self._run(self._given, step.draw, step.factor, in_full=in_full)
         return self._again
-
-    def _found(self) -> dict[str, _Found]:
-        """Return what the witnesses saw, by name; what several ranks of this process hold is added up."""
-        found: dict[str, _Found] = {}
-        for executor, held in self._held:
-            witness = executor.witness
-            assert witness is not None
-            for name, one in held.items():
-                if one in witness.near:
-                    seen = _Found(witness.expected[one][0], None)
-                elif one in witness.gradients:
-                    full = witness.gradients[one]
-                    seen = _Found(sketch(full), full)
-                else:
-                    continue
-                found[name] = found[name] + seen if name in found else seen
-        return found
 
     def _output(self) -> Any:
         outputs = [one.witness.output for one in self._engine.executors if one.witness is not None]
@@ -411,10 +345,6 @@ class ModelCheck:
         assert self._wanted is not None
         again = self._once_more(step)
         return again is None or outputs_off(again.output, self._wanted.output) > self._allowed
-
-
-def _whole(sizes: Sequence[float]) -> float:
-    return sum(one * one for one in sizes) ** 0.5
 
 
 def _stale(named: Mapping[str, nn.Parameter], told: Sequence[Mapping[str, bytes]]) -> str:

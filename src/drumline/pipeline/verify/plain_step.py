@@ -108,11 +108,8 @@ def plain_step(
         if loss.requires_grad:
             weight = torch.as_tensor(share * scale, dtype=loss.dtype, device=loss.device)
             torch.autograd.backward(loss, weight)
-        drew_elsewhere = chance.has_moved()
     on_host = mapped(output, lambda one: one.detach().cpu())
-    return Wanted(
-        on_host, loss.detach().cpu(), share, found.gradients, found.sketches, bool(drawing), drew_elsewhere
-    )
+    return Wanted(on_host, loss.detach().cpu(), share, found.gradients, found.sketches, bool(drawing), chance.moved)
 
 
 class _Collected:

@@ -8,7 +8,7 @@ loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -102,9 +102,9 @@ class Witness:
     A gradient whose sketch is as `expected`, within its limit, is noted as `near`. Others are copied in full.
     """
 
-    def __init__(self, microbatch: int, expected: Mapping[nn.Parameter, tuple[Tensor, float]] | None = None) -> None:
+    def __init__(self, microbatch: int) -> None:
         self.microbatch = microbatch
-        self.expected = expected or {}
+        self.expected: dict[nn.Parameter, tuple[Tensor, float]] = {}  # sketches, and how far others may be from them
         self.near: set[nn.Parameter] = set()
         self.gradients: dict[nn.Parameter, Tensor] = {}
         self.output: Any = None
@@ -138,4 +138,3 @@ class Witness:
 
         with put_in([(vars(stage), "loss", noted)]):
             return run(*given)
-

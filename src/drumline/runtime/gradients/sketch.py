@@ -74,6 +74,4 @@ def distances(made: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[float]:
     """
     pairs = [(one, other) for one, other in zip(made, wanted, strict=True) if one.shape == other.shape]
     found = iter(norms([one - other.to(one.device) for one, other in pairs]))
-    return [
-        next(found) if one.shape == other.shape else float("inf") for one, other in zip(made, wanted, strict=True)
-    ]
+    return [next(found) if one.shape == other.shape else float("inf") for one, other in zip(made, wanted, strict=True)]
