@@ -151,15 +151,16 @@ class ModelCheck:
             self._wanted = self._run(given, step.draw, factor)
         if self._wanted is not None:
             self._expected = Expected.of(self._wanted.sketches, self._allowed)
-        limits = {} if self._expected is None else self._expected.limits()
         for executor, held in self._held:
+            executor.witness = Witness(given.microbatch)
+            if self._expected is None:
+                continue
+            limits = self._expected.limits()
             uses = Counter(one for stage in executor.stages.values() for one in stage.parameters)
-            witnessed = Witness(given.microbatch)
             for name, one in held.items():
                 own = named.get(name)
-                if own in limits and uses[one] == 1:  # else it sees parts of a sum
-                    witnessed.expected[one] = self._expected.sketches[own], limits[own]
-            executor.witness = witnessed
+                if own is not None and own in limits and uses[one] == 1:  # else it sees parts of a sum
+                    executor.witness.expected[one] = self._expected.sketches[own], limits[own]
         self._seconds = time.perf_counter() - started
 
     def _all_told(self, what: str, value: Any) -> list[Any]:
