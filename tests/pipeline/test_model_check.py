@@ -93,7 +93,8 @@ def test_a_loss_that_is_weighed_only_once_it_was_seen_passes(is_inside: bool) ->
     def loss_fn(output: Tensor, target: Any) -> Tensor:
         target = target["inside"] if is_inside else target
         mask = (target > 0).float()
-        return ((output - target).square() * mask).sum() / mask.sum()
+        loss: Tensor = ((output - target).square() * mask).sum() / mask.sum()
+        return loss
 
     pipe = pipeline(loss_fn=loss_fn)
     batch, target = data()
@@ -123,7 +124,9 @@ def test_what_sketches_leave_in_doubt_is_compared_in_full(apart: float, is_wrong
         return gradient * (1 + apart) if len(calls) == 2 else gradient  # in the step's first microbatch
 
     model = Wide()
-    model.layers[1].weight.register_hook(once)
+    weight = model.layers[1].weight
+    assert isinstance(weight, nn.Parameter)
+    weight.register_hook(once)
     pipe = pipeline(model)
     if is_wrong:
         with pytest.raises(ModelError, match=r"the gradient of layers\.1\.weight, in block 'layers\.1', is 0\.0002 of"):
@@ -143,7 +146,9 @@ def test_a_wrong_gradient_of_a_few_elements_is_named() -> None:
         return wrong if len(calls) == 2 else gradient
 
     model = Wide()
-    model.layers[1].weight.register_hook(once)
+    weight = model.layers[1].weight
+    assert isinstance(weight, nn.Parameter)
+    weight.register_hook(once)
     with pytest.raises(ModelError, match=r"the gradient of layers\.1\.weight, in block 'layers\.1', is 0\.002 of"):
         step(pipeline(model))
 

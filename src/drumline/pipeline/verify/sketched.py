@@ -109,7 +109,7 @@ def differences(
     exact = in_full(doubted) if doubted else {}
     floor, apart = FLOOR * expected.whole, {}
     for one, each in left.items():
-        made, wanted = each and each.sketched, expected.sketches.get(one)
+        made, wanted = None if each is None else each.sketched, expected.sketches.get(one)
         if each is not None and each.full is not None and one in exact:
             made, wanted = each.full, exact[one]
         far = off(made, wanted, floor=floor)
