@@ -126,7 +126,7 @@ def test_what_sketches_leave_in_doubt_is_compared_in_full(apart: float, is_wrong
     model = Wide()
     weight = model.layers[1].weight
     assert isinstance(weight, nn.Parameter)
-    weight.register_hook(once)
+    weight.register_hook(once)  # type: ignore[no-untyped-call]
     pipe = pipeline(model)
     if is_wrong:
         with pytest.raises(ModelError, match=r"the gradient of layers\.1\.weight, in block 'layers\.1', is 0\.0002 of"):
@@ -148,7 +148,7 @@ def test_a_wrong_gradient_of_a_few_elements_is_named() -> None:
     model = Wide()
     weight = model.layers[1].weight
     assert isinstance(weight, nn.Parameter)
-    weight.register_hook(once)
+    weight.register_hook(once)  # type: ignore[no-untyped-call]
     with pytest.raises(ModelError, match=r"the gradient of layers\.1\.weight, in block 'layers\.1', is 0\.002 of"):
         step(pipeline(model))
 
