@@ -239,8 +239,8 @@ PIPELINE = (
     Bug(
         "shares-of-the-check-upside-down",
         "pipeline/verify/model_check.py",
-        "ratio = share / self._given.share",
-        "ratio = self._given.share / share",
+        "ratio = share / self._wanted.share",
+        "ratio = self._wanted.share / share",
         "A loss whose shares are known only once it is seen is said to be computed wrongly.",
     ),
     Bug(

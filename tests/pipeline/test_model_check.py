@@ -15,9 +15,10 @@ from torch.nn import functional
 
 from drumline.core.errors import ModelError
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.verify.comparing import off, sketch
+from drumline.pipeline.verify.comparing import few, off
 from drumline.pipeline.verify.plain import Plain, undisturbed
 from drumline.pipeline.verify.plain_step import Slice, plain_step
+from drumline.runtime.gradients.sketch import sketch
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
 from faults import FAULTS, Skips, data, lost_path
@@ -87,15 +88,69 @@ def test_a_microbatch_that_counts_is_what_is_compared(monkeypatch: pytest.Monkey
         pipe.step(batch, target=target)
 
 
-def test_a_loss_that_is_weighed_only_once_it_was_seen_passes() -> None:
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_a_loss_that_is_weighed_only_once_it_was_seen_passes(is_inside: bool) -> None:
+    def loss_fn(output: Tensor, target: Any) -> Tensor:
+        target = target["inside"] if is_inside else target
         mask = (target > 0).float()
-        return ((output - target).square() * mask).sum() / mask.sum()
+        loss: Tensor = ((output - target).square() * mask).sum() / mask.sum()
+        return loss
 
     pipe = pipeline(loss_fn=loss_fn)
-    step(pipe)
+    batch, target = data()
+    pipe.step(batch, target={"inside": target} if is_inside else target)
     assert pipe.checked is not None
     assert (pipe.checked.num_parameters, pipe.checked.wrong) == (10, ())
+
+
+class Wide(nn.Module):
+    """A model with a weight that is large enough to be compared by a sketch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 80), nn.Linear(80, 80), nn.Linear(80, 6)])
+
+    def forward(self, x: Tensor) -> Any:
+        first = self.layers[0](x)
+        return self.layers[2](self.layers[1](first) + first)
+
+
+@pytest.mark.parametrize(("apart", "is_wrong"), [(0.0, False), (5e-5, False), (2e-4, True)])
+def test_what_sketches_leave_in_doubt_is_compared_in_full(apart: float, is_wrong: bool) -> None:
+    calls: list[int] = []
+
+    def once(gradient: Tensor) -> Tensor:
+        calls.append(1)
+        return gradient * (1 + apart) if len(calls) == 2 else gradient  # in the step's first microbatch
+
+    model = Wide()
+    weight = model.layers[1].weight
+    assert isinstance(weight, nn.Parameter)
+    weight.register_hook(once)  # type: ignore[no-untyped-call]
+    pipe = pipeline(model)
+    if is_wrong:
+        with pytest.raises(ModelError, match=r"the gradient of layers\.1\.weight, in block 'layers\.1', is 0\.0002 of"):
+            step(pipe)
+    else:
+        step(pipe)
+    assert len(calls) == 1 + 4 + (apart > 0)  # the model by itself, the step, and the model once more
+
+
+def test_a_wrong_gradient_of_a_few_elements_is_named() -> None:
+    calls: list[int] = []
+
+    def once(gradient: Tensor) -> Tensor:
+        calls.append(1)
+        wrong = gradient.clone()
+        wrong[7, 3] += 2e-3 * gradient.norm()
+        return wrong if len(calls) == 2 else gradient
+
+    model = Wide()
+    weight = model.layers[1].weight
+    assert isinstance(weight, nn.Parameter)
+    weight.register_hook(once)  # type: ignore[no-untyped-call]
+    with pytest.raises(ModelError, match=r"the gradient of layers\.1\.weight, in block 'layers\.1', is 0\.002 of"):
+        step(pipeline(model))
 
 
 def test_without_it_a_fault_goes_unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +320,7 @@ def test_what_modules_hold_is_given_back() -> None:
 def test_sketches_see_what_sums_would_hide() -> None:
     one = torch.randn(40, 30)
     one -= one.mean(0)
-    assert max(abs(a) for a in sketch(one)) > 1
+    assert max(abs(a) for a in few(sketch(one))) > 1
     assert off(one, one + 1e-9) < 1e-7
     assert off(one * float("nan"), one) == float("inf")
 

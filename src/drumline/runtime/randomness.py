@@ -63,11 +63,12 @@ class HostChance:
     (True, True)
     """
 
-    __slots__ = ("_numpy", "_python")
+    __slots__ = ("_numpy", "_python", "moved")
 
     def __init__(self) -> None:
         self._python = random.getstate()
         self._numpy: Any = np.random.get_state()
+        self.moved = False  # whether anything was drawn while it was kept
 
     def has_moved(self) -> bool:
         """Whether anything was drawn since."""
@@ -88,7 +89,9 @@ class HostChance:
         try:
             yield
         finally:
-            self._set()
+            self.moved = self.has_moved()
+            if self.moved:
+                self._set()
 
     def _set(self) -> None:
         random.setstate(self._python)

@@ -1,7 +1,7 @@
 """How far tensors are apart: here, or as a few numbers that stand for them where each rank has part of a sum.
 
-The numbers add up as the tensors do: the sketches' sum is the sum's sketch. Each is a product with a random vector, so
-it is off by about the norm of what the tensor is off by.
+The numbers add up as the tensors do: the sum of two tensors' numbers is that of their sum. Each is a product with a
+random vector, so it is off by about the norm of what the tensor is off by.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _WIDTH = 1021  # a prime, so that columns of no matrix fall together
 NUM_NUMBERS = 4
 
 
-def sketch(tensor: Tensor) -> list[float]:
-    """Return the tensor's numbers.
+def few(sketched: Tensor) -> list[float]:
+    """Return the few numbers of a tensor's sketch.
 
     >>> one, other = torch.ones(3000), torch.arange(3000.0)
-    >>> both = [a + b for a, b in zip(sketch(one), sketch(other), strict=True)]
-    >>> all(abs(a - b) < 1e-6 for a, b in zip(both, sketch(one + other), strict=True))
+    >>> both = [a + b for a, b in zip(few(one), few(other), strict=True)]
+    >>> all(abs(a - b) < 1e-6 for a, b in zip(both, few(one + other), strict=True))
     True
     """
-    flat = tensor.detach().to("cpu", torch.float64).reshape(-1)
+    flat = sketched.to("cpu", torch.float64)
     rows = -(-flat.numel() // _WIDTH)
     padded = torch.nn.functional.pad(flat, (0, rows * _WIDTH - flat.numel())).view(rows, _WIDTH)
     return [float(one) for one in ((padded @ _numbers(_WIDTH, 0)) * _numbers(rows, 1)).sum(0)]
@@ -58,6 +58,7 @@ def off(made: Tensor | None, wanted: Tensor | None, *, floor: float = 0.0) -> fl
     >>> off(torch.tensor([1.1]), torch.tensor([1.0])), off(None, torch.zeros(2)), off(None, torch.ones(1))
     (0.1000..., 0.0, 1.0)
     """
+    made, wanted = _dense(made), _dense(wanted)
     if made is None or wanted is None:
         apart = norm_of(made if wanted is None else wanted)
         size = apart
@@ -72,6 +73,10 @@ def off(made: Tensor | None, wanted: Tensor | None, *, floor: float = 0.0) -> fl
     if not math.isfinite(apart):
         return math.inf
     return 0.0 if apart <= floor else apart / size if size else apart
+
+
+def _dense(tensor: Tensor | None) -> Tensor | None:
+    return tensor if tensor is None or tensor.layout is torch.strided else tensor.to_dense()
 
 
 def _wide(tensor: Tensor) -> Tensor:

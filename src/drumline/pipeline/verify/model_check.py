@@ -4,8 +4,8 @@
     in the step       a witness notes the same microbatch's gradients, output and loss where the stages are
     after the step    each rank compares its own; what several ranks hold is compared by their sum: see verdict.py
 
-It costs little more than one microbatch's forward and backward of the model, once: no gradient is copied where the
-pieces' equals the model's in all bits. Where ranks have only their own stages in memory (a model on the meta device),
+It costs little more than one microbatch's forward and backward of the model, once: no gradient is kept, only sketches
+of them, see sketched.py. Where ranks have only their own stages in memory (a model on the meta device),
 each runs the model's own forward and hears of others' blocks what they make: see relay.py. Rank 0 says what cannot be
 compared. A list of blocks, or an nn.Sequential without hooks of its own, runs as it is: there is nothing to check.
 """
@@ -15,10 +15,10 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -31,11 +31,12 @@ from drumline.pipeline.intake import Intake
 from drumline.pipeline.model.blocks import is_chain
 from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.verify.agreement import Given, agree_on_batch, first_difference, samples_of
-from drumline.pipeline.verify.comparing import norm_of, off, outputs_off, sketch
+from drumline.pipeline.verify.comparing import few, off, outputs_off
 from drumline.pipeline.verify.plain import Plain
 from drumline.pipeline.verify.plain_step import Slice, Wanted, plain_step
 from drumline.pipeline.verify.relay import GaveUp, Places, Relay
-from drumline.pipeline.verify.verdict import FLOOR, Checked, Outcome, allowed_off, verdict
+from drumline.pipeline.verify.sketched import Expected, differences, found_by, unsettled
+from drumline.pipeline.verify.verdict import Checked, Outcome, allowed_off, verdict
 from drumline.runtime.blocks.cut import Block, Model
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.gradients.clip import Witness
@@ -83,8 +84,11 @@ class ModelCheck:
         self._different = different  # two ranks and the parameter for which they were given different values
         self._given: Slice | None = None
         self._wanted: Wanted | None = None
+        self._expected: Expected | None = None  # of its gradients
+        self._again: Wanted | None = None  # what the model made when it was run once more
         self._named: dict[str, nn.Parameter] = {}  # the model's own
         self._held: list[tuple[Executor, dict[str, nn.Parameter]]] = []  # what the stages here train
+        self._is_rescaled = False  # whether it became known only in the step how much the microbatch counts
         self._seconds = 0.0
 
     def attach(self, engine: Engine, holdings: Holdings) -> None:
@@ -145,10 +149,18 @@ class ModelCheck:
             self._relay = self._relayed(here, told)
         if not self._reason:
             self._wanted = self._run(given, step.draw, factor)
-        wanted = {} if self._wanted is None else self._wanted.gradients
+        if self._wanted is not None:
+            self._expected = Expected.of(self._wanted.sketches, self._allowed)
         for executor, held in self._held:
-            pairs = ((one, wanted.get(named[name])) for name, one in held.items() if name in named)
-            executor.witness = Witness(given.microbatch, {one: each for one, each in pairs if each is not None})
+            executor.witness = Witness(given.microbatch)
+            if self._expected is None:
+                continue
+            limits = self._expected.limits()
+            uses = Counter(one for stage in executor.stages.values() for one in stage.parameters)
+            for name, one in held.items():
+                own = named.get(name)
+                if own is not None and own in limits and uses[one] == 1:  # else it sees parts of a sum
+                    executor.witness.expected[one] = self._expected.sketches[own], limits[own]
         self._seconds = time.perf_counter() - started
 
     def _all_told(self, what: str, value: Any) -> list[Any]:
@@ -167,7 +179,8 @@ class ModelCheck:
         if called is None or (target is None and not self._intake.own):
             return None
         step, at = self._taken(number, called, target, {"first", "last"})
-        return Slice(at, step.inputs[at], step.targets[at], float(step.shares[at]), self._intake.factors_of(at))
+        given = step.inputs[at], step.targets[at], float(step.shares[at]), self._intake.factors_of(at)
+        return Slice(at, *given, seen_share=lambda: float(step.shares[at]))
 
     def _passed_on(self, number: int, called: Any, target: Any) -> Slice:
         """Return a microbatch of which ranks have only parts: the last stage's rank chooses it, the first's has it."""
@@ -200,7 +213,7 @@ class ModelCheck:
                 self._in_parts.update(tensor.names)
         return Relay(self._crew, self._plain.model, self._places, here, assembly.device, assembly.randomness)
 
-    def _run(self, given: Slice, draw: int, factor: float) -> Wanted | None:
+    def _run(self, given: Slice, draw: int, factor: float, *, in_full: Collection[nn.Parameter] = ()) -> Wanted | None:
         assert self._plain is not None
         assembly = self._engine.assembly
         assembly.randomness.step = draw
@@ -211,7 +224,8 @@ class ModelCheck:
                     self._plain,
                     given,
                     self._intake.loss,
-                    wanted=[one for one in mine if one.requires_grad],
+                    wanted=in_full,
+                    sketched=[one for one in mine if one.requires_grad],
                     device=assembly.device,
                     randomness=assembly.randomness,
                     precision=assembly.precision,
@@ -246,7 +260,7 @@ class ModelCheck:
         outcome.seconds = self._seconds + time.perf_counter() - started
         told = self._crew.all_told("checked", [outcome] + [Outcome()] * (len(self._crew.channels) - 1))
         self.checked, self.refusal = verdict(told, self._allowed, self._engine.assembly.order, self._homes)
-        self._plain = self._wanted = self._given = self._relay = None
+        self._plain = self._wanted = self._again = self._expected = self._given = self._relay = None
         self._named, self._held = {}, []
         for executor in self._engine.executors:
             executor.witness = None
@@ -264,55 +278,60 @@ class ModelCheck:
         assert self._given is not None
         own = float(step.shares[self._given.microbatch]) if self._given.microbatch in step.losses else None
         share = next(one for one in self._all_told("check share", own) if one is not None)
-        if self._wanted is not None and share != self._given.share:
-            ratio = share / self._given.share
-            gradients = {name: one * ratio for name, one in self._wanted.gradients.items()}
-            self._wanted = replace(self._wanted, gradients=gradients)  # a witness may have noted the earlier ones
+        if self._wanted is not None and self._expected is not None and share != self._wanted.share:
+            ratio = share / self._wanted.share
+            self._expected = self._expected.rescaled(ratio)
+            self._is_rescaled = True
+        self._given = replace(self._given, share=share, seen_share=None)
 
     def _outcome(self, step: Step) -> Outcome:
         outcome = Outcome(unchecked=self._reason, in_parts=frozenset(self._in_parts))
         outcome.changed = "" if self._relay is None else self._relay.changed
-        found = self._found()
+        found = found_by(self._held)
+        if self._is_rescaled:
+            found = unsettled(found)
         ties, alone = self._engine.assembly.ties, self._crew.alone
         shared = {one.name for one in ties.tensors if one.is_copied and not alone}
-        outcome.shared = {name: sketch(one) for name, one in found.items() if name in shared}
-        if self._wanted is None or self._given is None:
+        outcome.shared = {name: few(one.sketched) for name, one in found.items() if name in shared}
+        if self._wanted is None or self._given is None or self._expected is None:
             return outcome
-        named, gradients = self._named, self._wanted.gradients
-        wanted = {name: gradients.get(named[name]) for _, held in self._held for name in held if name in named}
-        are_same = all(found.get(name) is one for name, one in wanted.items()) and not shared
-        whole = 0.0 if are_same else sum(norm_of(one) ** 2 for one in wanted.values()) ** 0.5
-        for name, one in wanted.items():
+        named, expected = self._named, self._expected
+        compared: dict[nn.Parameter, str] = {}
+        for name in (name for _, held in self._held for name in held if name in named):
             if named[name]._post_accumulate_grad_hooks:
                 continue  # what it does to the gradient once that has been added is done in the step alone
-            if name in shared and name in self._unsure:
+            if name not in shared:
+                compared[named[name]] = name
+            elif name in self._unsure:  # every rank has all of it here, and in the step its own part
                 outcome.unchecked = (
                     f"not the gradient of {name}, which several ranks use, and not each in blocks of its own"
                 )
-                continue  # every rank has all of it here, and in the step its own part
-            if name in shared:
-                outcome.wanted[name] = [*([0.0] * 4 if one is None else sketch(one)), norm_of(one), whole]
-                continue
-            outcome.num_parameters += 1
-            apart = off(found.get(name), one, floor=FLOOR * whole)
-            if apart > self._allowed:
-                outcome.differences[name] = apart
+            else:
+                numbers = few(expected.sketches.get(named[name], torch.zeros(1)))
+                outcome.wanted[name] = [*numbers, expected.sizes.get(named[name], 0.0), expected.whole]
+        outcome.num_parameters = len(compared)
+        made = {one: found.get(name) for one, name in compared.items()}
+        apart = differences(made, expected, partial(self._in_full, step))
+        outcome.differences = {compared[one]: each for one, each in apart.items()}
         if self._given.microbatch in step.losses:
             loss = step.losses[self._given.microbatch].detach().cpu()
             outcome.others["loss"] = off(loss, self._wanted.loss)
             outcome.others["output"] = outputs_off(self._output(), self._wanted.output)
         return outcome
 
-    def _found(self) -> dict[str, Tensor]:
-        """Return what the witnesses saw, by name; what several ranks of this process hold is added up."""
-        found: dict[str, Tensor] = {}
-        for executor, held in self._held:
-            assert executor.witness is not None
-            for name, one in held.items():
-                gradient = executor.witness.gradients.get(one)
-                if gradient is not None:
-                    found[name] = found[name] + gradient if name in found else gradient
-        return found
+    def _in_full(self, step: Step, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        """Run the model once more, and return gradients in full, of those that come out as they did before."""
+        again = self._once_more(step, list(parameters)) if self._relay is None else None
+        if again is None or self._expected is None:
+            return {}
+        same = self._expected.near(again.sketches)
+        return {one: each for one, each in again.gradients.items() if one in same}
+
+    def _once_more(self, step: Step, in_full: Collection[nn.Parameter] = ()) -> Wanted | None:
+        assert self._given is not None
+        if self._again is None:
+            self._again = self._run(self._given, step.draw, step.factor, in_full=in_full)
+        return self._again
 
     def _output(self) -> Any:
         outputs = [one.witness.output for one in self._engine.executors if one.witness is not None]
@@ -324,9 +343,8 @@ class ModelCheck:
 
     def _has_moods(self, step: Step) -> bool:
         """Whether the model by itself returns something else when it is run again."""
-        assert self._given is not None
         assert self._wanted is not None
-        again = self._run(self._given, step.draw, step.factor)
+        again = self._once_more(step)
         return again is None or outputs_off(again.output, self._wanted.output) > self._allowed
 
 

@@ -1,7 +1,8 @@
 """One microbatch through the model by itself, forward and backward, with nothing left behind: what pieces must equal.
 
-Gradients leave for the host as they are made, and none stays in the model; on the host they are taken, not copied,
-unless others hold their memory too.
+None of its gradients stays in the model. As each is made, its sketch is taken and its memory freed, which the next one
+uses again; only those that are wanted in full leave for the host. There they are taken, not copied, unless others hold
+their memory too.
 Buffers, attributes, random generators and gradients of before are given back. The user's hooks run, since what they do
 is part of the model; those that run once a parameter's gradient has been added do not, since an optimizer may be in
 them.
@@ -9,7 +10,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
 from drumline.pipeline.verify.plain import Plain, undisturbed
+from drumline.runtime.gradients.sketch import sketch
 from drumline.runtime.loss.sheet import Factors
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import HostChance, Randomness
@@ -29,7 +31,8 @@ from drumline.runtime.values import mapped, moved
 class Slice:
     """One microbatch of a step: its number, what goes in, what is wanted, and what part of the loss it is.
 
-    `factors` are what the parts of a model's own loss are multiplied by.
+    `factors` are what the parts of a model's own loss are multiplied by. `seen_share` returns what part of the loss it
+    is once the loss has run: some must be seen before it is known.
     """
 
     microbatch: int
@@ -37,15 +40,18 @@ class Slice:
     target: Any
     share: float
     factors: Factors = ()
+    seen_share: Callable[[], float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the model by itself made of a microbatch, on the host."""
+    """What the model by itself made of a microbatch, on the host but for sketches."""
 
     output: Any
     loss: Tensor
-    gradients: dict[nn.Parameter, Tensor]
+    share: float  # what part of the batch's loss it was taken for
+    gradients: dict[nn.Parameter, Tensor]  # in full
+    sketches: dict[nn.Parameter, Tensor]
     drew: bool  # whether it drew random numbers of torch's, if anybody listened
     drew_elsewhere: bool  # whether it drew some of Python's or numpy's, which nobody seeds
 
@@ -55,7 +61,8 @@ def plain_step(
     given: Slice,
     loss_fn: Callable[[Any, Any], Tensor | None],
     *,
-    wanted: Sequence[nn.Parameter],
+    wanted: Collection[nn.Parameter],
+    sketched: Collection[nn.Parameter] = (),
     device: torch.device,
     randomness: Randomness,
     precision: Precision,
@@ -64,6 +71,8 @@ def plain_step(
     listens: bool = False,
 ) -> Wanted:
     """Run the microbatch, and return the gradients of the parameters that are `wanted`, with the loss times its share.
+
+    Of those to be `sketched`, the gradients' sketches are returned.
 
     Whether it draws random numbers is told if one `listens`.
 
@@ -76,7 +85,7 @@ def plain_step(
     >>> seen.gradients[model.weight], model.weight.grad
     (tensor([[3., 3.]]), None)
     """
-    found: dict[nn.Parameter, Tensor] = {}
+    found = _Collected(frozenset(wanted), frozenset(sketched))
     chance = HostChance()
     inputs, target = moved(given.inputs, device), moved(given.target, device)
     inputs = mapped(inputs, lambda one: one.detach().clone())  # a model may change them in place
@@ -85,7 +94,7 @@ def plain_step(
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_on(device, modules))
         stack.enter_context(undisturbed(modules))
-        stack.enter_context(_collected(plain, wanted, found))
+        stack.enter_context(found.collecting(plain))
         stack.enter_context(randomness.kept_aside())
         stack.enter_context(chance.kept())
         run = stack.enter_context(plain.seeding(given.microbatch, randomness))
@@ -95,44 +104,56 @@ def plain_step(
             loss = loss_fn(output, target)
             assert loss is not None, "a step that trains has a loss"
             loss = precision.full(loss)
+        share = given.share if given.seen_share is None else given.seen_share()
         if loss.requires_grad:
-            weight = torch.as_tensor(given.share * scale, dtype=loss.dtype, device=loss.device)
+            weight = torch.as_tensor(share * scale, dtype=loss.dtype, device=loss.device)
             torch.autograd.backward(loss, weight)
-        drew_elsewhere = chance.has_moved()
     on_host = mapped(output, lambda one: one.detach().cpu())
-    return Wanted(on_host, loss.detach().cpu(), found, bool(drawing), drew_elsewhere)
+    return Wanted(on_host, loss.detach().cpu(), share, found.gradients, found.sketches, bool(drawing), chance.moved)
 
 
-@contextmanager
-def _collected(plain: Plain, wanted: Sequence[nn.Parameter], gradients: dict[nn.Parameter, Tensor]) -> Iterator[None]:
-    """Let every gradient go where it belongs, the host or nowhere, and give back those of before."""
-    parameters = list(dict.fromkeys(plain.named_parameters().values()))
-    mine = set(wanted)
-    before = [(one, one.grad, one._post_accumulate_grad_hooks) for one in parameters]
+class _Collected:
+    """Lets every gradient go where it belongs: the host, a sketch, or nowhere."""
 
-    def taken(one: Tensor) -> None:
+    def __init__(self, wanted: frozenset[nn.Parameter], sketched: frozenset[nn.Parameter]) -> None:
+        self.wanted, self.sketched = wanted, sketched
+        self.gradients: dict[nn.Parameter, Tensor] = {}
+        self.sketches: dict[nn.Parameter, Tensor] = {}
+
+    def _take(self, one: Tensor) -> None:
         assert isinstance(one, nn.Parameter)
-        if one in mine and one.grad is not None:
-            copy = _is_shared(one.grad)  # asked before `detach`, which shares the memory too
-            made = one.grad.detach().to("cpu", copy=copy)
-            gradients[one] = gradients[one] + made if one in gradients else made
+        gradient = one.grad
+        if gradient is None:
+            return
+        if one in self.sketched:
+            made = sketch(gradient)
+            self.sketches[one] = self.sketches[one] + made if one in self.sketches else made
+        if one in self.wanted:
+            copy = _is_shared(gradient)  # asked before `detach`, which shares the memory too
+            made = gradient.detach().to("cpu", copy=copy)
+            self.gradients[one] = self.gradients[one] + made if one in self.gradients else made
         one.grad = None
 
-    handles = []
-    try:
-        for one in parameters:
-            one.grad = None
-            one._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-            if one.requires_grad:
-                handles.append(one.register_post_accumulate_grad_hook(taken))  # type: ignore[no-untyped-call]
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for one, gradient, hooks in before:
-            if hooks is not None:
-                one._post_accumulate_grad_hooks = hooks
-            one.grad = gradient
+    @contextmanager
+    def collecting(self, plain: Plain) -> Iterator[None]:
+        """Take what a backward makes, and give back the gradients of before."""
+        parameters = list(dict.fromkeys(plain.named_parameters().values()))
+        before = [(one, one.grad, one._post_accumulate_grad_hooks) for one in parameters]
+        handles = []
+        try:
+            for one in parameters:
+                one.grad = None
+                one._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+                if one.requires_grad:
+                    handles.append(one.register_post_accumulate_grad_hook(self._take))  # type: ignore[no-untyped-call]
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for one, gradient, hooks in before:
+                if hooks is not None:
+                    one._post_accumulate_grad_hooks = hooks
+                one.grad = gradient
 
 
 def _is_shared(gradient: Tensor) -> bool:

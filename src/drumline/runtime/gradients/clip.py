@@ -8,13 +8,14 @@ loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import UsageError
+from drumline.runtime.gradients.sketch import distances, sketch
 from drumline.runtime.patches import put_in
 from drumline.runtime.stage import Stage
 from drumline.runtime.values import mapped
@@ -98,12 +99,13 @@ def all_finite(tensors: Sequence[Tensor]) -> bool | Tensor:
 class Witness:
     """Watches a rank's stages at one microbatch; the step runs as usual.
 
-    A gradient that equals the `expected` one in all bits is stored as that tensor itself, without a copy.
+    A gradient whose sketch is as `expected`, within its limit, is noted as `near`. Others are copied in full.
     """
 
-    def __init__(self, microbatch: int, expected: Mapping[nn.Parameter, Tensor] | None = None) -> None:
+    def __init__(self, microbatch: int) -> None:
         self.microbatch = microbatch
-        self.expected = expected or {}
+        self.expected: dict[nn.Parameter, tuple[Tensor, float]] = {}  # sketches, and how far others may be from them
+        self.near: set[nn.Parameter] = set()
         self.gradients: dict[nn.Parameter, Tensor] = {}
         self.output: Any = None
 
@@ -111,20 +113,18 @@ class Witness:
         """Run a function that adds to a stage's gradients, and record what it added."""
         before = {one: None if one.grad is None else one.grad.detach().clone() for one in stage.parameters}
         made = run(*given)
+        added = {}
         for one, earlier in before.items():
             if one.grad is not None:
-                added = self._kept(one.grad.detach(), earlier, self.expected.get(one))
-                self.gradients[one] = self.gradients[one] + added if one in self.gradients else added
+                added[one] = one.grad.detach() if earlier is None else one.grad.detach() - earlier
+        known = [one for one in added if one in self.expected]
+        apart = distances([sketch(added[one]) for one in known], [self.expected[one][0] for one in known])
+        self.near.update(one for one, far in zip(known, apart, strict=True) if far <= self.expected[one][1])
+        for one, gradient in added.items():
+            if one not in self.near:
+                copy = gradient.to("cpu", copy=True)  # the host has room for it until the step ends
+                self.gradients[one] = self.gradients[one] + copy if one in self.gradients else copy
         return made
-
-    @staticmethod
-    def _kept(gradient: Tensor, earlier: Tensor | None, expected: Tensor | None) -> Tensor:
-        """Return what was added, on the host, which has room for it until the step ends."""
-        if earlier is not None:
-            return (gradient - earlier).cpu()
-        if expected is not None and _same_bits(gradient, expected):
-            return expected
-        return gradient.to("cpu", copy=True)
 
     def listening(self, stage: Stage, run: Callable[..., Any], *given: Any) -> Any:
         """Run a stage's forward, and record the input of its loss."""
@@ -138,8 +138,3 @@ class Witness:
 
         with put_in([(vars(stage), "loss", noted)]):
             return run(*given)
-
-
-def _same_bits(gradient: Tensor, expected: Tensor) -> bool:
-    kind, wanted = ((one.device, one.dtype, one.layout) for one in (gradient, expected))
-    return kind == wanted and gradient.layout is torch.strided and torch.equal(gradient, expected)

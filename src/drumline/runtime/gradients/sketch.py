@@ -1,0 +1,77 @@
+"""Sketches: few numbers that stand for a tensor, to tell whether two tensors are the same up to rounding.
+
+    elements   e0 e1 ... e191 | e192 ... e383 | ... | fewer than 192
+    sketch     w0 e0 + ...    | w0 e192 + ... | ... | as they are
+
+Every group is summed with the same random weights, in one pass over the tensor. Sketches add up as their tensors do,
+and the norm of a sketch is about the tensor's. No weight is near 0, so that one wrong element always shows; several
+wrong elements of one group cancel only by chance, and those of different groups never do.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+GROUP = 192  # no power of two, so that groups are not the rows of most matrices
+_SMALL = 16 * GROUP  # up to here a tensor is its own sketch
+
+
+def sketch(tensor: Tensor) -> Tensor:
+    """Return a tensor's sketch, on its device.
+
+    >>> one, other = torch.ones(3, 2000), torch.arange(6000.0).view(3, 2000)
+    >>> sketch(one).shape, torch.allclose(sketch(one) + sketch(other), sketch(one + other))
+    (torch.Size([79]), True)
+    """
+    flat = tensor.detach()
+    if flat.layout is not torch.strided:
+        flat = flat.to_dense()
+    if flat.is_complex():
+        flat = torch.view_as_real(flat.resolve_conj())
+    flat = flat.reshape(-1)
+    if flat.dtype.itemsize < 4:
+        flat = flat.float()
+    size = flat.numel()
+    if size <= _SMALL:
+        return flat.clone()
+    rest = size % GROUP
+    with torch._C._DisableAutocast():
+        sums = flat[: size - rest].view(-1, GROUP).mv(_weights(flat.dtype, flat.device))
+    return torch.cat((sums, flat[size - rest :])) if rest else sums
+
+
+@cache
+def _weights(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the random weights, whose squares are 1 on average."""
+    drawn = random.Random(0)
+    sizes = [drawn.choice((-1, 1)) * drawn.uniform(0.5, 1.5) for _ in range(GROUP)]
+    mean = sum(one * one for one in sizes) / GROUP
+    return torch.tensor([one / mean**0.5 for one in sizes], dtype=dtype, device=device)
+
+
+def norms(tensors: Sequence[Tensor]) -> list[float]:
+    """Return the norms of tensors of one device, which is waited for once.
+
+    >>> norms([torch.tensor([3.0, 4.0]), torch.zeros(2, dtype=torch.float64)])
+    [5.0, 0.0]
+    """
+    if not tensors:
+        return []
+    found = torch._foreach_norm(list(tensors), 2, dtype=torch.float64)
+    return [float(one) for one in torch.stack(found).tolist()]
+
+
+def distances(made: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[float]:
+    """Return how far sketches are apart, pair by pair; those of different shapes are infinitely far.
+
+    >>> distances([torch.ones(4), torch.ones(2)], [torch.zeros(4), torch.zeros(3)])
+    [2.0, inf]
+    """
+    pairs = [(one, other) for one, other in zip(made, wanted, strict=True) if one.shape == other.shape]
+    found = iter(norms([one - other.to(one.device) for one, other in pairs]))
+    return [next(found) if one.shape == other.shape else float("inf") for one, other in zip(made, wanted, strict=True)]
