@@ -23,6 +23,7 @@ _SECONDS = 2.0  # for all of them to write
 _SECONDS_A_LOOK = 0.02
 _STDERR = -1
 _NOWHERE = -2
+_STATES = {"T": "is stopped, by SIGSTOP or Ctrl-Z", "t": "is stopped by a debugger", "Z": "is dead", "X": "is dead"}
 
 _target: int | None = None  # where this process writes its stacks: signals belong to the process
 
@@ -50,13 +51,7 @@ class Witness:
                 letter = file.read().rpartition(")")[2].split()[0]
         except OSError:
             return f"its process {self.process} is dead"
-        words = {
-            "T": "is stopped, by SIGSTOP or Ctrl-Z",
-            "t": "is stopped by a debugger",
-            "Z": "is dead",
-            "X": "is dead",
-        }
-        return f"its process {self.process} {words[letter]}" if letter in words else ""
+        return f"its process {self.process} {_STATES[letter]}" if letter in _STATES else ""
 
 
 def witness() -> Witness:
