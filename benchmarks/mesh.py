@@ -1,0 +1,230 @@
+"""Two pipelines of two ranks that sum their gradients: with and without overlap, and beside torch's own composition.
+
+    python benchmarks/mesh.py [--rounds 15] [--width 1024] [--rows 32] [--schedules zb-v interleaved-1f1b] [--json FILE]
+
+Four ranks of one thread: mesh pp2 x dp2, 8 blocks of Linear(D, D) + GELU. Contenders take turns step by step in one run:
+
+    overlap    each stage's gradients are summed as soon as its last backward is done (what a mesh runs by itself)
+    at end     the same exchanges at the end of every row: nothing hides them
+    zero 3     parameters, gradients and optimizer state divided between the two lines
+    torch      torch.distributed.pipelining with `fully_shard` on every stage, the same schedule
+
+A step is timed from a barrier to the end of the last rank. "exposed" is what a rank spends in exchanges after its last
+compute, the mean over ranks. "simulated" uses the action times and the quickest exchanges just measured. Every
+contender's gradients are compared with one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+BLOCKS = 8
+MESH = {"pp": 2, "dp": 2}
+THEIR_CLASS = {
+    "1f1b": "Schedule1F1B",
+    "interleaved-1f1b": "ScheduleInterleaved1F1B",
+    "zb-v": "ScheduleZBVZeroBubble",
+    "dualpipe-v": "ScheduleDualPipeV",
+}
+
+
+def at_end(program: Any) -> Any:
+    """Return the program with its exchanges at the end of every row."""
+    from drumline import Program
+    from drumline.core.action import Action, Op
+
+    rows = []
+    for row in program.rows:
+        plain = [action for action in row if action.op is not Op.REDUCE_GRAD]
+        stages = dict.fromkeys(part.stage for action in plain if action.is_compute for part in action.work)
+        rows.append((*plain, *(Action(stage, Op.REDUCE_GRAD) for stage in stages)))
+    return Program(tuple(rows), f"{program.name}, exchanges at the end")
+
+
+def torch_step(program: Any, model: Any, x: Any, y: Any) -> tuple[Any, Any]:
+    """Return torch's contender on this rank: its step, and a function that returns its gradients."""
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.pipelining import PipelineStage, schedules
+    from torch.nn import functional
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mine = program.placement.stages_of(mesh.get_local_rank("pp"))
+    each = BLOCKS // program.num_stages
+    modules = [copy.deepcopy(nn.Sequential(*list(model)[at * each : (at + 1) * each])) for at in mine]
+    for module in modules:
+        fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False)
+    stages = [
+        PipelineStage(module, at, program.num_stages, torch.device("cpu"), group=mesh.get_group("pp"))
+        for at, module in zip(mine, modules, strict=True)
+    ]
+    given: Any = stages[0] if len(stages) == 1 else stages
+    kind: Any = getattr(schedules, THEIR_CLASS[program.name])
+    runtime = kind(given, program.num_microbatches, loss_fn=functional.mse_loss)
+
+    def step() -> None:
+        for module in modules:
+            module.zero_grad()
+        target = {"target": y} if program.num_stages - 1 in mine else {}
+        runtime.step(*((x,) if 0 in mine else ()), **target)
+
+    def gradients() -> dict[str, Any]:
+        return {
+            f"{stage * each + at}.{name}": one.grad.full_tensor()
+            for stage, module in zip(mine, modules, strict=True)
+            for at, block in enumerate(module)
+            for name, one in block.named_parameters()
+        }
+
+    return step, gradients
+
+
+def gradients_of(pipe: Any) -> dict[str, Any]:
+    """Return a pipeline's gradients, whole."""
+    from drumline.runtime.axes.slices import put_together, slice_of
+
+    return {
+        name: put_together(one.grad.view(-1) if slice_of(one) else one.grad, slice_of(one), pipe.axes)
+        for name, one in pipe.named_parameters()
+    }
+
+
+def exposed(timeline: Any) -> float:
+    """Return the mean over ranks of what exchanges take after the last compute."""
+    last = {rank: max(track.ends) for rank, track in enumerate(timeline.tracks)}
+    ends = {rank: [one.end for one in timeline.exchanges if one.rank == rank] for rank in last}
+    return statistics.mean(max([last[rank], *ends[rank]]) - last[rank] for rank in last)
+
+
+def measure(names: list[str], width: int, depth: int, count: int, rounds: int) -> list[dict[str, Any]]:
+    """Run every schedule on this rank."""
+    import warnings
+
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn import functional
+
+    import drumline as dl
+    from drumline.core.action import Op
+    from drumline.core.measured.costs import costs_of
+    from drumline.core.state import with_state
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    found = []
+    for name in names:
+        plain = dl.generate(name, num_ranks=2, num_microbatches=count)
+        overlapping = with_state(plain, frozenset({Op.REDUCE_GRAD}))
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(BLOCKS)))
+        batch = [torch.randn(2 * count * depth, width) for _ in range(2)]
+        options: dict[str, Any] = {"loss_fn": functional.mse_loss, "mesh": MESH}
+        programs = {"overlap": overlapping, "at end": at_end(plain), "zero 3": overlapping}
+        pipes = {
+            one: dl.Pipeline(copy.deepcopy(model), schedule=program, zero=3 if one == "zero 3" else 0, **options)
+            for one, program in programs.items()
+        }
+        number, parts = pipes["overlap"].axes.rows
+        x, y = (one.chunk(parts)[number] for one in batch)
+        theirs, their_gradients = torch_step(plain, model, x, y)
+
+        def ours(pipe: Any, x: Any = x, y: Any = y) -> None:
+            pipe.zero_grad()
+            pipe.step(x, target=y)
+            pipe.settle()
+
+        contenders: dict[str, Any] = {one: lambda pipe=pipe, run=ours: run(pipe) for one, pipe in pipes.items()}
+        contenders["torch"] = theirs
+        seconds: dict[str, list[float]] = {one: [] for one in contenders}
+        steps: dict[str, list[Any]] = {one: [] for one in pipes}
+        for turn in range(rounds + 2):
+            for one, step in contenders.items():
+                dist.barrier()
+                start = time.perf_counter()
+                step()
+                dist.barrier()
+                if turn >= 2:
+                    seconds[one].append(time.perf_counter() - start)
+                    if one in pipes:
+                        steps[one].append(pipes[one].timeline())
+        functional.mse_loss(model(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
+        reference = {key: one.grad for key, one in model.named_parameters()}
+        every = {one: gradients_of(pipe) for one, pipe in pipes.items()} | {"torch": their_gradients()}
+        off = {
+            one: max(float((grad - reference[key]).norm() / reference[key].norm()) for key, grad in each.items())
+            for one, each in every.items()
+        }
+        # Per stage, what an exchange takes when nothing else runs: where nothing hides it.
+        spans: dict[int, list[float]] = {}
+        for timeline in steps["at end"]:
+            for one in timeline.exchanges:
+                spans.setdefault(one.action.stage, []).append(one.end - one.start)
+        reduce = [statistics.median(spans[stage]) for stage in range(plain.num_stages)]
+        simulated = {}
+        for one in ("overlap", "at end"):
+            from dataclasses import replace
+
+            costs = replace(costs_of(steps["at end"]), reduce=reduce)
+            simulated[one] = dl.simulate(programs[one], costs)
+        found.append({
+            "schedule": name,
+            "line": number,
+            "ms": {one: statistics.median(each) * 1e3 for one, each in seconds.items()},
+            "ratios": {one: sorted(a / b for a, b in zip(seconds[one], seconds["torch"], strict=True)) for one in pipes},
+            "makespan_ms": {one: statistics.median(t.makespan for t in steps[one]) * 1e3 for one in pipes},
+            "exposed_ms": {one: statistics.median(exposed(t) for t in steps[one]) * 1e3 for one in pipes},
+            "simulated_ms": {one: t.makespan * 1e3 for one, t in simulated.items()},
+            "simulated_exposed_ms": {one: exposed(t) * 1e3 for one, t in simulated.items()},
+            "reduce_ms": [one * 1e3 for one in reduce],
+            "off": off,
+        })  # fmt: skip
+        for pipe in pipes.values():
+            pipe.close()
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--rows", type=int, default=32, help="rows of a microbatch")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--schedules", nargs="*", default=["1f1b", "interleaved-1f1b", "zb-v", "dualpipe-v"])
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    import drumline as dl
+
+    given = (list(args.schedules), args.width, args.rows, args.microbatches, args.rounds)
+    ranks = dl.launch(measure, *given, num_ranks=4)
+    for at, row in enumerate(ranks[0]):
+        print(f"\n{row['schedule']}: D = {args.width}, {args.microbatches} microbatches of {args.rows} rows, pp2 x dp2")
+        print("              step ms  makespan  simulated  exposed  simulated  to torch (quartiles)   gradients off")
+        for name, ms in row["ms"].items():
+            ratios = row["ratios"].get(name)
+            quarter = "" if ratios is None else _quartiles(ratios)
+            off = max(rank[at]["off"][name] for rank in ranks)
+            cells = [
+                f"{row[kind][name]:9.2f}" if name in row.get(kind, {}) else " " * 9
+                for kind in ("makespan_ms", "simulated_ms", "exposed_ms", "simulated_exposed_ms")
+            ]
+            print(f"  {name:10s} {ms:8.2f} {' '.join(cells)}  {quarter:22s}  {off:.1e}")
+    if args.json:
+        args.json.write_text(json.dumps(ranks, indent=2))
+
+
+def _quartiles(ratios: list[float]) -> str:
+    return f"{statistics.median(ratios):.2f} ({ratios[len(ratios) // 4]:.2f} to {ratios[3 * len(ratios) // 4]:.2f})"
+
+
+if __name__ == "__main__":
+    main()
