@@ -2,12 +2,13 @@
 
     python benchmarks/mesh.py [--rounds 15] [--width 1024] [--rows 32] [--schedules zb-v interleaved-1f1b] [--json FILE]
 
-Four ranks of one thread: mesh pp2 x dp2, 8 blocks of Linear(D, D) + GELU. Contenders take turns step by step in one run:
+Four ranks of one thread, mesh pp2 x dp2, 8 blocks of Linear(D, D) + GELU. Contenders take turns, step by step:
 
     overlap    each stage's gradients are summed as soon as its last backward is done (what a mesh runs by itself)
     at end     the same exchanges at the end of every row: nothing hides them
     zero 3     parameters, gradients and optimizer state divided between the two lines
-    torch      torch.distributed.pipelining with `fully_shard` on every stage, the same schedule
+    torch      torch.distributed.pipelining with `fully_shard` on every stage, the same schedule; not those in a V, where
+               torch 2.11 sends between stages of one rank, which gloo refuses
 
 A step is timed from a barrier to the end of the last rank. "exposed" is what a rank spends in exchanges after its last
 compute, the mean over ranks. "simulated" uses the action times and the quickest exchanges just measured. Every
@@ -21,6 +22,7 @@ import copy
 import json
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,6 @@ MESH = {"pp": 2, "dp": 2}
 THEIR_CLASS = {
     "1f1b": "Schedule1F1B",
     "interleaved-1f1b": "ScheduleInterleaved1F1B",
-    "zb-v": "ScheduleZBVZeroBubble",
-    "dualpipe-v": "ScheduleDualPipeV",
 }
 
 
@@ -104,6 +104,20 @@ def exposed(timeline: Any) -> float:
     return statistics.mean(max([last[rank], *ends[rank]]) - last[rank] for rank in last)
 
 
+def furthest(gradients: dict[str, Any], model: Any) -> float:
+    """Return the largest relative distance between gradients and those of the model."""
+    wanted = {key: one.grad for key, one in model.named_parameters()}
+    return max(float((one - wanted[key]).norm() / wanted[key].norm()) for key, one in gradients.items())
+
+
+def exchange_seconds(steps: list[Any], num_stages: int) -> list[float]:
+    """Return what each stage's exchange takes where nothing else runs."""
+    spans: dict[int, list[float]] = {}
+    for one in (one for timeline in steps for one in timeline.exchanges):
+        spans.setdefault(one.action.stage, []).append(one.end - one.start)
+    return [statistics.median(spans[stage]) for stage in range(num_stages)]
+
+
 def measure(names: list[str], width: int, depth: int, count: int, rounds: int) -> list[dict[str, Any]]:
     """Run every schedule on this rank."""
     import warnings
@@ -135,7 +149,7 @@ def measure(names: list[str], width: int, depth: int, count: int, rounds: int) -
         }
         number, parts = pipes["overlap"].axes.rows
         x, y = (one.chunk(parts)[number] for one in batch)
-        theirs, their_gradients = torch_step(plain, model, x, y)
+        their_gradients: Any = None
 
         def ours(pipe: Any, x: Any = x, y: Any = y) -> None:
             pipe.zero_grad()
@@ -143,7 +157,8 @@ def measure(names: list[str], width: int, depth: int, count: int, rounds: int) -
             pipe.settle()
 
         contenders: dict[str, Any] = {one: lambda pipe=pipe, run=ours: run(pipe) for one, pipe in pipes.items()}
-        contenders["torch"] = theirs
+        if name in THEIR_CLASS:
+            contenders["torch"], their_gradients = torch_step(plain, model, x, y)
         seconds: dict[str, list[float]] = {one: [] for one in contenders}
         steps: dict[str, list[Any]] = {one: [] for one in pipes}
         for turn in range(rounds + 2):
@@ -157,29 +172,18 @@ def measure(names: list[str], width: int, depth: int, count: int, rounds: int) -
                     if one in pipes:
                         steps[one].append(pipes[one].timeline())
         functional.mse_loss(model(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
-        reference = {key: one.grad for key, one in model.named_parameters()}
-        every = {one: gradients_of(pipe) for one, pipe in pipes.items()} | {"torch": their_gradients()}
-        off = {
-            one: max(float((grad - reference[key]).norm() / reference[key].norm()) for key, grad in each.items())
-            for one, each in every.items()
-        }
-        # Per stage, what an exchange takes when nothing else runs: where nothing hides it.
-        spans: dict[int, list[float]] = {}
-        for timeline in steps["at end"]:
-            for one in timeline.exchanges:
-                spans.setdefault(one.action.stage, []).append(one.end - one.start)
-        reduce = [statistics.median(spans[stage]) for stage in range(plain.num_stages)]
-        simulated = {}
-        for one in ("overlap", "at end"):
-            from dataclasses import replace
-
-            costs = replace(costs_of(steps["at end"]), reduce=reduce)
-            simulated[one] = dl.simulate(programs[one], costs)
+        every = {one: gradients_of(pipe) for one, pipe in pipes.items()}
+        if their_gradients is not None:
+            every["torch"] = their_gradients()
+        off = {one: furthest(each, model) for one, each in every.items()}
+        reduce = exchange_seconds(steps["at end"], plain.num_stages)
+        costs = replace(costs_of(steps["at end"]), reduce=reduce)
+        simulated = {one: dl.simulate(programs[one], costs) for one in ("overlap", "at end")}
         found.append({
             "schedule": name,
             "line": number,
             "ms": {one: statistics.median(each) * 1e3 for one, each in seconds.items()},
-            "ratios": {one: sorted(a / b for a, b in zip(seconds[one], seconds["torch"], strict=True)) for one in pipes},
+            "ratios": {one: _ratios(seconds[one], seconds.get("torch")) for one in pipes},
             "makespan_ms": {one: statistics.median(t.makespan for t in steps[one]) * 1e3 for one in pipes},
             "exposed_ms": {one: statistics.median(exposed(t) for t in steps[one]) * 1e3 for one in pipes},
             "simulated_ms": {one: t.makespan * 1e3 for one, t in simulated.items()},
@@ -190,6 +194,10 @@ def measure(names: list[str], width: int, depth: int, count: int, rounds: int) -
         for pipe in pipes.values():
             pipe.close()
     return found
+
+
+def _ratios(ours: list[float], theirs: list[float] | None) -> list[float]:
+    return [] if theirs is None else sorted(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def main() -> None:
@@ -211,7 +219,7 @@ def main() -> None:
         print("              step ms  makespan  simulated  exposed  simulated  to torch (quartiles)   gradients off")
         for name, ms in row["ms"].items():
             ratios = row["ratios"].get(name)
-            quarter = "" if ratios is None else _quartiles(ratios)
+            quarter = "" if not ratios else _quartiles(ratios)
             off = max(rank[at]["off"][name] for rank in ranks)
             cells = [
                 f"{row[kind][name]:9.2f}" if name in row.get(kind, {}) else " " * 9
