@@ -7,7 +7,7 @@ Four ranks of one thread, mesh pp2 x dp2, 8 blocks of Linear(D, D) + GELU. Conte
     overlap    each stage's gradients are summed as soon as its last backward is done (what a mesh runs by itself)
     at end     the same exchanges at the end of every row: nothing hides them
     zero 3     parameters, gradients and optimizer state divided between the two lines
-    torch      torch.distributed.pipelining with `fully_shard` on every stage, the same schedule; not those in a V, where
+    torch      torch.distributed.pipelining with `fully_shard` on every stage, the same schedule; not those in a V, as
                torch 2.11 sends between stages of one rank, which gloo refuses
 
 A step is timed from a barrier to the end of the last rank. "exposed" is what a rank spends in exchanges after its last
