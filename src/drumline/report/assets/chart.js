@@ -28,7 +28,7 @@ class Chart {
     this.right = element("div", { className: "gutter right" });
     this.plot = element("div", {
       className: "plot", tabIndex: 0, role: "application", "aria-roledescription": "timeline",
-      "aria-label": `${model.name}: ${facts}. Arrow keys go from box to box.`,
+      "aria-label": `${model.name}: ${facts}. Arrow keys go from box to box, and below the ranks to memory and queues.`,
     });
     this.node = element("section", { className: "chart", id: `timeline-${index}` },
       element("div", { className: "heading" },
@@ -137,6 +137,25 @@ class Chart {
     if (box >= 0) return box;
     const idle = row.idleAt(time);
     return idle >= 0 ? -1 - idle : null;
+  }
+
+  /* What the keyboard walks, from top to bottom: rows of boxes and bubbles, then the steps of the strips that are shown. */
+  lanes() {
+    const { model, state } = this;
+    const strip = (name, { time }, at, top, height) => ({
+      name: `${name} ${at}`, top: top + at * (height + 2), height, length: time.length, item: (i) => i, at: (item) => item,
+      from: (i) => time[i], to: (i) => time[i + 1] ?? model.makespan, found: (i) => ({ [name]: at, time: time[i] }),
+    });
+    return [
+      ...model.rows.map((row) => ({
+        name: `rank ${row.rank}`, top: this.y(row.rank), height: this.rowHeight, get length() { return row.items.length; },
+        item: (i) => row.items[i], at: (item) => row.items.indexOf(item),
+        from: (item) => row.from(item), to: (item) => row.to(item), found: (item) => ({ rank: row.rank, item }),
+      })),
+      ...(state.memory && model.explained
+        ? model.rows.map(({ memory }, at) => strip("memory", memory, at, this.memoryTop, this.memoryHeight)) : []),
+      ...(state.queues ? model.queues.map((queue, at) => strip("queue", queue, at, this.queueTop, this.queueHeight)) : []),
+    ];
   }
 
   /* The indices of a row's boxes in view, as [first, one past the last]. */

@@ -234,6 +234,7 @@ class Page {
 }
 
 const began = performance.now(), page = new Page();
+new Marks();
 window.drumline = page.api();
 page.load(JSON.parse(byId("data").textContent));
 page.times.first_draw_ms = performance.now() - began;

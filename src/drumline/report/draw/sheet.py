@@ -12,8 +12,6 @@ It uses attributes only, no style sheet, ids or script: converters draw it the s
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,17 +20,9 @@ from html import escape
 import numpy as np
 
 from drumline.core.units import number
-from drumline.report.draw.markup import safe
 from drumline.report.draw.packed import plain
 from drumline.report.draw.palette import INK, MUTED, PAPER, RULE
 
-# Pictures are drawn on white paper; what is wider than the window scrolls by itself.
-_PLAIN = """:root { color-scheme: light dark; }
-body { margin: 16px auto; padding: 0 16px; max-width: 1000px; }
-div, pre { overflow-x: auto; }
-div > svg { display: block; }
-:focus-visible { outline: 2px solid #2b8ab8; outline-offset: 2px; }
-"""
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 
 
@@ -202,21 +192,10 @@ def xml_text(words: str) -> str:
     return escape("".join(c for c in words if c >= " " and c not in "\ufffe\uffff" and not "\ud800" <= c <= "\udfff"))
 
 
-def picture_page(title: str, picture: str, words: str) -> str:
-    """Return a picture and the text below it as an HTML page that opens from disk.
+def grouped(lines: Iterable[str]) -> str:
+    """Return a series of marks as one group: on a page, arrow keys go along it, or on to the next.
 
-    >>> picture_page("a profile", "<svg/>", "1 < 2").splitlines()[-3]
-    '<pre tabindex="0">1 &lt; 2</pre>'
+    >>> grouped(["<rect/>", "<rect/>"])
+    '<g><rect/><rect/></g>'
     """
-    allowed = base64.b64encode(hashlib.sha256(_PLAIN.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'sha256-{allowed}'"
-    lines = [
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{safe(title)}</title>\n<style>{_PLAIN}</style>\n</head>\n<body>",
-        f'<div tabindex="0">{picture}</div>',
-        f'<pre tabindex="0">{safe(words)}</pre>',
-        "</body>\n</html>",
-    ]
-    return "\n".join(lines)
+    return f"<g>{''.join(lines)}</g>"

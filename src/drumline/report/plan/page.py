@@ -15,7 +15,7 @@ from drumline.plan.layouts.planner import ClusterPlan
 from drumline.plan.layouts.survey import Choice
 from drumline.report.draw.chart import Bar, Series, bars, chart
 from drumline.report.draw.html import asset, page_with
-from drumline.report.draw.markup import Part, bar, card, cards, legend_html, safe, table_html
+from drumline.report.draw.markup import Part, bar, bar_rows, card, cards, legend_html, safe, table_html
 from drumline.report.draw.scene import document
 from drumline.report.plan import text
 from drumline.report.units import duration, size_text
@@ -105,7 +105,7 @@ def _seconds(plan: ClusterPlan) -> str:
     waits, idle = plan.chosen.estimate.seconds.bubble, plan.chosen.estimate.bubble
     note = f"The table shows the busiest rank, which waits {waits / plan.chosen.seconds:.1%} of the step."
     note += f" The bubble, {idle:.1%}, is the idle share of all ranks while the pipeline runs."
-    return card("Where a step goes", f'{"".join(rows)}{legend_html(used)}{table}<p class="note">{note}</p>')
+    return card("Where a step goes", f'{bar_rows(rows)}{legend_html(used)}{table}<p class="note">{note}</p>')
 
 
 def _bytes(plan: ClusterPlan) -> str:
@@ -114,7 +114,7 @@ def _bytes(plan: ClusterPlan) -> str:
     rows = [_bar(one, one.estimate.bytes, text.BYTES, limit, size_text, one.bytes) for one in plan.best]
     table = table_html(["part of the fullest device", "bytes", "share"], text.bytes_rows(plan.chosen))
     note = f'<p class="note">A full bar is {size_text(limit)}, the most that a device may hold.</p>'
-    return card("What a device holds", "".join(rows) + legend_html(text.BYTES.items()) + note + table)
+    return card("What a device holds", bar_rows(rows) + legend_html(text.BYTES.items()) + note + table)
 
 
 def _best(told: Explanation) -> str:
