@@ -115,5 +115,7 @@ def _stashes(plain: Sequence[Outcome], again: Mapping[tuple[int, int], Outcome])
         for outcome, name, kind in ((one, _name(one), "named"), (again.get(_order(one)), "recomputed", "named thin")):
             if outcome is not None:
                 size = max(outcome.peak_stash)
-                bars.append(bar_row(name, [Part("stash", size, size_text(size))], most, size_text(size), kind=kind))
+                about = _name(one) if outcome is one else f"{_name(one)}, {name}"
+                parts = [Part("stash", size, size_text(size))]
+                bars.append(bar_row(name, parts, most, size_text(size), about=about, kind=kind))
     return f'{bar_rows(bars)}<p class="note">{_RECOMPUTED}</p>'

@@ -183,17 +183,24 @@ class Chart {
     this.axis(pen, colours);
     const dense = [];
     this.hatches = {};
+    this.rims = {};
     model.rows.forEach((row, rank) => {
       const [first, last] = ranges[rank];
       if (this.mode === "canvas" && last - first > 0.7 * this.width * this.ratio) {
-        dense.push({ rank, pixels: this.pixels(row, first, last) });
+        const { ops, rims } = colours.rgb;
+        dense.push({ rank, pixels: this.pixels(row, first, last, ops), rim: this.pixels(row, first, last, rims) });
       } else this.row(pen, row, first, last);
     });
     for (const [cause, d] of Object.entries(this.hatches)) {
       if (d) pen.path("hatch", d, { stroke: colours.idle[cause], name: `hatch ${cause}` });
     }
+    for (const [op, d] of Object.entries(this.rims)) pen.path("edge", d, { stroke: model.ops[op].edge, name: "rim" });
     this.note.textContent = dense.length ? "boxes are narrower than pixels, so colours are averages: zoom in" : "";
-    if (dense.length) pen.lines(this.width, dense, (rank) => this.y(rank), this.rowHeight);
+    if (dense.length) {
+      pen.lines(this.width, dense, (rank) => this.y(rank), this.rowHeight);
+      const rims = dense.map(({ rank, rim }) => ({ rank, pixels: rim }));
+      for (const down of [0, this.rowHeight - 1]) pen.lines(this.width, rims, (rank) => this.y(rank) + down, 1);
+    }
     this.exchanges(pen);
     if (state.memory && model.explained) this.memory(pen, colours);
     if (state.queues) this.queues(pen, colours);
@@ -276,7 +283,13 @@ class Chart {
 
   part(pen, stage, op, microbatch, local, x, y, width, height, options, full) {
     const { room, alpha } = options, shades = this.model.ops[op], band = Math.min(local, 3) * (height > 20 ? 2.5 : 1.5);
-    pen.rect("box", x, y, width, height, microbatch & 1 && microbatch > 0 ? shades.odd : shades.even, options);
+    const fill = microbatch & 1 && microbatch > 0 ? shades.odd : shades.even;
+    if (width > 4 && height > 4) {
+      pen.rect("box", x + 0.5, y + 0.5, width - 1, height - 1, fill, { ...options, stroke: shades.edge });
+    } else {
+      pen.rect("box", x, y, width, height, fill, options);
+      if (alpha === 1 && height > 4) this.rims[op] = `${this.rims[op] ?? ""}M${x} ${y + 0.5}h${width}m0 ${height - 1}h${-width}`;
+    }
     if (band && height >= 6) pen.rect("edge", x, y + height - band, width, band, shades.edge, { alpha });
     if (microbatch < 0 || height < 10 || width < 7) return;
     const size = height > 16 ? 11 : 9, label = full ? `${stage}${shades.text}${microbatch}` : String(microbatch);
@@ -286,14 +299,13 @@ class Chart {
     pen.text("label", middle, y + height / 2 + size * 0.36 - band / 3, label, shades.ink, { size, alpha });
   }
 
-  /* One RGBA line for a row of boxes narrower than pixels: every pixel is the mean of what it covers. */
-  pixels(row, first, last) {
+  /* One RGBA line for a row of boxes narrower than pixels: every pixel is the mean of what it covers. `shades` are [even, odd] by op. */
+  pixels(row, first, last, shades) {
     const wide = Math.round(this.width * this.ratio), perSecond = this.scale * this.ratio;
-    const { from } = this, { rgb } = this.state.colours;
-    const sums = new Float32Array(wide * 4), out = new Uint8ClampedArray(wide * 4);
+    const { from } = this, sums = new Float32Array(wide * 4), out = new Uint8ClampedArray(wide * 4);
     for (let i = first; i < last; i++) {
       const left = Math.max(0, (row.start[i] - from) * perSecond), right = Math.min(wide, (row.end[i] - from) * perSecond);
-      const shade = rgb.ops[row.op[i]][row.microbatch[i] & 1 && row.microbatch[i] > 0 ? 1 : 0];
+      const shade = shades[row.op[i]][row.microbatch[i] & 1 && row.microbatch[i] > 0 ? 1 : 0];
       const share = this.alpha(row, i);
       for (let pixel = Math.floor(left); pixel < right; pixel++) {
         const cover = (Math.min(right, pixel + 1) - Math.max(left, pixel)) * share, at = pixel * 4;

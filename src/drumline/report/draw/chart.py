@@ -67,7 +67,7 @@ def chart(
     for at, one in enumerate(series):
         hue = HUES[at % len(HUES)]
         later = {point for other in series[at + 1 :] if other.marks for point in other.points}
-        lines.append(grouped(_drawn(one, hue, across, up, later)))
+        lines.append(grouped(_drawn(one, hue, across, up, later, (x_label, y_label))))
         lines += _entry(one, hue, height + 12 + at * _ENTRY)
     return sheet(lines, width=width, height=height + 10 + len(series) * _ENTRY, title=title, about=y_label)
 
@@ -78,7 +78,14 @@ def _marks(axis: Axis, bottom: float) -> Iterator[str]:
         yield text(axis.at(mark), bottom + 16, number(mark), anchor="middle", fill=MUTED)
 
 
-def _drawn(series: Series, hue: str, across: Axis, up: Axis, later: Collection[tuple[float, float]]) -> Iterator[str]:
+def _drawn(
+    series: Series,
+    hue: str,
+    across: Axis,
+    up: Axis,
+    later: Collection[tuple[float, float]],
+    labels: tuple[str, str],
+) -> Iterator[str]:
     """Draw a curve or points; a point that a later one lies on is larger, so that both are seen."""
     covers = [(across.at(x), up.at(y)) for x, y in later] if series.marks else []
     places = [(across.at(x), up.at(y)) for x, y in series.points]
@@ -89,7 +96,7 @@ def _drawn(series: Series, hue: str, across: Axis, up: Axis, later: Collection[t
         radius = 4.5 if series.marks else 2.5
         if any(math.dist(place, one) < 4.5 for one in covers):
             radius = 7.5
-        yield circle(*place, radius, hue, note=f"{series.name}: {number(x)}, {number(y, 4)}")
+        yield circle(*place, radius, hue, note=f"{series.name}: {labels[0]} {number(x)}, {labels[1]} {number(y, 4)}")
 
 
 def _entry(series: Series, hue: str, y: float) -> Iterator[str]:

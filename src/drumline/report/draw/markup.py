@@ -49,13 +49,17 @@ def bar(parts: Iterable[Part], whole: float, *, said: str) -> str:
     return f'<svg class="bar" role="img" aria-label="{safe(said)}">{"".join(rects)}</svg>'
 
 
-def bar_row(name: str, parts: Sequence[Part], whole: float, value: str, *, said: str = "", kind: str = "") -> str:
+def bar_row(name: str, parts: Sequence[Part], whole: float, value: str, *, about: str = "", kind: str = "") -> str:
     """Return a stacked bar between its name and its total; `kind` holds classes of the row.
+
+    Tooltips and the description for screen readers begin with `about`, or with the name.
 
     >>> bar_row("rank 0", [Part("busy", 1, "busy 1 s")], 2, "1 s").count('aria-label="rank 0: busy 1 s"')
     1
     """
-    picture = bar(parts, whole, said=said or f"{name}: {', '.join(part.title for part in parts)}")
+    about = about or name
+    titled = [part._replace(title=f"{about}: {part.title}") for part in parts]
+    picture = bar(titled, whole, said=f"{about}: {', '.join(part.title for part in parts)}")
     return f'<div class="row {kind}"><span>{safe(name)}</span>{picture}<span class="value">{safe(value)}</span></div>'
 
 

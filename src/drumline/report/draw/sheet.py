@@ -120,17 +120,28 @@ def text(x: float, y: float, words: str, *, anchor: str = "", fill: str = "") ->
 
 
 def rect(
-    x: float, y: float, width: float, height: float, fill: str, *, note: str = "", corner: int = 0, opacity: float = 1
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    fill: str,
+    *,
+    note: str = "",
+    corner: int = 0,
+    opacity: float = 1,
+    rim: str = "",
 ) -> str:
-    """Return a rectangle; `note` is its tooltip.
+    """Return a rectangle; `note` is its tooltip, and `rim` the colour of a line around it, inside its edges.
 
     >>> rect(0, 0, 5, 2.5, "#fff", note="F0")
     '<rect x="0" y="0" width="5" height="2.5" fill="#fff"><title>F0</title></rect>'
     """
-    place = f'x="{px(x)}" y="{px(y)}" width="{px(width)}" height="{px(height)}"'
+    inset = 0.5 if rim else 0.0
+    place = f'x="{px(x + inset)}" y="{px(y + inset)}" width="{px(width - 2 * inset)}" height="{px(height - 2 * inset)}"'
     rounded = f' rx="{corner}"' if corner else ""
     faint = f' fill-opacity="{opacity:g}"' if opacity < 1 else ""
-    return _closed(f'<rect {place}{rounded} fill="{fill}"{faint}', "rect", note)
+    line = f' stroke="{rim}"' if rim else ""
+    return _closed(f'<rect {place}{rounded} fill="{fill}"{line}{faint}', "rect", note)
 
 
 def hatched(x: float, y: float, width: float, height: float, lines: str, *, apart: float = 6.0) -> str:

@@ -121,7 +121,8 @@ def _box(action: Action, left: float, right: float, y: float, layout: _RankRows,
     for at, part in enumerate(parts):
         top, shades = y + at * height, SHADES[part.op]
         width = right - left
-        yield rect(left, top, width, height, fill(part.op, part.microbatch), corner=2 if width > 6 else 0)
+        rim, corner = shades.edge if width > 4 else "", 2 if width > 6 else 0
+        yield rect(left, top, width, height, fill(part.op, part.microbatch), corner=corner, rim=rim)
         if band := min(bands[at], 3) * 2.5:
             yield rect(left, top + height - band, width, band, shades.edge)
         label = "" if part.microbatch is None else str(part.microbatch)

@@ -15,7 +15,7 @@ from drumline.plan.layouts.planner import ClusterPlan
 from drumline.plan.layouts.survey import Choice
 from drumline.report.draw.chart import Bar, Series, bars, chart
 from drumline.report.draw.html import asset, page_with
-from drumline.report.draw.markup import Part, bar, bar_rows, card, cards, legend_html, safe, table_html
+from drumline.report.draw.markup import Part, bar_row, bar_rows, card, cards, legend_html, safe, table_html
 from drumline.report.draw.scene import document
 from drumline.report.plan import text
 from drumline.report.units import duration, size_text
@@ -186,10 +186,8 @@ def _bar(
 ) -> str:
     """Return a row: a layout's mesh, its items as a stacked bar, and their total."""
     sizes = {item: getattr(items, item) for item in names}
-    parts = [Part(item, size, f"{names[item]} {written(size)}") for item, size in sizes.items()]
-    said = f"{choice.mesh}: {', '.join(part.title for part in parts if part.size > 0)}"
-    picture, value = bar(parts, whole, said=said), safe(written(total))
-    return f'<div class="row"><span>{safe(choice.mesh)}</span>{picture}<span class="value">{value}</span></div>'
+    parts = [Part(item, size, f"{names[item]} {written(size)}") for item, size in sizes.items() if size > 0]
+    return bar_row(str(choice.mesh), parts, whole, written(total))
 
 
 def best_svg(plan: ClusterPlan, *, width: int = 900) -> str:

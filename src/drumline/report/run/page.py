@@ -193,10 +193,10 @@ def _causes(run: Figures) -> str:
         ):
             found = run[which]["idle_by_cause"]
             idle = {cause: found[cause][rank] for cause in causes if cause in found}
-            parts = [Part(cause, seconds, f"{which} {cause} {_time(seconds)}") for cause, seconds in idle.items()]
+            parts = [Part(cause, seconds, f"{cause} {_time(seconds)}") for cause, seconds in idle.items()]
             kind = "thin" if which == "simulated" else ""
-            said = f"rank {rank}, {which}: idle {percent(share)}"
-            bars.append(bar_row(name, parts, whole, percent(share), said=said, kind=kind))
+            about = f"rank {rank}, {which}"
+            bars.append(bar_row(name, parts, whole, percent(share), about=about, kind=kind))
     note = '<p class="note">Thick: measured. Thin: simulated with the same seconds of every action.</p>'
     return card("Bubble by cause", f"{bar_rows(bars)}{legend_html((cause, cause) for cause in causes)}{note}")
 
