@@ -2,6 +2,7 @@
 
 const SVG_LIMIT = 10000; // boxes in view; above, canvas
 const MOVING_LIMIT = 1500; // the same while the view moves
+const TINT = 0.12, NARROW = 0.8; // opacity of idle time under its lines, and where it is too narrow for lines
 const AXIS = 26, STRIP_HEAD = 26;
 
 /* Times at round steps of 1, 2 or 5 in a view, at most one every 70 pixels. */
@@ -242,7 +243,7 @@ class Chart {
       const x = this.edge(row.idleStart[i]), width = this.edge(row.idleEnd[i]) - x;
       const cause = model.causes[row.causes[i]], tint = colours.idle[cause];
       if (width > 0) {
-        pen.rect("idle", x, top, width, rowHeight, tint, { name: `idle ${cause}`, alpha: width < APART ? 0.6 : 0.12 });
+        pen.rect("idle", x, top, width, rowHeight, tint, { name: `idle ${cause}`, alpha: width < APART ? NARROW : TINT });
         this.hatches[cause] = (this.hatches[cause] ?? "") + hatched(x, top, width, rowHeight, model.hatches[cause]);
       }
       const middle = Math.max(0, x) / 2 + Math.min(this.width, x + width) / 2;
@@ -324,7 +325,7 @@ class Chart {
     return out;
   }
 
-  /* The background of a dense row, three numbers per pixel: the track, tinted where the rank is idle. */
+  /* The background of a dense row, three numbers per pixel: the track, with stripes where the rank is idle. */
   ground(row, wide, perSecond) {
     const { rgb } = this.state.colours, under = new Uint8ClampedArray(wide * 3);
     for (let at = 0; at < under.length; at++) under[at] = rgb.track[at % 3];
@@ -332,7 +333,10 @@ class Chart {
       const tint = rgb.idle[this.model.causes[row.causes[i]]];
       const first = Math.max(0, Math.floor((row.idleStart[i] - this.from) * perSecond));
       const last = Math.min(wide, Math.ceil((row.idleEnd[i] - this.from) * perSecond));
-      for (let at = 3 * first; at < 3 * last; at++) under[at] = (rgb.track[at % 3] + tint[at % 3]) / 2;
+      for (let pixel = first; pixel < last; pixel++) {
+        const stripe = pixel % (APART * this.ratio) < this.ratio ? 1 : TINT, share = last - first < APART * this.ratio ? NARROW : stripe;
+        for (let c = 0; c < 3; c++) under[3 * pixel + c] = rgb.track[c] + (tint[c] - rgb.track[c]) * share;
+      }
     }
     return under;
   }

@@ -23,6 +23,7 @@ from drumline.core.units import number
 from drumline.report.draw.packed import plain
 from drumline.report.draw.palette import INK, MUTED, PAPER, RULE
 
+APART = 6.0  # from line to line of a hatch
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 
 
@@ -144,7 +145,7 @@ def rect(
     return _closed(f'<rect {place}{rounded} fill="{fill}"{line}{faint}', "rect", note)
 
 
-def hatched(x: float, y: float, width: float, height: float, lines: str, *, apart: float = 6.0) -> str:
+def hatched(x: float, y: float, width: float, height: float, lines: str, *, apart: float = APART) -> str:
     """Return the path of lines across a rectangle: `/`, a backslash, `-` and `|`, or several of them at once.
 
     All lines lie on one grid of the sheet, so that those of neighbours meet.
