@@ -51,7 +51,7 @@ def plan_page(told: Explanation, reasons: Reasons) -> str:
         seconds=True,
     )
     if drawn is not None and drawn.timeline.program.num_microbatches < told.plan.chosen.layout.num_microbatches:
-        data["timelines"][0]["bubble_of"] = "bubble of this drawing"
+        data["timelines"][0]["bubble_of"] = "idle in this drawing"
     data["strips"] = drawn is not None and drawn.timeline.num_ranks <= _STRIPS  # the toolbar shows and hides them
     style = asset("report.css") + asset("plan.css")
     if drawn is None:
@@ -102,9 +102,7 @@ def _seconds(plan: ClusterPlan) -> str:
     }
     used = [(item, name) for item, name in text.SECONDS.items() if item in spent]
     table = table_html(["part of the chosen step", "seconds", "share"], text.seconds_rows(plan.chosen, _time))
-    waits, idle = plan.chosen.estimate.seconds.bubble, plan.chosen.estimate.bubble
-    note = f"The table shows the busiest rank, which waits {waits / plan.chosen.seconds:.1%} of the step."
-    note += f" The bubble, {idle:.1%}, is the idle share of all ranks while the pipeline runs."
+    note = "The table shows the busiest rank. The others wait longer: the bubble is the idle share of all ranks."
     return card("Where a step goes", f'{bar_rows(rows)}{legend_html(used)}{table}<p class="note">{note}</p>')
 
 
@@ -155,13 +153,13 @@ def _ranks(plan: ClusterPlan) -> str:
     layout = plan.chosen.layout
     order = "Ranks count " + ", then ".join(f"{axis} ({getattr(layout, axis)})" for axis in AXES)
     crossed = "; ".join(f"{axis} communicates {where}" for axis, where in links(layout, plan.cluster).items())
-    note = f"<p>{safe(order)}. {safe(crossed[:1].upper() + crossed[1:])}{'.' if crossed else ''}</p>"
+    note = f"<p>Each device has its rank in bold. {safe(order)}. {safe(crossed[:1].upper() + crossed[1:])}{'.' if crossed else ''}</p>"
     axes = {"pipeline": "p", "data": "d", "context": "c", "tensor": "t"}
     shown = [axis for axis in axes if getattr(layout, axis) > 1]
     nodes: dict[int, list[str]] = {}
     for rank, place in first_places(layout, plan.cluster).items():
         words = " ".join(f"{axes[axis]}{getattr(place, axis)}" for axis in shown) or "all"
-        nodes.setdefault(place.node, []).append(f'<td title="rank {rank}">{safe(words)}</td>')
+        nodes.setdefault(place.node, []).append(f"<td><b>{rank}</b> {safe(words)}</td>")
     lines = "".join(f"<tr><td>node {node}</td>{''.join(cells)}</tr>" for node, cells in nodes.items())
     return card("Placement of ranks", f'{note}<div class="scroll"><table class="ranks">{lines}</table></div>')
 
