@@ -107,7 +107,7 @@
   }
 
   /* Marks lose their titles to data-said once they were pointed at. */
-  const MARKS = ".surface .hatch, .surface .box, .legend path, .bar .part, .swatch .part, .curve .line, #scatter circle, svg[aria-label] polyline, "
+  const MARKS = ".surface .hatch, .surface .box:not([stroke=none]), .legend path, .bar .part, .swatch .part, .curve .line, #scatter circle, svg[aria-label] polyline, "
     + "svg[aria-label] circle, svg[aria-label] path[stroke-width], svg[aria-label] rect:not(.aim):is(:has(title), [data-said])";
 
   /* Every mark with too little contrast against what lies around it: its strongest paint counts. */
@@ -197,6 +197,18 @@
   }
   const reached = () => seen;
 
+  /* Go to each that `listen` numbered, as Tab would, and ask whether a script keeps the key for itself. */
+  function visited() {
+    seen = [];
+    for (const node of document.querySelectorAll("[data-reach]")) {
+      node.focus({ preventScroll: false });
+      if (document.activeElement !== node) continue;
+      const event = new KeyboardEvent("keydown", { key: "Tab", bubbles: true, cancelable: true });
+      seen[seen.length - 1].trapped = !node.dispatchEvent(event);
+    }
+    return seen;
+  }
+
   /* Once all that was asked for is on the screen. */
   const drawn = () => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 0))));
 
@@ -210,10 +222,10 @@
     };
     const wide = document.documentElement.clientWidth + 0.5;
     return [...document.body.querySelectorAll("*")].filter((node) => visible(node) && node.getBoundingClientRect().right > wide && !scrolls(node)
-      && !node.closest(".unseen")).map((node) => `${named(node)} to ${Math.round(node.getBoundingClientRect().right)}`);
+      && !node.closest(".unseen, .sidebar-drawer, .toc-drawer")).map((node) => `${named(node)} to ${Math.round(node.getBoundingClientRect().right)}`);
   }
 
   const all = (normal, large, needed) => ({ texts: texts(normal, large), marks: marks(needed), beyond: overflowing(),
     wide: document.documentElement.scrollWidth, paper: matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light" });
-  window.measure = { all, canvas: pixels, texts, marks, overflowing, listen, reached, drawn };
+  window.measure = { all, canvas: pixels, texts, marks, overflowing, listen, reached, visited, drawn };
 })();

@@ -257,10 +257,14 @@ class Chart {
       if (row.end[i] > row.start[i]) this.box(pen, row, i, top, full); else marks.push(i);
     }
     for (const i of marks) {
-      const fill = model.ops[row.op[i]].even, alpha = this.alpha(row, i);
-      pen.rect("mark", this.edge(row.start[i]) - 1, top - 1, 2, rowHeight + 2, fill, { alpha, name: this.named(row, i) });
+      const fill = model.ops[row.op[i]].even, alpha = this.alpha(row, i), x = this.edge(row.start[i]);
+      pen.rect("mark", x - 1, top - 1, 2, rowHeight + 2, fill, { alpha, name: this.named(row, i) });
+      if (alpha === 1) this.rim(row.op[i], `M${x - 1.5} ${top - 1}v${rowHeight + 2}m3 0v${-rowHeight - 2}`);
     }
   }
+
+  /* Lines in an op's dark shade, drawn as one path: on light paper they make its narrow boxes stand out. */
+  rim(op, d) { this.rims[op] = (this.rims[op] ?? "") + d; }
 
   /* Boxes off the critical path fade, once it is known. */
   alpha(row, i) { return this.state.critical && this.model.explained && !row.critical[i] ? 0.22 : 1; }
@@ -289,7 +293,7 @@ class Chart {
       pen.rect("box", x + 0.5, y + 0.5, width - 1, height - 1, fill, { ...options, stroke: shades.edge });
     } else {
       pen.rect("box", x, y, width, height, fill, options);
-      if (alpha === 1 && height > 4) this.rims[op] = `${this.rims[op] ?? ""}M${x} ${y + 0.5}h${width}m0 ${height - 1}h${-width}`;
+      if (alpha === 1 && height > 4) this.rim(op, `M${x} ${y + 0.5}h${width}m0 ${height - 1}h${-width}`);
     }
     if (band && height >= 6) pen.rect("edge", x, y + height - band, width, band, shades.edge, { alpha });
     if (microbatch < 0 || height < 10 || width < 7) return;

@@ -153,7 +153,8 @@ def _ranks(plan: ClusterPlan) -> str:
     layout = plan.chosen.layout
     order = "Ranks count " + ", then ".join(f"{axis} ({getattr(layout, axis)})" for axis in AXES)
     crossed = "; ".join(f"{axis} communicates {where}" for axis, where in links(layout, plan.cluster).items())
-    note = f"<p>Each device has its rank in bold. {safe(order)}. {safe(crossed[:1].upper() + crossed[1:])}{'.' if crossed else ''}</p>"
+    sentences = ["Each device has its rank in bold", order, *([crossed[:1].upper() + crossed[1:]] if crossed else [])]
+    note = f"<p>{safe('. '.join(sentences))}.</p>"
     axes = {"pipeline": "p", "data": "d", "context": "c", "tensor": "t"}
     shown = [axis for axis in axes if getattr(layout, axis) > 1]
     nodes: dict[int, list[str]] = {}
