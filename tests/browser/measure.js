@@ -221,7 +221,7 @@
       return false;
     };
     const wide = document.documentElement.clientWidth + 0.5;
-    return [...document.body.querySelectorAll("*")].filter((node) => visible(node) && node.getBoundingClientRect().right > wide && !scrolls(node)
+    return [...document.body.querySelectorAll("*")].filter((node) => node.getBoundingClientRect().right > wide && visible(node) && !scrolls(node)
       && !node.closest(".unseen, .sidebar-drawer, .toc-drawer")).map((node) => `${named(node)} to ${Math.round(node.getBoundingClientRect().right)}`);
   }
 

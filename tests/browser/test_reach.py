@@ -27,27 +27,25 @@ MEASURE = (Path(__file__).parent / "measure.js").read_text()
 Open = Callable[..., Any]
 
 
-@pytest.fixture
-def opened(browser: Any, tmp_path: Path) -> Iterator[Open]:
-    """Open a page; it must not complain."""
-    troubles: list[str] = []
-    contexts = []
+@pytest.fixture(scope="module")
+def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
+    """Open a page in one window for all tests; it must not complain."""
+    folder = tmp_path_factory.mktemp("reach")
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, device_scale_factor=2)
+    shown, troubles = context.new_page(), []
+    shown.on("pageerror", lambda error: troubles.append(str(error)))
+    shown.on("console", lambda message: troubles.append(message.text))
 
-    def open_page(text: str, **options: Any) -> Any:
-        file = tmp_path / "page.html"
-        file.write_text(text, encoding="utf-8")
-        context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
-        contexts.append(context)
-        shown = context.new_page()
-        shown.on("pageerror", lambda error: troubles.append(str(error)))
-        shown.on("console", lambda message: troubles.append(message.text))
-        shown.goto(file.as_uri())
+    def open_page(text: str) -> Any:
+        (folder / "page.html").write_text(text, encoding="utf-8")
+        shown.emulate_media(color_scheme="light")
+        shown.mouse.move(0, 0)
+        shown.goto((folder / "page.html").as_uri())
         shown.evaluate(MEASURE)
         return shown
 
     yield open_page
-    for context in contexts:
-        context.close()
+    context.close()
     assert troubles == []
 
 
@@ -179,7 +177,7 @@ def test_arrows_walk_the_boxes_of_a_canvas_with_a_ring_that_is_seen(opened: Open
 
 def test_a_canvas_has_the_contrasts_of_the_svg(opened: Open) -> None:
     drawn, first, last = timeline(32, 64), 22, 150
-    shown = opened(page([drawn]), device_scale_factor=2)
+    shown = opened(page([drawn]))
     # Without timers the view never comes to rest, so it stays on canvas.
     shown.evaluate("() => { window.timer = window.setTimeout; window.setTimeout = () => 0; }")
     shown.evaluate(f"drumline.show({first}, {last})")
@@ -192,7 +190,7 @@ def test_a_canvas_has_the_contrasts_of_the_svg(opened: Open) -> None:
         return [(one, value) for one, value in some(zip(chosen, read, strict=True)) if value < least]
 
     idle = [(one.cause.value, one.rank, max(one.start, first + 1), min(one.end, last - 1)) for one in drawn.causes]
-    hatched = [tuple(place) for cause, *place in idle if cause in ("fill", "wait") and place[2] - place[1] >= 2]
+    hatched = [(rank, start, end) for cause, rank, start, end in idle if cause in ("fill", "wait") and end - start >= 2]
     boxes = [
         (rank, start, end)
         for rank, track in enumerate(drawn.tracks)
