@@ -106,8 +106,9 @@
     return { measured, low };
   }
 
-  const MARKS = ".surface .hatch, .legend path, .bar .part, .swatch .part, .curve .line, #scatter circle, svg[role=img] polyline, "
-    + "svg[role=img] circle, svg[role=img] path[stroke-width], svg[role=img] rect:not(.aim):has(title)";
+  /* Marks lose their titles to data-said once they were pointed at. */
+  const MARKS = ".surface .hatch, .surface .box:not([stroke=none]), .legend path, .bar .part, .swatch .part, .curve .line, #scatter circle, svg[aria-label] polyline, "
+    + "svg[aria-label] circle, svg[aria-label] path[stroke-width], svg[aria-label] rect:not(.aim):is(:has(title), [data-said])";
 
   /* Every mark with too little contrast against what lies around it: its strongest paint counts. */
   function marks(needed) {
@@ -117,7 +118,7 @@
       const style = getComputedStyle(node), svg = node.closest("svg"), alpha = opacity(node);
       const { left, top, width, height } = svg.getBoundingClientRect();
       if (!width || !height) continue;
-      const sheet = node.closest("svg[role=img]")?.querySelector(":scope > rect[width='100%']");
+      const sheet = node.closest("svg[aria-label]")?.querySelector(":scope > rect[width='100%']");
       const track = node.closest(".surface")?.querySelector("rect.track") ?? (node.closest(".legend") ? node.parentNode.querySelector("rect") : null);
       const under = track || sheet ? over(colour(getComputedStyle(track ?? sheet).fill), paper()) : ground(svg, left + width - 1, top + 1);
       const paints = [["fill", style.fill, Number(style.fillOpacity)], ["stroke", style.stroke, Number(style.strokeOpacity)]];
@@ -128,6 +129,47 @@
       if (value < needed) low.push([named(node), style.fill, style.stroke, Number(value.toFixed(2))]);
     }
     return { measured, low };
+  }
+
+  /* A contrast read from the pixels of a timeline's canvas: of a rank's hatch, box, rim, label, cause or axis between two times. */
+  function pixels(what, rank, from, to) {
+    const node = document.querySelector("canvas.surface"), { left, top, width } = node.getBoundingClientRect(), ratio = node.width / width;
+    const style = getComputedStyle(document.documentElement), track = colour(style.getPropertyValue("--track").trim());
+    const background = colour(getComputedStyle(document.body).backgroundColor);
+    const [start, end] = [window.drumline.place(rank, from), window.drumline.place(rank, to)];
+    const half = window.drumline.place(0, 0).y - top, middle = (start.x + end.x) / 2 - left, y = start.y - top;
+    if (node.read?.theme !== style.colorScheme) { // one reading of each drawing: every further one is slow, and says so
+      const copy = new OffscreenCanvas(node.width, node.height).getContext("2d", { willReadFrequently: true });
+      copy.drawImage(node, 0, 0);
+      node.read = { theme: style.colorScheme, data: copy.getImageData(0, 0, node.width, node.height).data };
+    }
+    const { data } = node.read;
+    const read = (x, down, wide, high) => {
+      const found = [], [fromX, fromY] = [x, down].map((one) => Math.round(one * ratio));
+      for (let row = fromY; row < fromY + Math.max(1, Math.floor(high * ratio)); row++) {
+        for (let column = fromX; column < fromX + Math.max(1, Math.floor(wide * ratio)); column++) {
+          const [r, g, b, a] = data.subarray(4 * (row * node.width + column));
+          found.push(over([r, g, b, a / 255], background));
+        }
+      }
+      return found;
+    };
+    const most = (pixels) => {
+      const counts = new Map();
+      for (const one of pixels) counts.set(String(one), (counts.get(String(one)) ?? 0) + 1);
+      return [...counts].sort(([, a], [, b]) => b - a)[0][0].split(",").map(Number);
+    };
+    const furthest = (pixels, under) => Math.max(...pixels.map((one) => contrast(one, under)));
+    const x = start.x - left, wide = end.x - start.x;
+    const reads = {
+      hatch: () => furthest(read(x + 1, y - half + 1, Math.min(wide - 2, 14), 2 * half - 2), track), // left of the cause's name
+      box: () => furthest([...read(x + 0.5, y, 0, 0), ...read(x + 3, y - half + 3, 0, 0)], track), // its rim or its fill
+      rim: () => Math.max(...[y - half, y].map((down) => contrast(most(read(x, down, wide, 1)), track))), // or the fill
+      label: () => { const found = read(middle - 7, y - 5, 14, 10); return furthest(found, most(found)); },
+      cause: () => { const found = read(middle - 10, y - 4, 20, 8); return furthest(found, track); },
+      axis: () => furthest(read(x, y + half + 6, wide, 14), background),
+    };
+    return reads[what]();
   }
 
   const REACH = "a[href], button, select, input:not([type=file]), textarea, summary, [tabindex]";
@@ -155,6 +197,18 @@
   }
   const reached = () => seen;
 
+  /* Go to each that `listen` numbered, as Tab would, and ask whether a script keeps the key for itself. */
+  function visited() {
+    seen = [];
+    for (const node of document.querySelectorAll("[data-reach]")) {
+      node.focus({ preventScroll: false });
+      if (document.activeElement !== node) continue;
+      const event = new KeyboardEvent("keydown", { key: "Tab", bubbles: true, cancelable: true });
+      seen[seen.length - 1].trapped = !node.dispatchEvent(event);
+    }
+    return seen;
+  }
+
   /* Once all that was asked for is on the screen. */
   const drawn = () => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 0))));
 
@@ -167,11 +221,11 @@
       return false;
     };
     const wide = document.documentElement.clientWidth + 0.5;
-    return [...document.body.querySelectorAll("*")].filter((node) => visible(node) && node.getBoundingClientRect().right > wide && !scrolls(node)
-      && !node.closest(".unseen")).map((node) => `${named(node)} to ${Math.round(node.getBoundingClientRect().right)}`);
+    return [...document.body.querySelectorAll("*")].filter((node) => node.getBoundingClientRect().right > wide && visible(node) && !scrolls(node)
+      && !node.closest(".unseen, .sidebar-drawer, .toc-drawer")).map((node) => `${named(node)} to ${Math.round(node.getBoundingClientRect().right)}`);
   }
 
   const all = (normal, large, needed) => ({ texts: texts(normal, large), marks: marks(needed), beyond: overflowing(),
     wide: document.documentElement.scrollWidth, paper: matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light" });
-  window.measure = { all, texts, marks, overflowing, listen, reached, drawn };
+  window.measure = { all, canvas: pixels, texts, marks, overflowing, listen, reached, visited, drawn };
 })();

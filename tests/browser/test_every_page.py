@@ -1,4 +1,4 @@
-"""Every kind of page that Drumline writes, in a real Chromium, wide and narrow, light and dark.
+"""Every kind of page that Drumline writes, and its documentation, in a real Chromium, wide and narrow, light and dark.
 
 None may be wider than its window, hide text or marks in too little contrast, or keep anything from the keyboard.
 `measure.js` looks at what is drawn; this file makes the pages, and says what may be found.
@@ -7,6 +7,8 @@ None may be wider than its window, hide text or marks in too little contrast, or
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,7 +42,7 @@ from some import some
 MEASURE = (Path(__file__).parent / "measure.js").read_text()
 WIDTHS, THEMES = (1280, 390), ("light", "dark")
 TEXT, LARGE_TEXT, MARK = 4.5, 3.0, 3.0
-TALLEST = 8000
+TALLEST, TALLEST_DOCUMENT = 8000, 3000  # of a document, the beginning
 
 
 def shown(folder: Path) -> str:
@@ -136,6 +138,24 @@ KINDS: dict[str, Callable[[Path], str]] = {
 }
 
 
+DOCS = Path(__file__).parents[2] / "docs"
+# Of the documentation: lists of links, wide tables beside commands, docstrings, output with pictures.
+DOCUMENTS = ("index", "cli", "api", "cluster")
+EVERY = [*KINDS, "explore", *(f"docs: {name}" for name in DOCUMENTS)]
+WALKED = ("show", "explore", "report of one run", "plan of a cluster")  # by Tab from end to end
+
+
+def built(folder: Path) -> Path:
+    """Return the folder of the built documentation: that of `make docs` if it is up to date, or a build of its own."""
+    made = DOCS / "_build"
+    sources = [(DOCS / f"{name}.md", made / "_sources" / f"{name}.md.txt") for name in DOCUMENTS]
+    if all(copy.exists() and copy.read_bytes() == source.read_bytes() for source, copy in sources):
+        return made
+    command = [sys.executable, "-m", "sphinx", "--quiet", str(DOCS), str(folder / "docs")]
+    subprocess.run(command, check=True, timeout=250)
+    return folder / "docs"
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
     """Make each page once, when it is asked for, and say where it is."""
@@ -146,6 +166,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
         made = {"explore": f"{server.address}?schedule=1f1b&against=zb-h1"}
 
         def address(kind: str) -> str:
+            if kind.startswith("docs: ") and kind not in made:
+                docs = built(folder)
+                made.update({f"docs: {name}": (docs / f"{name}.html").as_uri() for name in DOCUMENTS})
             if kind not in made:
                 file = folder / f"{kind.replace(' ', '-')}.html"
                 file.write_text(KINDS[kind](folder), encoding="utf-8")
@@ -158,31 +181,20 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
 
 
 @pytest.fixture(scope="module")
-def opened(browser: Any, pages: Callable[[str], str]) -> Iterator[Callable[..., Any]]:
-    """Open a page once, and show it in a window of any width and in any theme."""
+def opened(browser: Any, pages: Callable[[str], str]) -> Iterator[Callable[[str], Any]]:
+    """Open a page in one window for all of them, unfolded and ready to be measured."""
     context = browser.new_context(reduced_motion="reduce")
-    shown: dict[str, Any] = {}
-    troubles: list[str] = []
+    page, troubles = context.new_page(), []
+    page.on("pageerror", lambda error: troubles.append(f"{page.url}: {error}"))
+    page.on("console", lambda message: troubles.append(f"{page.url}: {message.text}"))
 
-    def fresh(kind: str) -> Any:
-        page = context.new_page()
-        page.on("pageerror", lambda error: troubles.append(f"{kind}: {error}"))
-        page.on("console", lambda message: troubles.append(f"{kind}: {message.text}"))
+    def open_page(kind: str) -> Any:
+        page.set_viewport_size({"width": WIDTHS[0], "height": 900})
         page.goto(pages(kind))
         if page.locator(".toolbar").count():
             page.wait_for_selector("html[data-answered]" if kind == "explore" else "html[data-painted-ms]")
-        page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
+        page.evaluate("for (const one of document.querySelectorAll('main details')) one.open = true")
         page.evaluate(MEASURE)
-        return page
-
-    def open_page(kind: str, width: int, theme: str, height: int | None = None) -> Any:
-        page = shown[kind] = shown[kind] if kind in shown else fresh(kind)
-        page.emulate_media(color_scheme=theme)
-        page.set_viewport_size({"width": width, "height": height or 900})
-        if height is None:  # all of it in view, so that whatever is drawn can be asked for
-            whole = page.evaluate("document.documentElement.scrollHeight")
-            page.set_viewport_size({"width": width, "height": min(whole, TALLEST)})
-        page.evaluate("measure.drawn()")
         return page
 
     yield open_page
@@ -190,44 +202,63 @@ def opened(browser: Any, pages: Callable[[str], str]) -> Iterator[Callable[..., 
     assert troubles == []
 
 
-EVERY = [*KINDS, "explore"]
-
-
-@pytest.mark.parametrize("kind", EVERY)
-def test_nothing_is_cut_off_or_too_faint(opened: Callable[..., Any], kind: str) -> None:
-    found = []
-    for theme in THEMES:
-        for width in WIDTHS:
-            told = opened(kind, width, theme).evaluate(f"measure.all({TEXT}, {LARGE_TEXT}, {MARK})")
+def unseen(page: Any, tallest: int) -> Iterator[tuple[Any, ...]]:
+    """Yield what is cut off or too faint: in windows of both widths, all of it in view, in both themes."""
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 900})
+        whole = page.evaluate("document.documentElement.scrollHeight")
+        page.set_viewport_size({"width": width, "height": min(whole, tallest)})
+        for theme in THEMES:
+            page.emulate_media(color_scheme=theme)
+            page.evaluate("measure.drawn()")
+            told = page.evaluate(f"measure.all({TEXT}, {LARGE_TEXT}, {MARK})")
             assert told["paper"] == theme
             assert told["texts"]["measured"] > 0
-            low = [*told["texts"]["low"], *told["marks"]["low"], *told["beyond"]]
-            found += [(width, theme, one) for one in low]
-            assert told["wide"] <= width, told["beyond"]
-    assert found == []
+            yield from ((width, theme, one) for one in (*told["texts"]["low"], *told["marks"]["low"], *told["beyond"]))
+            if told["wide"] > width:
+                yield width, theme, "the page is wider than its window", told["wide"]
 
 
-@pytest.mark.parametrize("kind", EVERY)
-def test_the_keyboard_reaches_everything_and_shows_where_it_is(opened: Callable[..., Any], kind: str) -> None:
-    for width, theme in (
-        (1280, "light"),
-        *(((390, "dark"),) if kind in ("show", "explore", "plan of a cluster") else ()),
-    ):
-        shown = opened(kind, width, theme, height=900)
-        names = shown.evaluate("measure.listen()")
-        for _ in range(len(names) + 20):  # what scrolls takes the keyboard, too
-            shown.keyboard.press("Tab")
-        reached = shown.evaluate("measure.reached()")
-        assert [name for at, name in enumerate(names) if str(at) not in {one["reach"] for one in reached}] == []
-        assert [(one["name"], one["ring"]) for one in some(reached) if one["ring"] < MARK] == []
+def unreached(page: Any, *, walked: bool) -> Iterator[tuple[Any, ...]]:
+    """Yield what the keyboard does not reach, does not leave, or reaches without a ring that is seen.
+
+    The browser moves the focus on with Tab unless a script takes the key: where no script does, asking each is enough.
+    """
+    for width, theme in ((1280, "light"), (390, "dark")) if walked else ((1280, "light"),):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.emulate_media(color_scheme=theme)
+        page.keyboard.press("Tab")  # from here on, the browser shows the focus as it does for the keyboard
+        names = page.evaluate("measure.listen()")
+        reached = walk(page, len(names)) if walked else page.evaluate("measure.visited()")
+        numbers = {one["reach"] for one in reached}
+        yield from ((width, "no Tab", name) for at, name in enumerate(names) if str(at) not in numbers)
+        yield from ((width, theme, "no ring", one) for one in some(reached) if one["ring"] < MARK or one.get("trapped"))
 
 
-@pytest.mark.parametrize("kind", ["report of several runs", "plan of a cluster"])
-def test_what_is_folded_opens_by_keyboard(opened: Callable[..., Any], kind: str) -> None:
-    shown = opened(kind, 1280, "light", height=900)
-    for fold in some(shown.locator("summary").all()):
+def walk(page: Any, count: int) -> list[dict[str, Any]]:
+    """Press Tab until all of `count` things had the focus, or long after; what scrolls takes the keyboard, too."""
+    reached: list[dict[str, Any]] = []
+    for presses in (count, 5, 5, 10):
+        for _ in range(presses):
+            page.keyboard.press("Tab")
+        reached = page.evaluate("measure.reached()")
+        if len({one["reach"] for one in reached if one["reach"]}) == count:
+            break
+    return reached
+
+
+def unopened(page: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield the keys that do not open and close what is folded."""
+    for fold in page.locator("main summary").all()[:1]:
         fold.focus()
         for key in ("Enter", "Space"):
             before = fold.evaluate("(node) => node.parentElement.open")
-            shown.keyboard.press(key)
-            assert fold.evaluate("(node) => node.parentElement.open") != before
+            page.keyboard.press(key)
+            if fold.evaluate("(node) => node.parentElement.open") == before:
+                yield key, "does not fold"
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_all_of_a_page_is_seen_and_reached(opened: Callable[[str], Any], kind: str) -> None:
+    page, tallest = opened(kind), TALLEST_DOCUMENT if kind.startswith("docs: ") else TALLEST
+    assert [*unseen(page, tallest), *unreached(page, walked=kind in WALKED), *unopened(page)] == []

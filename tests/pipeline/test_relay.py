@@ -213,7 +213,7 @@ def test_ranks_check_a_model_of_which_each_has_only_a_part() -> None:
             assert checked.num_parameters == number, name
     for name in (*(fault.__name__ for fault in FAULTS), "swapped", "wrong between"):
         for error, checked, _ in (zero[name], one[name]):
-            assert "the model, followed block by block, returns something else than by itself" in error, name
+            assert "the model, traced block by block, returns something else than by itself" in error, name
             assert checked is not None
             assert checked.wrong
     texts = {

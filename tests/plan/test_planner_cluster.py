@@ -292,7 +292,7 @@ def test_a_reason_names_the_item_that_is_lost() -> None:
     slow = replace(found.chosen.estimate.seconds, bubble=found.chosen.estimate.seconds.bubble + 0.1)
     other = replace(found.chosen, estimate=replace(found.chosen.estimate, seconds=slow))
     share = 0.1 / found.chosen.seconds
-    assert why(found.chosen, other, found.limit_bytes) == f"{share:.1%} slower: its bubble is 100 ms longer"
+    assert why(found.chosen, other, found.limit_bytes) == f"{share:.1%} slower: it waits 100 ms longer"
     assert why(found.chosen, other, found.chosen.bytes - 2 * GIB) == "does not fit: 2.0 GiB too much"
     assert why(found.chosen, found.chosen, found.limit_bytes) == "just as fast, with the same memory"
 

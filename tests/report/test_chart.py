@@ -46,7 +46,7 @@ def test_every_series_is_named_and_has_its_own_colour() -> None:
     assert {"curve", "points", "way"} <= set(texts)
     assert len({one.attrib["stroke"] for one in root.iter(f"{SVG}polyline")}) == 2
     notes = [one.text or "" for one in root.iter(f"{SVG}title")]
-    assert "curve: 2, 4" in notes
+    assert "curve: x 2, y 4" in notes
 
 
 def test_nothing_of_it_asks_for_anything() -> None:

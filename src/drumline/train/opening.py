@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from drumline.report.draw.chart import Series, chart
-from drumline.report.draw.markup import Part, bar_row, card, legend_html, table_html
+from drumline.report.draw.markup import Part, bar_row, bar_rows, card, legend_html, table_html
 from drumline.report.units import percent, size_text
 from drumline.train.demo import COMPARED, Outcome
 
@@ -105,7 +105,7 @@ def _losses(plain: Sequence[Outcome]) -> str:
             for (kind, name), share in zip(_PARTS.items(), shares, strict=True)
         ]
         bars.append(bar_row(_name(one), parts, 1.0, percent(one.utilisation), kind="named"))
-    return f'{"".join(bars)}{legend_html(_PARTS.items())}<p class="note">{_BOUND}</p>'
+    return f'{bar_rows(bars)}{legend_html(_PARTS.items())}<p class="note">{_BOUND}</p>'
 
 
 def _stashes(plain: Sequence[Outcome], again: Mapping[tuple[int, int], Outcome]) -> str:
@@ -115,5 +115,7 @@ def _stashes(plain: Sequence[Outcome], again: Mapping[tuple[int, int], Outcome])
         for outcome, name, kind in ((one, _name(one), "named"), (again.get(_order(one)), "recomputed", "named thin")):
             if outcome is not None:
                 size = max(outcome.peak_stash)
-                bars.append(bar_row(name, [Part("stash", size, size_text(size))], most, size_text(size), kind=kind))
-    return f'{"".join(bars)}<p class="note">{_RECOMPUTED}</p>'
+                about = _name(one) if outcome is one else f"{_name(one)}, {name}"
+                parts = [Part("stash", size, size_text(size))]
+                bars.append(bar_row(name, parts, most, size_text(size), about=about, kind=kind))
+    return f'{bar_rows(bars)}<p class="note">{_RECOMPUTED}</p>'

@@ -69,7 +69,7 @@ class ModelCheck:
         is_on: bool,
         different: tuple[int, int, str] | None,
     ) -> None:
-        self.is_pending = is_on and not is_chain(model)  # else nothing was followed
+        self.is_pending = is_on and not is_chain(model)  # else nothing was traced
         self.checked: Checked | None = None
         self.refusal: DrumlineError | None = None
         self._crew, self._intake = crew, intake

@@ -89,7 +89,7 @@ def verdict(
         what.append(f"the gradient of {names[0]}{more}, in block {home!r}, is {wrong[names[0]]:.2g} of its size off")
     changed = next((one.changed for one in told if one.changed), "")
     return checked, ModelError(
-        "the model, followed block by block, returns something else than by itself: " + ", ".join(what),
+        "the model, traced block by block, returns something else than by itself: " + ", ".join(what),
         expected="the same numbers as model(...) and backward() give; no optimizer has stepped",
         fix="move what hooks, modes or attributes change between blocks into a block, or pass a list of blocks"
         + (f"; or, since {changed}, which other ranks cannot see it change: check_model=False" if changed else ""),

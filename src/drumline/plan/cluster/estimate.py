@@ -23,7 +23,10 @@ from drumline.schedules.formulas import Paces
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """A step's seconds on the busiest rank, each second in one item; `exposed` is what compute does not hide."""
+    """A step's seconds on the busiest rank, each second in one item; `exposed` is what compute does not hide.
+
+    `bubble` is how long this rank waits; the bubble of all ranks is that of `Estimate`.
+    """
 
     compute: float
     recompute: float
@@ -44,7 +47,11 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What is known about a layout before it runs. `flops_per_device` are the model's own, without recomputation."""
+    """What is known about a layout before it runs.
+
+    `flops_per_device` are the model's own, without recomputation; `bubble` is the idle share of all ranks while the
+    pipeline runs.
+    """
 
     seconds: Seconds
     bytes: Bytes

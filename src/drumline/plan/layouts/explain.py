@@ -176,6 +176,7 @@ def _layout_json(plan: ClusterPlan, choice: Choice) -> dict[str, Any]:
         "bytes": asdict(estimate.bytes),
         "volumes": asdict(estimate.volumes),
         "bubble": estimate.bubble,
+        "busiest_rank_waits": estimate.seconds.bubble / choice.seconds,
         "tokens_per_second": plan.tokens_per_second(choice),
         "flops_per_second_per_device": estimate.flops_per_second,
         "utilisation": plan.utilisation(choice),

@@ -24,7 +24,7 @@ _MORE_AND_LESS = {
     "expert": ("EP exposes {} more", "{} less for EP"),
     "pipeline": ("PP exposes {} more", "{} less for PP"),
     "data_exposed": ("DP exposes {} more", "{} less for DP"),
-    "bubble": ("its bubble is {} longer", "{} less bubble"),
+    "bubble": ("it waits {} longer", "{} less waiting"),
     "optimizer": ("its optimizer takes {} longer", "{} less for the optimizer"),
 }
 

@@ -2,6 +2,7 @@
 
 const SVG_LIMIT = 10000; // boxes in view; above, canvas
 const MOVING_LIMIT = 1500; // the same while the view moves
+const TINT = 0.12, NARROW = 0.8; // opacity of idle time under its lines, and where it is too narrow for lines
 const AXIS = 26, STRIP_HEAD = 26;
 
 /* Times at round steps of 1, 2 or 5 in a view, at most one every 70 pixels. */
@@ -28,7 +29,7 @@ class Chart {
     this.right = element("div", { className: "gutter right" });
     this.plot = element("div", {
       className: "plot", tabIndex: 0, role: "application", "aria-roledescription": "timeline",
-      "aria-label": `${model.name}: ${facts}. Arrow keys go from box to box.`,
+      "aria-label": `${model.name}: ${facts}. Arrow keys go from box to box, and below the ranks to memory and queues.`,
     });
     this.node = element("section", { className: "chart", id: `timeline-${index}` },
       element("div", { className: "heading" },
@@ -139,6 +140,25 @@ class Chart {
     return idle >= 0 ? -1 - idle : null;
   }
 
+  /* What the keyboard walks, from top to bottom: rows of boxes and bubbles, then the steps of the strips that are shown. */
+  lanes() {
+    const { model, state } = this;
+    const strip = (name, { time }, at, top, height) => ({
+      name: `${name} ${at}`, top: top + at * (height + 2), height, length: time.length, item: (i) => i, at: (item) => item,
+      from: (i) => time[i], to: (i) => time[i + 1] ?? model.makespan, found: (i) => ({ [name]: at, time: time[i] }),
+    });
+    return [
+      ...model.rows.map((row) => ({
+        name: `rank ${row.rank}`, top: this.y(row.rank), height: this.rowHeight, get length() { return row.items.length; },
+        item: (i) => row.items[i], at: (item) => row.items.indexOf(item),
+        from: (item) => row.from(item), to: (item) => row.to(item), found: (item) => ({ rank: row.rank, item }),
+      })),
+      ...(state.memory && model.explained
+        ? model.rows.map(({ memory }, at) => strip("memory", memory, at, this.memoryTop, this.memoryHeight)) : []),
+      ...(state.queues ? model.queues.map((queue, at) => strip("queue", queue, at, this.queueTop, this.queueHeight)) : []),
+    ];
+  }
+
   /* The indices of a row's boxes in view, as [first, one past the last]. */
   range(row) {
     return [Math.max(0, after(row.end, this.from) - 1), after(row.start, this.to)];
@@ -164,17 +184,24 @@ class Chart {
     this.axis(pen, colours);
     const dense = [];
     this.hatches = {};
+    this.rims = {};
     model.rows.forEach((row, rank) => {
       const [first, last] = ranges[rank];
       if (this.mode === "canvas" && last - first > 0.7 * this.width * this.ratio) {
-        dense.push({ rank, pixels: this.pixels(row, first, last) });
+        const { ops, rims } = colours.rgb;
+        dense.push({ rank, pixels: this.pixels(row, first, last, ops), rim: this.pixels(row, first, last, rims) });
       } else this.row(pen, row, first, last);
     });
     for (const [cause, d] of Object.entries(this.hatches)) {
       if (d) pen.path("hatch", d, { stroke: colours.idle[cause], name: `hatch ${cause}` });
     }
+    for (const [op, d] of Object.entries(this.rims)) pen.path("edge", d, { stroke: model.ops[op].edge, name: "rim" });
     this.note.textContent = dense.length ? "boxes are narrower than pixels, so colours are averages: zoom in" : "";
-    if (dense.length) pen.lines(this.width, dense, (rank) => this.y(rank), this.rowHeight);
+    if (dense.length) {
+      pen.lines(this.width, dense, (rank) => this.y(rank), this.rowHeight);
+      const rims = dense.map(({ rank, rim }) => ({ rank, pixels: rim }));
+      for (const down of [0, this.rowHeight - 1]) pen.lines(this.width, rims, (rank) => this.y(rank) + down, 1);
+    }
     this.exchanges(pen);
     if (state.memory && model.explained) this.memory(pen, colours);
     if (state.queues) this.queues(pen, colours);
@@ -216,7 +243,7 @@ class Chart {
       const x = this.edge(row.idleStart[i]), width = this.edge(row.idleEnd[i]) - x;
       const cause = model.causes[row.causes[i]], tint = colours.idle[cause];
       if (width > 0) {
-        pen.rect("idle", x, top, width, rowHeight, tint, { name: `idle ${cause}`, alpha: width < APART ? 0.6 : 0.12 });
+        pen.rect("idle", x, top, width, rowHeight, tint, { name: `idle ${cause}`, alpha: width < APART ? NARROW : TINT });
         this.hatches[cause] = (this.hatches[cause] ?? "") + hatched(x, top, width, rowHeight, model.hatches[cause]);
       }
       const middle = Math.max(0, x) / 2 + Math.min(this.width, x + width) / 2;
@@ -230,10 +257,14 @@ class Chart {
       if (row.end[i] > row.start[i]) this.box(pen, row, i, top, full); else marks.push(i);
     }
     for (const i of marks) {
-      const fill = model.ops[row.op[i]].even, alpha = this.alpha(row, i);
-      pen.rect("mark", this.edge(row.start[i]) - 1, top - 1, 2, rowHeight + 2, fill, { alpha, name: this.named(row, i) });
+      const fill = model.ops[row.op[i]].even, alpha = this.alpha(row, i), x = this.edge(row.start[i]);
+      pen.rect("mark", x - 1, top - 1, 2, rowHeight + 2, fill, { alpha, name: this.named(row, i) });
+      if (alpha === 1) this.rim(row.op[i], `M${x - 1.5} ${top - 1}v${rowHeight + 2}m3 0v${-rowHeight - 2}`);
     }
   }
+
+  /* Lines in an op's dark shade, drawn as one path: on light paper they make its narrow boxes stand out. */
+  rim(op, d) { this.rims[op] = (this.rims[op] ?? "") + d; }
 
   /* Boxes off the critical path fade, once it is known. */
   alpha(row, i) { return this.state.critical && this.model.explained && !row.critical[i] ? 0.22 : 1; }
@@ -257,7 +288,13 @@ class Chart {
 
   part(pen, stage, op, microbatch, local, x, y, width, height, options, full) {
     const { room, alpha } = options, shades = this.model.ops[op], band = Math.min(local, 3) * (height > 20 ? 2.5 : 1.5);
-    pen.rect("box", x, y, width, height, microbatch & 1 && microbatch > 0 ? shades.odd : shades.even, options);
+    const fill = microbatch & 1 && microbatch > 0 ? shades.odd : shades.even;
+    if (width > 4 && height > 4) {
+      pen.rect("box", x + 0.5, y + 0.5, width - 1, height - 1, fill, { ...options, stroke: shades.edge });
+    } else {
+      pen.rect("box", x, y, width, height, fill, options);
+      if (alpha === 1 && height > 4) this.rim(op, `M${x} ${y + 0.5}h${width}m0 ${height - 1}h${-width}`);
+    }
     if (band && height >= 6) pen.rect("edge", x, y + height - band, width, band, shades.edge, { alpha });
     if (microbatch < 0 || height < 10 || width < 7) return;
     const size = height > 16 ? 11 : 9, label = full ? `${stage}${shades.text}${microbatch}` : String(microbatch);
@@ -267,14 +304,13 @@ class Chart {
     pen.text("label", middle, y + height / 2 + size * 0.36 - band / 3, label, shades.ink, { size, alpha });
   }
 
-  /* One RGBA line for a row of boxes narrower than pixels: every pixel is the mean of what it covers. */
-  pixels(row, first, last) {
+  /* One RGBA line for a row of boxes narrower than pixels: every pixel is the mean of what it covers. `shades` are [even, odd] by op. */
+  pixels(row, first, last, shades) {
     const wide = Math.round(this.width * this.ratio), perSecond = this.scale * this.ratio;
-    const { from } = this, { rgb } = this.state.colours;
-    const sums = new Float32Array(wide * 4), out = new Uint8ClampedArray(wide * 4);
+    const { from } = this, sums = new Float32Array(wide * 4), out = new Uint8ClampedArray(wide * 4);
     for (let i = first; i < last; i++) {
       const left = Math.max(0, (row.start[i] - from) * perSecond), right = Math.min(wide, (row.end[i] - from) * perSecond);
-      const shade = rgb.ops[row.op[i]][row.microbatch[i] & 1 && row.microbatch[i] > 0 ? 1 : 0];
+      const shade = shades[row.op[i]][row.microbatch[i] & 1 && row.microbatch[i] > 0 ? 1 : 0];
       const share = this.alpha(row, i);
       for (let pixel = Math.floor(left); pixel < right; pixel++) {
         const cover = (Math.min(right, pixel + 1) - Math.max(left, pixel)) * share, at = pixel * 4;
@@ -293,7 +329,7 @@ class Chart {
     return out;
   }
 
-  /* The background of a dense row, three numbers per pixel: the track, tinted where the rank is idle. */
+  /* The background of a dense row, three numbers per pixel: the track, with stripes where the rank is idle. */
   ground(row, wide, perSecond) {
     const { rgb } = this.state.colours, under = new Uint8ClampedArray(wide * 3);
     for (let at = 0; at < under.length; at++) under[at] = rgb.track[at % 3];
@@ -301,7 +337,10 @@ class Chart {
       const tint = rgb.idle[this.model.causes[row.causes[i]]];
       const first = Math.max(0, Math.floor((row.idleStart[i] - this.from) * perSecond));
       const last = Math.min(wide, Math.ceil((row.idleEnd[i] - this.from) * perSecond));
-      for (let at = 3 * first; at < 3 * last; at++) under[at] = (rgb.track[at % 3] + tint[at % 3]) / 2;
+      for (let pixel = first; pixel < last; pixel++) {
+        const stripe = pixel % (APART * this.ratio) < this.ratio ? 1 : TINT, share = last - first < APART * this.ratio ? NARROW : stripe;
+        for (let c = 0; c < 3; c++) under[3 * pixel + c] = rgb.track[c] + (tint[c] - rgb.track[c]) * share;
+      }
     }
     return under;
   }

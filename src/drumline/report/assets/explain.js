@@ -1,4 +1,4 @@
-/* The box under the pointer or keyboard: its outline, its microbatch's path through the ranks, the arrow from its input,
+/* The box under the pointer or keyboard: its ring, its microbatch's path through the ranks, the arrow from its input,
    and words on screen and for screen readers. */
 
 const LONGEST_WAY = 2000; // boxes; a longer path is not highlighted
@@ -41,7 +41,7 @@ class Explainer {
       chart.plot.classList.remove("lit");
     }
     const tip = byId("tip");
-    const said = this.shown && this.explanation(this.shown.chart, this.shown.found);
+    const said = this.shown && (!this.walking || this.lane()) && this.explanation(this.shown.chart, this.shown.found);
     if (!said) {
       tip.hidden = true;
       return;
@@ -53,10 +53,12 @@ class Explainer {
         svgNode("path", { d: `M${Math.round(x) + 0.5} 0V${one.height}`, stroke: ink, opacity: 0.25 }, one.overlay);
       }
     }
+    const lane = this.walking ? this.lane() : null;
     if (found.item !== undefined) this.outline(chart, found, accent, ink);
+    else if (lane) this.box(chart, lane.from(this.item), lane.to(this.item), lane, { fill: "none", stroke: ink });
     this.fill(tip, said);
     tip.hidden = false;
-    const anchor = pointer ?? this.anchor(chart, found), { offsetWidth: wide, offsetHeight: high } = tip;
+    const anchor = pointer ?? this.anchor(chart, lane), { offsetWidth: wide, offsetHeight: high } = tip;
     const left = anchor.x + 16 + wide > window.innerWidth - 8 ? anchor.x - 16 - wide : anchor.x + 16;
     const below = anchor.y + 20 + high <= window.innerHeight - 8;
     tip.style.left = `${Math.max(8, left)}px`;
@@ -88,7 +90,7 @@ class Explainer {
 
   outline(chart, { rank, item }, accent, ink) {
     if (item >= 0) this.way(chart, chart.model.rows[rank].microbatch[item], ink);
-    const row = chart.model.rows[rank], x = chart.edge(row.from(item)), width = Math.max(2, chart.edge(row.to(item)) - x);
+    const row = chart.model.rows[rank], place = { top: chart.y(rank), height: chart.rowHeight };
     const source = item >= 0 ? row.input(item) : null;
     if (source) {
       const d = this.arrow(chart, source, { rank, index: item });
@@ -96,13 +98,19 @@ class Explainer {
       const end = chart.edge(chart.model.rows[source.rank].end[source.index]);
       svgNode("circle", { cx: end, cy: chart.y(source.rank) + chart.rowHeight / 2, r: 3, fill: ink }, chart.overlay);
     }
-    svgNode("rect", { x: x - 0.5, y: chart.y(rank) - 0.5, width, height: chart.rowHeight + 1, rx: 3, fill: item >= 0 ? "none" : accent,
-      "fill-opacity": 0.07, stroke: item >= 0 ? ink : accent, "stroke-width": 1.75 }, chart.overlay);
+    this.box(chart, row.from(item), row.to(item), place, item >= 0 ? { fill: "none", stroke: ink } : { fill: accent, stroke: accent });
   }
 
-  anchor(chart, { rank, item }) {
-    const { left, top } = chart.plot.getBoundingClientRect(), row = chart.model.rows[rank];
-    return { x: left + Math.max(0, chart.edge(row.from(item))), y: top + chart.y(rank) + chart.rowHeight - 8 };
+  /* A ring around a span of time, wide enough to be seen where spans are narrower than pixels. */
+  box(chart, from, to, { top, height }, colours) {
+    const x = chart.edge(from), width = Math.max(5, chart.edge(to) - x);
+    svgNode("rect", { x: x - 0.5, y: top - 0.5, width, height: height + 1, rx: 3, class: "here", "fill-opacity": 0.07, "stroke-width": 1.75,
+      ...colours }, chart.overlay);
+  }
+
+  anchor(chart, lane) {
+    const { left, top } = chart.plot.getBoundingClientRect();
+    return { x: left + Math.max(0, chart.edge(lane.from(this.item))), y: top + lane.top + lane.height - 8 };
   }
 
   fill(tip, { title, code, facts, why }) {
@@ -113,39 +121,47 @@ class Explainer {
       ...(why ? [element("p", { textContent: why })] : []));
   }
 
+  /* The lane that the keyboard is in, or undefined once its strip is hidden. */
+  lane() { return this.shown?.chart.lanes().find(({ name }) => name === this.laneName); }
+
   /* The keyboard enters a timeline at the first box in view, and leaves the pointer alone. */
   enter(chart) {
-    for (let rank = 0; rank < chart.ranks; rank++) {
-      const row = chart.model.rows[rank], first = row.items.find((item) => row.to(item) > this.page.state.view.from);
-      if (first !== undefined) return this.walkTo(chart, rank, first);
-    }
-    return undefined;
+    const lane = chart.lanes().find(({ length }) => length > 0);
+    if (lane) this.walkTo(chart, lane, this.itemIn(lane, chart.from));
   }
 
-  walkTo(chart, rank, item) {
-    const row = chart.model.rows[rank], { view } = this.page.state, from = row.from(item), to = row.to(item);
-    this.walking = true;
-    this.shown = { chart, found: { rank, item }, x: 0, y: 0, pointer: null };
+  /* The item of a lane at a time, or its last one before. */
+  itemIn(lane, time) {
+    let at = 0;
+    while (at + 1 < lane.length && lane.to(lane.item(at)) <= time) at += 1;
+    return lane.item(at);
+  }
+
+  walkTo(chart, lane, item) {
+    const { view } = this.page.state, from = lane.from(item) + chart.shift, to = lane.to(item) + chart.shift;
+    Object.assign(this, { walking: true, laneName: lane.name, item });
+    this.shown = { chart, found: lane.found(item), x: 0, y: 0, pointer: null };
     if (from < view.from || to > view.to) {
       const at = to - from > view.width ? from : (from + to) / 2 - view.width / 2;
       view.set(at, at + view.width);
       this.page.moved();
     }
+    const y = chart.plot.getBoundingClientRect().top + lane.top;
+    if (y < 80 || y + lane.height > window.innerHeight - 16) window.scrollBy(0, y - window.innerHeight / 2);
     this.refocus();
-    const said = chart.model.explain(rank, item);
+    const said = this.explanation(chart, this.shown.found);
     byId("live").textContent = `${said.title}. ${said.facts.map((fact) => fact.join(" ")).join(", ")}. ${said.why}`;
   }
 
   walk(key) {
-    const { chart, found: { rank, item } } = this.shown, row = chart.model.rows[rank];
+    const { chart } = this.shown, lane = this.lane();
+    if (!lane) return;
     if (key === "ArrowLeft" || key === "ArrowRight") {
-      const next = row.items[row.items.indexOf(item) + (key === "ArrowRight" ? 1 : -1)];
-      if (next !== undefined) this.walkTo(chart, rank, next);
+      const next = lane.at(this.item) + (key === "ArrowRight" ? 1 : -1);
+      if (next >= 0 && next < lane.length) this.walkTo(chart, lane, lane.item(next));
       return;
     }
-    const other = rank + (key === "ArrowDown" ? 1 : -1);
-    if (other < 0 || other >= chart.ranks) return;
-    const there = chart.itemAt(other, (row.from(item) + row.to(item)) / 2) ?? chart.model.rows[other].items[0];
-    if (there !== undefined) this.walkTo(chart, other, there);
+    const lanes = chart.lanes(), other = lanes[lanes.findIndex(({ name }) => name === lane.name) + (key === "ArrowDown" ? 1 : -1)];
+    if (other?.length) this.walkTo(chart, other, this.itemIn(other, (lane.from(this.item) + lane.to(this.item)) / 2));
   }
 }

@@ -43,7 +43,7 @@ function summary(models) {
   const perRank = (m) => m.raw.stages / m.rows.length;
   const columns = [
     ...(differ((m) => m.raw.microbatches) ? [["per microbatch", (m) => Number((m.raw.makespan / m.raw.microbatches).toPrecision(4)), timeText, true]] : []),
-    ["makespan", (m) => m.raw.makespan, timeText, true], ["bubble", (m) => m.raw.bubble, percent, true],
+    ["makespan", (m) => m.raw.makespan, timeText, true], [models[0]?.raw.bubble_of ?? "bubble", (m) => m.raw.bubble, percent, true],
     ["span bubble", (m) => m.raw.span_bubble, percent, true],
     ...(differ(perRank) ? [["peak activations", (m) => m.raw.peak_activations / perRank(m), number, true]] : []),
     ["peak pairs", (m) => m.raw.peak_activations, String, !differ(perRank)],

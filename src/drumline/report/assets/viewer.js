@@ -69,7 +69,7 @@ class Page {
     const colours = named("paper", "ink", "muted", "rule", "track", "accent", "memory", "queue");
     colours.idle = Object.fromEntries(this.data.causes.map((cause) => [cause, value(`--idle-${cause}`)]));
     const idle = Object.fromEntries(Object.entries(colours.idle).map(([cause, hex]) => [cause, rgb(hex)]));
-    colours.rgb = { idle, track: rgb(colours.track), ops: this.data.ops.map(({ even, odd }) => [rgb(even), rgb(odd)]) };
+    colours.rgb = { idle, track: rgb(colours.track), ops: this.data.ops.map(({ even, odd }) => [rgb(even), rgb(odd)]), rims: this.data.ops.map(({ edge }) => [rgb(edge), rgb(edge)]) };
     this.state.colours = colours;
     this.state.font = getComputedStyle(document.body).fontFamily;
     byId("legend").replaceChildren(...legend(this.models, this.state));
@@ -234,6 +234,7 @@ class Page {
 }
 
 const began = performance.now(), page = new Page();
+new Marks();
 window.drumline = page.api();
 page.load(JSON.parse(byId("data").textContent));
 page.times.first_draw_ms = performance.now() - began;

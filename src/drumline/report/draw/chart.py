@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from drumline.core.errors import UsageError
 from drumline.core.units import number
 from drumline.report.draw.palette import MUTED, TRACK
-from drumline.report.draw.sheet import Axis, circle, level, px, rect, sheet, text, upright
+from drumline.report.draw.sheet import Axis, circle, grouped, level, px, rect, sheet, text, upright
 
 # Okabe and Ito's hues at full strength, the light ones darker: lines are thin, and stand out 3:1 on white.
 HUES = ("#0072b2", "#d55e00", "#009e73", "#b8608f", "#a87400", "#2b8ab8", "#17212b")
@@ -67,7 +67,7 @@ def chart(
     for at, one in enumerate(series):
         hue = HUES[at % len(HUES)]
         later = {point for other in series[at + 1 :] if other.marks for point in other.points}
-        lines += _drawn(one, hue, across, up, later)
+        lines.append(grouped(_drawn(one, hue, across, up, later, (x_label, y_label))))
         lines += _entry(one, hue, height + 12 + at * _ENTRY)
     return sheet(lines, width=width, height=height + 10 + len(series) * _ENTRY, title=title, about=y_label)
 
@@ -78,7 +78,14 @@ def _marks(axis: Axis, bottom: float) -> Iterator[str]:
         yield text(axis.at(mark), bottom + 16, number(mark), anchor="middle", fill=MUTED)
 
 
-def _drawn(series: Series, hue: str, across: Axis, up: Axis, later: Collection[tuple[float, float]]) -> Iterator[str]:
+def _drawn(
+    series: Series,
+    hue: str,
+    across: Axis,
+    up: Axis,
+    later: Collection[tuple[float, float]],
+    labels: tuple[str, str],
+) -> Iterator[str]:
     """Draw a curve or points; a point that a later one lies on is larger, so that both are seen."""
     covers = [(across.at(x), up.at(y)) for x, y in later] if series.marks else []
     places = [(across.at(x), up.at(y)) for x, y in series.points]
@@ -89,7 +96,7 @@ def _drawn(series: Series, hue: str, across: Axis, up: Axis, later: Collection[t
         radius = 4.5 if series.marks else 2.5
         if any(math.dist(place, one) < 4.5 for one in covers):
             radius = 7.5
-        yield circle(*place, radius, hue, note=f"{series.name}: {number(x)}, {number(y, 4)}")
+        yield circle(*place, radius, hue, note=f"{series.name}: {labels[0]} {number(x)}, {labels[1]} {number(y, 4)}")
 
 
 def _entry(series: Series, hue: str, y: float) -> Iterator[str]:
@@ -139,7 +146,7 @@ def bars(
     shown = [part for part in hues if any(one.parts.get(part, 0.0) > 0 for one in rows)]
     lines = [*upright(axis, _ABOVE - 4, bottom + 3, most=8)]
     for at, one in enumerate(rows):
-        lines += _bar(one, hues, axis, _ABOVE + at * row, row, unit)
+        lines.append(grouped(_bar(one, hues, axis, _ABOVE + at * row, row, unit)))
     for at, part in enumerate(shown):
         x, y = 16 + at % 4 * (width - 32) / 4, bottom + 40 + 20 * (at // 4)
         lines += [rect(x, y - 9, 14, 11, hues[part], corner=2), text(x + 20, y, part, fill=MUTED)]

@@ -30,8 +30,17 @@ from drumline.report.draw.trace import trace
 MAX_BOXES = 10_000
 # In dependency order.
 _SCRIPTS = [
-    f"{name}.js" for name in ["model", "surface", "chart", "panels", "view", "explain", "pointers", "player", "viewer"]
+    f"{name}.js"
+    for name in ("model", "surface", "chart", "panels", "view", "explain", "pointers", "player", "marks", "viewer")
 ]
+# Pictures are drawn on white paper; what is wider than the window scrolls by itself.
+_PLAIN = """:root { color-scheme: light dark; --raised: Canvas; --ink: CanvasText; --rule: GrayText; --shadow: none; }
+body { margin: 16px auto; padding: 0 16px; max-width: 1000px; }
+div, pre { overflow-x: auto; }
+div > svg { display: block; }
+.tip { font-family: system-ui, sans-serif; }
+:focus-visible { outline: 2px solid #2b8ab8; outline-offset: -2px; }
+"""
 _UNSAFE = {ord(character): f"\\u{ord(character):04x}" for character in "<>&"}
 _EXTRA = '<script type="application/json" id="extra">{}</script>'
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
@@ -86,7 +95,7 @@ def page_with(
     >>> "<p>hello</p>" in page_with(document([]), panel="<p>hello</p>")
     True
     """
-    styles, scripts = theme() + asset("viewer.css") + style, viewer_script(script)
+    styles, scripts = theme() + asset("viewer.css") + asset("marks.css") + style, viewer_script(script)
     asks = " connect-src 'self';" if script else ""
     parts = {
         "policy": f"default-src 'none';{asks} img-src data:; style-src '{_hash(styles)}';"
@@ -108,8 +117,32 @@ def viewer_script(more: str = "") -> str:
     >>> "window.drumline" in viewer_script()
     True
     """
-    body = "\n".join([*map(asset, _SCRIPTS), more])
+    return _scoped(*map(asset, _SCRIPTS), more)
+
+
+def _scoped(*scripts: str) -> str:
+    body = "\n".join(scripts)
     return f'"use strict";\n{{\n{body}}}\n'
+
+
+def picture_page(title: str, picture: str, words: str) -> str:
+    """Return a picture and the text below it as an HTML page that opens from disk.
+
+    >>> '<pre tabindex="0">1 &lt; 2</pre>' in picture_page("a profile", "<svg/>", "1 < 2")
+    True
+    """
+    style, script = asset("marks.css") + _PLAIN, _scoped(asset("marks.js"), "new Marks();\n")
+    policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
+    lines = [
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{safe(title)}</title>\n<style>{style}</style>\n</head>\n<body>",
+        f"<div>{picture}</div>",
+        f'<pre tabindex="0">{safe(words)}</pre>',
+        f"<script>{script}</script>\n</body>\n</html>",
+    ]
+    return "\n".join(lines)
 
 
 def json_for_script(value: object) -> str:

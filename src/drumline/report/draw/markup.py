@@ -1,16 +1,14 @@
 """Small pictures as markup, without script or inline style: stacked bars and curves that follow the theme.
 
 Widths are shares of the available room, and colours are classes, so that one page suits every window and both themes.
-Tooltips explain each part.
+Tooltips explain each part, and the page's script shows them to the keyboard, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import NamedTuple
-
-from drumline.core.units import number
 
 _POINTS = 400  # of a curve; more steps than that share one
 _WIDTH, _HEIGHT = 1000, 100
@@ -51,14 +49,27 @@ def bar(parts: Iterable[Part], whole: float, *, said: str) -> str:
     return f'<svg class="bar" role="img" aria-label="{safe(said)}">{"".join(rects)}</svg>'
 
 
-def bar_row(name: str, parts: Sequence[Part], whole: float, value: str, *, said: str = "", kind: str = "") -> str:
+def bar_row(name: str, parts: Sequence[Part], whole: float, value: str, *, about: str = "", kind: str = "") -> str:
     """Return a stacked bar between its name and its total; `kind` holds classes of the row.
+
+    Tooltips and the description for screen readers begin with `about`, or with the name.
 
     >>> bar_row("rank 0", [Part("busy", 1, "busy 1 s")], 2, "1 s").count('aria-label="rank 0: busy 1 s"')
     1
     """
-    picture = bar(parts, whole, said=said or f"{name}: {', '.join(part.title for part in parts)}")
+    about = about or name
+    titled = [part._replace(title=f"{about}: {part.title}") for part in parts]
+    picture = bar(titled, whole, said=f"{about}: {', '.join(part.title for part in parts)}")
     return f'<div class="row {kind}"><span>{safe(name)}</span>{picture}<span class="value">{safe(value)}</span></div>'
+
+
+def bar_rows(rows: Iterable[str]) -> str:
+    """Return rows of bars as one picture: the page's script lets the keyboard go from part to part.
+
+    >>> bar_rows([bar_row("rank 0", [Part("busy", 1, "busy 1 s")], 2, "1 s")]).startswith('<div class="bars">')
+    True
+    """
+    return f'<div class="bars">{"".join(rows)}</div>'
 
 
 def legend_html(kinds: Iterable[tuple[str, str]]) -> str:
@@ -110,64 +121,73 @@ class Curve(NamedTuple):
     points: Sequence[tuple[int, float]]
 
 
-def curves(name: str, lines: Sequence[Curve], written: Sequence[str], *, low: float, high: float) -> str:
-    """Return curves over steps in one frame; `written` holds the labels for `high` and `low`.
+def curves(name: str, lines: Sequence[Curve], written: Callable[[float], str], *, low: float, high: float) -> str:
+    """Return curves over steps in one frame from `low` to `high`; `written` writes a value.
 
-    >>> text = curves("loss", [Curve("one", "run", [(0, 2.0), (1, 1.0)])], ["2", "1"], low=1, high=2)
-    >>> text.count("<path"), "step 1: 1" in text
+    >>> text = curves("loss", [Curve("one", "run", [(0, 2.0), (1, 1.0)])], "{:.1f}".format, low=1, high=2)
+    >>> text.count("<path"), "step 1: 1.0" in text
     (1, True)
     """
     steps = [step for line in lines for step, _ in line.points]
     first, last = min(steps, default=0), max(steps, default=0)
     paths = [
-        f'<path class="line {line.kind}" d="{_path(line.points, first, last, low, high)}"/>'
+        f'<path class="line {line.kind}" d="{_path(line.points, _Frame(first, last, low, high))}"/>'
         for line in lines
         if line.points
     ]
-    drawn = "".join(paths) + _titles(lines, first, last)
+    drawn = "".join(paths) + _titles(lines, written, _Frame(first, last, low, high))
     frame = (
         f'<svg class="curve" viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" role="img" '
         f'aria-label="{safe(name)} from step {first} to step {last}">{drawn}</svg>'
     )
     return (
-        f'<figure><figcaption>{safe(name)}</figcaption><div class="frame"><span class="high">{safe(written[0])}</span>'
-        f'<span class="low">{safe(written[1])}</span>{frame}</div>'
+        f'<figure><figcaption>{safe(name)}</figcaption><div class="frame">'
+        f'<span class="high">{safe(written(high))}</span><span class="low">{safe(written(low))}</span>{frame}</div>'
         f'<div class="ends"><span>step {first}</span><span>{last}</span></div></figure>'
     )
 
 
-def _path(points: Sequence[tuple[int, float]], first: int, last: int, low: float, high: float) -> str:
+class _Frame(NamedTuple):
+    """The steps and values that a curve's frame spans."""
+
+    first: int
+    last: int
+    low: float
+    high: float
+
+    def place(self, step: int, value: float) -> tuple[float, float]:
+        across = (step - self.first) / max(self.last - self.first, 1)
+        return _WIDTH * across, _HEIGHT * (1 - (value - self.low) / (self.high - self.low or 1.0))
+
+
+def _path(points: Sequence[tuple[int, float]], frame: _Frame) -> str:
     """Return a line through the points; if there are many, through the lowest and highest of each interval."""
     every = -(-2 * len(points) // _POINTS)
     if every > 2:
         groups = (points[at : at + every] for at in range(0, len(points), every))
         points = [one for group in groups for one in sorted({min(group, key=_value), max(group, key=_value)})]
-    wide, tall = max(last - first, 1), (high - low) or 1.0
-    places = (
-        f"{_WIDTH * (step - first) / wide:.1f} {_HEIGHT - _HEIGHT * (value - low) / tall:.1f}" for step, value in points
-    )
-    return "M" + "L".join(places)
+    return "M" + "L".join("{:.1f} {:.1f}".format(*frame.place(*point)) for point in points)
 
 
 def _value(point: tuple[int, float]) -> float:
     return point[1]
 
 
-def _titles(lines: Sequence[Curve], first: int, last: int) -> str:
-    """Return invisible stripes whose tooltips show the values of a step."""
-    said: dict[int, list[str]] = {}
+def _titles(lines: Sequence[Curve], written: Callable[[float], str], frame: _Frame) -> str:
+    """Return invisible stripes whose tooltips show the values of a step; `data-dots` are their places on the curves."""
+    said: dict[int, list[tuple[str, float]]] = {}
     for line in lines:
         every = -(-len(line.points) // _POINTS)
         for step, value in line.points[::every] if every else ():
-            said.setdefault(step, []).append(
-                f"{line.name + ' ' if len(lines) > 1 else ''}step {step}: {number(value, 4)}"
-            )
-    wide = max(last - first, 1)
+            said.setdefault(step, []).append((line.name, value))
     half = _WIDTH / max(len(said), 1) / 2
     stripes = []
-    for step, texts in sorted(said.items()):
-        middle = _WIDTH * (step - first) / wide
+    for step, values in sorted(said.items()):
+        texts = [f"{name}: {written(value)}" for name, value in values]
+        words = chr(10).join([f"step {step}", *texts]) if len(lines) > 1 else f"step {step}: {written(values[0][1])}"
+        dots = " ".join("{:.1f},{:.1f}".format(*frame.place(step, value)) for _, value in values)
+        middle = frame.place(step, frame.low)[0]
         left, right = max(middle - half, 0.0), min(middle + half, _WIDTH)
         place = f'x="{left:.1f}" width="{right - left:.1f}" height="{_HEIGHT}"'
-        stripes.append(f'<rect class="aim" {place}><title>{safe(chr(10).join(texts))}</title></rect>')
+        stripes.append(f'<rect class="aim" {place} data-dots="{dots}"><title>{safe(words)}</title></rect>')
     return "".join(stripes)

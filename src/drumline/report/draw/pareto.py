@@ -17,8 +17,9 @@ from typing import NamedTuple
 from drumline.core.action import Op
 from drumline.core.timeline.idle import Cause
 from drumline.plan.search.pareto import Pareto, Point
+from drumline.report.draw.html import picture_page
 from drumline.report.draw.palette import IDLE, MUTED, SHADES, TRACK
-from drumline.report.draw.sheet import Axis, circle, level, picture_page, px, sheet, text, upright
+from drumline.report.draw.sheet import Axis, circle, grouped, level, px, sheet, text, upright
 from drumline.report.table import table
 from drumline.report.units import number, size_text
 
@@ -51,17 +52,16 @@ def pareto_svg(picture: Pareto, *, width: int = 800, height: int = 420) -> str:
     bubble = Axis(0, max(point.bubble for point in front) * 1.08 or 1.0, height - _BOTTOM, _TOP)
     plane = _Plane(Axis(0, most * 1.08, _LEFT, width - _RIGHT), bubble)
     corners = _bound(plane, picture)
-    lines = [_shade(plane, corners), *_axes(plane, picture.unit), *_drawn_bound(plane, corners, picture)]
-    lines += _front(plane, front, picture.unit)
+    lines = [_shade(plane, corners), *_axes(plane, picture.unit), grouped(_drawn_bound(plane, corners, picture))]
+    lines.append(grouped(_front(plane, front, picture.unit)))
     dots = [plane.place(point.memory, point.bubble) for point in others]
     labels = _Labels(plane, [*dots, *(plane.place(point.memory, point.bubble) for point in front)])
     (left, down), (right, _) = max(pairwise(corners), key=lambda pair: pair[1][0] - pair[0][0])
     lines += labels.put((left + right) / 2, down, "lower bound")
+    notes = (f"{point.name}: {_held(point.memory, picture.unit)}, {point.bubble:.2%}" for point in others)
+    lines.append(grouped(circle(*dot, 4, _DOT, note=note) for dot, note in zip(dots, notes, strict=True)))
     for (x, y), point in zip(dots, others, strict=True):
         above = " ↑" if point.bubble > plane.bubble.high else ""
-        lines.append(
-            circle(x, y, 4, _DOT, note=f"{point.name}: {_held(point.memory, picture.unit)}, {point.bubble:.2%}")
-        )
         lines += labels.put(x, y, point.name + above)
     about = "line: searched; dots: hand-made schedules; dashed: lower bound, nothing is possible in the shade"
     return sheet(lines, width=width, height=height, title=_title(picture), about=about)

@@ -12,8 +12,6 @@ It uses attributes only, no style sheet, ids or script: converters draw it the s
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,17 +20,10 @@ from html import escape
 import numpy as np
 
 from drumline.core.units import number
-from drumline.report.draw.markup import safe
 from drumline.report.draw.packed import plain
 from drumline.report.draw.palette import INK, MUTED, PAPER, RULE
 
-# Pictures are drawn on white paper; what is wider than the window scrolls by itself.
-_PLAIN = """:root { color-scheme: light dark; }
-body { margin: 16px auto; padding: 0 16px; max-width: 1000px; }
-div, pre { overflow-x: auto; }
-div > svg { display: block; }
-:focus-visible { outline: 2px solid #2b8ab8; outline-offset: 2px; }
-"""
+APART = 6.0  # from line to line of a hatch
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 
 
@@ -130,20 +121,31 @@ def text(x: float, y: float, words: str, *, anchor: str = "", fill: str = "") ->
 
 
 def rect(
-    x: float, y: float, width: float, height: float, fill: str, *, note: str = "", corner: int = 0, opacity: float = 1
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    fill: str,
+    *,
+    note: str = "",
+    corner: int = 0,
+    opacity: float = 1,
+    rim: str = "",
 ) -> str:
-    """Return a rectangle; `note` is its tooltip.
+    """Return a rectangle; `note` is its tooltip, and `rim` the colour of a line around it, inside its edges.
 
     >>> rect(0, 0, 5, 2.5, "#fff", note="F0")
     '<rect x="0" y="0" width="5" height="2.5" fill="#fff"><title>F0</title></rect>'
     """
-    place = f'x="{px(x)}" y="{px(y)}" width="{px(width)}" height="{px(height)}"'
+    inset = 0.5 if rim else 0.0
+    place = f'x="{px(x + inset)}" y="{px(y + inset)}" width="{px(width - 2 * inset)}" height="{px(height - 2 * inset)}"'
     rounded = f' rx="{corner}"' if corner else ""
     faint = f' fill-opacity="{opacity:g}"' if opacity < 1 else ""
-    return _closed(f'<rect {place}{rounded} fill="{fill}"{faint}', "rect", note)
+    line = f' stroke="{rim}"' if rim else ""
+    return _closed(f'<rect {place}{rounded} fill="{fill}"{line}{faint}', "rect", note)
 
 
-def hatched(x: float, y: float, width: float, height: float, lines: str, *, apart: float = 6.0) -> str:
+def hatched(x: float, y: float, width: float, height: float, lines: str, *, apart: float = APART) -> str:
     """Return the path of lines across a rectangle: `/`, a backslash, `-` and `|`, or several of them at once.
 
     All lines lie on one grid of the sheet, so that those of neighbours meet.
@@ -202,21 +204,10 @@ def xml_text(words: str) -> str:
     return escape("".join(c for c in words if c >= " " and c not in "\ufffe\uffff" and not "\ud800" <= c <= "\udfff"))
 
 
-def picture_page(title: str, picture: str, words: str) -> str:
-    """Return a picture and the text below it as an HTML page that opens from disk.
+def grouped(lines: Iterable[str]) -> str:
+    """Return a series of marks as one group: on a page, arrow keys go along it, or on to the next.
 
-    >>> picture_page("a profile", "<svg/>", "1 < 2").splitlines()[-3]
-    '<pre tabindex="0">1 &lt; 2</pre>'
+    >>> grouped(["<rect/>", "<rect/>"])
+    '<g><rect/><rect/></g>'
     """
-    allowed = base64.b64encode(hashlib.sha256(_PLAIN.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'sha256-{allowed}'"
-    lines = [
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{safe(title)}</title>\n<style>{_PLAIN}</style>\n</head>\n<body>",
-        f'<div tabindex="0">{picture}</div>',
-        f'<pre tabindex="0">{safe(words)}</pre>',
-        "</body>\n</html>",
-    ]
-    return "\n".join(lines)
+    return f"<g>{''.join(lines)}</g>"

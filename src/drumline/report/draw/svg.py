@@ -10,12 +10,12 @@ from drumline.core.timeline.idle import Cause, Idle
 from drumline.core.timeline.timeline import Timeline
 from drumline.report.draw.palette import IDLE, MUTED, SHADES, TRACK, Hatch, fill
 from drumline.report.draw.scene import OPS, further
-from drumline.report.draw.sheet import Axis, hatched, px, rect, sheet, text, upright, xml_text
+from drumline.report.draw.sheet import APART, Axis, hatched, px, rect, sheet, text, upright, xml_text
 from drumline.report.units import number, percent, size_text
 
 _LEFT, _RIGHT, _TOP = 64, 132, 64
 _DIGIT = 6.3  # width of a digit at the label size
-_TINT = 0.12  # opacity of idle time under its lines
+_TINT, _NARROW = 0.12, 0.8  # opacity of idle time under its lines, and where it is too narrow for lines
 _TITLES_UP_TO = 4000  # boxes; more would double the file for tooltips that nobody can hit
 
 
@@ -106,7 +106,8 @@ def _idle(idle: Sequence[Idle], y: float, layout: _RankRows, *, titled: bool) ->
         left, width = layout.x(one.start), layout.x(one.end) - layout.x(one.start)
         paths[one.cause] = paths.get(one.cause, "") + hatched(left, y, width, layout.row, IDLE[one.cause].lines)
         note = f"{one.cause}: {one.why}" if titled else ""
-        yield rect(left, y, width, layout.row, IDLE[one.cause].light, note=note, opacity=_TINT)
+        tint = _NARROW if width < APART else _TINT
+        yield rect(left, y, width, layout.row, IDLE[one.cause].light, note=note, opacity=tint)
     for cause, path in paths.items():
         yield f'<path class="idle {cause}" d="{path}" stroke="{IDLE[cause].light}" fill="none" pointer-events="none"/>'
 
@@ -121,7 +122,8 @@ def _box(action: Action, left: float, right: float, y: float, layout: _RankRows,
     for at, part in enumerate(parts):
         top, shades = y + at * height, SHADES[part.op]
         width = right - left
-        yield rect(left, top, width, height, fill(part.op, part.microbatch), corner=2 if width > 6 else 0)
+        rim, corner = shades.edge if width > 4 else "", 2 if width > 6 else 0
+        yield rect(left, top, width, height, fill(part.op, part.microbatch), corner=corner, rim=rim)
         if band := min(bands[at], 3) * 2.5:
             yield rect(left, top + height - band, width, band, shades.edge)
         label = "" if part.microbatch is None else str(part.microbatch)

@@ -15,7 +15,7 @@ from drumline.plan.layouts.planner import ClusterPlan
 from drumline.plan.layouts.survey import Choice
 from drumline.report.draw.chart import Bar, Series, bars, chart
 from drumline.report.draw.html import asset, page_with
-from drumline.report.draw.markup import Part, bar, card, cards, legend_html, safe, table_html
+from drumline.report.draw.markup import Part, bar_row, bar_rows, card, cards, legend_html, safe, table_html
 from drumline.report.draw.scene import document
 from drumline.report.plan import text
 from drumline.report.units import duration, size_text
@@ -51,7 +51,7 @@ def plan_page(told: Explanation, reasons: Reasons) -> str:
         seconds=True,
     )
     if drawn is not None and drawn.timeline.program.num_microbatches < told.plan.chosen.layout.num_microbatches:
-        data["timelines"][0]["bubble_of"] = "bubble of this drawing"
+        data["timelines"][0]["bubble_of"] = "idle in this drawing"
     data["strips"] = drawn is not None and drawn.timeline.num_ranks <= _STRIPS  # the toolbar shows and hides them
     style = asset("report.css") + asset("plan.css")
     if drawn is None:
@@ -102,10 +102,8 @@ def _seconds(plan: ClusterPlan) -> str:
     }
     used = [(item, name) for item, name in text.SECONDS.items() if item in spent]
     table = table_html(["part of the chosen step", "seconds", "share"], text.seconds_rows(plan.chosen, _time))
-    waits, idle = plan.chosen.estimate.seconds.bubble, plan.chosen.estimate.bubble
-    note = f"The table shows the busiest rank, which waits {waits / plan.chosen.seconds:.1%} of the step."
-    note += f" The bubble, {idle:.1%}, is the idle share of all ranks while the pipeline runs."
-    return card("Where a step goes", f'{"".join(rows)}{legend_html(used)}{table}<p class="note">{note}</p>')
+    note = "The table shows the busiest rank. The others wait longer: the bubble is the idle share of all ranks."
+    return card("Where a step goes", f'{bar_rows(rows)}{legend_html(used)}{table}<p class="note">{note}</p>')
 
 
 def _bytes(plan: ClusterPlan) -> str:
@@ -114,7 +112,7 @@ def _bytes(plan: ClusterPlan) -> str:
     rows = [_bar(one, one.estimate.bytes, text.BYTES, limit, size_text, one.bytes) for one in plan.best]
     table = table_html(["part of the fullest device", "bytes", "share"], text.bytes_rows(plan.chosen))
     note = f'<p class="note">A full bar is {size_text(limit)}, the most that a device may hold.</p>'
-    return card("What a device holds", "".join(rows) + legend_html(text.BYTES.items()) + note + table)
+    return card("What a device holds", bar_rows(rows) + legend_html(text.BYTES.items()) + note + table)
 
 
 def _best(told: Explanation) -> str:
@@ -155,13 +153,14 @@ def _ranks(plan: ClusterPlan) -> str:
     layout = plan.chosen.layout
     order = "Ranks count " + ", then ".join(f"{axis} ({getattr(layout, axis)})" for axis in AXES)
     crossed = "; ".join(f"{axis} communicates {where}" for axis, where in links(layout, plan.cluster).items())
-    note = f"<p>{safe(order)}. {safe(crossed[:1].upper() + crossed[1:])}{'.' if crossed else ''}</p>"
+    sentences = ["Each device has its rank in bold", order, *([crossed[:1].upper() + crossed[1:]] if crossed else [])]
+    note = f"<p>{safe('. '.join(sentences))}.</p>"
     axes = {"pipeline": "p", "data": "d", "context": "c", "tensor": "t"}
     shown = [axis for axis in axes if getattr(layout, axis) > 1]
     nodes: dict[int, list[str]] = {}
     for rank, place in first_places(layout, plan.cluster).items():
         words = " ".join(f"{axes[axis]}{getattr(place, axis)}" for axis in shown) or "all"
-        nodes.setdefault(place.node, []).append(f'<td title="rank {rank}">{safe(words)}</td>')
+        nodes.setdefault(place.node, []).append(f"<td><b>{rank}</b> {safe(words)}</td>")
     lines = "".join(f"<tr><td>node {node}</td>{''.join(cells)}</tr>" for node, cells in nodes.items())
     return card("Placement of ranks", f'{note}<div class="scroll"><table class="ranks">{lines}</table></div>')
 
@@ -186,10 +185,8 @@ def _bar(
 ) -> str:
     """Return a row: a layout's mesh, its items as a stacked bar, and their total."""
     sizes = {item: getattr(items, item) for item in names}
-    parts = [Part(item, size, f"{names[item]} {written(size)}") for item, size in sizes.items()]
-    said = f"{choice.mesh}: {', '.join(part.title for part in parts if part.size > 0)}"
-    picture, value = bar(parts, whole, said=said), safe(written(total))
-    return f'<div class="row"><span>{safe(choice.mesh)}</span>{picture}<span class="value">{value}</span></div>'
+    parts = [Part(item, size, f"{names[item]} {written(size)}") for item, size in sizes.items() if size > 0]
+    return bar_row(str(choice.mesh), parts, whole, written(total))
 
 
 def best_svg(plan: ClusterPlan, *, width: int = 900) -> str:

@@ -7,8 +7,8 @@ from drumline.core.files import MIB
 from drumline.plan.device.blocks import Profile, Times
 from drumline.plan.device.model_profile import ModelProfile
 from drumline.report.draw.chart import Bar, bars
+from drumline.report.draw.html import picture_page
 from drumline.report.draw.palette import SHADES
-from drumline.report.draw.sheet import picture_page
 from drumline.report.table import table
 
 _TIMES = ("forward", "backward", "backward_input", "backward_weight")

@@ -24,7 +24,7 @@ SECONDS = {
     "expert": "expert parallelism, exposed",
     "pipeline": "pipeline transfers, exposed",
     "data_exposed": "gradient exchange, exposed",
-    "bubble": "bubble",
+    "bubble": "busiest rank waits",
     "optimizer": "optimizer",
 }
 BYTES = {

@@ -12,7 +12,18 @@ from typing import Any
 from drumline.core.errors import counted
 from drumline.core.timeline.timeline import Timeline
 from drumline.report.draw.html import asset, page_with
-from drumline.report.draw.markup import Curve, Part, bar_row, card, cards, curves, legend_html, safe, table_html
+from drumline.report.draw.markup import (
+    Curve,
+    Part,
+    bar_row,
+    bar_rows,
+    card,
+    cards,
+    curves,
+    legend_html,
+    safe,
+    table_html,
+)
 from drumline.report.draw.palette import run_class
 from drumline.report.draw.scene import document
 from drumline.report.run.follow import PARTS
@@ -166,7 +177,7 @@ def _ranks(run: Figures) -> str:
         rows.append([str(one["rank"]), *(_time(one[part]) for part in PARTS), percent(one["idle_share"])])
     keys = legend_html((part, part) for part in PARTS)
     table = table_html(["rank", *PARTS, "idle"], rows)
-    return card("Where each rank's step went", f"{''.join(bars)}{keys}{table}")
+    return card("Where each rank's step went", f"{bar_rows(bars)}{keys}{table}")
 
 
 def _causes(run: Figures) -> str:
@@ -182,12 +193,12 @@ def _causes(run: Figures) -> str:
         ):
             found = run[which]["idle_by_cause"]
             idle = {cause: found[cause][rank] for cause in causes if cause in found}
-            parts = [Part(cause, seconds, f"{which} {cause} {_time(seconds)}") for cause, seconds in idle.items()]
+            parts = [Part(cause, seconds, f"{cause} {_time(seconds)}") for cause, seconds in idle.items()]
             kind = "thin" if which == "simulated" else ""
-            said = f"rank {rank}, {which}: idle {percent(share)}"
-            bars.append(bar_row(name, parts, whole, percent(share), said=said, kind=kind))
+            about = f"rank {rank}, {which}"
+            bars.append(bar_row(name, parts, whole, percent(share), about=about, kind=kind))
     note = '<p class="note">Thick: measured. Thin: simulated with the same seconds of every action.</p>'
-    return card("Bubble by cause", f"{''.join(bars)}{legend_html((cause, cause) for cause in causes)}{note}")
+    return card("Bubble by cause", f"{bar_rows(bars)}{legend_html((cause, cause) for cause in causes)}{note}")
 
 
 def _stages(run: Figures) -> str:
@@ -202,7 +213,7 @@ def _stages(run: Figures) -> str:
             ranks = " and ".join(map(str, one["ranks"]))
             bars.append(f'<p class="note under">{safe(_blocks(one["blocks"]))}, rank {ranks}</p>')
     keys = legend_html((op, op) for op in ("forward", "backward"))
-    return card("Seconds of a microbatch by stage", f"{''.join(bars)}{keys}")
+    return card("Seconds of a microbatch by stage", f"{bar_rows(bars)}{keys}")
 
 
 def _held(run: Figures) -> str:
@@ -219,7 +230,7 @@ def _held(run: Figures) -> str:
 def _peaks(kind: str, peaks: Mapping[str, float], written: Callable[[Any], str]) -> str:
     most = max(peaks.values())
     shown = ((name, peak, written(peak)) for name, peak in peaks.items())
-    return "".join(bar_row(name, [Part(kind, peak, text)], most, text) for name, peak, text in shown)
+    return bar_rows(bar_row(name, [Part(kind, peak, text)], most, text) for name, peak, text in shown)
 
 
 def _steps(runs: Sequence[Figures]) -> str:
@@ -238,7 +249,7 @@ def _steps(runs: Sequence[Figures]) -> str:
         values = [value for line in lines for _, value in line.points]
         if len(values) > 1:
             high, low = max(values), 0.0 if from_zero else min(values)
-            figures.append(curves(name, lines, [written(high), written(low)], low=low, high=high))
+            figures.append(curves(name, lines, written, low=low, high=high))
     if not figures:
         return ""
     keys = legend_html((run_class(number), run["name"]) for number, run in enumerate(runs)) if len(runs) > 1 else ""
