@@ -35,6 +35,7 @@ class Update:
     peak_bytes: int  # of the ranks in this process
     seconds_left: float
     resident_bytes: int = 0  # of this process
+    bucket: int = 0  # length of all rows of the last step, if steps have one
 
     def __str__(self) -> str:
         parts = [f"step {self.step}/{self.num_steps}", f"loss {self.loss:.4g}"]

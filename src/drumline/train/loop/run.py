@@ -25,6 +25,7 @@ from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.step import StepResult
 from drumline.train.config.settings import TrainSettings
 from drumline.train.data.batch import Batch, Data
+from drumline.train.data.example import example_of
 from drumline.train.loop.checkpoints import Checkpoints
 from drumline.train.loop.evaluate import Evaluation, Sample, evaluate, sample
 from drumline.train.loop.log import Log
@@ -72,9 +73,10 @@ def run_training(
     built = build(settings, _default_model() if make_model is None else make_model)
     data = (_default_data() if make_data is None else make_data)(settings, built, rank=0, size=1)
     folder = Path(settings.folder)
-    arguments = pipeline_arguments(settings, built, example_of(data), folder)
+    example = example_of(data, settings.num_microbatches)
+    arguments = pipeline_arguments(settings, built, example, folder, counts=data.counts)
     with Pipeline(built.model, **arguments) as pipe:
-        call, memory = Calling.of(built), PeakMemory(torch.device(pipe.device), before=before)
+        call, memory = Calling.of(built, data.counts), PeakMemory(torch.device(pipe.device), before=before)
         del built, arguments  # a rank keeps its own stages alone
         return _Training(settings, pipe, call, data, Trained(folder), memory).run(tell)
 
@@ -91,16 +93,6 @@ def _default_data() -> MakeData:
     return build_data
 
 
-def example_of(data: Data) -> Batch:
-    """Return a batch without moving the stream."""
-    if data.validation:
-        return data.validation[0]
-    position = data.training.state_dict()
-    found = next(iter(data.training))
-    data.training.load_state_dict(position)
-    return found
-
-
 class _Training:
     """One run on this process's ranks."""
 
@@ -113,7 +105,8 @@ class _Training:
         self.checkpoints = Checkpoints(pipe, settings, data, trained.folder)
         self.batches: Iterator[Batch] = iter(pipe.data(data.training))
         self._told: list[Tell] = []
-        self._first: Measured | None = None  # the first step, while its update is under way
+        self._largest: Measured | None = None  # the largest step so far, while its update is under way
+        self._bucket = 0  # of the last step
         self._since = (0.0, 0)  # when tokens were last counted, and how many there were
 
     def run(self, tell: Tell | None) -> Trained:
@@ -121,6 +114,7 @@ class _Training:
         with ExitStack() as open_ones:
             if self.pipe.rank == 0:
                 log = open_ones.enter_context(closing(Log(self.pipe, self.settings, self.trained.folder)))
+                log.buckets(self.data.buckets)
                 self._told.append(log)
                 if tell is None:
                     tell = open_ones.enter_context(closing(Progress(self.settings.run.steps)))
@@ -168,9 +162,9 @@ class _Training:
         norm = self.pipe.clip_grad_norm_(settings.optimizer.clip_norm) if settings.optimizer.clip_norm else None
         self.optimizers.set_rate(share)
         self.optimizers.step()
-        if self._first is not None:
-            self.memory.weigh(self.pipe, self.optimizers.each, self._first, accumulates=settings.batch.accumulate > 1)
-            self._first = None
+        if self._largest is not None:
+            self.memory.weigh(self.pipe, self.optimizers.each, self._largest, accumulates=settings.batch.accumulate > 1)
+            self._largest = None
         self.optimizers.zero_grad()
         trained = self.trained
         trained.losses.append(sum(part * float(loss) for part, loss in losses))
@@ -202,10 +196,12 @@ class _Training:
         found: list[tuple[float, StepResult]] = []
         for batch in (one for one in batches if one.num_tokens):
             args, kwargs = self.call(batch)
+            self._bucket = batch.bucket if self.data.buckets else 0
             part = batch.num_tokens / total
+            weighs = self.memory.wants(self.pipe, batch)
             result = self.pipe.step(*args, share=part, **kwargs)
-            if step == self.trained.first_step and not found:
-                self._first = self._weighed()
+            if weighs:
+                self._largest = self._weighed()
             found.append((part, result))
         losses = [(part, result.loss) for part, result in found]
         return [(part, loss) for part, loss in losses if loss is not None]
@@ -230,6 +226,7 @@ class _Training:
             bubble=self._bubble(),
             peak_bytes=self.memory.num_bytes,
             resident_bytes=self.memory.resident_bytes,
+            bucket=self._bucket,
             seconds_left=(now - began[0]) / (step - began[1]) * (self.settings.run.steps - step),
         )
         self._tell(update)
