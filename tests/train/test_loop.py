@@ -28,6 +28,7 @@ from drumline.train.config.settings import (
     RunSettings,
     TrainSettings,
 )
+from drumline.train.loop.curve import Curve
 from drumline.train.loop.run import Trained, run_training
 from some import some
 from train.training import Ending, OwnLoss, Uneven, Writer, chain, cosine, made, plain_run, uneven
@@ -179,6 +180,24 @@ def test_the_folder_holds_what_watch_and_report_read(tmp_path: Path) -> None:
         "Sample",
     ]
     assert len(found.peak_bytes) == 2  # ranks, which take turns in this process
+
+
+def test_losses_are_read_only_when_they_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device every reading would wait; the folder has all losses nevertheless."""
+    reads: list[int] = []
+
+    def read(curve: Curve) -> None:
+        reads.append(len(curve._shares))
+        original(curve)
+
+    original = Curve.read
+    monkeypatch.setattr(Curve, "read", read)
+    monkeypatch.setattr("drumline.train.loop.progress._SECONDS_APART", 1e9)
+    found = run_training(settings(tmp_path / "run"), make_model=made(Writer), make_data=uneven)
+    assert reads == [1, 5, 0]  # the first is shown and the last; nothing is left at the end
+    lines = [one["train/loss"] for one in dl.read_run(found.folder).metrics() if one.get("train/step")]
+    assert lines == found.losses == trained(settings(tmp_path / "told")).losses
+    assert len(lines) == 6
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [

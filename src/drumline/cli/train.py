@@ -209,6 +209,11 @@ def _text(found: DryRun, line: str) -> str:
         "",
         "Memory that each rank needs at its fullest moment, without temporary memory of kernels:",
         table(["rank", *names], ranks, width=width, keep=("total",)),
+        *(
+            ["The whole model was built for this: only built-in and Hugging Face models can be built without memory."]
+            if told["built_whole"]
+            else []
+        ),
         "",
         f"The run goes to {told['folder']}. The same by torchrun:",
         f"  {line}",
@@ -222,7 +227,12 @@ def _buckets(told: dict[str, Any], width: int) -> Iterator[str]:
     from drumline.report.units import percent
 
     rows = [
-        [str(one["microbatches"]), str(len(one["lengths"])), ", ".join(map(str, one["lengths"])), percent(one["bubble"])]
+        [
+            str(one["microbatches"]),
+            str(len(one["lengths"])),
+            ", ".join(map(str, one["lengths"])),
+            percent(one["bubble"]),
+        ]
         for one in told["programs"]
         if one["lengths"]
     ]

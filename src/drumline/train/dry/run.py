@@ -41,7 +41,7 @@ def loop_parts() -> Parts:
     from drumline.train.models.build import build_model
 
     return Parts(
-        lambda settings: build(settings, build_model),
+        lambda settings: build(settings, build_model, whole=settings.model.kind == "function"),
         lambda settings, built: build_data(settings, built, rank=0, size=1),
         pipeline_arguments,
         choose,
@@ -59,6 +59,7 @@ class DryRun:
     device: str
     buckets: tuple[Bucket, ...] = ()
     programs: tuple[Program, ...] = ()  # of buckets
+    whole: bool = False  # whether the whole model was built, and not its blocks one by one
 
     def summary(self) -> dict[str, Any]:
         """Return all of it as plain values."""
@@ -90,6 +91,7 @@ class DryRun:
             ],
             "rank_bytes": [one.to_json() for one in self.forecast.ranks],
             "folder": settings.folder,
+            "built_whole": self.whole,
             "buckets": [asdict(one) for one in self.buckets],
             "programs": [self._told(one) for one in self.programs],
         }
@@ -140,7 +142,8 @@ def dry_run(settings: TrainSettings, parts: Parts | None = None) -> DryRun:
     found = max(fuller, key=lambda one: max(rank.total for rank in one.ranks)) if fuller else forecast_of(example)
     programs = tuple(_programs(given, data.counts))
     wrong = tuple(dict.fromkeys(str(one) for program in (found.program, *programs) for one in validate(program)))
-    return DryRun(settings, type(built.model).__name__, found, wrong, str(device), data.buckets, programs)
+    name, whole = type(built.model).__name__, not any(one.is_meta for one in built.model.parameters())
+    return DryRun(settings, name, found, wrong, str(device), data.buckets, programs, whole)
 
 
 def _programs(given: Mapping[str, Any], counts: Sequence[int]) -> Iterator[Program]:

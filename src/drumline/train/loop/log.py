@@ -19,6 +19,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from drumline.core.measured.run import Run, read_run
 from drumline.pipeline.pipeline import Pipeline
 from drumline.report.run.follow import TensorBoard, WandB, Writer, scalars
@@ -72,14 +74,14 @@ class Log:
             self._forward.close()
 
 
-def figures(told: Update) -> dict[str, float]:
+def figures(told: Update) -> dict[str, float | Tensor]:
     """Return an update's figures by the names that they have in the run folder.
 
     >>> update = Update(1, 5, 2.5, 1e-3, None, 64, 640.0, 0.25, 0.1, 2**20, 4.0)
     >>> figures(update)["train/loss"], figures(update)["padding"]
     (2.5, 0.25)
     """
-    found = {
+    found: dict[str, float | Tensor] = {
         STEP: told.step,
         "train/loss": told.loss,
         "lr": told.lr,

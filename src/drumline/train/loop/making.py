@@ -72,11 +72,16 @@ def seeded(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def build(settings: TrainSettings, make_model: MakeModel) -> Built:
-    """Return the model, on the meta device if it is large and other processes hold most of it."""
+def build(settings: TrainSettings, make_model: MakeModel, *, whole: bool | None = None) -> Built:
+    """Return the model: whole, or on the meta device.
+
+    Unless told, it is on the meta device if it is large and other processes hold most of it.
+    """
     seeded(settings.run.seed)
     built = None
-    if settings.model.kind in ("gpt", "hf") and not transports.alone(settings.pipeline.transport):
+    if whole is False:
+        built = make_model(settings, device="meta")
+    elif whole is None and settings.model.kind in ("gpt", "hf") and not transports.alone(settings.pipeline.transport):
         built = make_model(settings, device="meta")
         if sum(one.numel() * 4 for one in built.model.parameters()) < _LARGE:
             built = None

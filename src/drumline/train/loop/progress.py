@@ -12,11 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TextIO
 
+from torch import Tensor
+
 from drumline.report.units import percent, size_text
 from drumline.train.loop.evaluate import Evaluation, Sample
 
 _SECONDS_APART = 10.0  # between lines where nobody watches a terminal
-_FEWEST_SECONDS = 0.1  # between two drawings of a line
+_FEWEST_SECONDS = 0.5  # between two drawings of a line: each waits for the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class Update:
 
     step: int
     num_steps: int
-    loss: float
+    loss: float | Tensor  # a tensor in the log, which reads it later
     lr: float
     grad_norm: float | None
     num_tokens: int  # so far
@@ -38,7 +40,7 @@ class Update:
     bucket: int = 0  # length of all rows of the last step, if steps have one
 
     def __str__(self) -> str:
-        parts = [f"step {self.step}/{self.num_steps}", f"loss {self.loss:.4g}"]
+        parts = [f"step {self.step}/{self.num_steps}", f"loss {float(self.loss):.4g}"]
         parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
         parts += [] if self.bubble is None else [f"bubble {percent(self.bubble)}"]
         parts += [size_text(self.peak_bytes), f"{time_left(self.seconds_left)} left"]
@@ -65,7 +67,7 @@ def time_left(seconds: float) -> str:
 class Progress:
     """Writes updates to a stream: in place on a terminal, now and then elsewhere; evaluations and samples always.
 
-    >>> seen = Progress(5, stream=sys.stdout, now=iter([0.0, 0.0, 1.0, 20.0]).__next__)
+    >>> seen = Progress(5, stream=sys.stdout, now=iter([0.0, 0.0, 0.0, 1.0, 20.0, 20.0]).__next__)
     >>> for step in (1, 2, 3):
     ...     seen(Update(step, 5, 2.0 / step, 1e-3, None, 64 * step, 640.0, 0.0, 0.25, 2**20, 4.0))
     step 1/5  loss 2  640 tokens/s  bubble 25.0%  1 MiB  4 s left
@@ -95,11 +97,15 @@ class Progress:
         else:
             self._line(f"step {told.step}  sample: {told.prompt + told.text!r}")
 
+    def is_due(self, step: int) -> bool:
+        """Whether an update would be shown now: if it is the last one, or some time has passed."""
+        apart = _FEWEST_SECONDS if self._redraws else _SECONDS_APART
+        return step == self._num_steps or self._now() - self._shown >= apart
+
     def _update(self, told: Update) -> None:
-        now, is_last = self._now(), told.step == self._num_steps
-        if not is_last and now - self._shown < (_FEWEST_SECONDS if self._redraws else _SECONDS_APART):
+        if not self.is_due(told.step):
             return
-        self._shown = now
+        self._shown = self._now()
         if self._redraws:
             width = max(shutil.get_terminal_size(fallback=(100, 24)).columns - 1, 10)
             print(f"\r\x1b[2K{str(told)[:width]}", end="", file=self._stream, flush=True)

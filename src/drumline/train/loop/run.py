@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ from drumline.train.config.settings import TrainSettings
 from drumline.train.data.batch import Batch, Data
 from drumline.train.data.example import example_of
 from drumline.train.loop.checkpoints import Checkpoints
+from drumline.train.loop.curve import Curve
 from drumline.train.loop.evaluate import Evaluation, Sample, evaluate, sample
 from drumline.train.loop.log import Log
 from drumline.train.loop.making import Calling, MakeModel, build, check, pipeline_arguments
@@ -63,7 +64,8 @@ def run_training(
 ) -> Trained:
     """Train by the settings; call it on every rank, under `dl.launch`, torchrun, or in one process for all of them.
 
-    Rank 0 calls `tell` with every update, evaluation and sample; without it they are written to stderr.
+    Rank 0 calls `tell` with every update, evaluation and sample; without it they are written to stderr. Reading an
+    update waits for the device, so without `tell` only those are read that are shown.
     """
     check(settings)
     rate(settings.learning_rate, 0, settings.run.steps)
@@ -104,6 +106,8 @@ class _Training:
         self.optimizers = Optimizers(pipe, settings.optimizer)
         self.checkpoints = Checkpoints(pipe, settings, data, trained.folder)
         self.batches: Iterator[Batch] = iter(pipe.data(data.training))
+        self.curve = Curve()
+        self._log: Log | None = None
         self._told: list[Tell] = []
         self._largest: Measured | None = None  # the largest step so far, while its update is under way
         self._bucket = 0  # of the last step
@@ -113,9 +117,8 @@ class _Training:
         """Train to the end."""
         with ExitStack() as open_ones:
             if self.pipe.rank == 0:
-                log = open_ones.enter_context(closing(Log(self.pipe, self.settings, self.trained.folder)))
-                log.buckets(self.data.buckets)
-                self._told.append(log)
+                self._log = open_ones.enter_context(closing(Log(self.pipe, self.settings, self.trained.folder)))
+                self._log.buckets(self.data.buckets)
                 if tell is None:
                     tell = open_ones.enter_context(closing(Progress(self.settings.run.steps)))
                 self._told.append(tell)
@@ -127,6 +130,8 @@ class _Training:
                 self._look(step + 1)
                 counts = {"num_tokens": self.trained.num_tokens, "num_padded": self.trained.num_padded}
                 self.checkpoints.after(step + 1, counts)
+            self.curve.read()
+            self.trained.losses, self.trained.grad_norms = self.curve.losses, self.curve.norms
             self.trained.seconds = time.perf_counter() - began
             self.trained.peak_bytes = self._peaks()
             self.pipe.close()  # before the log, which forwards all that was written
@@ -167,11 +172,9 @@ class _Training:
             self._largest = None
         self.optimizers.zero_grad()
         trained = self.trained
-        trained.losses.append(sum(part * float(loss) for part, loss in losses))
+        self.curve.add(losses, norm)
         trained.num_tokens += sum(one.num_tokens for one in batches)
         trained.num_padded += sum(one.num_padded for one in batches if one.num_tokens)
-        if norm is not None:
-            trained.grad_norms.append(float(norm))
         if (step + 1) % settings.run.log_every == 0 or step + 1 == settings.run.steps:
             self._tell_of(step + 1, share, began)
 
@@ -209,7 +212,8 @@ class _Training:
     # ---- what is told ------------------------------------------------------------------------------------------------
 
     def _tell_of(self, step: int, share: float, began: tuple[float, int]) -> None:
-        if not self._told:
+        """Log an update as it is, and read it for those who show it now."""
+        if self._log is None:
             return
         trained, now = self.trained, time.perf_counter()
         since, counted = self._since
@@ -217,19 +221,26 @@ class _Training:
         update = Update(
             step=step,
             num_steps=self.settings.run.steps,
-            loss=trained.losses[-1],
+            loss=self.curve.latest,
             lr=self.settings.optimizer.lr * share,
-            grad_norm=trained.grad_norms[-1] if trained.grad_norms else None,
+            grad_norm=None,
             num_tokens=trained.num_tokens,
             tokens_per_second=(trained.num_tokens - counted) / max(now - since, 1e-9),
             padding=1.0 - trained.num_tokens / max(trained.num_padded, 1),
-            bubble=self._bubble(),
+            bubble=None,
             peak_bytes=self.memory.num_bytes,
             resident_bytes=self.memory.resident_bytes,
             bucket=self._bucket,
             seconds_left=(now - began[0]) / (step - began[1]) * (self.settings.run.steps - step),
         )
-        self._tell(update)
+        self._log(update)
+        shown = [one for one in self._told if not isinstance(one, Progress) or one.is_due(step)]
+        if shown:
+            self.curve.read()
+            norm = self.curve.norms[-1] if self.curve.norms else None
+            update = replace(update, loss=self.curve.losses[-1], grad_norm=norm, bubble=self._bubble())
+        for one in shown:
+            one(update)
 
     def _weighed(self) -> Measured | None:
         try:
@@ -244,8 +255,9 @@ class _Training:
             return None  # a captured step is not measured
 
     def _tell(self, told: Told) -> None:
-        for one in self._told:
-            one(told)
+        for one in (self._log, *self._told):
+            if one is not None:
+                one(told)
 
     def _look(self, step: int) -> None:
         """Evaluate and sample where the settings say so, on every rank."""
