@@ -41,7 +41,7 @@ def loop_parts() -> Parts:
     from drumline.train.models.build import build_model
 
     return Parts(
-        lambda settings: build(settings, build_model, whole=settings.model.kind == "function"),
+        lambda settings: build(settings, build_model, whole=False),
         lambda settings, built: build_data(settings, built, rank=0, size=1),
         pipeline_arguments,
         choose,

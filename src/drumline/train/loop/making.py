@@ -1,7 +1,7 @@
 """From settings to what a run trains with: the model, and the arguments of its pipeline.
 
-Every rank builds the same model from the same seed. A large one is built on the meta device where several processes
-train it, so that each makes or reads only the parameters of its own stages.
+Every rank builds the same model from the same seed. A large one is built on the meta device, so that each rank makes or
+reads only the parameters of its own stages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from drumline.core.errors import UsageError, counted
-from drumline.pipeline import transports
 from drumline.pipeline.model.blocks import guesses, is_chain
 from drumline.report.run.follow import needed
 from drumline.train.config.settings import TrainSettings
@@ -73,17 +72,15 @@ def seeded(seed: int) -> None:
 
 
 def build(settings: TrainSettings, make_model: MakeModel, *, whole: bool | None = None) -> Built:
-    """Return the model: whole, or on the meta device.
+    """Return the model: whole, or on the meta device, from which every rank gives memory to its own stages.
 
-    Unless told, it is on the meta device if it is large and other processes hold most of it.
+    Unless told, it is on the meta device if it is large. Functions of users build it whole.
     """
     seeded(settings.run.seed)
     built = None
-    if whole is False:
+    if not whole and settings.model.kind != "function":
         built = make_model(settings, device="meta")
-    elif whole is None and settings.model.kind in ("gpt", "hf") and not transports.alone(settings.pipeline.transport):
-        built = make_model(settings, device="meta")
-        if sum(one.numel() * 4 for one in built.model.parameters()) < _LARGE:
+        if whole is None and sum(one.numel() * 4 for one in built.model.parameters()) < _LARGE:
             built = None
     if built is None:
         seeded(settings.run.seed)
