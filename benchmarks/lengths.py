@@ -338,10 +338,10 @@ def simulated(draws: int = 6) -> None:
         terms = {
             key: (a, b * (1.15 if key[0] == ranks - 1 else 1.0), c) for key, (a, b, c) in costs_for(plain).terms.items()
         }
-        each = SizeCosts(ranks, terms).of([Size(rows, length)] * count)
+        alike = SizeCosts(ranks, terms).of([Size(rows, length)] * count)
         limit = dl.Limit(max_activations=ranks)
-        found = dl.search(each, plain.placement, num_microbatches=count, limit=limit, seconds=2.0)
-        times = [dl.simulate(one, each).makespan / found.value for one in (plain, split)]
+        found = dl.search(alike, plain.placement, num_microbatches=count, limit=limit, seconds=2.0)
+        times = [dl.simulate(one, alike).makespan / found.value for one in (plain, split)]
         print(f"{ranks} ranks, {count} of {rows} x {length}: over searched, 1f1b {times[0]:.2f}  zb-h1 {times[1]:.2f}")
 
 

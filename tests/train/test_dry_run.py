@@ -110,7 +110,7 @@ def test_optimizers_state_follows_kind_shape_and_masters() -> None:
 def test_a_model_without_memory_is_forecast_like_one_with() -> None:
     """Its blocks share memory while they are measured, and nothing is counted twice or left out for that."""
     whole = loop_parts()._replace(model=lambda settings: build(settings, build_model, whole=True))
-    cases = {
+    cases: dict[str, dict[str, Any]] = {
         "tied, autocast": {**TINY, "model.tied": True, "precision.compute": "bf16"},
         "masters": {**TINY, "precision.weights": "bf16", "precision.master_weights": True},
         "mlp": {"model.kind": "mlp", "data.kind": "points"},
