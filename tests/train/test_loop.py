@@ -18,9 +18,11 @@ import drumline as dl
 from drumline.core.errors import BatchError, RankFailed, UsageError
 from drumline.train.config.settings import (
     BatchSettings,
+    CheckpointSettings,
     EvaluationSettings,
     LearningRateSettings,
     MeshSettings,
+    ModelSettings,
     OptimizerGroup,
     OptimizerSettings,
     PipelineSettings,
@@ -198,6 +200,18 @@ def test_losses_are_read_only_when_they_are_shown(tmp_path: Path, monkeypatch: p
     lines = [one["train/loss"] for one in dl.read_run(found.folder).metrics() if one.get("train/step")]
     assert lines == found.losses == trained(settings(tmp_path / "told")).losses
     assert len(lines) == 6
+
+
+def test_a_large_model_is_built_by_its_ranks_to_the_last_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device first; here every model is large."""
+    small = ModelSettings(num_layers=2, hidden=16, num_heads=2, tied=True)
+    losses = []
+    for large in (2**31, 0):
+        monkeypatch.setattr("drumline.train.loop.making._LARGE", large)
+        run = RunSettings(steps=2, out=str(tmp_path / str(large)))
+        given = settings(tmp_path, model=small, run=run, checkpoint=CheckpointSettings(at_end=False))
+        losses.append(run_training(given, tell=lambda told: None).losses)
+    assert losses[0] == losses[1]
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
