@@ -1,4 +1,4 @@
-"""Texts of unequal length: padded to the longest of a step, padded by microbatch, or packed; real tokens a second.
+"""Texts of unequal length: padded to the longest, by microbatch, by bucket, or packed; real tokens a second.
 
     python benchmarks/lengths.py [--rounds 5] [--seeds 3] [--steps 4] [--width 128] [--json FILE]
     python benchmarks/lengths.py --simulated        what orders and programs save, without running anything
@@ -10,6 +10,8 @@ Lengths are log-normal (median 128, sigma 0.8, at most 1,024). A small transform
     windows      the window sorted by length, 2 texts a microbatch padded to the longer, dealt to the steps as they come
     arranged     the same, each step's microbatches in the order that the simulator prefers: arrange=True
     packed       texts one behind the other in rows of at most 1,024 places, attention within each text alone
+    buckets      as `drumline train` lays out an epoch of 3,000 texts: steps of one length, a program for each number of
+                 microbatches; timed are steps from the shortest to the longest, padding is that of the whole epoch
 
 A window is timed from a barrier to the end of the last rank. Printed: real tokens a second (targets that count), the
 share of places that are padding, the speed-up over `longest` beside padded/real places of that, which it could be, and
@@ -29,7 +31,8 @@ from typing import Any
 MEDIAN, SIGMA, LONGEST = 128, 0.8, 1024
 ROWS, MICROBATCHES = 2, 8
 IGNORED, VOCABULARY = -100, 256
-WAYS = ("longest", "windows", "arranged", "packed")
+WAYS = ("longest", "windows", "arranged", "packed", "buckets")
+EPOCH = 3000  # texts of which buckets are made
 BAR = 0.8  # of padded over real places
 
 
@@ -87,6 +90,39 @@ def steps_of(way: str, texts: list[Any]) -> list[list[dict[str, Any]]]:
     made = [padded(ordered[at : at + ROWS], len(ordered[at + ROWS - 1])) for at in range(0, len(ordered), ROWS)]
     count = len(made) // MICROBATCHES
     return [made[at::count] for at in range(count)]
+
+
+class Texts:
+    """Texts by their numbers, as layouts want them."""
+
+    def __init__(self, texts: list[Any]) -> None:
+        self.texts, self.num = texts, len(texts)
+
+    def lengths(self, indices: Any) -> Any:
+        """Return the lengths of some."""
+        import numpy as np
+
+        return np.array([len(self.texts[at]) for at in indices], dtype=np.int64)
+
+
+def bucketed(seed: int, count: int) -> tuple[list[list[dict[str, Any]]], float]:
+    """Return so many steps of an epoch of buckets, from the shortest to the longest, and the epoch's padding."""
+    import numpy as np
+
+    from drumline.train.data.buckets import Buckets
+    from drumline.train.data.layouts import StepShape
+
+    texts = Texts(texts_of(seed, EPOCH))
+    layout = Buckets(texts, StepShape(ROWS, MICROBATCHES, counts=tuple(range(1, 2 * MICROBATCHES + 1))), LONGEST)
+    units, _ = layout.units(np.random.default_rng(seed).permutation(EPOCH), last=True)
+    real = sum(len(texts.texts[one]) for unit in units for row in unit.rows for one in row)
+    places = sum(len(unit.rows) * unit.width for unit in units)
+    ordered = sorted(units, key=lambda one: one.width)
+    steps = []
+    for unit in (ordered[(2 * at + 1) * len(units) // (2 * count)] for at in range(count)):
+        step = [[texts.texts[one] for row in part[0].rows for one in row] for part in layout.share([unit], 0)]
+        steps.append([padded(rows, unit.width) for rows in step])
+    return steps, 1 - real / places
 
 
 def transformer(width: int) -> Any:
@@ -156,11 +192,13 @@ def measure(seeds: int, rounds: int, steps: int, width: int) -> list[dict[str, A
         )
 
     pipes = {way: pipeline(arrange=way == "arranged") for way in WAYS}
-    programs = {count: dl.generate("1f1b", num_ranks=2, num_microbatches=count) for count in range(1, MICROBATCHES + 1)}
+    counts = range(1, 2 * MICROBATCHES + 1)
+    programs = {count: dl.generate("1f1b", num_ranks=2, num_microbatches=count) for count in counts}
     found = []
     for seed in range(seeds):
         texts = texts_of(seed, steps * ROWS * MICROBATCHES)
-        windows = {way: steps_of(way, texts) for way in WAYS}
+        windows = {way: steps_of(way, texts) for way in WAYS[:-1]}
+        windows["buckets"], padding = bucketed(seed, 2 * steps)
         seconds: dict[str, list[float]] = {way: [] for way in WAYS}
         losses: dict[str, float] = {}
         seen: dict[str, list[Any]] = {way: [] for way in WAYS}
@@ -181,7 +219,9 @@ def measure(seeds: int, rounds: int, steps: int, width: int) -> list[dict[str, A
                 if turn:
                     seconds[way].append(time.perf_counter() - start)
                 losses[way] = total
-        real = sum(len(text) - 1 for text in texts)
+        real = {
+            way: sum(int((one["target"] != IGNORED).sum()) for s in each for one in s) for way, each in windows.items()
+        }
         places = {way: sum(one["ids"].numel() for step in steps for one in step) for way, steps in windows.items()}
         simulated = {}
         for way, timelines in seen.items():
@@ -189,11 +229,23 @@ def measure(seeds: int, rounds: int, steps: int, width: int) -> list[dict[str, A
             each = timelines[-len(windows[way]) :]
             simulated[way] = sum(dl.simulate(one.program, costs.of(sizes)).makespan for one, sizes in each)
         found.append(
-            {"seed": seed, "real": real, "places": places, "seconds": seconds, "losses": losses, "simulated": simulated}
+            {
+                "seed": seed,
+                "real": real,
+                "places": places,
+                "seconds": seconds,
+                "losses": losses,
+                "simulated": simulated,
+                "padding": padding,
+            }
         )
     for pipe in pipes.values():
         pipe.close()
     return found
+
+
+def _counted(step: list[dict[str, Any]]) -> int:
+    return sum(int((one["target"] != IGNORED).sum()) for one in step)
 
 
 def _sizes(ids: Any, order_of: Any) -> list[Any]:
@@ -205,25 +257,27 @@ def _sizes(ids: Any, order_of: Any) -> list[Any]:
 
 def summary(one: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the figures of one seed, way by way."""
-    texts = one["real"]
-    base = statistics.median(one["seconds"]["longest"])
+    base = one["real"]["longest"] / statistics.median(one["seconds"]["longest"])
     possible = one["places"]["longest"] / one["places"]["packed"]
     rows = []
     for way in WAYS:
-        ratios = sorted(a / b for a, b in zip(one["seconds"]["longest"], one["seconds"][way], strict=True))
+        real, more = one["real"][way], one["real"][way] / one["real"]["longest"]  # buckets have other texts
+        ratios = sorted(more * a / b for a, b in zip(one["seconds"]["longest"], one["seconds"][way], strict=True))
+        speed = real / statistics.median(one["seconds"][way])
+        padding = one["padding"] if way == "buckets" else 1 - one["places"]["packed"] / one["places"][way]
         rows.append(
             {
                 "seed": one["seed"],
                 "way": way,
-                "tokens_per_second": texts / statistics.median(one["seconds"][way]),
-                "padding": 1 - one["places"]["packed"] / one["places"][way],
-                "speedup": base / statistics.median(one["seconds"][way]),
+                "tokens_per_second": speed,
+                "padding": padding,
+                "speedup": speed / base,
                 "low": ratios[len(ratios) // 4],
                 "high": ratios[(3 * len(ratios)) // 4],
                 "possible": possible,
                 "bar": BAR * possible,
-                "simulated": one["simulated"]["longest"] / one["simulated"][way],
-                "loss": one["losses"][way] / texts,
+                "simulated": more * one["simulated"]["longest"] / one["simulated"][way],
+                "loss": one["losses"][way] / real,
             }
         )
     return rows
@@ -272,6 +326,23 @@ def simulated(draws: int = 6) -> None:
             found = dl.search(best, plain.placement, num_microbatches=count, limit=limit, seconds=2.0)
             times = [dl.simulate(one, best).makespan / work for one in (plain, split)]
             print(f"{ranks} ranks: 1f1b {times[0]:.2f}  zb-h1 {times[1]:.2f}  searched {found.value / work:.2f}")
+    print("the same for steps of buckets, whose microbatches are alike; the last stage costs 15% more by place")
+    for ranks, length, rows, count in (
+        (2, 32, 20, 8),
+        (2, 1024, 1, 5),
+        (4, 32, 20, 16),
+        (4, 256, 2, 20),
+        (4, 1024, 1, 10),
+    ):
+        plain, split = (dl.generate(one, num_ranks=ranks, num_microbatches=count) for one in ("1f1b", "zb-h1"))
+        terms = {
+            key: (a, b * (1.15 if key[0] == ranks - 1 else 1.0), c) for key, (a, b, c) in costs_for(plain).terms.items()
+        }
+        alike = SizeCosts(ranks, terms).of([Size(rows, length)] * count)
+        limit = dl.Limit(max_activations=ranks)
+        found = dl.search(alike, plain.placement, num_microbatches=count, limit=limit, seconds=2.0)
+        times = [dl.simulate(one, alike).makespan / found.value for one in (plain, split)]
+        print(f"{ranks} ranks, {count} of {rows} x {length}: over searched, 1f1b {times[0]:.2f}  zb-h1 {times[1]:.2f}")
 
 
 def main() -> None:

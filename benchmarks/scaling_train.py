@@ -1,6 +1,9 @@
 """Strong and weak scaling of training a GPT on 1 to 8 ranks, beside the simulator and the formula.
 
-    python benchmarks/scaling_train.py [--ranks 1,2,4,8] [--schedules 1f1b,zb-h1] [--rounds 7] [--json FILE]
+    python benchmarks/scaling_train.py [--ranks 1,2,4,8] [--schedules 1f1b,zb-h1] [--rounds 7] [--kinds strong,weak]
+                                       [--json docs/scaling-train.json]
+
+`make docs` draws docs/pictures/scaling-strong.svg and scaling-weak.svg from that file.
 
 One thread per rank, on a host with at least as many cores as ranks. The model is the built-in byte-level GPT of
 `drumline train`, with 16 blocks (strong) or 2 blocks per rank (weak), 16 microbatches of one sequence of 64 tokens, and
@@ -85,13 +88,14 @@ def main() -> None:
     parser.add_argument("--ranks", default="1,2,4,8")
     parser.add_argument("--schedules", default="1f1b,zb-h1")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--kinds", default="strong,weak")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     import drumline as dl
 
     ranks, schedules = [int(one) for one in args.ranks.split(",")], args.schedules.split(",")
     rows = []
-    for kind in ("strong", "weak"):
+    for kind in args.kinds.split(","):
         print(f"\n{kind:7s} ranks schedule   step ms (quartiles)   measured  simulated  bound")
         first: dict[str, Any] = {}
         for number in ranks:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.train.config.settings import OptimizerGroup, OptimizerSettings, TrainSettings
-from drumline.train.data.batch import Batch
+from drumline.train.data.batch import Batch, Data
 from drumline.train.dry.run import Parts
 from drumline.train.models.built import Built
 
@@ -91,4 +91,9 @@ def optimizers(shapes: dict[str, torch.Size], settings: OptimizerSettings) -> li
     return [Chosen(group, getattr(torch.optim, group.kind), settings.lr, names) for group, names in found]
 
 
-PARTS = Parts(gpt, batch, arguments, optimizers)
+def data(settings: TrainSettings, built: Built) -> Data:
+    """Return data of that one batch."""
+    return Data(iter(()), (batch(settings, built),), 0)  # type: ignore[arg-type]
+
+
+PARTS = Parts(gpt, data, arguments, optimizers)

@@ -29,6 +29,7 @@ from drumline.train.config.settings import (
 )
 from drumline.train.config.tables import GROUPS, Reading, checked
 from drumline.train.config.write import config_text
+from matrices import ALL, examples
 from some import some
 
 TORCH = find_spec("torch") is not None
@@ -274,7 +275,7 @@ def table_of(name: str) -> Any:
 
 
 @given(st.fixed_dictionaries({name: table_of(name) for name in TABLES}), st.lists(table_of(GROUPS), max_size=2))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 if ALL else examples(25), deadline=None)
 def test_settings_that_are_written_read_back_as_the_same(tables: Any, groups: Any) -> None:
     whole = TrainSettings()
     made = replace(whole, **{name: replace(getattr(whole, name), **table) for name, table in tables.items()})

@@ -16,8 +16,10 @@ from drumline.train.config.read import read_settings
 from drumline.train.config.settings import TrainSettings
 from drumline.train.dry.forecast import Held
 from drumline.train.dry.held import held
-from drumline.train.dry.run import dry_run
+from drumline.train.dry.run import dry_run, loop_parts
 from drumline.train.dry.state import state_bytes
+from drumline.train.loop.making import build
+from drumline.train.models.build import build_model
 from some import some
 from stand_in_run import PARTS, arguments, batch, gpt, optimizers
 
@@ -103,6 +105,22 @@ def test_optimizers_state_follows_kind_shape_and_masters() -> None:
     low = nn.Parameter(bias.detach().bfloat16())
     assert state_bytes(torch.optim.AdamW, {}, low, masters=True) == 3 * bias.nbytes + 4
     assert state_bytes(torch.optim.AdamW, {}, low) == 2 * low.nbytes + 4
+
+
+def test_a_model_without_memory_is_forecast_like_one_with() -> None:
+    """Its blocks share memory while they are measured, and nothing is counted twice or left out for that."""
+    whole = loop_parts()._replace(model=lambda settings: build(settings, build_model, whole=True))
+    cases: dict[str, dict[str, Any]] = {
+        "tied, autocast": {**TINY, "model.tied": True, "precision.compute": "bf16"},
+        "masters": {**TINY, "precision.weights": "bf16", "precision.master_weights": True},
+        "mlp": {"model.kind": "mlp", "data.kind": "points"},
+    }
+    for name, case in some(cases.items()):
+        settings = read_settings(None, {**SMALL, "model.num_layers": 3, "batch.sequences": 4, **case})
+        found, other = dry_run(settings), dry_run(settings, whole)
+        assert found.forecast.ranks == other.forecast.ranks, name
+        assert found.summary()["parameters"] == other.summary()["parameters"], name
+        assert (found.whole, other.whole) == (False, True), name
 
 
 def test_without_pipelining_the_forecast_is_one_rank_of_everything() -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import threading
 from collections import Counter
+from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,25 @@ import pytest
 import torch
 
 from drumline.core.errors import DrumlineError, UsageError
+from drumline.core.measured.run import read_run
 from drumline.train.config.settings import (
     BatchSettings,
     DataSettings,
     EvaluationSettings,
+    LearningRateSettings,
     LengthSettings,
+    MeshSettings,
     ModelSettings,
+    PipelineSettings,
+    RunSettings,
     TrainSettings,
 )
 from drumline.train.data.batch import Batch, Data
 from drumline.train.data.build import build_data
 from drumline.train.data.layouts import HOWS
+from drumline.train.data.stream import PlannedStream
+from drumline.train.dry.run import dry_run
+from drumline.train.loop.run import run_training
 from drumline.train.models.build import build_model
 from drumline.train.models.built import IGNORED, Built
 from drumline.train.models.tokenizers import ByteTokenizer
@@ -101,10 +110,10 @@ def test_ranks_share_an_epoch_without_loss_or_double(how: str, built: Built, tmp
     wanted = settings(how, (file,))
     one = build_data(wanted, built)
     assert one.num_tokens == sum(lengths) + (95 if how == "blocks" else 0)  # between documents only blocks predict
-    batches: list[Batch] = []
+    stream, batches = iter(one.training), list[Batch]()
     while sum(batch.num_tokens for batch in batches) < 3 * one.num_tokens:
-        batches = first(one, len(batches) + 8)
-        one = build_data(wanted, built)
+        batches += islice(stream, 8)
+    one.close()
     alone = counted(batches)
     ranks = [first(build_data(wanted, built, rank=rank, size=2), len(batches) // 2) for rank in (0, 1)]
     shared = counted([*ranks[0], *ranks[1]])
@@ -133,7 +142,7 @@ def test_it_goes_on_bit_for_bit_from_every_position(how: str, built: Built, tmp_
     wanted = settings(how, (file,), batch=BatchSettings(sequences=6, microbatch=2, sequence=16))
     data = build_data(wanted, built)
     stream, batches, states = iter(data.training), [], []
-    for _ in range(20):
+    for _ in range(26):
         states.append(json.loads(json.dumps(data.training.state_dict())))
         batches.append(plain(next(stream)))
     data.close()
@@ -162,24 +171,97 @@ def test_the_order_depends_on_seed_and_epoch_and_not_on_who_reads_ahead(built: B
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_log_normal_lengths_are_padded_by_less_than_a_twentieth(seed: int, built: Built, tmp_path: Path) -> None:
     file = documents(tmp_path, log_normal(seed))
-    for how in ("packed", "padded"):
+    for how in ("packed", "padded", "buckets"):
         wanted = settings(how, (file,), batch=BatchSettings(sequences=32, microbatch=4, sequence=1024))
-        batches = first(build_data(wanted, built), 12)
-        share = 1 - sum(one.num_tokens for one in batches) / sum(one.num_padded for one in batches)
-        assert share < 0.05, how
-        sizes = [one.numel() for batch in batches for one in parts(batch.target)]
-        assert max(sizes) <= 1024 * (32 if how == "packed" else 1), "a microbatch costs no more than the longest row"
+        stream = build_data(wanted, built).training
+        assert isinstance(stream, PlannedStream)
+        real, places = 0, []
+        for plan, _ in islice(stream.plans(), 100):  # with what an epoch of buckets leaves over
+            rows = [[(row, unit.width) for unit in one for row in unit.rows] for one in plan]
+            read = [at for one in rows for row, _ in one for at in row]
+            real += int(stream.steps.layout.samples.lengths(np.array(read)).sum())
+            places += [sum(width for _, width in one) for one in rows]
+        assert 0 < 1 - real / sum(places) < 0.05, how
+        assert max(places) <= 1024 * (4 if how == "packed" else 1), "a microbatch costs no more than the longest row"
 
 
-def test_buckets_are_few_and_rows_of_a_batch_have_one_length(built: Built, tmp_path: Path) -> None:
+def test_rows_of_a_bucket_have_one_length_and_steps_cost_alike(built: Built, tmp_path: Path) -> None:
     file = documents(tmp_path, log_normal(0))
     wanted = settings("buckets", (file,), batch=BatchSettings(sequences=32, microbatch=4, sequence=1024))
-    batches = first(build_data(wanted, built), 60)
-    assert 2 < len({one.bucket for one in batches}) <= 8
-    for one in batches:
-        assert one.inputs["tokens"].shape == (32, one.bucket)
-    share = 1 - sum(one.num_tokens for one in batches) / sum(one.num_padded for one in batches)
-    assert share < 0.22  # eight lengths at their best: 0.18
+    data = build_data(wanted, built)
+    known = {(one.length, one.num_microbatches): one.rows for one in data.buckets}
+    mean = data.num_tokens / len(log_normal(0))
+    whole = 0
+    for one in some(first(data, 100)):
+        rows, left = divmod(len(one.target), one.num_microbatches)
+        assert (left, one.target.shape) == (0, (rows * one.num_microbatches, one.bucket))
+        assert one.num_microbatches in (8, *data.counts)
+        assert all(int((part != IGNORED).sum()) for part in one.target.chunk(one.num_microbatches))
+        if known.get((one.bucket, one.num_microbatches)) == rows:
+            whole += 1
+            assert one.num_padded == pytest.approx(32 * mean, rel=0.15)
+    assert whole > 80
+    assert len({one.num_microbatches for one in data.buckets}) > 5
+    fixed = replace(wanted, pipeline=PipelineSettings(capture=True))  # one program, so rows alone differ
+    data = build_data(fixed, built)
+    assert (data.counts, {one.num_microbatches for one in data.buckets}) == ((), {8})
+    assert {one.rows for one in data.buckets} > {1, 2, 4, 8}
+    data.close()
+
+
+def test_every_bucket_runs_by_its_own_program_with_gradients_of_one_process(tmp_path: Path) -> None:
+    """Losses, norms, what the folder says, and the forecast, which knows the fullest bucket."""
+    lengths = [2 + (11 * at) % 60 for at in range(160)]
+    wanted = TrainSettings(
+        model=ModelSettings(num_layers=2, hidden=16, num_heads=2),
+        data=DataSettings(files=(documents(tmp_path, lengths),), separator="\n", validation=0.1),
+        batch=BatchSettings(sequences=12, microbatch=2, sequence=64, accumulate=2),
+        lengths=LengthSettings(how="buckets", buckets=(8, 16, 24, 32, 48, 64)),
+        mesh=MeshSettings(pipeline=2),
+        pipeline=PipelineSettings(transport="in-process", device="cpu"),
+        learning_rate=LearningRateSettings(shape="constant", warmup_steps=0),
+        evaluation=EvaluationSettings(every=6, batches=3),
+        run=RunSettings(steps=6, out=str(tmp_path / "run")),
+    )
+    found = run_training(wanted, tell=lambda told: None)
+    model, data = build_model(wanted), build_data(wanted, build_model(wanted, device="meta"))
+    optimizer, stream = torch.optim.AdamW(model.model.parameters(), lr=wanted.optimizer.lr), iter(data.training)
+    losses, norms, counts = [], [], []
+    for _ in range(wanted.run.steps):
+        batches = [next(stream), next(stream)]
+        counts += [one.num_microbatches for one in batches]
+        real = sum(one.num_tokens for one in batches)
+        loss = sum((_sum(model, one) for one in batches), torch.zeros(())) / real
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        losses.append(loss.item())
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.model.parameters(), 1.0)))
+        optimizer.step()
+    data.close()
+    assert len(set(counts)) > 2
+    assert found.losses == pytest.approx(losses, rel=1e-5)
+    assert found.grad_norms == pytest.approx(norms, rel=1e-4)
+    held = sum(_sum(model, one).item() for one in data.validation) / sum(one.num_tokens for one in data.validation)
+    assert found.evaluations[-1].loss == pytest.approx(held, rel=1e-5)
+    run = read_run(tmp_path / "run")
+    assert [run.program_of(step).num_microbatches for step in run.steps] == counts
+    told = json.loads((tmp_path / "run" / "buckets.json").read_text())
+    assert [one["length"] for one in told] == [8, 16, 24, 32, 48, 64]
+    assert {one["bucket"] for one in run.metrics() if "bucket" in one} <= {8, 16, 24, 32, 48, 64}
+    dry = dry_run(wanted)
+    assert [one["num_microbatches"] for one in dry.summary()["buckets"]] == [one["num_microbatches"] for one in told]
+    assert not dry.violations
+    assert set(counts) <= {one.num_microbatches for one in dry.programs}
+    for rank, size in some(enumerate(found.peak_bytes)):
+        forecast = dry.forecast.ranks[rank]
+        assert size == pytest.approx(forecast.total - forecast.received, rel=0.1), rank
+
+
+def _sum(built: Built, batch: Batch) -> torch.Tensor:
+    logits = built.model(batch.inputs["tokens"])
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch.target.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
 
 
 @pytest.mark.parametrize("how", HOWS)

@@ -18,9 +18,11 @@ import drumline as dl
 from drumline.core.errors import BatchError, RankFailed, UsageError
 from drumline.train.config.settings import (
     BatchSettings,
+    CheckpointSettings,
     EvaluationSettings,
     LearningRateSettings,
     MeshSettings,
+    ModelSettings,
     OptimizerGroup,
     OptimizerSettings,
     PipelineSettings,
@@ -28,6 +30,7 @@ from drumline.train.config.settings import (
     RunSettings,
     TrainSettings,
 )
+from drumline.train.loop.curve import Curve
 from drumline.train.loop.run import Trained, run_training
 from some import some
 from train.training import Ending, OwnLoss, Uneven, Writer, chain, cosine, made, plain_run, uneven
@@ -179,6 +182,36 @@ def test_the_folder_holds_what_watch_and_report_read(tmp_path: Path) -> None:
         "Sample",
     ]
     assert len(found.peak_bytes) == 2  # ranks, which take turns in this process
+
+
+def test_losses_are_read_only_when_they_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device every reading would wait; the folder has all losses nevertheless."""
+    reads: list[int] = []
+
+    def read(curve: Curve) -> None:
+        reads.append(len(curve._shares))
+        original(curve)
+
+    original = Curve.read
+    monkeypatch.setattr(Curve, "read", read)
+    monkeypatch.setattr("drumline.train.loop.progress._SECONDS_APART", 1e9)
+    found = run_training(settings(tmp_path / "run"), make_model=made(Writer), make_data=uneven)
+    assert reads == [1, 5, 0]  # the first is shown and the last; nothing is left at the end
+    lines = [one["train/loss"] for one in dl.read_run(found.folder).metrics() if one.get("train/step")]
+    assert lines == found.losses == trained(settings(tmp_path / "told")).losses
+    assert len(lines) == 6
+
+
+def test_a_large_model_is_built_by_its_ranks_to_the_last_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device first; here every model is large."""
+    small = ModelSettings(num_layers=2, hidden=16, num_heads=2, tied=True)
+    losses = []
+    for large in (2**31, 0):
+        monkeypatch.setattr("drumline.train.loop.making._LARGE", large)
+        run = RunSettings(steps=2, out=str(tmp_path / str(large)))
+        given = settings(tmp_path, model=small, run=run, checkpoint=CheckpointSettings(at_end=False))
+        losses.append(run_training(given, tell=lambda told: None).losses)
+    assert losses[0] == losses[1]
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [

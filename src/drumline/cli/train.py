@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -208,6 +208,9 @@ def _text(found: DryRun, line: str) -> str:
     names = ("weights", "gradients", "optimizer", "activations", "received", "total")
     ranks = [[str(rank), *(size_text(one[name]) for name in names)] for rank, one in enumerate(told["rank_bytes"])]
     sizes = f"{counted(told['microbatches'], 'microbatch')} of {told['microbatch']} x {told['sequence']}"
+    if told["buckets"]:
+        most = max(one["rows"] * one["length"] for one in told["buckets"])
+        sizes = f"{counted(len(told['buckets']), 'bucket')}, microbatches of at most {most:,} tokens"
     proof = (
         "It is proven to run: every message has its receiver, nothing waits in a circle."
         if told["proven"]
@@ -218,19 +221,46 @@ def _text(found: DryRun, line: str) -> str:
         f"{counted(told['ranks'], 'rank')}",
         table(["stage", "rank", "blocks", "which", "parameters"], stages, width=width, keep=("parameters",)),
         "",
-        f"{told['schedule']}: {sizes}, {told['tokens_per_step']:,} tokens in an optimizer step, "
+        f"{told['schedule']}: {sizes}, {'at most ' if told['buckets'] else ''}{told['tokens_per_step']:,} tokens in an "
+        f"optimizer step, "
         f"{counted(told['steps'], 'step')}",
+        *_buckets(told, width),
         proof,
         f"Simulated: bubble {percent(told['bubble'])}, {duration(told['step_seconds'])} for an optimizer step on "
         f"{told['device']}",
         "",
         "Memory that each rank needs at its fullest moment, without temporary memory of kernels:",
         table(["rank", *names], ranks, width=width, keep=("total",)),
+        *(
+            ["The whole model was built for this: only built-in and Hugging Face models can be built without memory."]
+            if told["built_whole"]
+            else []
+        ),
         "",
         f"The run goes to {told['folder']}. The same by torchrun:",
         f"  {line}",
     ]
     return "\n".join(one if "\n" in one or one.startswith("  ") else wrapped(one, width) for one in lines)
+
+
+def _buckets(told: dict[str, Any], width: int) -> Iterator[str]:
+    """Yield which lengths each program runs."""
+    from drumline.report.table import table
+    from drumline.report.units import percent
+
+    rows = [
+        [
+            str(one["microbatches"]),
+            str(len(one["lengths"])),
+            ", ".join(map(str, one["lengths"])),
+            percent(one["bubble"]),
+        ]
+        for one in told["programs"]
+        if one["lengths"]
+    ]
+    if rows:
+        yield "A program for each number of microbatches, with its simulated bubble:"
+        yield table(["microbatches", "buckets", "lengths", "bubble"], rows, width=width, keep=("bubble",))
 
 
 def _tell(args: argparse.Namespace, settings: TrainSettings, trained: Any) -> None:

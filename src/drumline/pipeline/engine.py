@@ -177,6 +177,12 @@ class Engine(Observer):
         ):
             self._crew.drive([one.run(step, draft) for one, draft in zip(executors, drafts, strict=True)])
 
+    def weigh_next(self) -> None:
+        """Count the bytes of the next step, in a pipeline that otherwise counts those of its first one alone."""
+        if self._weigh == "first":
+            for executor in self.executors:
+                executor.scale = executor.scale or Scale(executor.stages.values())
+
     def end(self, step: Step) -> None:
         """Stop counting bytes after the first step, if only that step was requested."""
         if self._weigh == "first":

@@ -97,7 +97,7 @@ def profile(
     )
     seconds, overhead = _told_apart(apart_ops, at_once_ops)
     spreads = _spreads(apart_ops)
-    each = zip(blocks, seconds, sizes, _tied(blocks), leaves, more, spreads, strict=True)
+    each = zip(blocks, seconds, sizes, tied(blocks), leaves, more, spreads, strict=True)
     return Profile(
         tuple(
             Layer(
@@ -300,7 +300,7 @@ def _static(module: nn.Module) -> tuple[int, int]:
     return sum(one.nbytes for one in chain(module.parameters(), module.buffers())), trained
 
 
-def _tied(blocks: Sequence[Block]) -> list[tuple[tuple[str, int, int], ...]]:
+def tied(blocks: Sequence[Block]) -> list[tuple[tuple[str, int, int], ...]]:
     """Return, for each block, the tensors that other blocks hold too: name, bytes of weight and of gradient."""
     uses: dict[int, dict[int, str]] = {}  # by tensor, then by block
     for number, block in enumerate(blocks):

@@ -46,6 +46,11 @@ class Precision:
             kind = "cpu" if device is None else device.type
             self.autocast = torch.autocast(kind, dtype=self.dtype, cache_enabled=True)
 
+    def uncached(self) -> AbstractContextManager[Any]:
+        """Return the same as `autocast`, which casts a weight anew whenever it is used."""
+        kind = getattr(self.autocast, "device", "cpu")
+        return nullcontext() if self.dtype is None else torch.autocast(kind, dtype=self.dtype, cache_enabled=False)
+
     def step(self) -> AbstractContextManager[None]:
         """Keep casts of weights during a step."""
         return nullcontext() if self.dtype is None else casts_kept()

@@ -120,7 +120,7 @@ _LENGTHS: dict[str, tuple[Rule, str]] = {
         one_of("blocks", "packed", "padded", "buckets"),
         "cut text into equal blocks, pack documents into rows, pad each microbatch, or sort rows by length",
     ),
-    "buckets": (each_at_least(1), "lengths of the buckets, in tokens; none: chosen from the data"),
+    "buckets": (each_at_least(1), "lengths of the buckets, in tokens; none: chosen from the data, up to 64"),
     "search": (FREE, "whether to run unequal microbatches in the order that the simulator finds fastest"),
 }
 _MESH = {name: (COUNT, f"ranks of {name} parallelism") for name in ("tensor", "pipeline", "data", "context", "expert")}

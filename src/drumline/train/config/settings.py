@@ -91,7 +91,7 @@ class LengthSettings:
     """Documents of unequal size: `how` is "blocks" (text cut into equal blocks), "packed", "padded" or "buckets".
 
     packed: documents side by side in a row of batch.sequence tokens, without attention across them. padded: each
-    microbatch padded to its own longest. buckets: rows sorted into the given lengths, with a program for each.
+    microbatch padded to its own longest. buckets: steps of one length, with microbatches and a program for each.
     """
 
     how: str = "blocks"

@@ -13,6 +13,7 @@ class Batch:
 
     Values are tensors, or `Microbatches` where microbatches differ in length. `num_tokens` counts targets that are not
     ignored, `num_padded` every place that is computed. `bucket` is the length that all rows have, 0 if they differ.
+    `num_microbatches` is 0 where the step has as many as the run's own program.
     """
 
     inputs: dict[str, Any]
@@ -20,6 +21,25 @@ class Batch:
     num_tokens: int
     num_padded: int
     bucket: int = 0
+    num_microbatches: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Steps whose rows all have one length: so many rows in each of so many microbatches."""
+
+    length: int
+    rows: int
+    num_microbatches: int
+
+    @property
+    def places(self) -> int:
+        """How many places a microbatch has.
+
+        >>> Bucket(128, rows=4, num_microbatches=8).places
+        512
+        """
+        return self.rows * self.length
 
 
 class Stream(Protocol):
@@ -45,6 +65,8 @@ class Data:
     training: Stream
     validation: tuple[Batch, ...]
     num_tokens: int  # of one epoch; 0 where nobody knows
+    buckets: tuple[Bucket, ...] = ()  # lengths that steps have, if each has one
+    counts: tuple[int, ...] = ()  # numbers of microbatches that steps have beside the run's own
 
     def close(self) -> None:
         """End what reads ahead."""

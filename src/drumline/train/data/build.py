@@ -8,10 +8,12 @@ from typing import Any
 from drumline.core.errors import UsageError, counted, nearest
 from drumline.train.config.settings import DataSettings, TrainSettings
 from drumline.train.data.batch import Batch, Data
+from drumline.train.data.buckets import Buckets, check_buckets, layout_of
+from drumline.train.data.counts import counts_of
 from drumline.train.data.documents import Documents
 from drumline.train.data.fill import Filler, TokenFiller
 from drumline.train.data.function import data_by_function
-from drumline.train.data.layouts import HOWS, Layout, StepShape, Unit, check_buckets, layout_of
+from drumline.train.data.layouts import HOWS, Layout, StepShape, Unit
 from drumline.train.data.points import PointFiller, Points
 from drumline.train.data.read.instructions import instruction_documents
 from drumline.train.data.read.text import text_documents
@@ -58,7 +60,7 @@ def build_data(settings: TrainSettings, built: Built, *, rank: int = 0, size: in
             f"batch.sequences is {settings.batch.sequences}",
             expected="at least batch.microbatch x batch.accumulate x mesh.data",
         )
-    shape = StepShape(settings.batch.microbatch, settings.num_microbatches, size)
+    shape = StepShape(settings.batch.microbatch, settings.num_microbatches, size, counts_of(settings))
     place = _Place(shape, rank, settings.run.seed if data.seed is None else data.seed)
     if data.kind == "points" or (settings.model.kind == "mlp" and not data.files):
         return _points(settings, built, place)
@@ -74,18 +76,19 @@ def _tokens(settings: TrainSettings, built: Built, place: _Place) -> Data:
     width = max(settings.lengths.buckets) if how == "buckets" and settings.lengths.buckets else sequence
     kind: type[Samples] = Blocks if how == "blocks" else Pieces
     samples = kind(documents, width)
-    buckets = settings.lengths.buckets
-    layout = layout_of(how, samples, place.shape, width, buckets)
+    layout = layout_of(how, samples, place.shape, width, settings.lengths.buckets)
     _check_size(layout)
     vocabulary = _vocabulary(settings, built)
     filler = TokenFiller(samples, built, how, vocabulary)
     validation: tuple[Batch, ...] = ()
     if settings.evaluation.every and len(held):
         kept = kind(held, width)
-        laid_out = layout_of(how, kept, place.shape, width, getattr(layout, "buckets", ()))
-        validation = _held_out(settings, laid_out, TokenFiller(kept, built, how, vocabulary), place)
+        validation = _held_out(settings, layout.beside(kept), TokenFiller(kept, built, how, vocabulary), place)
     stream = PlannedStream(_steps(settings.data, layout, place), filler, rank=place.rank, workers=settings.data.workers)
-    return Data(stream, validation, num_tokens=samples.num_targets)
+    buckets = layout.buckets if isinstance(layout, Buckets) else ()
+    most = max((one.num_microbatches for one in buckets), default=0)
+    others = tuple(one for one in place.shape.counts if one <= most and one != settings.num_microbatches)
+    return Data(stream, validation, samples.num_targets, buckets, others)
 
 
 def _documents(settings: TrainSettings, built: Built) -> tuple[Documents, Documents]:

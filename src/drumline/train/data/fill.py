@@ -50,7 +50,7 @@ class TokenFiller:
         target = values.pop("target")
         if self.labels:
             values[self.labels], target = target, None
-        return Batch(values, target, num_tokens=counted, num_padded=padded, bucket=bucket)
+        return Batch(values, target, counted, padded, bucket, num_microbatches=len(microbatches))
 
     def _rows(self, units: Sequence[Unit]) -> dict[str, Tensor]:
         rows = [row for unit in units for row in unit.rows]

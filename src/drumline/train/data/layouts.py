@@ -7,23 +7,22 @@ Samples of an epoch come shuffled, in windows. A layout makes units of a window,
     buckets           a unit is a step, rows of one length
 
 Steps go on over the ends of windows and epochs, so nothing is left out. What a window of buckets leaves over, too few
-rows of a length to fill a step, is carried into the next; at the end of an epoch it joins longer ones.
+rows of a length to fill a step, is carried into the next; at the end of an epoch neighbours in length share steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from drumline.core.errors import UsageError, nearest
+from drumline.train.data.batch import Bucket
 from drumline.train.data.order import Indices
-from drumline.train.data.packing import alike, chosen_buckets, packed
+from drumline.train.data.packing import alike, packed
 
 HOWS = ("blocks", "packed", "padded", "buckets")
-MOST_BUCKETS = 8
 _CHUNK = 1 << 20
 T = TypeVar("T")
 
@@ -35,6 +34,28 @@ class StepShape:
     microbatch: int
     num_microbatches: int
     size: int = 1
+    counts: tuple[int, ...] = ()  # numbers of microbatches that steps may have, the least first; none: this one alone
+
+    @property
+    def possible(self) -> tuple[int, ...]:
+        """The numbers of microbatches that steps may have."""
+        return self.counts or (self.num_microbatches,)
+
+    def bucket(self, length: int, places: float) -> Bucket:
+        """Return the steps of rows of one length, if microbatches should have so many places.
+
+        No microbatch has more, unless a single row has. A step has as many places as one of all microbatches, or at
+        least half as many microbatches, so that ranks do not wait for most of it.
+
+        >>> shape = StepShape(4, 8, counts=tuple(range(1, 17)))
+        >>> [(one.rows, one.num_microbatches) for one in (shape.bucket(length, 512) for length in (60, 300, 1024))]
+        [(8, 9), (1, 14), (1, 4)]
+        """
+        if not self.counts:
+            return Bucket(length, max(round(places / length), 1), self.num_microbatches)
+        rows = max(int(places / length), 1)
+        wanted = max(self.num_microbatches * places / (rows * length), self.num_microbatches / 2)
+        return Bucket(length, rows, min(self.counts, key=lambda count: (abs(count - wanted), count)))
 
     @property
     def rows(self) -> int:
@@ -53,6 +74,7 @@ class Unit:
 
     rows: tuple[tuple[int, ...], ...]
     width: int
+    num_microbatches: int = 1  # that a unit which is a step has on each rank
 
 
 class Sized(Protocol):
@@ -66,6 +88,12 @@ class Sized(Protocol):
     def lengths(self, indices: Indices) -> Indices:
         """Return the lengths of some."""
         ...
+
+
+def all_lengths(samples: Sized) -> Iterator[Indices]:
+    """Yield the lengths of all samples, so many at a time that they take little memory."""
+    for start in range(0, samples.num, _CHUNK):
+        yield samples.lengths(np.arange(start, min(start + _CHUNK, samples.num), dtype=np.int64))
 
 
 class Layout:
@@ -95,6 +123,10 @@ class Layout:
         mine, each = units[rank * self.shape.rows : (rank + 1) * self.shape.rows], self.shape.microbatch
         return [list(mine[start : start + each]) for start in range(0, len(mine), each)]
 
+    def beside(self, samples: Sized) -> Layout:
+        """Return the same for other samples."""
+        return type(self)(samples, self.shape, self.width)
+
     def short_step(self) -> list[Unit] | None:
         """Return a step of all samples, too few to fill it; None unless every microbatch gets one.
 
@@ -104,11 +136,8 @@ class Layout:
         return self._dealt(units, Unit(((),), self.width))
 
     def _dealt(self, given: Sequence[T], empty: T) -> list[T] | None:
-        count, each = self.shape.num_microbatches * self.shape.size, self.shape.microbatch
-        if len(given) < count:
-            return None
-        slots = [given[at::count] for at in range(count)]
-        return [one for slot in slots for one in [*slot, *[empty] * (each - len(slot))]]
+        count = self.shape.num_microbatches * self.shape.size
+        return dealt(given, count, self.shape.microbatch, empty) if len(given) >= count else None
 
     def described(self) -> dict[str, Any]:
         """Return what a saved position depends on."""
@@ -120,8 +149,7 @@ class Packed(Layout):
 
     def count_rows(self) -> int:
         """Return how many rows all tokens fill."""
-        chunks = (np.arange(at, min(at + _CHUNK, self.samples.num)) for at in range(0, self.samples.num, _CHUNK))
-        return -(-sum(int(self.samples.lengths(one).sum()) for one in chunks) // self.width)
+        return -(-sum(int(one.sum()) for one in all_lengths(self.samples)) // self.width)
 
     def units(self, samples: Indices, *, last: bool) -> tuple[list[Unit], Indices]:
         """Return full rows; only the last few of a window have room left."""
@@ -166,89 +194,11 @@ class Padded(Layout):
         return {**super().described(), "microbatch": self.shape.microbatch}
 
 
-class Buckets(Layout):
-    """Steps whose rows have all the same length, one of a few."""
+def dealt(given: Sequence[T], slots: int, each: int, empty: T) -> list[T]:
+    """Return what is given, dealt in turn to slots that hold `each`, slot by slot; empty ones fill them up.
 
-    carries = True
-
-    def __init__(self, samples: Sized, shape: StepShape, width: int, buckets: Sequence[int] = ()) -> None:
-        super().__init__(samples, shape, width)
-        self.per_step = 1
-        self.buckets = tuple(buckets) or self._chosen()
-
-    def _chosen(self) -> tuple[int, ...]:
-        counts = np.zeros(self.width + 1, dtype=np.int64)
-        for start in range(0, self.samples.num, _CHUNK):
-            some = np.arange(start, min(start + _CHUNK, self.samples.num), dtype=np.int64)
-            counts += np.bincount(self.samples.lengths(some), minlength=len(counts))
-        longest = int(np.flatnonzero(counts)[-1]) if counts.any() else self.width
-        return chosen_buckets(counts[: longest + 1], MOST_BUCKETS, step=max(1, -(-longest // 64)))
-
-    def units(self, samples: Indices, *, last: bool) -> tuple[list[Unit], Indices]:
-        """Return as many steps as there are rows for; the rest is carried."""
-        places = np.searchsorted(self.buckets, self.samples.lengths(samples))
-        units, is_left = [], np.zeros(len(samples), dtype=bool)
-        for at, bucket in enumerate(self.buckets):
-            inside = np.flatnonzero(places == at)
-            full = self._full(inside)
-            units += [self._unit(samples[one], bucket) for one in inside[:full].reshape(-1, self.shape.all_rows)]
-            is_left[inside[full:]] = True
-        left = samples[is_left]
-        if not last:
-            return units, left
-        # What was carried into this window stands first, and is not carried again.
-        full = self._full(left)
-        taken, left = left[:full], left[full:]
-        taken = taken[np.argsort(-self.samples.lengths(taken), kind="stable")]
-        for one in taken.reshape(-1, self.shape.all_rows):
-            longest = int(self.samples.lengths(one[:1])[0])
-            units.append(self._unit(one, next(bucket for bucket in self.buckets if bucket >= longest)))
-        return units, left
-
-    def _full(self, samples: Indices) -> int:
-        """Return how many of these fill whole steps."""
-        return len(samples) // self.shape.all_rows * self.shape.all_rows
-
-    def short_step(self) -> list[Unit] | None:
-        """Return a step of all samples, of the length that the longest needs."""
-        every = np.arange(self.samples.num, dtype=np.int64)
-        rows: list[tuple[int, ...]] = [(int(one),) for one in every]
-        dealt = self._dealt(rows, ())
-        if dealt is None:
-            return None
-        longest = int(self.samples.lengths(every).max())
-        return [Unit(tuple(dealt), next(bucket for bucket in self.buckets if bucket >= longest))]
-
-    def _unit(self, samples: Indices, bucket: int) -> Unit:
-        return Unit(tuple((int(one),) for one in samples), bucket)
-
-    def share(self, units: Sequence[Unit], rank: int) -> list[list[Unit]]:
-        """Return a rank's microbatches."""
-        rows, each = self.shape.rows, self.shape.microbatch
-        mine = units[0].rows[rank * rows : (rank + 1) * rows]
-        return [[Unit(mine[start : start + each], units[0].width)] for start in range(0, rows, each)]
-
-    def described(self) -> dict[str, Any]:
-        """Return what a saved position depends on."""
-        return {**super().described(), "buckets": list(self.buckets), "rows": self.shape.all_rows}
-
-
-def check_buckets(buckets: Sequence[int], sequence: int) -> None:
-    """Refuse lengths that are no buckets.
-
-    >>> check_buckets((128, 64), 256)
-    Traceback (most recent call last):
-    drumline.core.errors.UsageError: lengths.buckets is (128, 64); expected lengths from 1 to 256 (batch.sequence), ...
+    >>> dealt("abcde", 3, 2, "-")
+    ['a', 'd', 'b', 'e', 'c', '-']
     """
-    if list(buckets) != sorted(set(buckets)) or any(not 1 <= one <= sequence for one in buckets):
-        expected = f"lengths from 1 to {sequence} (batch.sequence), each longer than the one before"
-        raise UsageError(f"lengths.buckets is {tuple(buckets)}", expected=expected)
-
-
-def layout_of(how: str, samples: Sized, shape: StepShape, width: int, buckets: Sequence[int] = ()) -> Layout:
-    """Return the layout of that name."""
-    if how not in HOWS:
-        raise UsageError(f"lengths.how is {how!r:.60}", fix=nearest(how, HOWS))
-    if how == "buckets":
-        return Buckets(samples, shape, width, buckets)
-    return {"blocks": Layout, "packed": Packed, "padded": Padded}[how](samples, shape, width)
+    hands = [given[at::slots] for at in range(slots)]
+    return [one for hand in hands for one in [*hand, *[empty] * (each - len(hand))]]

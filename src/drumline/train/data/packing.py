@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-Choice = tuple[float, tuple[int, ...]]  # padded tokens, and the buckets that lead to them
+_CELLS = 512  # equal shares of all tokens, at whose lengths buckets may end
 
 
 def packed(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -73,30 +73,42 @@ def _within(ordered: Sequence[int], most: int) -> list[tuple[int, int]]:
     return runs
 
 
-def chosen_buckets(histogram: NDArray[np.int64], most: int, *, step: int) -> tuple[int, ...]:
-    """Return at most `most` lengths, multiples of `step`, that pad as little as possible; the last holds the longest.
+def chosen_buckets(histogram: NDArray[np.int64], most: int, *, step: int = 1, enough: float = 0.0) -> tuple[int, ...]:
+    """Return at most `most` lengths that pad as little as possible; the last one is the longest.
 
-    `histogram[n]` says how many rows have the length n.
+    `histogram[n]` says how many rows have the length n. Lengths are multiples of `step`, but for the longest. Fewer are
+    returned where they pad a share of at most `enough`.
 
-    >>> chosen_buckets(np.bincount([3, 3, 3, 10, 16]), 2, step=1)
+    >>> chosen_buckets(np.bincount([3, 3, 3, 10, 16]), 2)
     (3, 16)
+    >>> chosen_buckets(np.bincount([3, 3, 3, 10, 16]), 9), chosen_buckets(np.bincount([9, 10, 10]), 9, enough=0.05)
+    ((3, 10, 16), (10,))
     """
     longest = len(histogram) - 1
-    ends = list(range(step, longest + step, step))
-    cells = np.zeros(len(ends) + 1, dtype=np.int64)  # rows up to each length
-    for at, end in enumerate(ends):
-        cells[at + 1] = cells[at] + int(histogram[end - step + 1 : end + 1].sum())
-    cells[1:] += int(histogram[0])
-    best: list[Choice] = [(0.0 if not at else float("inf"), ()) for at in range(len(ends) + 1)]
-    for _ in range(most):
-        found = [min(_last_buckets(best, cells, ends, at)) for at in range(len(ends) + 1)]
-        best = [min(one, other) for one, other in zip(best, found, strict=True)]
-    return best[-1][1]
+    ends = _ends(histogram, step)
+    rows = np.cumsum(histogram)[ends]  # up to each length
+    rows[0] = 0  # rows without a token are padded too
+    # What a bucket costs that begins behind one length and ends with another.
+    costs = np.where(ends[:, None] < ends[None, :], (rows[None, :] - rows[:, None]) * ends[None, :], np.inf)
+    real = float(np.dot(np.arange(longest + 1), histogram))
+    best = np.where(ends == 0, 0.0, np.inf)
+    before: list[NDArray[np.int64]] = []  # for each number of buckets, where the one before the last ends
+    while len(before) < min(most, len(ends) - 1) and best[-1] * (1.0 - enough) > real:
+        total = best[:, None] + costs
+        before.append(total.argmin(axis=0))
+        best = total.min(axis=0)
+    found, at = [], len(ends) - 1
+    for one in reversed(before):
+        found.append(int(ends[at]))
+        at = int(one[at])
+    return tuple(reversed(found))
 
 
-def _last_buckets(best: Sequence[Choice], cells: NDArray[np.int64], ends: Sequence[int], at: int) -> list[Choice]:
-    """Return the costs of all choices of which the last bucket is `ends[at - 1]`."""
-    if not at:
-        return [best[0]]
-    end = ends[at - 1]
-    return [(best[before][0] + float(cells[at] - cells[before]) * end, (*best[before][1], end)) for before in range(at)]
+def _ends(histogram: NDArray[np.int64], step: int) -> NDArray[np.int64]:
+    """Return 0 and the lengths at which buckets may end: those that part all tokens into many equal shares."""
+    longest = len(histogram) - 1
+    tokens = np.cumsum(histogram * np.arange(longest + 1))
+    shares = np.linspace(0.0, float(tokens[-1]), _CELLS + 1)[1:]
+    ends = -(-np.searchsorted(tokens, shares) // step) * step
+    found: NDArray[np.int64] = np.unique(np.concatenate([[0], np.minimum(ends, longest), [longest]])).astype(np.int64)
+    return found

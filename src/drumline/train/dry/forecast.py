@@ -14,12 +14,13 @@ says the same of a run, from what it recorded. Neither knows the temporary memor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drumline.core.action import Action, Op
 from drumline.core.costs import Costs
@@ -38,12 +39,13 @@ from drumline.plan.cut.peaks import held_by
 from drumline.plan.cut.timed import TimedCuts, steps_of
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.stages import split_share
-from drumline.profile.blocks import profile
+from drumline.profile.blocks import profile, tied
 from drumline.runtime.blocks.cut import Block, cut
 from drumline.runtime.precision import LOW, Precision, casts_kept
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.stage import Stage
 from drumline.runtime.values import moved, pack
+from drumline.train.dry.stand_ins import is_on_meta, stand_ins
 
 _RUNS, _SECONDS = 3, 2.0  # for the simulated step; bytes are the same in every run
 # Of parameters by name in the whole model, what is kept for each beside its gradient.
@@ -108,17 +110,23 @@ def forecast(
     blocks = blocks_for(
         given.model, batch, device, num_microbatches=program.num_microbatches, cuts=given.cuts, split=given.split
     )
-    for block in blocks:
-        block.module.to(device)
     precision = Precision(given.precision, device)
     microbatch = _first(intake, example_inputs(given.model, batch), "the batch", device)
     wanted = microbatch if intake.own else None if target is None else _first(intake, target, "the target", device)
-    with precision.autocast:
-        found = profile(
-            blocks, microbatch, target=wanted, loss_fn=intake.loss if intake.has_loss else None, num_runs=_RUNS,
-            max_seconds=_SECONDS,
-        )  # fmt: skip
-    found, cast = _without_casts(found, blocks, microbatch, precision)
+    ties, root = tied(blocks), given.model if isinstance(given.model, nn.Module) else None
+    is_meta = is_on_meta(blocks)
+    with stand_ins(blocks, root, device) if is_meta else nullcontext():
+        for block in blocks:
+            block.module.to(device)
+        # A cast that blocks share would be counted for the first of them alone.
+        with precision.uncached() if is_meta else precision.autocast:
+            found = profile(
+                blocks, microbatch, target=wanted, loss_fn=intake.loss if intake.has_loss else None, num_runs=_RUNS,
+                max_seconds=_SECONDS,
+            )  # fmt: skip
+        found, cast = _without_casts(found, blocks, microbatch, precision)
+    layers = tuple(replace(layer, tied=own) for layer, own in zip(found.layers, ties, strict=True))
+    found = replace(found, layers=layers)
     stages = _cut(given, program, blocks, found)
     program = prune(program, trainable(stages))
     again = [_is_recomputed(given, stages, stage) for stage in range(program.num_stages)]

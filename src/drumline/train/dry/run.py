@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from drumline.core.program import Program
 from drumline.core.prove.validate import validate
+from drumline.core.simulate.simulate import simulate
 from drumline.pipeline.model.blocks import is_chain
 from drumline.pipeline.options import Options
+from drumline.pipeline.programs import program_for
 from drumline.runtime.blocks.cut import Block
 from drumline.train.config.settings import OptimizerSettings, TrainSettings
+from drumline.train.data.batch import Batch, Bucket, Data
+from drumline.train.data.example import example_of, fullest, sized
 from drumline.train.dry.forecast import Forecast, forecast
 from drumline.train.dry.state import state_bytes
 
@@ -23,7 +28,7 @@ class Parts(NamedTuple):
     """What a run is made from: as the training loop makes it, or stand-ins."""
 
     model: Callable[[TrainSettings], Any]  # a Built
-    example: Callable[[TrainSettings, Any], Any]  # a Batch
+    data: Callable[[TrainSettings, Any], Data]
     arguments: Callable[..., dict[str, Any]]  # of its Pipeline
     optimizers: Callable[..., Sequence[Any]]  # which parameters each of them gets
 
@@ -33,12 +38,11 @@ def loop_parts() -> Parts:
     from drumline.train.data.build import build_data
     from drumline.train.loop.making import build, pipeline_arguments
     from drumline.train.loop.optimizers import choose
-    from drumline.train.loop.run import example_of
     from drumline.train.models.build import build_model
 
     return Parts(
-        lambda settings: build(settings, build_model),
-        lambda settings, built: example_of(build_data(settings, built, rank=0, size=1)),
+        lambda settings: build(settings, build_model, whole=False),
+        lambda settings, built: build_data(settings, built, rank=0, size=1),
         pipeline_arguments,
         choose,
     )
@@ -53,6 +57,9 @@ class DryRun:
     forecast: Forecast
     violations: tuple[str, ...]
     device: str
+    buckets: tuple[Bucket, ...] = ()
+    programs: tuple[Program, ...] = ()  # of buckets
+    whole: bool = False  # whether the whole model was built, and not its blocks one by one
 
     def summary(self) -> dict[str, Any]:
         """Return all of it as plain values."""
@@ -65,7 +72,7 @@ class DryRun:
             "microbatches": program.num_microbatches,
             "microbatch": settings.batch.microbatch,
             "sequence": settings.batch.sequence,
-            "tokens_per_step": settings.batch.sequences * settings.batch.sequence,
+            "tokens_per_step": self._tokens(),
             "steps": settings.run.steps,
             "schedule": program.name,
             "proven": not self.violations,
@@ -84,7 +91,24 @@ class DryRun:
             ],
             "rank_bytes": [one.to_json() for one in self.forecast.ranks],
             "folder": settings.folder,
+            "built_whole": self.whole,
+            "buckets": [asdict(one) for one in self.buckets],
+            "programs": [self._told(one) for one in self.programs],
         }
+
+    def _told(self, program: Program) -> dict[str, Any]:
+        """Return how many microbatches a program has, for how many buckets, and its simulated bubble."""
+        mine = [one.length for one in self.buckets if one.num_microbatches == program.num_microbatches]
+        costs = replace(self.forecast.costs, message_bytes=0.0)
+        bubble = simulate(program, costs).bubble
+        return {"microbatches": program.num_microbatches, "lengths": mine, "bubble": bubble}
+
+    def _tokens(self) -> int:
+        """Return the places of an optimizer step; those of the largest, if steps differ."""
+        batch = self.settings.batch
+        if not self.buckets:
+            return batch.sequences * batch.sequence
+        return max(one.places * one.num_microbatches for one in self.buckets) * batch.accumulate
 
 
 def count(blocks: Any) -> int:
@@ -100,21 +124,37 @@ def dry_run(settings: TrainSettings, parts: Parts | None = None) -> DryRun:
     device = torch.device(settings.pipeline.device or "cpu")
     torch.manual_seed(settings.run.seed)
     built = parts.model(settings)
-    example = parts.example(settings, built)
+    data = parts.data(settings, built)
+    example = example_of(data, settings.num_microbatches)
+    data.close()
     given = parts.arguments(settings, built, example, Path(settings.folder))
-    options = Options(built.model, **{**given, "record": True, "device": str(device), "transport": "in-process"})
-    inputs = next(iter(example.inputs.values())) if is_chain(built.model) else dict(example.inputs)
-    target = None if built.loss_fn is None else example.target
-    found = forecast(
-        options,
-        inputs,
-        target,
-        device=device,
-        state_of=_states(settings, parts, built.model),
-        accumulates=settings.batch.accumulate > 1,
-    )
-    wrong = tuple(str(one) for one in validate(found.program))
-    return DryRun(settings, type(built.model).__name__, found, wrong, str(device))
+    given |= {"record": True, "device": str(device), "transport": "in-process"}
+    state_of = _states(settings, parts, built.model)
+
+    def forecast_of(example: Batch, count: int = 0) -> Forecast:
+        inputs = next(iter(example.inputs.values())) if is_chain(built.model) else dict(example.inputs)
+        target = None if built.loss_fn is None else example.target
+        others = {"num_microbatches": count} if count and not given.get("plan") else {}
+        options, accumulates = Options(built.model, **{**given, **others}), settings.batch.accumulate > 1
+        return forecast(options, inputs, target, device=device, state_of=state_of, accumulates=accumulates)
+
+    fuller = [forecast_of(sized(example, one), count=one.num_microbatches) for one in fullest(data.buckets)]
+    found = max(fuller, key=lambda one: max(rank.total for rank in one.ranks)) if fuller else forecast_of(example)
+    programs = tuple(_programs(given, data.counts))
+    wrong = tuple(dict.fromkeys(str(one) for program in (found.program, *programs) for one in validate(program)))
+    name, whole = type(built.model).__name__, not any(one.is_meta for one in built.model.parameters())
+    return DryRun(settings, name, found, wrong, str(device), data.buckets, programs, whole)
+
+
+def _programs(given: Mapping[str, Any], counts: Sequence[int]) -> Iterator[Program]:
+    """Yield the programs of steps with numbers of microbatches, the run's own among them."""
+    for count in sorted({*counts, given["num_microbatches"]}) if counts else ():
+        yield program_for(
+            given["schedule"],
+            num_ranks=given["num_ranks"],
+            num_microbatches=count,
+            stages_per_rank=given["stages_per_rank"],
+        )
 
 
 def _states(settings: TrainSettings, parts: Parts, model: Any) -> Callable[[str, Tensor], int]:

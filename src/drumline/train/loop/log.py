@@ -1,6 +1,7 @@
 """What a run leaves in its folder beside what the pipeline records, and what it forwards to TensorBoard and W&B.
 
     settings.json        the settings of the run
+    buckets.json         with lengths.how = "buckets": length, rows and microbatches of each
     metrics.jsonl        written by the pipeline; an update's own figures stand in the line of its last step
     evaluations.jsonl    a line per evaluation: step, loss, tokens, seconds, bubble
     samples.jsonl        a line per sample text: step, prompt, text
@@ -14,15 +15,18 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from drumline.core.measured.run import Run, read_run
 from drumline.pipeline.pipeline import Pipeline
 from drumline.report.run.follow import TensorBoard, WandB, Writer, scalars
 from drumline.train.config.settings import TrainSettings
+from drumline.train.data.batch import Bucket
 from drumline.train.loop.evaluate import Evaluation, Sample
 from drumline.train.loop.progress import Told, Update
 from drumline.train.loop.stopping import Skipped, Stopped
@@ -65,20 +69,26 @@ class Log:
         with (self._folder / _FILES[type(told)]).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
+    def buckets(self, given: Sequence[Bucket]) -> None:
+        """Write which lengths steps have, with rows and microbatches of each."""
+        if given:
+            text = json.dumps([asdict(one) for one in given], indent=1)
+            (self._folder / "buckets.json").write_text(text + "\n", encoding="utf-8")
+
     def close(self) -> None:
         """Forward what is left, once the pipeline has written all."""
         if self._forward is not None:
             self._forward.close()
 
 
-def figures(told: Update) -> dict[str, float]:
+def figures(told: Update) -> dict[str, float | Tensor]:
     """Return an update's figures by the names that they have in the run folder.
 
     >>> update = Update(1, 5, 2.5, 1e-3, None, 64, 640.0, 0.25, 0.1, 2**20, 4.0)
     >>> figures(update)["train/loss"], figures(update)["padding"]
     (2.5, 0.25)
     """
-    return {
+    found: dict[str, float | Tensor] = {
         STEP: told.step,
         "train/loss": told.loss,
         "lr": told.lr,
@@ -89,6 +99,7 @@ def figures(told: Update) -> dict[str, float]:
         "memory/peak_bytes": told.peak_bytes,
         "memory/resident_bytes": told.resident_bytes,
     }
+    return found | ({"bucket": told.bucket} if told.bucket else {})
 
 
 class Forward:

@@ -1,7 +1,7 @@
 """From settings to what a run trains with: the model, and the arguments of its pipeline.
 
-Every rank builds the same model from the same seed. A large one is built on the meta device where several processes
-train it, so that each makes or reads only the parameters of its own stages.
+Every rank builds the same model from the same seed. A large one is built on the meta device, so that each rank makes or
+reads only the parameters of its own stages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from drumline.core.errors import UsageError, counted
-from drumline.pipeline import transports
 from drumline.pipeline.model.blocks import guesses, is_chain
 from drumline.report.run.follow import needed
 from drumline.train.config.settings import TrainSettings
@@ -72,13 +71,16 @@ def seeded(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def build(settings: TrainSettings, make_model: MakeModel) -> Built:
-    """Return the model, on the meta device if it is large and other processes hold most of it."""
+def build(settings: TrainSettings, make_model: MakeModel, *, whole: bool | None = None) -> Built:
+    """Return the model: whole, or on the meta device, from which every rank gives memory to its own stages.
+
+    Unless told, it is on the meta device if it is large. Functions of users build it whole.
+    """
     seeded(settings.run.seed)
     built = None
-    if settings.model.kind in ("gpt", "hf") and not transports.alone(settings.pipeline.transport):
+    if not whole and settings.model.kind != "function":
         built = make_model(settings, device="meta")
-        if sum(one.numel() * 4 for one in built.model.parameters()) < _LARGE:
+        if whole is None and sum(one.numel() * 4 for one in built.model.parameters()) < _LARGE:
             built = None
     if built is None:
         seeded(settings.run.seed)
@@ -90,8 +92,19 @@ def build(settings: TrainSettings, make_model: MakeModel) -> Built:
     return built
 
 
-def pipeline_arguments(settings: TrainSettings, built: Built, example: Batch, folder: Path) -> dict[str, Any]:
-    """Return what `Pipeline` is made with beside the model."""
+def program_name(num_microbatches: int) -> str:
+    """Return how a run calls the program of steps with so many microbatches, beside its own.
+
+    >>> program_name(1), program_name(5)
+    ('1 microbatch', '5 microbatches')
+    """
+    return counted(num_microbatches, "microbatch")
+
+
+def pipeline_arguments(
+    settings: TrainSettings, built: Built, example: Batch, folder: Path, *, counts: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Return what `Pipeline` is made with beside the model; steps may have so many microbatches beside its own."""
     given = settings.pipeline
     found: dict[str, Any] = {
         "loss_fn": built.loss_fn,
@@ -118,6 +131,8 @@ def pipeline_arguments(settings: TrainSettings, built: Built, example: Batch, fo
             "checkpoint": settings.memory.recompute,
             **_cut(settings, built.model),
         }
+    if counts:
+        found["programs"] = {program_name(one): one for one in counts}
     if _wants_example(built.model) or found.get("balance") == "auto":
         found["example"] = example.inputs[built.inputs] if is_chain(built.model) else example.inputs
         if not (given.plan or found.get("balance") or found.get("cuts")):
@@ -218,15 +233,19 @@ class Calling:
     inputs: str
     takes_target: bool
     tokenizer: Tokenizer | None
+    counts: frozenset[int] = frozenset()  # microbatches of steps that have a program of their own
 
     @staticmethod
-    def of(built: Built) -> Calling:
+    def of(built: Built, counts: Sequence[int] = ()) -> Calling:
         """Return how a model's pipeline is called."""
-        return Calling(is_chain(built.model), built.inputs, built.loss_fn is not None, built.tokenizer)
+        takes_target = built.loss_fn is not None
+        return Calling(is_chain(built.model), built.inputs, takes_target, built.tokenizer, frozenset(counts))
 
     def __call__(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return what a step gets of a batch: in order, and by name."""
         args, kwargs = self.given(batch.inputs)
+        if batch.num_microbatches in self.counts:
+            kwargs = {**kwargs, "program": program_name(batch.num_microbatches)}
         return args, {**kwargs, "target": batch.target} if self.takes_target else kwargs
 
     def given(self, inputs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

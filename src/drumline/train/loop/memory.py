@@ -1,7 +1,8 @@
 """The most memory that the ranks of this process have held at once.
 
-On an accelerator it is what PyTorch allocated. On a host it is what the tensors of the first update took, which is what
-a dry run forecasts. The process, its libraries and the allocator's reserve come on top: `resident_bytes` counts them.
+On an accelerator it is what PyTorch allocated. On a host it is what the tensors of the first update took, and those of
+any with a larger step, which is what a dry run forecasts. The process, its libraries and the allocator's reserve come
+on top: `resident_bytes` counts them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from drumline.core.measured.measured import Measured
 from drumline.pipeline.pipeline import Pipeline
+from drumline.train.data.batch import Batch
 from drumline.train.dry.held import held
 
 _STATUS = Path("/proc/self/status")
@@ -34,6 +36,7 @@ class PeakMemory:
     def __init__(self, device: torch.device, *, before: int) -> None:
         self._device, self._before = device, before
         self._tensors: dict[int, int] = {}  # by rank
+        self._largest: tuple[float, float] = (-1, -1)  # places of a weighed step, and of a microbatch on average
         if self._on_device:
             torch.cuda.reset_peak_memory_stats(device)
             return
@@ -44,12 +47,22 @@ class PeakMemory:
     def _on_device(self) -> bool:
         return self._device.type == "cuda"
 
-    def weigh(self, pipe: Pipeline, optimizers: Sequence[Optimizer], first: Measured, *, accumulates: bool) -> None:
-        """Weigh what the first update took; `first` is its first step. Call it before gradients are forgotten."""
-        if first.stash is not None and not self._on_device:
+    def wants(self, pipe: Pipeline, batch: Batch) -> bool:
+        """Whether the next step will be weighed: if it, or its microbatches, are the largest so far."""
+        sizes = batch.num_padded, batch.num_padded / max(batch.num_microbatches, 1)
+        if self._on_device or all(one <= most for one, most in zip(sizes, self._largest, strict=True)):
+            return False
+        self._largest = max(sizes[0], self._largest[0]), max(sizes[1], self._largest[1])
+        pipe._engine.weigh_next()
+        return True
+
+    def weigh(self, pipe: Pipeline, optimizers: Sequence[Optimizer], step: Measured, *, accumulates: bool) -> None:
+        """Weigh what an update took of which a step was weighed. Call it before gradients are forgotten."""
+        if step.stash is not None and not self._on_device:
             ranks = [executor.rank for executor in pipe._engine.executors]
-            found = held(pipe, optimizers, first, accumulates=accumulates)
-            self._tensors = {rank: round(one.total) for rank, one in zip(ranks, found, strict=True)}
+            found = held(pipe, optimizers, step, accumulates=accumulates)
+            for rank, one in zip(ranks, found, strict=True):
+                self._tensors[rank] = max(self._tensors.get(rank, 0), round(one.total))
 
     def by_rank(self, rank: int) -> dict[int, int]:
         """Return the most bytes of every rank of this process, whose first is `rank`."""

@@ -12,12 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TextIO
 
+from torch import Tensor
+
 from drumline.report.units import percent, size_text
 from drumline.train.loop.evaluate import Evaluation, Sample
 from drumline.train.loop.stopping import Skipped, Stopped
 
 _SECONDS_APART = 10.0  # between lines where nobody watches a terminal
-_FEWEST_SECONDS = 0.1  # between two drawings of a line
+_FEWEST_SECONDS = 0.5  # between two drawings of a line: each waits for the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class Update:
 
     step: int
     num_steps: int
-    loss: float
+    loss: float | Tensor  # a tensor in the log, which reads it later
     lr: float
     grad_norm: float | None
     num_tokens: int  # so far
@@ -37,9 +39,10 @@ class Update:
     seconds_left: float
     resident_bytes: int = 0  # of this process
     num_skipped: int = 0  # updates left out so far
+    bucket: int = 0  # length of all rows of the last step, if steps have one
 
     def __str__(self) -> str:
-        parts = [f"step {self.step}/{self.num_steps}", f"loss {self.loss:.4g}"]
+        parts = [f"step {self.step}/{self.num_steps}", f"loss {float(self.loss):.4g}"]
         parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
         parts += [] if self.bubble is None else [f"bubble {percent(self.bubble)}"]
         parts += [f"{self.num_skipped} skipped"] if self.num_skipped else []
@@ -67,7 +70,7 @@ def time_left(seconds: float) -> str:
 class Progress:
     """Writes updates to a stream: in place on a terminal, now and then elsewhere; evaluations and samples always.
 
-    >>> seen = Progress(5, stream=sys.stdout, now=iter([0.0, 0.0, 1.0, 20.0]).__next__)
+    >>> seen = Progress(5, stream=sys.stdout, now=iter([0.0, 0.0, 0.0, 1.0, 20.0, 20.0]).__next__)
     >>> for step in (1, 2, 3):
     ...     seen(Update(step, 5, 2.0 / step, 1e-3, None, 64 * step, 640.0, 0.0, 0.25, 2**20, 4.0))
     step 1/5  loss 2  640 tokens/s  bubble 25.0%  1 MiB  4 s left
@@ -106,11 +109,15 @@ class Progress:
             saved = f"; saved {told.checkpoint}" if told.checkpoint else ""
             self._line(f"step {told.step}  stopped by {told.stopped}{saved}")
 
+    def is_due(self, step: int) -> bool:
+        """Whether an update would be shown now: if it is the last one, or some time has passed."""
+        apart = _FEWEST_SECONDS if self._redraws else _SECONDS_APART
+        return step == self._num_steps or self._now() - self._shown >= apart
+
     def _update(self, told: Update) -> None:
-        now, is_last = self._now(), told.step == self._num_steps
-        if not is_last and now - self._shown < (_FEWEST_SECONDS if self._redraws else _SECONDS_APART):
+        if not self.is_due(told.step):
             return
-        self._shown = now
+        self._shown = self._now()
         if self._redraws:
             width = max(shutil.get_terminal_size(fallback=(100, 24)).columns - 1, 10)
             print(f"\r\x1b[2K{str(told)[:width]}", end="", file=self._stream, flush=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,9 @@ from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.step import StepResult
 from drumline.train.config.settings import TrainSettings
 from drumline.train.data.batch import Batch, Data
+from drumline.train.data.example import example_of
 from drumline.train.loop.checkpoints import Checkpoints
+from drumline.train.loop.curve import Curve
 from drumline.train.loop.evaluate import Evaluation, Sample, evaluate, sample
 from drumline.train.loop.log import Log
 from drumline.train.loop.making import Calling, MakeModel, build, check, pipeline_arguments
@@ -68,8 +70,9 @@ def run_training(
 ) -> Trained:
     """Train by the settings; call it on every rank, under `dl.launch`, torchrun, or in one process for all of them.
 
-    Rank 0 calls `tell` with every update, evaluation and sample; without it they are written to stderr. SIGTERM or
-    Ctrl-C on any rank ends it after a step with a checkpoint.
+    Rank 0 calls `tell` with every update, evaluation and sample; without it they are written to stderr. Reading an
+    update waits for the device, so without `tell` only those are read that are shown. SIGTERM or Ctrl-C on any rank
+    ends it after a step with a checkpoint.
     """
     with stop_on_signals():
         return _run_training(settings, tell, make_model or _default_model(), make_data or _default_data())
@@ -84,9 +87,10 @@ def _run_training(settings: TrainSettings, tell: Tell | None, make_model: MakeMo
     built = build(settings, make_model)
     data = make_data(settings, built, rank=0, size=1)
     folder = Path(settings.folder)
-    arguments = pipeline_arguments(settings, built, example_of(data), folder)
+    example = example_of(data, settings.num_microbatches)
+    arguments = pipeline_arguments(settings, built, example, folder, counts=data.counts)
     with Pipeline(built.model, **arguments) as pipe:
-        call, memory = Calling.of(built), PeakMemory(torch.device(pipe.device), before=before)
+        call, memory = Calling.of(built, data.counts), PeakMemory(torch.device(pipe.device), before=before)
         del built, arguments  # a rank keeps its own stages alone
         return _Training(settings, pipe, call, data, Trained(folder), memory).run(tell)
 
@@ -103,16 +107,6 @@ def _default_data() -> MakeData:
     return build_data
 
 
-def example_of(data: Data) -> Batch:
-    """Return a batch without moving the stream."""
-    if data.validation:
-        return data.validation[0]
-    position = data.training.state_dict()
-    found = next(iter(data.training))
-    data.training.load_state_dict(position)
-    return found
-
-
 class _Training:
     """One run on this process's ranks."""
 
@@ -125,16 +119,19 @@ class _Training:
         self.checkpoints = Checkpoints(pipe, settings, data, trained.folder)
         self.skips = Skips(pipe, settings.failures.max_skipped)
         self.batches: Iterator[Batch] = iter(pipe.data(data.training))
+        self.curve = Curve()
+        self._log: Log | None = None
         self._told: list[Tell] = []
-        self._first: Measured | None = None  # the first step, while its update is under way
+        self._largest: Measured | None = None  # the largest step so far, while its update is under way
+        self._bucket = 0  # of the last step
         self._since = (0.0, 0)  # when tokens were last counted, and how many there were
 
     def run(self, tell: Tell | None) -> Trained:
         """Train to the end."""
         with ExitStack() as open_ones:
             if self.pipe.rank == 0:
-                log = open_ones.enter_context(closing(Log(self.pipe, self.settings, self.trained.folder)))
-                self._told.append(log)
+                self._log = open_ones.enter_context(closing(Log(self.pipe, self.settings, self.trained.folder)))
+                self._log.buckets(self.data.buckets)
                 if tell is None:
                     tell = open_ones.enter_context(closing(Progress(self.settings.run.steps)))
                 self._told.append(tell)
@@ -158,6 +155,8 @@ class _Training:
             saved = self.checkpoints.now(step, self._counts()) if step > first else None
             self.trained.stopped = Stopped(step, cause, "" if saved is None else str(saved))
             self._tell(self.trained.stopped)
+        self.curve.read()
+        self.trained.losses, self.trained.grad_norms = self.curve.losses, self.curve.norms
         self.trained.seconds = time.perf_counter() - began
 
     def _counts(self) -> dict[str, int]:
@@ -197,16 +196,14 @@ class _Training:
         self.optimizers.set_rate(share)
         if self.skips.allows:
             self.optimizers.step()
-        if self._first is not None and self.skips.allows:
-            self.memory.weigh(self.pipe, self.optimizers.each, self._first, accumulates=settings.batch.accumulate > 1)
-            self._first = None
+        if self._largest is not None and self.skips.allows:
+            self.memory.weigh(self.pipe, self.optimizers.each, self._largest, accumulates=settings.batch.accumulate > 1)
+            self._largest = None
         self.optimizers.zero_grad()
         trained = self.trained
-        trained.losses.append(sum(part * float(loss) for part, loss in losses))
+        self.curve.add(losses, norm)
         trained.num_tokens += sum(one.num_tokens for one in batches)
         trained.num_padded += sum(one.num_padded for one in batches if one.num_tokens)
-        if norm is not None:
-            trained.grad_norms.append(float(norm))
         skipped = self.skips.ended(step + 1)
         trained.num_skipped = self.skips.num_skipped
         if (step + 1) % settings.run.log_every == 0 or step + 1 == settings.run.steps:
@@ -236,10 +233,12 @@ class _Training:
         found: list[tuple[float, StepResult]] = []
         for batch in (one for one in batches if one.num_tokens):
             args, kwargs = self.call(batch)
+            self._bucket = batch.bucket if self.data.buckets else 0
             part = batch.num_tokens / total
+            weighs = self.memory.wants(self.pipe, batch)
             result = self.skips.run(partial(self.pipe.step, *args, share=part, **kwargs))
-            if step == self.trained.first_step and not found:
-                self._first = self._weighed()
+            if weighs:
+                self._largest = self._weighed()
             found.append((part, result))
         losses = [(part, result.loss) for part, result in found]
         return [(part, loss) for part, loss in losses if loss is not None]
@@ -247,7 +246,8 @@ class _Training:
     # ---- what is told ------------------------------------------------------------------------------------------------
 
     def _tell_of(self, step: int, share: float, began: tuple[float, int]) -> None:
-        if not self._told:
+        """Log an update as it is, and read it for those who show it now."""
+        if self._log is None:
             return
         trained, now = self.trained, time.perf_counter()
         since, counted = self._since
@@ -255,19 +255,27 @@ class _Training:
         update = Update(
             step=step,
             num_steps=self.settings.run.steps,
-            loss=trained.losses[-1],
+            loss=self.curve.latest,
             lr=self.settings.optimizer.lr * share,
-            grad_norm=trained.grad_norms[-1] if trained.grad_norms else None,
+            grad_norm=None,
             num_tokens=trained.num_tokens,
             tokens_per_second=(trained.num_tokens - counted) / max(now - since, 1e-9),
             padding=1.0 - trained.num_tokens / max(trained.num_padded, 1),
-            bubble=self._bubble(),
+            bubble=None,
             num_skipped=trained.num_skipped,
             peak_bytes=self.memory.num_bytes,
             resident_bytes=self.memory.resident_bytes,
+            bucket=self._bucket,
             seconds_left=(now - began[0]) / (step - began[1]) * (self.settings.run.steps - step),
         )
-        self._tell(update)
+        self._log(update)
+        shown = [one for one in self._told if not isinstance(one, Progress) or one.is_due(step)]
+        if shown:
+            self.curve.read()
+            norm = self.curve.norms[-1] if self.curve.norms else None
+            update = replace(update, loss=self.curve.losses[-1], grad_norm=norm, bubble=self._bubble())
+        for one in shown:
+            one(update)
 
     def _weighed(self) -> Measured | None:
         try:
@@ -282,8 +290,9 @@ class _Training:
             return None  # a captured step is not measured
 
     def _tell(self, told: Told) -> None:
-        for one in self._told:
-            one(told)
+        for one in (self._log, *self._told):
+            if one is not None:
+                one(told)
 
     def _look(self, step: int) -> None:
         """Evaluate and sample where the settings say so, on every rank, unless the run is to stop."""

@@ -1,0 +1,81 @@
+"""Memory for a model on the meta device while its blocks are measured: as much as its largest blocks need, not all.
+
+    blocks.0.up.weight ─┐
+    blocks.1.up.weight ─┼──► one tensor with memory, and one gradient
+    blocks.2.up.weight ─┘
+
+Parameters of one shape, each the same number of its shape in its block, share one that has memory. A block holds as
+many as before, so it computes as long and keeps as much for its backward. Values are drawn at random: they change
+neither.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drumline.runtime.blocks.cut import Block
+from drumline.runtime.weights.catalogue import Catalogue, Entry, places_in, with_memory
+from drumline.runtime.weights.initialise import initialise
+
+_DEVIATION = 0.02
+
+
+def is_on_meta(blocks: Sequence[Block]) -> bool:
+    """Whether any tensor of the blocks has no memory."""
+    return any(one.is_meta for block in blocks for one in (*block.module.parameters(), *block.module.buffers()))
+
+
+@contextmanager
+def stand_ins(blocks: Sequence[Block], root: nn.Module | None, device: torch.device) -> Iterator[None]:
+    """Let blocks on the meta device have memory inside, and none afterwards; others stay as they are.
+
+    >>> with torch.device("meta"):
+    ...     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    >>> blocks = [Block(name, module) for name, module in model.named_children()]
+    >>> with stand_ins(blocks, model, torch.device("cpu")):
+    ...     model[0].weight is model[1].weight, model(torch.ones(1, 4)).shape
+    (True, torch.Size([1, 4]))
+    >>> model[0].weight is model[1].weight, model[0].weight.device
+    (False, device(type='meta'))
+    """
+    catalogue = Catalogue(blocks, root)
+    before = [(entry, entry.tensor) for entry in catalogue.of(blocks) if entry.tensor.is_meta]
+    parameters = {id(entry): entry for entry, tensor in before if isinstance(tensor, nn.Parameter)}
+    buffers = [entry for entry, _ in before if id(entry) not in parameters]
+    try:
+        for entry in buffers:
+            entry.put(with_memory(entry.tensor, device))
+        initialise(catalogue, buffers, seed=0, device=device)
+        _share(blocks, list(parameters.values()), device)
+        yield
+    finally:
+        for entry, tensor in before:
+            entry.put(tensor)
+
+
+def _share(blocks: Sequence[Block], entries: Sequence[Entry], device: torch.device) -> None:
+    owners = {id(entry.tensor): entry for entry in entries}
+    uses = Counter(one for block in blocks for one in {id(place.tensor) for place in places_in(block)})
+    made: dict[Any, Tensor] = {}
+    generator = torch.Generator(device).manual_seed(0)
+    for block in blocks:
+        seen: Counter[Any] = Counter()
+        for at in dict.fromkeys(id(place.tensor) for place in places_in(block)):
+            entry = owners.pop(at, None)
+            if entry is None:
+                continue
+            one = entry.tensor
+            kind = (one.shape, one.dtype, one.requires_grad)
+            seen[kind] += 1
+            key = at if uses[at] > 1 else (*kind, seen[kind])  # what several blocks hold stays theirs alone
+            if key not in made:
+                made[key] = with_memory(one, device)
+                with torch.no_grad():
+                    made[key].normal_(0.0, _DEVIATION, generator=generator)
+            entry.put(made[key])
