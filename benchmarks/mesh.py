@@ -77,12 +77,13 @@ def torch_step(program: Any, model: Any, x: Any, y: Any) -> tuple[Any, Any]:
         runtime.step(*((x,) if 0 in mine else ()), **target)
 
     def gradients() -> dict[str, Any]:
-        return {
-            f"{stage * each + at}.{name}": one.grad.full_tensor()
+        parameters: dict[str, Any] = {
+            f"{stage * each + at}.{name}": one
             for stage, module in zip(mine, modules, strict=True)
             for at, block in enumerate(module)
             for name, one in block.named_parameters()
         }
+        return {name: one.grad.full_tensor() for name, one in parameters.items()}
 
     return step, gradients
 
@@ -101,7 +102,7 @@ def exposed(timeline: Any) -> float:
     """Return the mean over ranks of what exchanges take after the last compute."""
     last = {rank: max(track.ends) for rank, track in enumerate(timeline.tracks)}
     ends = {rank: [one.end for one in timeline.exchanges if one.rank == rank] for rank in last}
-    return statistics.mean(max([last[rank], *ends[rank]]) - last[rank] for rank in last)
+    return float(statistics.mean(max([last[rank], *ends[rank]]) - last[rank] for rank in last))
 
 
 def furthest(gradients: dict[str, Any], model: Any) -> float:
