@@ -35,7 +35,7 @@ def fault(name: str, what: str, *, short: bool = False, waits: bool = False) -> 
 
 def all_faults() -> dict[str, Fault]:
     """Return all faults, in the order of the table."""
-    from faults import kills
+    from faults import disks, kills, silence
 
-    assert kills
+    assert kills, (silence, disks)
     return FAULTS

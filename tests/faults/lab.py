@@ -1,4 +1,4 @@
-"""One fault from beginning to end: start a run, strike, see what it says, resume, and compare with a run without fault."""
+"""One fault from beginning to end: start a run, strike, see what it says, resume, compare with a run without fault."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ SECONDS_TO_START = 120.0  # for PyTorch's imports on a busy machine
 SECONDS_TO_FINISH = 180.0
 SECONDS_TO_NOTICE = 45.0  # a failure that nobody has to wait for
 SECONDS_TO_LEAVE = 30.0  # for the last process after a command has ended
-_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "FAULT")
+_NOT_PASSED_ON = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "FAULT"}
+_NOT_PASSED_ON |= {"PYTHONDONTWRITEBYTECODE"}  # it would compile Drumline anew for every rank
 
 
 class Skip(Exception):
@@ -61,13 +62,20 @@ class References:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._made: dict[Config, Outcome] = {}
+        self._made: dict[Config, tuple[Outcome, Path]] = {}
         self._locks: dict[Config, threading.Lock] = {}
         self._lock = threading.Lock()
         self.worst = 0.0  # the largest distance from plain PyTorch
 
     def of(self, config: Config) -> Outcome:
         """Return what a run of this config comes to if nothing happens to it."""
+        return self._ran(config)[0]
+
+    def copied(self, config: Config, to: Path) -> None:
+        """Copy the folder of a run to which nothing happened."""
+        shutil.copytree(self._ran(config)[1], to)
+
+    def _ran(self, config: Config) -> tuple[Outcome, Path]:
         with self._lock:
             mine = self._locks.setdefault(config, threading.Lock())
         with mine:
@@ -75,7 +83,7 @@ class References:
                 self._made[config] = self._run(config)
             return self._made[config]
 
-    def _run(self, config: Config) -> Outcome:
+    def _run(self, config: Config) -> tuple[Outcome, Path]:
         folder = Path(tempfile.mkdtemp(prefix="reference-", dir=self._folder))
         lab = Lab(Row("reference", "no fault"), folder, self)
         with lab:
@@ -85,7 +93,7 @@ class References:
             assert sorted(found.losses) == list(range(1, config.steps + 1)), "the run without a fault lacks steps"
             if not config.dropout:
                 self.worst = max(self.worst, near(found.losses, plain_losses(config)))
-        return found
+        return found, folder / "run"
 
 
 class Lab:
@@ -128,7 +136,7 @@ class Lab:
         env: Mapping[str, str] | None = None,
     ) -> Started:
         """Start a command that is ended with this fault."""
-        made = {key: value for key, value in os.environ.items() if key not in _OF_RANKS}
+        made = {key: value for key, value in os.environ.items() if key not in _NOT_PASSED_ON}
         made |= {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", **(env or {})}
         if fault is not None:
             self.marker.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What a run came to, read from its folder without Drumline: losses of its steps, and every tensor that it ended with."""
+"""What a run came to, read from its folder without Drumline: losses of its steps, and every tensor at its end."""
 
 from __future__ import annotations
 

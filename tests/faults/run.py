@@ -1,9 +1,9 @@
 """Inject every fault into real runs of `drumline train`, and print a table of what became of them.
 
-    PYTHONPATH=src:tests python tests/faults/run.py [--short] [--only NAME ...] [--list] [--json FILE]
+    PYTHONPATH=src:tests python tests/faults/run.py [--short] [--only NAME ...] [--list] [--show] [--json FILE]
 
 Each fault must end in bounded time, be told in words that name it, leave no process behind, and after a resume on the
-same ranks come to the results of an uninterrupted run, bit for bit. One that fails does not keep the others from running.
+same ranks come to the results of an uninterrupted run, bit for bit. If one fails, the others run all the same.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print("\n".join(f"{one.name:24} {'short' if one.short else '     '}  {one.what}" for one in chosen))
         return 0
     began = time.perf_counter()
-    rows, worst = _all_of(chosen, jobs=args.jobs)
+    rows, worst = _all_of(chosen, jobs=args.jobs, show=args.show)
     seconds = time.perf_counter() - began
     print(table(rows))
     bad = [row for row in rows if row.result == "FAIL"]
@@ -60,11 +60,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help="only these")
     parser.add_argument("--list", action="store_true", help="print their names, and inject nothing")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="faults at a time (default 2)")
+    parser.add_argument("--show", action="store_true", help="print what the runs print, also if all is well")
     parser.add_argument("--json", metavar="FILE", help="write the table as JSON")
     return parser
 
 
-def _all_of(chosen: Sequence[Fault], *, jobs: int) -> tuple[list[Row], float]:
+def _all_of(chosen: Sequence[Fault], *, jobs: int, show: bool) -> tuple[list[Row], float]:
     """Run the faults, those that wait first; return their rows in the order of the list."""
     order = sorted(chosen, key=lambda one: not one.waits)
     lock, done = threading.Lock(), 0
@@ -77,7 +78,7 @@ def _all_of(chosen: Sequence[Fault], *, jobs: int) -> tuple[list[Row], float]:
             with lock:
                 done += 1
                 print(f"[{done}/{len(chosen)}] {line(row)}", flush=True)
-                if row.result == "FAIL":
+                if row.result == "FAIL" or show:
                     print("\n".join(f"    {text}" for text in row.output.splitlines()[-_LINES_OF_OUTPUT:]), flush=True)
             return row
 

@@ -2,8 +2,9 @@
 
     FAULT={"do": "kill", "rank": 1, "step": 7, "at": "backward", "marker": "/tmp/.../fired"}
 
-`pace` makes every step last so many seconds more, for faults that come from outside. A fault strikes once: the marker file says when it did, and after how many steps of this rank. A restarted rank finds the
-marker and trains on. Drumline knows nothing of this file but its two functions, `build_model` and `build_data`.
+`pace` makes every step last so many seconds more, for faults that come from outside. A fault strikes once: the marker
+file says when it did, and after how many steps of this rank. A restarted rank finds the marker and trains on. Drumline
+knows nothing of this file but its two functions, `build_model` and `build_data`.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def _linger() -> None:
 
 
 def _shrink() -> None:
-    """Let no file of this process grow beyond 8 KiB: EFBIG, as from a quota."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    """Let no file of this process grow beyond 48 KiB, as a quota does."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (48 << 10, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 def _fill() -> None:
