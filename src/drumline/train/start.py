@@ -46,6 +46,7 @@ def start(settings: TrainSettings, *, train: Train | None = None) -> Any:
         threads=threads_of(settings),
         backend="gloo" if settings.pipeline.device.startswith("cpu") else _backend(settings.num_ranks),
         prefix=False,
+        stoppable=True,
     )[0]
 
 

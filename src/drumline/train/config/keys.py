@@ -63,6 +63,7 @@ TABLES = {
     "precision": "in which numbers the model computes",
     "evaluation": "held-out loss, and a sample text",
     "checkpoint": "when the state is saved, in the run's folder, and from where a run continues",
+    "failures": "what a run survives",
     "run": "how long, where to, and what is logged",
 }
 FUNCTION = '"package.module:function" or "file.py:function"'
@@ -184,6 +185,12 @@ _CHECKPOINT: dict[str, tuple[Rule, str]] = {
     "keep": (COUNT, "number of checkpoints to keep, the newest"),
     "resume": (FREE, 'folder of a run or of one of its checkpoints, to continue from; "": start anew'),
 }
+_FAILURES: dict[str, tuple[Rule, str]] = {
+    "max_skipped": (
+        COUNT_OR_0,
+        "steps in a row that are skipped for a NaN or infinity in the loss or a gradient; one more ends the run",
+    ),
+}
 _RUN: dict[str, tuple[Rule, str]] = {
     "steps": (COUNT, "optimizer steps"),
     "seed": (Rule("a whole number from 0 to 2^63 - 1", lambda value: 0 <= value < 2**63), "random seed"),
@@ -206,6 +213,7 @@ _ALL: dict[str, dict[str, tuple[Rule, str]]] = {
     "precision": _PRECISION,
     "evaluation": _EVALUATION,
     "checkpoint": _CHECKPOINT,
+    "failures": _FAILURES,
     "run": _RUN,
     "optimizer.groups": _GROUP,
 }

@@ -7,6 +7,7 @@
     [mesh]           how many ranks of each     [run]            steps, seed, folder, what is logged
     [pipeline]       schedule and cut
     [memory]         what is recomputed         [checkpoint]     when the state is saved
+                                                [failures]       what a run survives
 
 `drumline plan` writes [model], [batch], [mesh], [pipeline] and [memory]; every other key has a default. A default of
 None means that the model, the data or the plan decides.
@@ -203,6 +204,13 @@ class CheckpointSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class FailureSettings:
+    """What a run survives."""
+
+    max_skipped: int = 10  # steps in a row without an update, for a NaN or infinity; 0: the first ends the run
+
+
+@dataclass(frozen=True, slots=True)
 class RunSettings:
     """How long, where to, and what is logged."""
 
@@ -237,6 +245,7 @@ class TrainSettings:
     precision: PrecisionSettings = field(default_factory=PrecisionSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    failures: FailureSettings = field(default_factory=FailureSettings)
     run: RunSettings = field(default_factory=RunSettings)
 
     @property
