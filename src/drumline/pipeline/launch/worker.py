@@ -43,7 +43,7 @@ def main(control: int, *, parent: int, threads: int, backend: str) -> NoReturn:
     """Run one rank; `control` is its socket, `parent` the process that started it."""
     signal.signal(signal.SIGINT, _leave_to_launch)
     signal.signal(signal.SIGTERM, _terminate)
-    _die_with(parent)
+    die_with(parent)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     for stream in (sys.stdout, sys.stderr):
@@ -181,7 +181,7 @@ def _watch(connection: socket.socket) -> threading.Event:
     return all_done
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Let the kernel send SIGTERM when the parent dies for any reason; other systems rely on the closed socket."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

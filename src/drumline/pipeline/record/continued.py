@@ -1,8 +1,8 @@
 """A run that continues in its folder, after a failure or by another number of ranks.
 
-    FOLDER/metrics.jsonl          goes on: lines of steps that will run again are cut off, so each step stands there once
-    FOLDER/rank0.jsonl ...        begin anew: timelines belong to one program and one set of processes
-    FOLDER/earlier/01/            what the first processes recorded, lost steps included: a run folder of its own
+    FOLDER/metrics.jsonl      goes on: lines of steps that will run again are cut off, so each step stands there once
+    FOLDER/rank0.jsonl ...    begin anew: timelines belong to one program and one set of processes
+    FOLDER/earlier/01/        what the first processes recorded, lost steps included: a run folder of its own
 
 The run keeps its name, which stands in every line.
 """
@@ -78,15 +78,15 @@ def _name_in(path: Path) -> str:
 
 
 def cut_lines(path: Path, number: int) -> bool:
-    """Remove the lines of steps from a number on, and an unfinished one; return whether there were any.
+    r"""Remove the lines of steps from a number on, and an unfinished one; return whether there were any.
 
     Whoever reads the file has all of the old one or all of the new one.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp(), METRICS)
-    >>> _ = path.write_text('{"run":"5f3a","step":0,"a":1}\\n{"run":"5f3a","step":1,"a":2}\\n{"run":"5f3')
+    >>> _ = path.write_text('{"run":"5f3a","step":0,"a":1}\n{"run":"5f3a","step":1,"a":2}\n{"run":"5f3')
     >>> cut_lines(path, 1), path.read_text()
-    (True, '{"run":"5f3a","step":0,"a":1}\\n')
+    (True, '{"run":"5f3a","step":0,"a":1}\n')
     >>> cut_lines(path, 1)
     False
     """

@@ -59,10 +59,12 @@ def run_training(
     tell: Tell | None = None,
     make_model: MakeModel | None = None,
     make_data: MakeData | None = None,
+    continues: bool = False,
 ) -> Trained:
     """Train by the settings; call it on every rank, under `dl.launch`, torchrun, or in one process for all of them.
 
-    Rank 0 calls `tell` with every update, evaluation and sample; without it they are written to stderr.
+    Rank 0 calls `tell` with every update, evaluation and sample; without it they are written to stderr. `continues`
+    goes on with the run in the folder, from its newest checkpoint.
     """
     check(settings)
     rate(settings.learning_rate, 0, settings.run.steps)
@@ -72,11 +74,11 @@ def run_training(
     built = build(settings, _default_model() if make_model is None else make_model)
     data = (_default_data() if make_data is None else make_data)(settings, built, rank=0, size=1)
     folder = Path(settings.folder)
-    arguments = pipeline_arguments(settings, built, example_of(data), folder)
+    arguments = pipeline_arguments(settings, built, example_of(data), folder) | {"continue_record": continues}
     with Pipeline(built.model, **arguments) as pipe:
         call, memory = Calling.of(built), PeakMemory(torch.device(pipe.device), before=before)
         del built, arguments  # a rank keeps its own stages alone
-        return _Training(settings, pipe, call, data, Trained(folder), memory).run(tell)
+        return _Training(settings, pipe, call, data, Trained(folder), memory, continues=continues).run(tell)
 
 
 def _default_model() -> MakeModel:
@@ -105,12 +107,20 @@ class _Training:
     """One run on this process's ranks."""
 
     def __init__(
-        self, settings: TrainSettings, pipe: Pipeline, call: Calling, data: Data, trained: Trained, memory: PeakMemory
+        self,
+        settings: TrainSettings,
+        pipe: Pipeline,
+        call: Calling,
+        data: Data,
+        trained: Trained,
+        memory: PeakMemory,
+        *,
+        continues: bool = False,
     ) -> None:
         self.settings, self.pipe, self.call, self.data = settings, pipe, call, data
-        self.trained, self.memory = trained, memory
+        self.trained, self.memory, self.continues = trained, memory, continues
         self.optimizers = Optimizers(pipe, settings.optimizer)
-        self.checkpoints = Checkpoints(pipe, settings, data, trained.folder)
+        self.checkpoints = Checkpoints(pipe, settings, data, trained.folder, continues=continues)
         self.batches: Iterator[Batch] = iter(pipe.data(data.training))
         self._told: list[Tell] = []
         self._first: Measured | None = None  # the first step, while its update is under way
@@ -126,6 +136,8 @@ class _Training:
                     tell = open_ones.enter_context(closing(Progress(self.settings.run.steps)))
                 self._told.append(tell)
             first = self._resumed()
+            if self.pipe.rank == 0 and self.continues:
+                log.continued(first)
             began = time.perf_counter()
             self._since = began, self.trained.num_tokens
             for step in range(first, self.settings.run.steps):
@@ -143,7 +155,7 @@ class _Training:
         found = self.checkpoints.resume()
         self.trained.num_tokens, self.trained.num_padded = found.get("num_tokens", 0), found.get("num_padded", 0)
         steps: int = found["step"]
-        if steps >= self.settings.run.steps:
+        if steps >= self.settings.run.steps and not self.continues:
             raise UsageError(
                 f"checkpoint.resume: {self.settings.checkpoint.resume} has made {steps} steps already",
                 expected=f"fewer than run.steps, {self.settings.run.steps}",
