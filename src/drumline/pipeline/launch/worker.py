@@ -77,6 +77,7 @@ def _serve(connection: socket.socket, *, threads: int, backend: str) -> int:
         except BaseException as error:
             # Exit at once: the closed connections tell the other ranks.
             write(file, by_value.dumps(_failure(error), reply=True))
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launch ends all ranks now, and this one is leaving
             connection.sendall(FAILED)
             return 1
     connection.sendall(RETURNED)
