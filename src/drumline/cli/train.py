@@ -39,6 +39,8 @@ _FLAGS: dict[str, tuple[str, Any, str, str]] = {
     "sample_every": ("evaluation.sample_every", _WHOLE, "N", "steps between sample texts; 0 for none (default 0)"),
     "save_every": ("checkpoint.every", _WHOLE, "N", "steps between checkpoints; one is saved at the end (default 0)"),
     "resume": ("checkpoint.resume", str, "FOLDER", "continue from the newest checkpoint of a run's folder"),
+    "restarts": ("failures.restarts", _WHOLE, "N", "start local ranks again after a failure, N times (default 0)"),
+    "min_ranks": ("failures.min_ranks", _WHOLE, "N", "fewest ranks that --elastic goes on with (default 1)"),
     "seed": ("run.seed", _WHOLE, "N", "random seed (default 0)"),
     "wandb": ("run.wandb", str, "PROJECT", "log to this project at Weights & Biases"),
 }
@@ -61,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-m", "--microbatches", type=_WHOLE, metavar="M", help=meaning)
     for name, (_, kind, word, meaning) in _FLAGS.items():
         add(f"--{name.replace('_', '-')}", type=kind, metavar=word, help=meaning)
+    add("--elastic", action="store_true", help="go on with fewer ranks if some do not come back")
     add("--tensorboard", action="store_true", help="write TensorBoard's files to the run's folder")
     meaning = "folder of the run (default out/train/NAME)"
     add("-o", "--out", type=Path, metavar="FOLDER", help=meaning)
@@ -116,6 +119,7 @@ def _overrides(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]
         (MICROBATCHES, args.microbatches, "--microbatches"),
         ("run.out", None if args.out is None else str(args.out), "--out"),
         ("run.tensorboard", args.tensorboard or None, "--tensorboard"),
+        ("failures.elastic", args.elastic or None, "--elastic"),
     ):
         if given is not None:
             found[key] = given, flag
@@ -249,6 +253,9 @@ def _tell(args: argparse.Namespace, settings: TrainSettings, trained: Any) -> No
     losses, lines = trained.losses, []
     if stopped is not None:
         lines.append(f"Stopped by {stopped.stopped} after step {stopped.step} of {settings.run.steps}.")
+    elif not losses:
+        print(f"The run in {trained.folder} had made all {settings.run.steps} steps already.")
+        return
     if losses:
         what = f"{len(losses)} steps: loss {losses[0]:.4g} to {losses[-1]:.4g}, {trained.num_tokens:,} tokens"
         skipped = f"; {counted(trained.num_skipped, 'step')} skipped for a NaN or infinity"

@@ -45,7 +45,10 @@ def _is_count(value: Any) -> bool:
 # The accepted values of each option, and how errors describe them.
 _COUNT = "an integer of at least 1"
 _COUNTS = ("num_microbatches", "num_ranks", "stages_per_rank")
-_SWITCHES = ("master_weights", "check_finite", "check_model", "merge_weight_gradients", "capture", "weigh", "arrange")
+_SWITCHES = (
+    "master_weights", "check_finite", "check_model", "merge_weight_gradients", "capture", "weigh", "arrange",
+    "continue_record",
+)  # fmt: skip
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_COUNTS, (lambda one: one is None or _is_count(one), _COUNT)),
     "ahead": (_is_count, _COUNT),
@@ -96,6 +99,7 @@ class Options:
     weigh: bool = False
     compile: Compile = False
     record: bool | str | Path = True
+    continue_record: bool = False
     programs: Mapping[str, Program | str | Path | int] | None = None
     arrange: bool = False
 

@@ -84,6 +84,7 @@ class Pipeline:
     - `arrange`: run `Microbatches` of unequal sizes in the order that the simulator finds fastest. This adds gradients
       in a different order.
     - `record`: True keeps the last step's timeline (default), False records nothing, a folder stores the whole run.
+    - `continue_record`: let the folder of `record` hold a run already, which this one continues: see `load`.
     """
 
     @made_with(Options)
@@ -369,7 +370,8 @@ class Pipeline:
         Parameters, buffers, optimizer state, float32 copies, the loss scale, random generators and the step's number
         come back bit for bit. Schedule, cut and number of ranks may differ from those that saved. Make the optimizers
         first; `optimizers=False` loads the model alone. A damaged checkpoint is passed over with a warning. With
-        `missing_ok`, a folder without checkpoints returns None.
+        `missing_ok`, a folder without checkpoints returns None. Steps that the run folder has recorded beyond the
+        checkpoint are cut off: they will run again.
         """
         return self._state.load(folder, optimizers=optimizers, missing_ok=missing_ok)
 

@@ -47,7 +47,8 @@ from drumline.runtime.weights.materialise import materialise
 from drumline.runtime.weights.tied import Ties
 
 # Settings that must be the same on all ranks, besides what ranks agree on anyway.
-_ALIKE = ("arrange", "check_finite", "check_model", "master_weights", "merge_weight_gradients", "capture", "ahead")
+_ALIKE = ("arrange", "check_finite", "check_model", "master_weights", "merge_weight_gradients", "capture", "ahead",
+          "continue_record")  # fmt: skip
 
 
 def set_up(options: Options) -> StepRun:
@@ -110,7 +111,8 @@ class _SetUp:
         programs = self._programs(frozen)
         holdings = Holdings(assembled.ties, crew, engine.executors, list(engine.copies.values()))
         ledger = Ledger(given.unused, unused_in(stages) if crew.rank == 0 else None)
-        recording = Recording(given.record, crew, ledger, holdings, [one.clock for one in engine.executors])
+        clocks = [one.clock for one in engine.executors]
+        recording = Recording(given.record, crew, ledger, holdings, clocks, continues=given.continue_record)
         if recording.folder is not None:
             crew.observe(recording)
             recording.describe(given.settings(), frozen.program, assembled, balance)

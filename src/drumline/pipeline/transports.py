@@ -87,6 +87,12 @@ def _store(rank: int, size: int, timeout: float) -> Store:
     return TCPStore(address, port, size, is_master=rank == 0, timeout=limit, wait_for_workers=False)
 
 
+def told_by_first(topic: str, value: Any, *, timeout: float) -> Any:
+    """Return the value of rank 0, for ranks that have joined."""
+    store = PrefixStore("drumline/first", dist.distributed_c10d._get_default_store())
+    return exchange(store, dist.get_rank(), dist.get_world_size(), topic, value, timeout=timeout)[0]
+
+
 def open_channel(
     transport: str,
     device: torch.device,

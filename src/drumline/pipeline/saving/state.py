@@ -46,6 +46,7 @@ class State:
         """Begin a checkpoint of everything; see Pipeline.save."""
         run = self._run
         run.recording.settle()
+        run.recording.flush()  # a checkpoint and the lines of its steps outlive this process together
         number = run.ledger.number
         content = {
             "step": number if step is None else step,
@@ -90,6 +91,7 @@ class State:
             found = [str(one) for one in folders.checkpoints(folder)]
             paths = agreed_paths(run.crew.collect("checkpoints", found))
             if not paths and missing_ok:
+                run.recording.rewind()
                 return None
             skipped: list[str] = []
             for path in paths:
@@ -142,6 +144,7 @@ class State:
             tensors = {name.removeprefix(prefix): one for name, one in training.items() if name.startswith(prefix)}
             snapshot.restore_generators(tensors, content["generators"][self._process], run.intake.device)
         run.ledger.number, run.ledger.num_trained = content["number"], content["num_trained"]
+        run.recording.rewind()
         return Loaded(checkpoint.path, content["step"], content["extra"], skipped)
 
     def _take_updates(self, content: Mapping[str, Any], training: Mapping[str, Tensor]) -> None:

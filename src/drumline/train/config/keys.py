@@ -190,11 +190,15 @@ _FAILURES: dict[str, tuple[Rule, str]] = {
         COUNT_OR_0,
         "steps in a row that are skipped for a NaN or infinity in the loss or a gradient; one more ends the run",
     ),
+    "restarts": (COUNT_OR_0, "how often to start local ranks again after a failure; torchrun has --max-restarts"),
+    "elastic": (FREE, "whether to go on with fewer ranks if some do not come back, and with more if torchrun has more"),
+    "again_within": (COUNT, "elastic, local ranks: one that dies again within so many restarts does not come back"),
+    "min_ranks": (COUNT, "elastic: the fewest ranks to go on with"),
 }
 _RUN: dict[str, tuple[Rule, str]] = {
     "steps": (COUNT, "optimizer steps"),
     "seed": (Rule("a whole number from 0 to 2^63 - 1", lambda value: 0 <= value < 2**63), "random seed"),
-    "out": (FREE, 'folder of the run; "": out/train/NAME'),
+    "out": (FREE, 'folder of the run; "": out/train/NAME, or NAME-2, ... if that holds a run'),
     "log_every": (COUNT, "steps between lines of progress"),
     "tensorboard": (FREE, "whether to write TensorBoard's files"),
     "wandb": (FREE, 'project at Weights & Biases to log to; "": none'),

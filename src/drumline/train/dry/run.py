@@ -110,14 +110,14 @@ def dry_run(settings: TrainSettings, parts: Parts | None = None) -> DryRun:
         inputs,
         target,
         device=device,
-        state_of=_states(settings, parts, built.model),
+        state_of=states(settings, parts, built.model),
         accumulates=settings.batch.accumulate > 1,
     )
     wrong = tuple(str(one) for one in validate(found.program))
     return DryRun(settings, type(built.model).__name__, found, wrong, str(device))
 
 
-def _states(settings: TrainSettings, parts: Parts, model: Any) -> Callable[[str, Tensor], int]:
+def states(settings: TrainSettings, parts: Parts, model: Any) -> Callable[[str, Tensor], int]:
     """Return what the optimizers keep for a parameter, by its name in the whole model."""
     optimizer: OptimizerSettings = settings.optimizer
     shapes = {name: one.shape for name, one in model.named_parameters() if one.requires_grad}

@@ -39,9 +39,8 @@ def found_in(resume: str) -> Path:
     Traceback (most recent call last):
     drumline.core.errors.UsageError: checkpoint.resume: no-such-run holds no checkpoint; expected the folder of ...
     """
-    for path in (Path(resume), Path(resume) / FOLDER):
-        if checkpoints(path):
-            return path
+    if found := checkpoints_of(resume):
+        return found
     raise UsageError(
         f"checkpoint.resume: {resume} holds no checkpoint",
         expected="the folder of a run that saved some, or of one checkpoint",
@@ -49,20 +48,32 @@ def found_in(resume: str) -> Path:
     )
 
 
+def checkpoints_of(run: str | Path) -> Path | None:
+    """Return the folder of checkpoints of a run, of such a folder, or of one checkpoint; None if it has none."""
+    return next((path for path in (Path(run), Path(run) / FOLDER) if checkpoints(path)), None)
+
+
 class Checkpoints:
     """Saves a run, and brings one back."""
 
-    def __init__(self, pipe: Pipeline, settings: TrainSettings, data: Data, folder: Path) -> None:
-        self._pipe, self._settings, self._data = pipe, settings, data
+    def __init__(
+        self, pipe: Pipeline, settings: TrainSettings, data: Data, folder: Path, *, continues: bool = False
+    ) -> None:
+        self._pipe, self._settings, self._data, self._continues = pipe, settings, data, continues
         self._folder = folder / FOLDER
         self._last: Saving | None = None
 
     def resume(self) -> dict[str, Any]:
-        """Continue from the checkpoint that the settings name; return the step it was saved after, and the counts."""
+        """Continue from the run's own newest checkpoint, else from the one that the settings name, else at step 0.
+
+        Returns the step it was saved after, and the counts.
+        """
         given = self._settings.checkpoint.resume
-        if not given:
+        loaded = self._pipe.load(self._folder, missing_ok=True) if self._continues else None
+        if loaded is None and given and checkpoints_of(given):
+            loaded = self._pipe.load(found_in(given))
+        if loaded is None:
             return {"step": 0}
-        loaded = self._pipe.load(found_in(given))
         extra = loaded.extra
         if not isinstance(extra, dict) or "data" not in extra:
             raise UsageError(
