@@ -8,9 +8,9 @@
         hosts.cut()                                          # no packet passes, no connection ends
         hosts.restore()
 
-Each host has its own loopback, ports and abstract Unix sockets. Files, processes and the host's name are shared. The
-name resolves to loopback, as on many real machines. Only root may do this, on Linux; elsewhere tests skip, and in CI
-they fail.
+Each host has its own loopback, ports and abstract Unix sockets. Files, processes and the machine's name are shared. The
+name resolves to loopback, as on many real machines; `host0` and `host1` resolve to the link's addresses. Only root may
+do this, on Linux; elsewhere tests skip, and in CI they fail.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +35,7 @@ INTERFACE = "wire0"
 _ADDRESSES = {False: ("10.77.0.1", "10.77.0.2"), True: ("fd77::1", "fd77::2")}
 _BITS = {False: 24, True: 64}
 _SECONDS_TO_END = 20.0
+_SETTINGS = Path("/etc/netns")
 
 
 def why_not() -> str:
@@ -88,7 +91,7 @@ class TwoHosts:
 
     def cut(self) -> None:
         """Let no packet pass. Connections stay open: nobody is told, as when a cable is pulled between switches."""
-        # `ip link set down` would fail connections at once on the host where it is done; a full loss is what a host sees.
+        # `ip link set down` fails connections at once on its own host (see `unplug`); this one, nobody notices.
         for name in self.names:
             _tc(name, "replace", "blackhole")
 
@@ -154,6 +157,7 @@ def two_hosts(*, ipv6: bool = False, rate: str | None = None) -> Iterator[TwoHos
             options = ("nodad",) if ipv6 else ()
             _ip("-n", name, "addr", "add", f"{address}/{_BITS[ipv6]}", "dev", INTERFACE, *options)
             _ip("-n", name, "link", "set", "lo", "up")
+            _write_names(name, hosts.addresses)
         hosts.restore(rate)
         yield hosts
     finally:
@@ -161,6 +165,16 @@ def two_hosts(*, ipv6: bool = False, rate: str | None = None) -> Iterator[TwoHos
             hosts._end()
         for name in made:
             _ip("netns", "del", name)
+            shutil.rmtree(_SETTINGS / name, ignore_errors=True)
+
+
+def _write_names(name: str, addresses: Sequence[str]) -> None:
+    """Give a host its own /etc/hosts, and no name server: it would answer nobody, after long waits."""
+    folder = _SETTINGS / name  # `ip netns exec` mounts what is there over /etc
+    folder.mkdir(parents=True)
+    names = [f"127.0.0.1 localhost {socket.gethostname()}", *(f"{one} host{at}" for at, one in enumerate(addresses))]
+    (folder / "hosts").write_text("\n".join(names) + "\n")
+    (folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")
 
 
 def listening(prefix: Sequence[str] = ()) -> list[tuple[str, int]]:

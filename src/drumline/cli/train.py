@@ -34,6 +34,12 @@ _FLAGS: dict[str, tuple[str, Any, str, str]] = {
     "recompute": ("memory.recompute", str, "HOW", "activations to recompute: none or full (default none)"),
     "precision": ("precision.compute", str, "KIND", "numbers to compute in: fp32, bf16 or fp16 (default fp32)"),
     "device": ("pipeline.device", str, "NAME", "PyTorch device, like cpu or cuda (default: an accelerator if any)"),
+    "interface": (
+        "pipeline.interface",
+        str,
+        "NAME",
+        "network interface between hosts (default: towards rank 0)",
+    ),
     "threads": ("run.threads", _WHOLE, "N", "threads of each rank (default: cores / local ranks)"),
     "evaluate_every": ("evaluation.every", _WHOLE, "N", "steps between evaluations; 0 for none (default 50)"),
     "sample_every": ("evaluation.sample_every", _WHOLE, "N", "steps between sample texts; 0 for none (default 0)"),

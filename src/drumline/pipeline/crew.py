@@ -79,6 +79,7 @@ class Crew:
         program: Program | None,
         ahead: int,
         timeout: float,
+        interface: str = "",
         now: Callable[[], int] = time.perf_counter_ns,
     ) -> Crew:
         """Return the crew of this process, connected to all other ranks."""
@@ -94,6 +95,7 @@ class Crew:
             num_slots=max(4, ahead),
             scope=f"drumline/{next(_scopes)}",
             edges=None if program is None else edges_of(program),
+            interface=interface,
             now=now,
         )
         crew = Crew([channel], None, timeout=timeout)

@@ -60,6 +60,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_SWITCHES, (lambda one: isinstance(one, bool), "True or False")),
     "schedule": (lambda one: isinstance(one, str | Path | Program), "a schedule name, a Program, or a CSV file"),
     "record": (lambda one: isinstance(one, bool | str | Path) and one != "", "True, False, or a folder for the run"),
+    "interface": (lambda one: isinstance(one, str), "the name of a network interface, or an address"),
     "unused": (lambda one: one in ("warn", "raise", "ignore"), '"warn", "raise" or "ignore"'),
 }
 
@@ -86,6 +87,7 @@ class Options:
     split: Split | None = None
     unused: str = "warn"
     transport: str = "auto"
+    interface: str = ""
     device: torch.device | str | None = None
     seed: int = 0
     precision: str = "fp32"

@@ -55,7 +55,9 @@ def set_up(options: Options) -> StepRun:
     """Return the object that runs the steps, connected to all other ranks; raises the same error on all of them."""
     assert options.schedule is not None, "options that were decided"
     device = device_named(options.device) or assembly.device_of(options.model)
-    num_ranks = transports.num_ranks(options.transport, options.num_ranks, timeout=options.timeout)
+    num_ranks = transports.num_ranks(
+        options.transport, options.num_ranks, timeout=options.timeout, interface=options.interface
+    )
     program: Program | DrumlineError
     try:
         program = program_for(
@@ -73,6 +75,7 @@ def set_up(options: Options) -> StepRun:
         program=program if isinstance(program, Program) else None,
         ahead=options.ahead,
         timeout=options.timeout,
+        interface=options.interface,
         now=clock_for(device).now,
     )
     with crew.together("the set-up"):

@@ -52,9 +52,10 @@ class ControlMesh(Pump):
         timeout: float = TIMEOUT,
         spin: float = SPIN,
         host: str | None = None,
+        interface: str = "",
         now: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
-        super().__init__(connect(rank, num_ranks, store=store, timeout=timeout, host=host))
+        super().__init__(connect(rank, num_ranks, store=store, timeout=timeout, host=host, interface=interface))
         self.now = now
         self.rank = rank
         self.num_ranks = num_ranks

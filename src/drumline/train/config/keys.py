@@ -132,6 +132,7 @@ _PIPELINE: dict[str, tuple[Rule, str]] = {
     "cuts": (FREE, "names of the blocks with which stages 1, 2, ... begin"),
     "plan": (FREE, "a JSON file of `drumline plan PROFILE`, which decides schedule, cut and microbatches"),
     "transport": (one_of("auto", "in-process", "shared-memory", "gloo", "nccl"), "how ranks talk to each other"),
+    "interface": (FREE, 'network interface between hosts, or an address of it; "": the one towards rank 0\'s host'),
     "device": (FREE, 'PyTorch device, like "cpu" or "cuda"; "": the accelerator if there is one'),
     "timeout": (POSITIVE, "seconds that a rank waits for another before it gives up"),
     "compile": (FREE, "whether stages run through torch.compile"),

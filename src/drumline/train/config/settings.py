@@ -122,6 +122,7 @@ class PipelineSettings:
     cuts: tuple[str, ...] = ()
     plan: str = ""  # a JSON file of `drumline plan PROFILE`, in place of schedule, cut and microbatches
     transport: str = "auto"
+    interface: str = ""  # between hosts: a network interface, or an address of it; "": the one towards rank 0's host
     device: str = ""
     timeout: float = 300.0
     compile: bool = False
