@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import torch
 
@@ -11,8 +12,8 @@ from faults.config import Config
 _LR, _WARMUP, _FINAL, _CLIP, _MICROBATCHES = 0.01, 4, 0.1, 1.0, 4
 
 
-def plain_losses(config: Config) -> list[float]:
-    """Return the loss of every step; a step whose loss or gradient is not finite is computed and not taken."""
+def plain_losses(config: Config, skipped: Collection[int] = ()) -> list[float]:
+    """Return the loss of every step; one `skipped`, or not finite in loss or gradient, is computed and not taken."""
     from faults import user
 
     assert config.dropout == 0, "the order of random numbers is Drumline's own"
@@ -31,7 +32,7 @@ def plain_losses(config: Config) -> list[float]:
             loss.backward()
             total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
-        if math.isfinite(total) and bool(torch.isfinite(norm)):
+        if step not in skipped and math.isfinite(total) and bool(torch.isfinite(norm)):
             optimizer.step()
         losses.append(total)
     return losses

@@ -3,7 +3,8 @@
     FAULT={"do": "kill", "rank": 1, "step": 7, "at": "backward", "marker": "/tmp/.../fired"}
 
 `pace` makes every step last so many seconds more, for faults that come from outside. A fault strikes once: the marker
-file says when it did, and after how many steps of this rank. A restarted rank finds the marker and trains on. Drumline
+file says when it did, and after how many steps of this rank. A restarted rank finds the marker and trains on,
+unless the fault comes `again`. Drumline
 knows nothing of this file but its two functions, `build_model` and `build_data`.
 """
 
@@ -40,7 +41,7 @@ def moment(at: str) -> bool:
     if not _is_here(at):
         return False
     try:
-        with open(_GIVEN["marker"], "x", encoding="utf-8") as file:
+        with open(_GIVEN["marker"], "w" if _GIVEN.get("again") else "x", encoding="utf-8") as file:
             json.dump({"time": time.time(), "steps": _steps, "pid": os.getpid()}, file)
     except FileExistsError:
         return False

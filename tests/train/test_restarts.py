@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
-import os
-import re
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from drumline.core.errors import ConfigError, RankFailed, UsageError
 from drumline.core.measured.run import read_run
-from drumline.train import claim as claims
-from drumline.train import start as starting
-from drumline.train.config.read import read_settings
 from drumline.train.config.settings import (
     BatchSettings,
     CheckpointSettings,
@@ -36,9 +22,7 @@ from drumline.train.config.settings import (
     RunSettings,
     TrainSettings,
 )
-from drumline.train.config.write import config_text
 from drumline.train.start import start
-from some import some
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(300)]
 STEPS, EVERY = 12, 4

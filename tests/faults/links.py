@@ -1,0 +1,74 @@
+"""Two hosts, each with its own torchrun, whose link is cut or slowed while they train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from faults.cases import fault
+from faults.config import Config
+from faults.lab import SECONDS_TO_FINISH, Lab, Skip
+from faults.started import Started
+from hosts.namespaces import TwoHosts, two_hosts, why_not
+
+BASE = Config()
+IMPATIENT = Config(timeout=8.0)
+_SLOW = {"do": "nothing", "rank": 1, "step": 4, "at": "optimizer done", "pace": 0.5}
+_PORT = 29577
+
+
+@contextmanager
+def _two_hosts() -> Iterator[TwoHosts]:
+    if reason := why_not():
+        raise Skip(reason)
+    with two_hosts() as hosts:
+        yield hosts
+
+
+def _train(lab: Lab, hosts: TwoHosts, config: Config, out: str, *words: str, slow: bool = False) -> list[Started]:
+    """Start one rank on each host."""
+    options = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "drumline"]
+    options += ["--rdzv-endpoint", hosts.endpoint(_PORT), "--rdzv-id", f"faults-{out}"]
+    fault = _SLOW if slow else None
+    return [
+        lab.train(config, out, *words, fault=fault, torchrun=options, before=["ip", "netns", "exec", name])
+        for name in hosts.names
+    ]
+
+
+@fault("link-cut", "the link between two hosts is cut (bound 8 s)", waits=True)
+def link_cut(lab: Lab) -> None:
+    """No packet passes, and nobody is told. Both hosts end by themselves; the run resumes once the link is back."""
+    with _two_hosts() as hosts:
+        runs = _train(lab, hosts, IMPATIENT, "run", slow=True)
+        struck = lab.strike(runs[0])
+        hosts.cut()
+        codes = [lab.detected(run, struck.time, r"WaitTimeout: rank|rank \d .*waits for", 90.0) for run in runs]
+        assert all(codes), f"exit codes {codes}"
+        hosts.restore()
+        resumed = _train(lab, hosts, BASE, "resumed", "--resume", str(lab.folder / "run"))
+        _resumed(lab, resumed, struck.time)
+        lab.row.lost = max(0, struck.steps - (12 - len(lab.references.of(BASE).losses)))
+
+
+def _resumed(lab: Lab, runs: list[Started], struck: float) -> None:
+    codes = [run.ends(SECONDS_TO_FINISH) for run in runs]
+    assert codes == [0, 0], f"exit codes {codes}"
+    told = [found for run in runs if (found := run.said(r"step (\d+)/12 "))]
+    assert told, "no step was told"
+    lab.row.recovered = told[0][0] - struck
+    lab.compared(BASE, "resumed")
+
+
+@fault("link-slow", "the link between two hosts slows to 200 kbit/s")
+def link_slow(lab: Lab) -> None:
+    """Training goes on, only slower."""
+    with _two_hosts() as hosts:
+        runs = _train(lab, hosts, replace(BASE), "run", slow=True)
+        lab.strike(runs[0])
+        hosts.restore("200kbit")
+        codes = [run.ends(SECONDS_TO_FINISH) for run in runs]
+        assert codes == [0, 0], f"exit codes {codes}"
+        lab.row.lost = 0
+        lab.compared(BASE, "run")
