@@ -35,7 +35,7 @@ def fault(name: str, what: str, *, short: bool = False, waits: bool = False) -> 
 
 def all_faults() -> dict[str, Fault]:
     """Return all faults, in the order of the table."""
-    from faults import disks, kills, links, numbers, restarts, signals, silence
+    from faults import disks, kills, links, nan, restarts, signals, silence
 
-    assert kills, (silence, signals, restarts, numbers, disks, links)
+    assert kills, (silence, signals, restarts, nan, disks, links)
     return FAULTS

@@ -1,4 +1,4 @@
-"""Signals from outside: a polite stop loses nothing, an impatient one harms nothing, and no rank outlives its starter."""
+"""Signals from outside: a polite stop loses nothing, an impatient one harms nothing, and no rank is left behind."""
 
 from __future__ import annotations
 
