@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-INTERRUPTED = 130
+_INTERRUPTED = 130
 _SECONDS_ALIKE = 0.5  # a wrapper may pass on what the terminal has sent already
 _SECONDS_TO_LEAVE = 5.0
 _DEFAULTS: dict[signal.Signals, Any] = {
@@ -99,15 +99,16 @@ def heard(number: int, _frame: FrameType | None) -> None:
         if os.environ.get("RANK", "0") == "0":  # not print: the signal may have interrupted one
             os.write(2, f"\ndrumline: {now}: stopping after this step; Ctrl-C again ends it at once\n".encode())
     elif "Ctrl-C" in (before, now) and time.monotonic() - _state.at > _SECONDS_ALIKE:
-        leave_soon(INTERRUPTED)
+        _leave_soon()
         raise KeyboardInterrupt
 
 
-def leave_soon(code: int) -> None:
-    """End this process after a moment, even if what it does cannot be interrupted."""
+def _leave_soon() -> None:
+    """End this process after a moment if what it does cannot be interrupted."""
 
     def leave() -> None:
         time.sleep(_SECONDS_TO_LEAVE)
-        os._exit(code)
+        if is_on():
+            os._exit(_INTERRUPTED)
 
     threading.Thread(target=leave, name="drumline-leave", daemon=True).start()

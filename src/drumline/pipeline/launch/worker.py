@@ -30,6 +30,7 @@ from drumline.core.errors import LaunchError, RankFailed
 from drumline.pipeline.launch import by_value, stop
 from drumline.pipeline.launch.blame import blame
 from drumline.pipeline.launch.wire import FAILED, RETURNED, STOPS, Failure, Parts, read, write
+from drumline.runtime.channel import stacks
 from drumline.schedules.registry import adopt
 
 _PR_SET_PDEATHSIG = 1
@@ -49,7 +50,7 @@ def main(control: int, *, parent: int, threads: int, backend: str, stoppable: bo
     signal.signal(signal.SIGTERM, _terminate)
     die_with(parent)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    stacks.write_to_stderr()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     connection = socket.socket(fileno=control)
