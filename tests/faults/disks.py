@@ -51,13 +51,14 @@ def quota(lab: Lab) -> None:
 
 @fault("folder-replaced", "the folder of checkpoints is replaced by a file at step 8")
 def folder_replaced(lab: Lab) -> None:
-    """No checkpoint can even begin; the earlier ones were moved away, and are whole."""
+    """No checkpoint can even begin, and training goes on; the earlier ones were moved away, and are whole."""
     run = lab.train(BASE, "run", fault={"do": "nothing", "rank": 0, "step": 7, "at": "optimizer done", "pace": 1})
     struck, folder = lab.strike(run), lab.folder / "run" / "checkpoints"
     folder.rename(lab.folder / "kept")
     folder.write_text("mine")
-    code = lab.detected(run, struck.time, r"checkpoints cannot be written: ")
+    code = lab.detected(run, struck.time, r"training continues without a checkpoint: .*checkpoints cannot be written")
     assert code == 3, f"exit code {code}"
+    assert run.said("step 12/12 "), "training did not go on"
     folder.unlink()
     (lab.folder / "kept").rename(folder)
     lab.resumed(BASE, "run", Strike(struck.time, max(losses_of(lab.folder / "run")), struck.pid))

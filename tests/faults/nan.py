@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 from faults.cases import fault
@@ -19,8 +18,8 @@ _STEP = 7
 @fault("nan-data", "NaN in one microbatch of steps 3 and 8", short=True)
 def nan_data(lab: Lab) -> None:
     """All microbatches but one are fine."""
-    struck = time.time()
     run = lab.train(IN_DATA, "run")
+    struck, _ = run.says(r"step 1/12 ", SECONDS_TO_START)
     at, _ = run.says(r"step 3\b.*skipped", SECONDS_TO_START)
     assert run.ends(SECONDS_TO_FINISH) == 0, "the run failed"
     lab.row.detected, lab.row.lost = at - struck, 0
@@ -58,8 +57,8 @@ def nan_kill(lab: Lab) -> None:
 @fault("nan-always", "NaN in more steps than failures.max_skipped allows")
 def nan_always(lab: Lab) -> None:
     """A run that cannot go on says so, rather than to skip for ever."""
-    struck = time.time()
     run = lab.train(IN_DATA, "run", "--set", "failures.max_skipped=0")
+    struck, _ = run.says(r"step 1/12 ", SECONDS_TO_START)
     code = lab.detected(run, struck, r"drumline: step 3: .* in 1 step in a row", SECONDS_TO_START)
     assert code == 3, f"exit code {code}"
     lab.row.outcome = f"ended, exit code {code}"

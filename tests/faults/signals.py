@@ -14,7 +14,7 @@ from faults.started import Started
 
 BASE = Config()
 _SLOW = {"do": "nothing", "rank": 1, "step": 4, "at": "optimizer done", "pace": 0.5}
-_STOPPED = r"Stopped by {cause} after step (\d+) of 12"
+_STOPPED = r"Stopped by {cause} .*after step (\d+) of 12"
 
 
 def _stopped(lab: Lab, run: Started, struck: float, cause: str) -> None:

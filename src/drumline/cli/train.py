@@ -6,13 +6,14 @@ import argparse
 import math
 import os
 import shlex
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drumline.cli import flags
 from drumline.cli.output import print_json, progress, pytorch, terminal_width, wrapped
-from drumline.core.errors import ConfigError, UsageError, counted
+from drumline.core.errors import ConfigError, DrumlineError, RankFailed, UsageError, counted
 
 if TYPE_CHECKING:
     from drumline.train.config.settings import TrainSettings
@@ -95,9 +96,7 @@ def run(args: argparse.Namespace) -> int:
             with pytorch("train runs a model"):
                 return _dry_run(args, settings)
         with stop_on_signals():  # from here on: importing PyTorch takes seconds
-            with pytorch("train runs a model"):
-                from drumline.train.start import start
-            trained = start(settings)
+            trained = _trained(settings)
     except (ConfigError, UsageError):
         if is_first:
             raise
@@ -105,6 +104,21 @@ def run(args: argparse.Namespace) -> int:
     if is_first:
         _tell(args, settings, trained)
     return 0
+
+
+def _trained(settings: TrainSettings) -> Any:
+    """Train; what the user's own code raises in this process is told as `launch` tells it of its ranks."""
+    with pytorch("train runs a model"):
+        from drumline.train.start import start
+    try:
+        return start(settings)
+    except (DrumlineError, OSError):
+        raise
+    except Exception as error:
+        rank = int(os.environ.get("RANK", "0"))
+        failed = RankFailed(rank, f"rank {rank} failed with {type(error).__name__}: {error}")
+        failed.add_note(f"rank {rank}'s traceback:\n{traceback.format_exc().rstrip()}")
+        raise failed from error
 
 
 def _overrides(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:

@@ -58,7 +58,10 @@ class State:
         }
         _check_plain(extra)
         with run.recording.between.during("save"), run.crew.together("save"):
-            return self._saver.save(folder, content["step"], self._taken, content, keep=keep)
+            saving = self._saver.save(folder, content["step"], self._taken, content, keep=keep)
+        if saving.refusal is not None:
+            raise saving.refusal  # out here: all ranks raise it alike, and may train on
+        return saving
 
     def finish(self, most_seconds: float | None = None) -> None:
         """Wait for a checkpoint under way; with `most_seconds`, no longer than that, and without an error."""

@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from drumline.core.errors import UsageError
+from drumline.core.errors import RecordError, RunError, UsageError
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.saving.folder import checkpoints
 from drumline.pipeline.saving.saver import Saving
@@ -88,14 +88,14 @@ class Checkpoints:
         """Save after a step, if it is time; all ranks call it alike."""
         given, is_last = self._settings.checkpoint, step == self._settings.run.steps
         if (given.every and step % given.every == 0) or (is_last and given.at_end):
-            self._save(step, counts)
+            self._save(step, counts, is_last=is_last)
         if is_last and self._last is not None:
             self._add_config(self._last.wait())
 
     def now(self, step: int, counts: dict[str, Any]) -> Path:
         """Save after a step at which the run stops, unless it was saved by then; returns the whole checkpoint."""
         if self._last is None or self._last.step != step or self._last.error is not None:
-            self._save(step, counts)
+            self._save(step, counts, is_last=True)
         assert self._last is not None
         saved = self._last.wait()
         self._add_config(saved)
@@ -106,16 +106,26 @@ class Checkpoints:
         """The folder of the newest checkpoint that this run has begun, if any."""
         return "" if self._last is None else str(self._last.path)
 
-    def _save(self, step: int, counts: dict[str, Any]) -> None:
+    def _save(self, step: int, counts: dict[str, Any], *, is_last: bool) -> None:
+        """Begin a checkpoint; where it cannot begin, go on without unless it is the last."""
         self._look()
         extra = {**counts, "data": self._data.training.state_dict()}
         keep = self._settings.checkpoint.keep
-        self._last = self._pipe.save(self._folder, step=step, extra=extra, keep=keep)
+        try:
+            self._last = self._pipe.save(self._folder, step=step, extra=extra, keep=keep)
+        except RecordError as error:
+            if is_last:
+                raise RunError(error.error, expected=error.expected, fix=error.fix) from error
+            self._warn(error)
 
     def _look(self) -> None:
-        """Warn of a checkpoint that could not be written: training goes on, and earlier ones are whole."""
-        if self._last is not None and self._last.done and self._last.error is not None and self._pipe.rank == 0:
-            logging.getLogger("drumline").warning("training continues without a checkpoint: %s", self._last.error)
+        """Warn of a checkpoint that could not be written."""
+        if self._last is not None and self._last.done and self._last.error is not None:
+            self._warn(self._last.error)
+
+    def _warn(self, error: BaseException) -> None:
+        if self._pipe.rank == 0:
+            logging.getLogger("drumline").warning("training continues without a checkpoint: %s", error)
 
     def _add_config(self, checkpoint: Path) -> None:
         """Copy a Hugging Face model's configuration and tokenizer, so that transformers loads the checkpoint."""
