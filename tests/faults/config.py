@@ -14,7 +14,7 @@ class Config:
 
     ranks: int = 2
     schedule: str = "1f1b"
-    width: int = 32
+    width: int = 64  # checkpoints are larger than anything else that a run writes
     dropout: float = 0.0
     nan_at: int = -1  # the batch of an epoch that holds a NaN
     steps: int = 12

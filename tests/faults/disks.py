@@ -14,7 +14,6 @@ from faults.lab import SECONDS_TO_FINISH, SECONDS_TO_START, Lab, Strike
 from faults.outcome import checkpoints, losses_of
 
 BASE = Config()
-WIDE = Config(width=64)  # so that checkpoints are larger than anything else that a run writes
 _REFUSED = 2  # the exit code of a command that was not started
 
 
@@ -27,26 +26,26 @@ def disk_full(lab: Lab) -> None:
     disk = lab.mounted("disk", size="2m")
     filler = disk / "filler"
     given = {"do": "fill", "rank": 0, "step": 7, "at": "optimizer done", "filler": str(filler)}
-    run = lab.train(WIDE, "disk/run", fault=given)
+    run = lab.train(BASE, "disk/run", fault=given)
     struck = lab.strike(run)
     code = lab.detected(run, struck.time, r"training continues without a checkpoint: .* No space left on device")
     assert code == 3, f"exit code {code}"
     assert run.said("step 12/12 "), "training did not go on"
     filler.unlink()
     assert lab.newest("disk/run") == 6, "a checkpoint appeared for which there was no room"
-    lab.resumed(WIDE, "disk/run", Strike(struck.time, WIDE.steps, struck.pid))
+    lab.resumed(BASE, "disk/run", Strike(struck.time, BASE.steps, struck.pid))
 
 
 @fault("quota", "rank 1 may write no file beyond 48 KiB while saving (EFBIG)")
 def quota(lab: Lab) -> None:
     """One rank's part is missing, so no checkpoint appears, and training goes on to its end."""
-    run = lab.train(WIDE, "run", fault={"do": "shrink", "rank": 1, "step": 7, "at": "optimizer"})
+    run = lab.train(BASE, "run", fault={"do": "shrink", "rank": 1, "step": 7, "at": "optimizer"})
     struck = lab.strike(run)
     code = lab.detected(run, struck.time, r"checkpoint .* process 1 could not write its files|File too large")
     assert code == 3, f"exit code {code}"
-    assert max(losses_of(lab.folder / "run")) == WIDE.steps, "training did not go on"
+    assert max(losses_of(lab.folder / "run")) == BASE.steps, "training did not go on"
     assert lab.newest("run") == 6, "a checkpoint without rank 1's part appeared"
-    lab.resumed(WIDE, "run", Strike(struck.time, WIDE.steps, struck.pid))
+    lab.resumed(BASE, "run", Strike(struck.time, BASE.steps, struck.pid))
 
 
 @fault("folder-replaced", "the folder of checkpoints is replaced by a file at step 8")

@@ -29,7 +29,7 @@ def _kill(lab: Lab, config: Config, rank: int, at: str, on: Config | None = None
 
 
 def _add_kill(rank: int, at: str, where: str) -> None:
-    short = (rank, at) in ((1, "backward"), (0, "saving"))
+    short = (rank, at) == (0, "saving")
     config = DROPOUT if at == "backward" else BASE
 
     @fault(f"kill-{at}-{rank}", f"SIGKILL of rank {rank} {where}", short=short)

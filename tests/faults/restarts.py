@@ -32,7 +32,7 @@ def _went_on(lab: Lab, run: Started, struck: Strike, pattern: str, ranks: int) -
     assert sorted(losses_of(lab.folder / "run")) == list(range(1, BASE.steps + 1)), "steps are missing"
 
 
-@fault("restart", "SIGKILL of rank 1 with --restarts 1", short=True)
+@fault("restart", "SIGKILL of rank 1 with --restarts 1")
 def restart(lab: Lab) -> None:
     """The command starts its ranks again."""
     run = lab.train(BASE, "run", "--restarts", "1", fault=_KILL)

@@ -68,7 +68,7 @@ def ctrl_c(lab: Lab) -> None:
     _stopped(lab, run, struck, "Ctrl-C")
 
 
-@fault("ctrl-c-twice", "Ctrl-C twice, in a step that does not end", short=True)
+@fault("ctrl-c-twice", "Ctrl-C twice, in a step that does not end")
 def ctrl_c_twice(lab: Lab) -> None:
     """The first cannot be followed, because rank 1 hangs; the second ends everything at once."""
     run = lab.train(BASE, "run", fault={"do": "hang", "rank": 1, "step": 7, "at": "forward"})

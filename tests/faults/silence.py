@@ -7,7 +7,7 @@ from faults.config import Config
 from faults.lab import Lab
 
 BASE = Config()
-IMPATIENT = Config(timeout=8.0)
+IMPATIENT = Config(timeout=15.0)
 _STEP = 7
 
 
@@ -21,7 +21,7 @@ def _struck(lab: Lab, do: str, rank: int, pattern: str, *, config: Config = BASE
     return run.text
 
 
-@fault("raise-0", "an exception on rank 0", short=True)
+@fault("raise-0", "an exception on rank 0")
 def raise_0(lab: Lab) -> None:
     """The user's own error, with its traceback."""
     text = _struck(lab, "raise", 0, r"rank 0 failed with KeyError: 'no such layer: injected'")
@@ -59,19 +59,19 @@ def crash_1(lab: Lab) -> None:
     assert "user.py" in text, "no stack of the crash"
 
 
-@fault("stop-0", "SIGSTOP of rank 0 past the bound of 8 s", waits=True)
+@fault("stop-0", "SIGSTOP of rank 0 past the bound of 15 s", waits=True)
 def stop_0(lab: Lab) -> None:
     """A process that neither answers nor ends."""
     _struck(lab, "stop", 0, r"rank 1 .*waits for .*rank 0", config=IMPATIENT, bound=60.0)
 
 
-@fault("stop-1", "SIGSTOP of rank 1 past the bound of 8 s", waits=True, short=True)
+@fault("stop-1", "SIGSTOP of rank 1 past the bound of 15 s", waits=True, short=True)
 def stop_1(lab: Lab) -> None:
     """A process that neither answers nor ends."""
     _struck(lab, "stop", 1, r"rank 0 .*waits for .*rank 1", config=IMPATIENT, bound=60.0)
 
 
-@fault("hang-1", "rank 1 hangs in the user's code past the bound of 8 s", waits=True)
+@fault("hang-1", "rank 1 hangs in the user's code past the bound of 15 s", waits=True)
 def hang_1(lab: Lab) -> None:
     """The stack of the rank that hangs tells where."""
     text = _struck(lab, "hang", 1, r"rank 0 .*waits for .*rank 1", config=IMPATIENT, bound=60.0)

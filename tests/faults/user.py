@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-WIDTH, CLASSES, BLOCKS, ROWS = 32, 5, 6, 16
+WIDTH, CLASSES, BLOCKS, ROWS = 64, 5, 6, 16
 NUM_BATCHES = 5  # an epoch is shorter than a run, so that a position in the data means something
 _GIVEN: dict[str, Any] = json.loads(os.environ.get("FAULT", "{}"))
 _steps = 0  # optimizer steps that this process has made
