@@ -38,6 +38,11 @@ def leave_all() -> None:
         crew.close()
 
 
+def has_lost_ranks() -> bool:
+    """Whether a rank of some open pipeline has gone, so that its next step would fail; a signal handler may ask."""
+    return any(not crew.over and crew.channels[0].is_cut for crew in list(_open))
+
+
 @cache
 def _tell_of_turns(num_ranks: int) -> None:
     """Warn once that ranks take turns, because users may expect them to run in parallel."""

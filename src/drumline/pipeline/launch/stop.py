@@ -4,6 +4,7 @@
     Ctrl-C after it             KeyboardInterrupt, and soon the end of the process, wherever it hangs
     SIGTERM after a Ctrl-C      the same: torchrun's agent passes a second Ctrl-C on as SIGTERM
     SIGTERM after a SIGTERM     ignored: whoever sends it ends a process that takes too long by SIGKILL
+    SIGTERM, a rank is gone     the end: no step can be finished, and torchrun's agent starts anew once all have ended
 
 Signals belong to the process, so this is the one part of a run that is global.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-_INTERRUPTED = 130
+_INTERRUPTED, _TERMINATED = 130, 143
 _SECONDS_ALIKE = 0.5  # a wrapper may pass on what the terminal has sent already
 _SECONDS_TO_LEAVE = 5.0
 _DEFAULTS: dict[signal.Signals, Any] = {
@@ -94,21 +96,29 @@ def heard(number: int, _frame: FrameType | None) -> None:
     """Take a signal: ask for a stop, or, where one was asked for already, end."""
     now = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     before = asked()
+    if number == signal.SIGTERM and _others_are_gone():
+        _leave_soon(_TERMINATED)
+        raise SystemExit(_TERMINATED)
     if not before:
         ask(now)
         if os.environ.get("RANK", "0") == "0":  # not print: the signal may have interrupted one
             os.write(2, f"\ndrumline: {now}: stopping after this step; Ctrl-C again ends it at once\n".encode())
     elif "Ctrl-C" in (before, now) and time.monotonic() - _state.at > _SECONDS_ALIKE:
-        _leave_soon()
+        _leave_soon(_INTERRUPTED)
         raise KeyboardInterrupt
 
 
-def _leave_soon() -> None:
+def _others_are_gone() -> bool:
+    crews = sys.modules.get("drumline.pipeline.crew")
+    return crews is not None and crews.has_lost_ranks()
+
+
+def _leave_soon(code: int) -> None:
     """End this process after a moment if what it does cannot be interrupted."""
 
     def leave() -> None:
         time.sleep(_SECONDS_TO_LEAVE)
         if is_on():
-            os._exit(_INTERRUPTED)
+            os._exit(code)
 
     threading.Thread(target=leave, name="drumline-leave", daemon=True).start()

@@ -83,6 +83,11 @@ class Channel(ABC):
         """Whether some rank runs on another host."""
         return False
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the connection to some rank has ended; reads nothing."""
+        return False
+
     def connect(self, edges: Sequence[tuple[int, int]]) -> None:  # noqa: B027 - most connect all ranks from the start
         """Open more directed edges (source, target); call it with the same edges on all ranks."""
 
