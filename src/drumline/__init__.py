@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from drumline.core.torch_text import for_torch, titan_schedule
     from drumline.pipeline.balance import balance
     from drumline.pipeline.launch.launch import launch
+    from drumline.pipeline.launch.stop import stop_on_signals
     from drumline.pipeline.pipeline import Pipeline
     from drumline.pipeline.profiling import profile_model
     from drumline.pipeline.state.materialise import Weights, materialise
@@ -86,6 +87,7 @@ _HOME = {
     "schedule": "schedules",
     "search": "plan.search.search",
     "simulate": "core.simulate.simulate",
+    "stop_on_signals": "pipeline.launch.stop",
     "titan_schedule": "core.torch_text",
     "validate": "core.prove.validate",
     "verify": "pipeline.verify.verify",
@@ -131,6 +133,7 @@ __all__ = [
     "schedule",
     "search",
     "simulate",
+    "stop_on_signals",
     "titan_schedule",
     "validate",
     "verify",

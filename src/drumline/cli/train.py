@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drumline.cli import flags
 from drumline.cli.output import print_json, progress, pytorch, terminal_width, wrapped
-from drumline.core.errors import ConfigError, UsageError
+from drumline.core.errors import ConfigError, UsageError, counted
 
 if TYPE_CHECKING:
     from drumline.train.config.settings import TrainSettings
@@ -74,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read the settings, and print them, forecast the run, or train."""
+    from drumline.pipeline.launch.stop import stop_on_signals
     from drumline.train.config.read import read_settings
 
     is_first = os.environ.get("RANK", "0") == "0"
@@ -82,11 +85,13 @@ def run(args: argparse.Namespace) -> int:
         settings = read_settings(args.config, overrides, flags=named)
         if args.print_config:
             return _print_config(args, settings)
-        with pytorch("train runs a model"):
-            from drumline.train.start import start
         if args.dry_run:
-            return _dry_run(args, settings)
-        trained = start(settings)
+            with pytorch("train runs a model"):
+                return _dry_run(args, settings)
+        with stop_on_signals():  # from here on: importing PyTorch takes seconds
+            with pytorch("train runs a model"):
+                from drumline.train.start import start
+            trained = start(settings)
     except (ConfigError, UsageError):
         if is_first:
             raise
@@ -138,17 +143,36 @@ def _print_config(args: argparse.Namespace, settings: TrainSettings) -> int:
 
 def torchrun_line(args: argparse.Namespace, settings: TrainSettings) -> str:
     """Return the line that starts the same run by torchrun."""
-    overrides, _ = _overrides(args)
-    words = [] if args.config is None else [args.config]
+    return f"{_torchrun(settings)} {shlex.join(_words(args))}".rstrip()
+
+
+def resume_line(args: argparse.Namespace, settings: TrainSettings, checkpoint: str) -> str:
+    """Return the line that continues a run, in the next folder that holds none."""
+    first, _, number = settings.folder.rpartition("-")
+    name, at = (first, int(number)) if first and number.isdecimal() else (settings.folder, 1)
+    while os.path.exists(out := f"{name}-{at + 1}"):
+        at += 1
+    words = [*_words(args, without=("checkpoint.resume", "run.out")), "--resume", checkpoint, "--out", out]
+    return f"{_torchrun(settings) if 'WORLD_SIZE' in os.environ else 'drumline train'} {shlex.join(words)}"
+
+
+def _torchrun(settings: TrainSettings) -> str:
+    return f"torchrun --standalone --nproc-per-node {settings.num_ranks} -m drumline train"
+
+
+def _words(args: argparse.Namespace, *, without: Sequence[str] = ()) -> list[str]:
+    """Return the config and what flags set, as words of a command."""
     from drumline.train.config.read import MICROBATCHES
     from drumline.train.config.write import written
 
+    overrides, _ = _overrides(args)
+    words = [] if args.config is None else [args.config]
     for key, value in overrides.items():
         if key == MICROBATCHES:
             words += ["--microbatches", str(value)]
-        else:
+        elif key not in without:
             words += ["--set", f"{key}={'none' if value is None else written(value)}"]
-    return f"torchrun --standalone --nproc-per-node {settings.num_ranks} -m drumline train {shlex.join(words)}".rstrip()
+    return words
 
 
 def _dry_run(args: argparse.Namespace, settings: TrainSettings) -> int:
@@ -171,7 +195,6 @@ def _dry_run(args: argparse.Namespace, settings: TrainSettings) -> int:
 
 
 def _text(found: DryRun, line: str) -> str:
-    from drumline.core.errors import counted
     from drumline.report.table import table
     from drumline.report.units import duration, percent, size_text
 
@@ -218,16 +241,28 @@ def _tell(args: argparse.Namespace, settings: TrainSettings, trained: Any) -> No
     """Say what came of the run."""
     from dataclasses import asdict
 
-    found = asdict(trained) | {"folder": str(trained.folder), "steps": settings.run.steps}
+    stopped = trained.stopped
+    saved = "" if stopped is None else stopped.checkpoint or settings.checkpoint.resume
+    resume = resume_line(args, settings, saved) if saved else ""
     if args.json:
+        found = asdict(trained) | {"folder": str(trained.folder), "steps": settings.run.steps, "resume": resume}
+        for name in ("losses", "grad_norms"):
+            found[name] = [one if math.isfinite(one) else None for one in found[name]]
         print_json(found)
         return
-    losses = trained.losses
-    if not losses:
+    losses, lines = trained.losses, []
+    if stopped is not None:
+        lines.append(f"Stopped by {stopped.stopped} after step {stopped.step} of {settings.run.steps}.")
+    elif not losses:
         print(f"The run in {trained.folder} had made all {settings.run.steps} steps already.")
         return
-    lines = [f"{len(losses)} steps: loss {losses[0]:.4g} to {losses[-1]:.4g}, {trained.num_tokens:,} tokens"]
+    if losses:
+        what = f"{len(losses)} steps: loss {losses[0]:.4g} to {losses[-1]:.4g}, {trained.num_tokens:,} tokens"
+        skipped = f"; {counted(trained.num_skipped, 'step')} skipped for a NaN or infinity"
+        lines.append(what + (skipped if trained.num_skipped else ""))
     if trained.evaluations:
         lines.append(f"held-out loss {trained.evaluations[-1].loss:.4g}")
     lines.append(f"The run is in {trained.folder}. `drumline report {trained.folder}` shows where the time went.")
     print(wrapped("\n".join(lines), terminal_width()))
+    if resume:
+        print(f"Saved {saved}. To continue:\n  {resume}")

@@ -23,6 +23,7 @@ from drumline.core.program import Program
 from drumline.pipeline import transports
 from drumline.pipeline.programs import edges_of
 from drumline.runtime.capture.capture import Drive
+from drumline.runtime.channel import stacks
 from drumline.runtime.channel.channel import Channel, Wait
 from drumline.runtime.channel.in_process import Hub, take_turns
 
@@ -35,6 +36,11 @@ def leave_all() -> None:
     """Disconnect all pipelines that nobody closed: other processes may be waiting for this one."""
     for crew in list(_open):
         crew.close()
+
+
+def has_lost_ranks() -> bool:
+    """Whether a rank of some open pipeline has gone, so that its next step would fail; a signal handler may ask."""
+    return any(not crew.over and crew.channels[0].is_cut for crew in list(_open))
 
 
 @cache
@@ -173,6 +179,8 @@ class Crew:
         """
         if self.over:
             raise RunError(f"this pipeline can no longer be used: {self.over}", fix="create a new one on all ranks")
+        if self.channels[0].is_spread:
+            stacks.dump_later(self.timeout)  # by then others give up, and cannot ask for them
         try:
             yield
         except BaseException as error:
@@ -181,6 +189,8 @@ class Crew:
                 observer.failed()
             for channel in self.channels:
                 channel.abort(error, at)
+            if self.channels[0].is_spread:
+                stacks.keep_quiet()
             if not self.alone:
                 self.over = f"it failed at {at}: {error}"
                 self.channels[0].close()
@@ -190,6 +200,8 @@ class Crew:
         """Disconnect from the other ranks."""
         if not self.over:
             self.over = "it was closed"
+            if self.channels[0].is_spread:
+                stacks.keep_quiet()
             for channel in self.channels:
                 channel.close()
 

@@ -29,6 +29,8 @@ from drumline.runtime.gradients import clip
 
 T = TypeVar("T")
 
+_SECONDS_FOR_A_CHECKPOINT = 5.0  # that was being written when another rank failed
+
 
 class Pipeline:
     """Train a model cut into stages, with one schedule on all ranks. Create it with the same call on every rank.
@@ -181,6 +183,24 @@ class Pipeline:
         Optimizers call this before they step. Call it yourself before you change parameters by hand.
         """
         self._recording.settle()
+
+    def stopping(self) -> str:
+        """Return why the run should stop, such as "SIGTERM on rank 1"; empty while it should not.
+
+        Call it on every rank after a step: all get the same answer, whichever of them a signal reached, because each
+        tells with the outcome of its step whether it was asked to stop. Signals ask inside `dl.stop_on_signals`, and
+        under `dl.launch(..., stoppable=True)`.
+
+        >>> from drumline.pipeline.launch.stop import ask, stop_on_signals
+        >>> pipe = Pipeline([nn.Linear(1, 1)], loss_fn=nn.functional.mse_loss, num_microbatches=1)
+        >>> with stop_on_signals():
+        ...     ask("SIGTERM")
+        ...     result = pipe.step(torch.ones(1, 1), target=torch.ones(1, 1))
+        >>> pipe.stopping()
+        'SIGTERM on rank 0'
+        """
+        with self._recording.between.during("hear"):
+            return self._ledger.stop
 
     @property
     def scaler(self) -> LossScaler | None:
@@ -357,7 +377,10 @@ class Pipeline:
 
     def close(self) -> None:
         """Finish writing a checkpoint, and disconnect from the other ranks."""
-        self._state.finish()
+        self._close()
+
+    def _close(self, most_seconds: float | None = None) -> None:
+        self._state.finish(most_seconds)
         self._recording.close()
         self._crew.close()
 
@@ -372,8 +395,12 @@ class Pipeline:
     def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and not issubclass(kind, Exception):  # whoever interrupts a run does not wait for a disk
+            self._close(0.0)
+        else:
+            # Where a rank has failed, its part of a checkpoint may never come.
+            self._close(_SECONDS_FOR_A_CHECKPOINT if self._crew.over else None)
 
 
 def _switched(outputs: Any) -> bool:

@@ -27,6 +27,7 @@ from drumline.pipeline.balance import Balance
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.engine import Engine
 from drumline.pipeline.intake import Intake
+from drumline.pipeline.launch.stop import asked
 from drumline.pipeline.lengths.arrange import Arranging
 from drumline.pipeline.lengths.programs import Programs, digest_of
 from drumline.pipeline.observer import Observer
@@ -208,7 +209,7 @@ class StepRun:
     def _told(self, step: Step) -> Told:
         """Return the outcome of a step on this process: its parts of the loss, and any problem."""
         alone, scaler = self.crew.alone, self.updates.scaler
-        told = Told(sorted(step.losses), train=step.train, share=step.share)
+        told = Told(sorted(step.losses), train=step.train, share=step.share, stop=asked())
         told.num_rows, told.num_tokens = counted_in(step.batch)
         checked = [one.grad for one in self.holdings.parameters() if one.grad is not None]
         if told.microbatches:

@@ -67,6 +67,7 @@ def _attempt(train: Train, settings: TrainSettings, continues: bool) -> Any:
         threads=threads_of(settings),
         backend="gloo" if settings.pipeline.device.startswith("cpu") else _backend(num_ranks),
         prefix=False,
+        stoppable=True,
         kwargs=more,
     )[0]
 

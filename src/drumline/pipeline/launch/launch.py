@@ -20,6 +20,7 @@ from drumline.core.errors import DrumlineError, LaunchError, RankFailed, WaitTim
 from drumline.pipeline.launch import by_value
 from drumline.pipeline.launch.blame import blame
 from drumline.pipeline.launch.processes import Processes
+from drumline.pipeline.launch.stop import asked, stop_on_signals
 from drumline.pipeline.launch.wire import Failure, Parts, blank, write
 from drumline.schedules.registry import own_schedules
 
@@ -37,6 +38,7 @@ def launch(
     timeout: float | None = None,
     backend: str | None = None,
     prefix: bool = True,
+    stoppable: bool = False,
     **named: Any,
 ) -> list[T]:
     """Run `fn(*args, **named)` on `num_ranks` local processes and return their results, rank 0 first.
@@ -53,6 +55,9 @@ def launch(
     stacks. `timeout` limits the whole call, in seconds: after it, each rank prints its stacks, and WaitTimeout names
     the unfinished ranks.
 
+    With `stoppable`, SIGTERM and the first Ctrl-C end nothing: they make `pipe.stopping()` true on every rank after the
+    same step. A second Ctrl-C ends all ranks at once.
+
     >>> def rank_of(word):
     ...     import torch.distributed as dist
     ...     return f"{word} {dist.get_rank()} of {dist.get_world_size()}"
@@ -66,12 +71,13 @@ def launch(
     _check(fn, args, kwargs, num_ranks=num_ranks, threads=threads, timeout=timeout)
     parts = _packed(fn, args, kwargs)
     limit = None if timeout is None else time.monotonic() + timeout
-    with socket.create_server(("127.0.0.1", 0)) as listener, Processes() as ranks, blank() as task:
+    listens = stop_on_signals() if stoppable else contextlib.nullcontext()
+    with listens, socket.create_server(("127.0.0.1", 0)) as listener, Processes() as ranks, blank() as task:
         write(task, parts)
         port = listener.getsockname()[1]
         for rank in range(num_ranks):
             ranks.start(
-                lambda control: _command(control, threads=threads, backend=backend or "gloo"),
+                lambda control: _command(control, threads=threads, backend=backend or "gloo", stoppable=stoppable),
                 _environment(rank, num_ranks=num_ranks, port=port, threads=threads),
                 task.fileno(),
                 prefix=f"[rank {rank}] " if prefix else "",
@@ -124,14 +130,14 @@ def _name(fn: Any) -> str:
     return getattr(fn, "__name__", None) or repr(fn)
 
 
-def _command(control: int, *, threads: int, backend: str) -> list[str]:
+def _command(control: int, *, threads: int, backend: str, stoppable: bool) -> list[str]:
     """Return the command of a rank: it gets this process's modules and arguments, and never runs its main module."""
     lines = [
         "import sys",
         f"sys.path[:] = {[os.fspath(one) for one in sys.path]!r}",
         f"sys.argv[:] = {sys.argv!r}",
         "from drumline.pipeline.launch.worker import main",
-        f"main({control}, parent={os.getpid()}, threads={threads}, backend={backend!r})",
+        f"main({control}, parent={os.getpid()}, threads={threads}, backend={backend!r}, stoppable={stoppable})",
     ]
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *flags, "-c", "; ".join(lines)]
@@ -178,6 +184,8 @@ def _wait(ranks: Processes, limit: float | None, timeout: float | None) -> dict[
     failed_at: float | None = None
     while not all(rank.is_finished for rank in ranks):
         ranks.turn()
+        if asked():
+            ranks.ask_to_stop(asked())
         now = time.monotonic()
         if failed_at is None and any(rank.failure for rank in ranks):
             failed_at = now

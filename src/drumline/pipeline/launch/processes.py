@@ -22,10 +22,11 @@ from typing import IO, Self
 
 from drumline.core.errors import LaunchError
 from drumline.pipeline.launch import by_value
-from drumline.pipeline.launch.wire import FAILED, Failure, blank, read
+from drumline.pipeline.launch.wire import FAILED, STOPS, Failure, blank, read
 
 _SECONDS_TO_EXIT = 5.0
 _SECONDS_TO_TERMINATE = 15.0  # enough for a rank to clean up on a busy machine
+_SECONDS_TO_TERMINATE_AT_ONCE = 1.5  # where somebody pressed Ctrl-C a second time
 _SECONDS_TO_SHOW_STACKS = 2.0
 _SECONDS_A_ROUND = 0.1
 _SECONDS_AN_EXIT_ROUND = 0.01  # select does not notice exits
@@ -99,13 +100,14 @@ class Processes:
 
     def __init__(self) -> None:
         self._all: list[Rank] = []
+        self._asked = ""
         self._selector = selectors.DefaultSelector()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.end()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.end(at_once=bool(self._asked) and kind is KeyboardInterrupt)
 
     def __iter__(self) -> Iterator[Rank]:
         return iter(self._all)
@@ -178,6 +180,16 @@ class Processes:
             self.turn()
         self.turn()
 
+    def ask_to_stop(self, cause: str) -> None:
+        """Ask every rank once to stop after its step."""
+        if self._asked:
+            return
+        self._asked = cause
+        word = next(word for word, name in STOPS.items() if name == cause)
+        for rank in self._all:
+            with contextlib.suppress(OSError):  # a rank that has ended need not stop
+                rank.control.send(word)
+
     def let_go(self) -> None:
         """Tell every rank that all have finished, and wait for their processes to exit."""
         for rank in self._all:
@@ -186,13 +198,15 @@ class Processes:
                 rank.control.send(b".")
         self._wait(_SECONDS_TO_EXIT)
 
-    def end(self) -> None:
+    def end(self, *, at_once: bool = False) -> None:
         """End all processes, first politely and then by force, and release everything; calling it twice is fine."""
         try:
             for rank in self._all:
                 if rank.is_alive:
+                    with contextlib.suppress(OSError):
+                        rank.control.shutdown(socket.SHUT_WR)  # a stoppable rank takes SIGTERM alone for a request
                     rank.process.terminate()
-            self._wait(_SECONDS_TO_TERMINATE)
+            self._wait(_SECONDS_TO_TERMINATE_AT_ONCE if at_once else _SECONDS_TO_TERMINATE)
         finally:
             for rank in self._all:
                 rank.process.kill()

@@ -22,6 +22,9 @@ Parts = Sequence[bytes | bytearray | memoryview]
 # What a rank sends after it has written its outcome.
 RETURNED, FAILED = b"r", b"f"
 
+# What `launch` sends where somebody asks the ranks to stop after their step, and by what.
+STOPS = {b"t": "SIGTERM", b"c": "Ctrl-C"}
+
 _SIZE = struct.Struct("<Q")
 
 

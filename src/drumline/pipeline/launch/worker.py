@@ -3,8 +3,9 @@
     launch                                       rank
       ── task: fn, args ─────────────────────►   imports torch, joins the process group, runs fn
       ◄── outcome: what fn returned, or why not
+      ── "t" or "c": SIGTERM, Ctrl-C ────────►   goes on: `Pipeline.stopping` says so after a step
       ── "." once every rank has finished ───►   leaves the process group, exits
-      ── end of file: launch is gone ────────►   exits
+      ── end of file: launch is gone or ends ►   exits
 
 So no rank closes its connections while another still works, and none outlives `launch`.
 """
@@ -26,26 +27,30 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from drumline.core.errors import LaunchError, RankFailed
-from drumline.pipeline.launch import by_value
+from drumline.pipeline.launch import by_value, stop
 from drumline.pipeline.launch.blame import blame
-from drumline.pipeline.launch.wire import FAILED, RETURNED, Failure, Parts, read, write
+from drumline.pipeline.launch.wire import FAILED, RETURNED, STOPS, Failure, Parts, read, write
+from drumline.runtime.channel import stacks
 from drumline.schedules.registry import adopt
 
 _PR_SET_PDEATHSIG = 1
 _SECONDS_TO_CLEAN_UP = 15.0
+_ending = threading.Event()  # `launch` is gone, or ends this rank
 
 
 class _Terminated(SystemExit):
     """SIGTERM as an exception, so that `finally` blocks run and release shared memory and files."""
 
 
-def main(control: int, *, parent: int, threads: int, backend: str) -> NoReturn:
+def main(control: int, *, parent: int, threads: int, backend: str, stoppable: bool = False) -> NoReturn:
     """Run one rank; `control` is its socket, `parent` the process that started it."""
+    if stoppable:
+        stop.turn_on()
     signal.signal(signal.SIGINT, _leave_to_launch)
     signal.signal(signal.SIGTERM, _terminate)
     die_with(parent)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    stacks.write_to_stderr()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     connection = socket.socket(fileno=control)
@@ -171,9 +176,12 @@ def _watch(connection: socket.socket) -> threading.Event:
     all_done = threading.Event()
 
     def watch() -> None:
-        if connection.recv(1):
+        while (word := connection.recv(1)) in STOPS:
+            stop.ask(STOPS[word])
+        if word:
             all_done.set()
             return
+        _ending.set()
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_SECONDS_TO_CLEAN_UP)
         os._exit(1)
@@ -190,7 +198,10 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
+def _terminate(_signal: int, _frame: FrameType | None) -> None:
+    if stop.is_on() and not _ending.is_set():
+        stop.ask("SIGTERM")  # of somebody else: `launch` lets go of the socket first
+        return
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: a second must not interrupt the cleanup
     raise _Terminated
 

@@ -55,6 +55,7 @@ class Told:
     followed: dict[str, str] = field(default_factory=dict)  # digests of graphs traced for new kinds of input
     order: tuple[int, ...] = ()  # order of the microbatches, if one was chosen
     program: tuple[str, str] = ("", "")  # digest and name of a program other than the pipeline's own
+    stop: str = ""  # why this rank was asked to stop, if it was
 
 
 @dataclass(eq=False)
@@ -122,6 +123,11 @@ class Tally:
         return Measured(self.program, records)
 
     @property
+    def stop(self) -> str:
+        """Why the first rank that was asked to stop was asked, by name; empty if none was."""
+        return next((f"{one.stop} on rank {rank}" for rank, one in enumerate(self.told) if one.stop), "")
+
+    @property
     def unreached(self) -> set[str] | None:
         """The parameters that got no gradient on any rank; None if no rank checked."""
         if any(one.unreached is None for one in self.told[:1]):
@@ -187,6 +193,7 @@ class Ledger:
         self._recent: deque[Tally] = deque(maxlen=_NUM_RECENT)  # for estimating clock drift
         self._open: list[Tally] = []
         self._refused: Tally | None = None
+        self._stop = ""  # why a rank was asked to stop, as told with a step that has been checked
 
     def add(self, tally: Tally, *, trained: bool, alone: bool) -> None:
         """Add a finished step; ranks that are `alone` in one process share a clock."""
@@ -226,11 +233,17 @@ class Ledger:
         steps = [(one, each) for one, each in known if each is not None]
         return align([each for _, each in steps], [one for one, _ in steps].index(tally))
 
+    @property
+    def stop(self) -> str:
+        """Why some rank was asked to stop by the end of the last step, the same on all ranks; empty if none was."""
+        return next(filter(None, (self._stop, *(one.stop for one in self._open))), "")
+
     def settle(self, *, until: int | None, gradients_left: Callable[[], bool]) -> None:
         """Check all steps, or those up to a number, and raise if one failed."""
         if until is None and self._refused is not None and gradients_left():
             self._refused.check()
         while self._open and (until is None or self._open[0].number <= until):
+            self._stop = self._stop or self._open[0].stop
             self._refused = self._open.pop(0)
             self._refused.check()
             self.unused.hear(self._refused.unreached)

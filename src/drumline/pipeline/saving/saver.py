@@ -125,8 +125,15 @@ class Saver:
         saving.seconds_blocked = time.perf_counter() - started
         return saving
 
-    def finish(self) -> None:
-        """Wait for the checkpoint under way; what it failed of is its own affair."""
+    def finish(self, most_seconds: float | None = None) -> None:
+        """Wait for the checkpoint under way; what it failed of is its own affair.
+
+        With `most_seconds`, leave it after that: what is not whole stays invisible.
+        """
+        if most_seconds is not None:
+            if self._pending is not None:
+                self._pending._over.wait(most_seconds)
+            return
         if self._pending is not None and not self._pending._over.wait(2 * self._timeout):
             raise WaitTimeout(
                 f"the checkpoint {self._pending.path} is still being written after {2 * self._timeout:g} s",

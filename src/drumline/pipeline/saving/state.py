@@ -60,10 +60,10 @@ class State:
         with run.recording.between.during("save"), run.crew.together("save"):
             return self._saver.save(folder, content["step"], self._taken, content, keep=keep)
 
-    def finish(self) -> None:
-        """Wait for a checkpoint under way."""
+    def finish(self, most_seconds: float | None = None) -> None:
+        """Wait for a checkpoint under way; with `most_seconds`, no longer than that, and without an error."""
         if "_saver" in self.__dict__:
-            self._saver.finish()
+            self._saver.finish(most_seconds)
 
     def _taken(self) -> Snapshot:
         run = self._run

@@ -78,6 +78,16 @@ class Channel(ABC):
     rank: int
     num_ranks: int
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether some rank runs on another host."""
+        return False
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the connection to some rank has ended; reads nothing."""
+        return False
+
     def connect(self, edges: Sequence[tuple[int, int]]) -> None:  # noqa: B027 - most connect all ranks from the start
         """Open more directed edges (source, target); call it with the same edges on all ranks."""
 
@@ -150,13 +160,17 @@ def too_late(what: Wait | str, seconds: float, others: Sequence[str] = ()) -> Wa
     return WaitTimeout(f"{what}, for {seconds:.3g} s so far{known}", fix="raise `timeout` if that rank is just slow")
 
 
-def give_up(what: Wait | str, seconds: float, others: Sequence[str] = ()) -> WaitTimeout:
-    """Return the error of a wait that took too long, after writing the stacks of all threads to stderr."""
+def give_up(what: Wait | str, seconds: float, others: Sequence[str] = (), stacks: str = "") -> WaitTimeout:
+    """Return the error of a wait that took too long, after writing the stacks of all threads to stderr.
+
+    `stacks` are those of other ranks.
+    """
     for stream in (sys.stderr, sys.__stderr__):
         try:
             if stream is not None:
                 print(f"drumline: {what}; stacks of all threads in this process:", file=stream, flush=True)
                 faulthandler.dump_traceback(file=stream, all_threads=True)
+                print(stacks, end="\n" if stacks else "", file=stream, flush=True)
                 break
         except (io.UnsupportedOperation, ValueError, OSError):  # the stderr of a notebook or a test is not a file
             continue

@@ -34,6 +34,7 @@ _READ_BYTES = 1 << 16
 _MAX_FDS = 4
 _FD_SPACE = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
 _IN, _OUT = select.POLLIN, select.POLLOUT
+_HANGUP = select.POLLHUP | getattr(select, "POLLRDHUP", 0)
 
 # Called with the peer, the packet and its file descriptors; a table has one handler for each of 256 kinds. The first
 # byte of a packet is its kind.
@@ -209,6 +210,14 @@ class Pump:
             self._serve(events)
             return True
         return False
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the connection to some rank has ended; reads nothing."""
+        poller = select.poll()
+        for fd in self._by_fd:
+            poller.register(fd, _HANGUP)
+        return len(self._by_fd) < len(self.links) or bool(poller.poll(0))
 
     def _serve_while(self, going_on: Callable[[], bool], seconds: float) -> None:
         """Read what arrives while `going_on`, for at most `seconds`."""

@@ -21,6 +21,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 
 from drumline.core.errors import RankFailed
+from drumline.runtime.channel import stacks
 from drumline.runtime.channel.channel import GRACE, SPIN, TIMEOUT, Wait, give_up
 from drumline.runtime.channel.link import Handler, Pump, milliseconds
 from drumline.runtime.channel.rendezvous import connect
@@ -35,6 +36,7 @@ FIRST_OWN_KIND = 8  # a channel's kinds start here
 
 _STAMPED = struct.Struct("<Bq")  # kind, when it left
 _NUM_PINGS = 16
+_WITNESS = "witness"  # how a rank is asked for its stacks; nobody waits for this word
 
 
 What = Wait | str | Callable[[], str]  # what is waited for; a function if it changes meanwhile
@@ -74,6 +76,7 @@ class ControlMesh(Pump):
         self._lost: list[int] = []
         self._departed: set[int] = set()
         self._closed = False
+        self.tell(_WITNESS, stacks.witness())
 
     def on(self, kind: int, handler: Handler) -> None:
         """Call `handler(source, packet, fds)` for every packet of the kind."""
@@ -106,7 +109,8 @@ class ControlMesh(Pump):
                 refuse()
                 now = time.perf_counter_ns()
                 if now >= deadline_ns:
-                    raise give_up(_said(what), (now - started) / 1e9, self._others(needs))
+                    others = self._others(needs)
+                    raise give_up(_said(what), (now - started) / 1e9, others, stacks.show(self._witnesses()))
                 if now - started < self._spin_ns:
                     continue
                 self._before_sleep()
@@ -127,7 +131,8 @@ class ControlMesh(Pump):
             seen.add(at)
             answer = self._asked(at)
             if answer is None:
-                said.append(f"rank {at} does not answer: it is computing or hangs")
+                known = self._witnesses().get(at)
+                said.append(f"rank {at} does not answer: {(known and known.state) or 'it is computing or hangs'}")
                 break
             text, behind = answer
             said.append(text or f"rank {at} is not waiting for any rank")
@@ -140,6 +145,16 @@ class ControlMesh(Pump):
         self.send_packet(rank, bytes((ASK, 0)))
         self._serve_while(lambda: rank not in self._answers and bool(self._by_fd), GRACE)
         return self._answers.get(rank)
+
+    def _witnesses(self) -> dict[int, stacks.Witness]:
+        """Return how to ask other ranks that are still connected for their stacks."""
+        connected = {link.peer for link in self._by_fd.values()}
+        return {rank: one for rank, one in self.told(_WITNESS).items() if rank in connected}
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether some rank runs on another host."""
+        return not all(one.is_near for one in self.told(_WITNESS).values())
 
     def told(self, topic: str) -> Mapping[int, Any]:
         """Return what ranks have told under a topic so far, by rank."""

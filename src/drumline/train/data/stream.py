@@ -10,6 +10,7 @@ A position is (epoch, window, unit) and what is carried; it stays the same howev
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Iterator
@@ -182,6 +183,11 @@ def _as_it_is(one: Any) -> Any:
     return one
 
 
+def _apart(_number: int) -> None:
+    """Leave the process group: signals to it ask the rank to stop after its step, for which it needs this process."""
+    os.setsid()
+
+
 class _Filling:
     """A data set for torch's loader: what is asked for by a plan is its batch."""
 
@@ -206,6 +212,7 @@ def _by_processes(stream: PlannedStream) -> Any:
         batch_size=None,
         collate_fn=_as_it_is,
         num_workers=stream.workers,
+        worker_init_fn=_apart,
         multiprocessing_context="spawn",
         timeout=120,
     )

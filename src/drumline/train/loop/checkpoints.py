@@ -88,11 +88,29 @@ class Checkpoints:
         """Save after a step, if it is time; all ranks call it alike."""
         given, is_last = self._settings.checkpoint, step == self._settings.run.steps
         if (given.every and step % given.every == 0) or (is_last and given.at_end):
-            self._look()
-            extra = {**counts, "data": self._data.training.state_dict()}
-            self._last = self._pipe.save(self._folder, step=step, extra=extra, keep=given.keep)
+            self._save(step, counts)
         if is_last and self._last is not None:
             self._add_config(self._last.wait())
+
+    def now(self, step: int, counts: dict[str, Any]) -> Path:
+        """Save after a step at which the run stops, unless it was saved by then; returns the whole checkpoint."""
+        if self._last is None or self._last.step != step or self._last.error is not None:
+            self._save(step, counts)
+        assert self._last is not None
+        saved = self._last.wait()
+        self._add_config(saved)
+        return saved
+
+    @property
+    def newest(self) -> str:
+        """The folder of the newest checkpoint that this run has begun, if any."""
+        return "" if self._last is None else str(self._last.path)
+
+    def _save(self, step: int, counts: dict[str, Any]) -> None:
+        self._look()
+        extra = {**counts, "data": self._data.training.state_dict()}
+        keep = self._settings.checkpoint.keep
+        self._last = self._pipe.save(self._folder, step=step, extra=extra, keep=keep)
 
     def _look(self) -> None:
         """Warn of a checkpoint that could not be written: training goes on, and earlier ones are whole."""

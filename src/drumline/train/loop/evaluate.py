@@ -41,11 +41,13 @@ class Sample:
     text: str
 
 
-def evaluate(pipe: Pipeline, call: Calling, batches: Iterable[Batch], step: int) -> Evaluation:
-    """Return the mean loss over all counted tokens of the batches; call it on every rank."""
+def evaluate(pipe: Pipeline, call: Calling, batches: Iterable[Batch], step: int) -> Evaluation | None:
+    """Return the mean loss over all counted tokens of the batches, or None if the run is to stop; on every rank."""
     started = time.perf_counter()
     total, num_tokens = 0.0, 0
     for batch in (one for one in batches if one.num_tokens):
+        if pipe.stopping():
+            return None
         args, kwargs = call(batch)
         loss = pipe.eval_step(*args, outputs=False, **kwargs).loss
         if loss is None:
@@ -66,8 +68,8 @@ def _bubble(pipe: Pipeline) -> float | None:
 
 def sample(
     pipe: Pipeline, call: Calling, settings: EvaluationSettings, *, step: int, seed: int, sequence: int
-) -> Sample:
-    """Return a text that the model writes; call it on every rank.
+) -> Sample | None:
+    """Return a text that the model writes, or None if the run is to stop; call it on every rank.
 
     Every token is one evaluation over a window of fixed size. The rank with the last stage chooses the token and tells
     it to all; what it draws depends on the seed and the step alone.
@@ -84,6 +86,8 @@ def sample(
     window = max(1, min(sequence, len(prompt) + settings.sample_tokens))
     written: list[int] = []
     while len(written) < settings.sample_tokens:
+        if pipe.stopping():
+            return None
         seen = [*prompt, *written][-window:]
         row = torch.tensor(seen + [tokenizer.end] * (window - len(seen)))
         rows = row.repeat(pipe.program.num_microbatches, 1)

@@ -4,6 +4,7 @@
     metrics.jsonl        written by the pipeline; an update's own figures stand in the line of its last step
     evaluations.jsonl    a line per evaluation: step, loss, tokens, seconds, bubble
     samples.jsonl        a line per sample text: step, prompt, text
+    failures.jsonl       a line per update that was skipped, and one where the run was stopped: step, and why
     restarts.jsonl       a line whenever the run continues in its folder: from which step, how many steps were lost
 
 Rank 0 alone writes. TensorBoard and W&B get every figure of `metrics.jsonl`, by the number of the update.
@@ -27,12 +28,18 @@ from drumline.report.run.follow import TensorBoard, WandB, Writer, scalars
 from drumline.train.config.settings import TrainSettings
 from drumline.train.loop.evaluate import Evaluation, Sample
 from drumline.train.loop.progress import Told, Update
+from drumline.train.loop.stopping import Skipped, Stopped
 
 STEP = "train/step"
 HELD_OUT = "validation_metrics/global_avg_loss"
 _SECONDS_TO_FORWARD = 2.0
 _TAIL = 2**20  # bytes at the end of metrics.jsonl that name its last update
-_FILES = {Evaluation: "evaluations.jsonl", Sample: "samples.jsonl"}
+_FILES = {
+    Evaluation: "evaluations.jsonl",
+    Sample: "samples.jsonl",
+    Skipped: "failures.jsonl",
+    Stopped: "failures.jsonl",
+}
 
 
 class Log:
@@ -65,7 +72,7 @@ class Log:
 
     def continued(self, step: int) -> None:
         """Take up the run after a step: lines of later steps are gone, as those of metrics.jsonl are."""
-        for name in _FILES.values():
+        for name in dict.fromkeys(_FILES.values()):
             _cut(self._folder / name, step)
         line = {
             "step": step,
@@ -99,6 +106,7 @@ def figures(told: Update) -> dict[str, float]:
         "n_tokens_seen": told.num_tokens,
         "tokens_per_second": told.tokens_per_second,
         "padding": told.padding,
+        "train/skipped": told.num_skipped,
         "memory/peak_bytes": told.peak_bytes,
         "memory/resident_bytes": told.resident_bytes,
     }

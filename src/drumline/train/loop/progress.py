@@ -14,6 +14,7 @@ from typing import TextIO
 
 from drumline.report.units import percent, size_text
 from drumline.train.loop.evaluate import Evaluation, Sample
+from drumline.train.loop.stopping import Skipped, Stopped
 
 _SECONDS_APART = 10.0  # between lines where nobody watches a terminal
 _FEWEST_SECONDS = 0.1  # between two drawings of a line
@@ -35,16 +36,18 @@ class Update:
     peak_bytes: int  # of the ranks in this process
     seconds_left: float
     resident_bytes: int = 0  # of this process
+    num_skipped: int = 0  # updates left out so far
 
     def __str__(self) -> str:
         parts = [f"step {self.step}/{self.num_steps}", f"loss {self.loss:.4g}"]
         parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
         parts += [] if self.bubble is None else [f"bubble {percent(self.bubble)}"]
+        parts += [f"{self.num_skipped} skipped"] if self.num_skipped else []
         parts += [size_text(self.peak_bytes), f"{time_left(self.seconds_left)} left"]
         return "  ".join(parts)
 
 
-Told = Update | Evaluation | Sample
+Told = Update | Evaluation | Sample | Skipped | Stopped
 Tell = Callable[[Told], None]
 
 
@@ -72,6 +75,9 @@ class Progress:
     >>> seen(Evaluation(3, 1.25, 640, 0.5)); seen(Sample(3, "Once", " more"))
     step 3  held-out loss 1.25 over 640 tokens, in 0.50 s
     step 3  sample: 'Once more'
+    >>> seen(Skipped(4, "the norm of all gradients is inf", 1)); seen(Stopped(4, "SIGTERM on rank 0", "run/4"))
+    step 4  skipped: the norm of all gradients is inf
+    step 4  stopped by SIGTERM on rank 0; saved run/4
     """
 
     def __init__(
@@ -91,8 +97,14 @@ class Progress:
         elif isinstance(told, Evaluation):
             loss = f"held-out loss {told.loss:.4g} over {told.num_tokens:,} tokens"
             self._line(f"step {told.step}  {loss}, in {told.seconds:.2f} s")
-        else:
+        elif isinstance(told, Sample):
             self._line(f"step {told.step}  sample: {told.prompt + told.text!r}")
+        elif isinstance(told, Skipped):
+            times = f", {told.in_a_row} in a row" if told.in_a_row > 1 else ""
+            self._line(f"step {told.step}  skipped: {told.skipped}{times}")
+        else:
+            saved = f"; saved {told.checkpoint}" if told.checkpoint else ""
+            self._line(f"step {told.step}  stopped by {told.stopped}{saved}")
 
     def _update(self, told: Update) -> None:
         now, is_last = self._now(), told.step == self._num_steps

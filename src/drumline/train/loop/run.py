@@ -2,7 +2,8 @@
 
     model, data, pipeline, optimizers
     for every update   batches ──► pipeline steps, each with its share of the tokens ──► clip ──► update
-    now and then       held-out loss, a sample text, progress
+    now and then       held-out loss, a sample text, progress, a checkpoint
+    where asked to     stop after an update, with a checkpoint
 
 Every rank does the same in the same order: it reads the same batches, so it knows all counts of tokens beforehand, and
 steps, evaluates and samples at the same points.
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from drumline.core.errors import BatchError, RunError, UsageError
 from drumline.core.measured.measured import Measured
+from drumline.pipeline.launch.stop import asked, stop_on_signals
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.step import StepResult
 from drumline.train.config.settings import TrainSettings
@@ -33,6 +36,7 @@ from drumline.train.loop.memory import PeakMemory, resident
 from drumline.train.loop.optimizers import Optimizers
 from drumline.train.loop.progress import Progress, Tell, Told, Update
 from drumline.train.loop.rates import rate
+from drumline.train.loop.stopping import Skips, Stopped
 
 MakeData = Callable[..., Data]
 
@@ -49,6 +53,8 @@ class Trained:
     first_step: int = 0  # steps of the run that this one continues
     num_tokens: int = 0  # that counted
     num_padded: int = 0  # all places that were computed
+    num_skipped: int = 0  # updates left out for a NaN or infinity, in the run that this one continues too
+    stopped: Stopped | None = None  # where somebody stopped it
     seconds: float = 0.0  # without building
     peak_bytes: tuple[int, ...] = ()
 
@@ -63,16 +69,25 @@ def run_training(
 ) -> Trained:
     """Train by the settings; call it on every rank, under `dl.launch`, torchrun, or in one process for all of them.
 
-    Rank 0 calls `tell` with every update, evaluation and sample; without it they are written to stderr. `continues`
-    goes on with the run in the folder, from its newest checkpoint.
+    Rank 0 calls `tell` with every update, evaluation and sample; without it they are written to stderr. SIGTERM or
+    Ctrl-C on any rank ends it after a step with a checkpoint. `continues` goes on with the run in the folder, from its
+    newest checkpoint.
     """
+    with stop_on_signals():
+        made = make_model or _default_model(), make_data or _default_data()
+        return _run_training(settings, tell, *made, continues=continues)
+
+
+def _run_training(
+    settings: TrainSettings, tell: Tell | None, make_model: MakeModel, make_data: MakeData, *, continues: bool
+) -> Trained:
     check(settings)
     rate(settings.learning_rate, 0, settings.run.steps)
     if settings.run.threads:
         torch.set_num_threads(settings.run.threads)
     before = resident()
-    built = build(settings, _default_model() if make_model is None else make_model)
-    data = (_default_data() if make_data is None else make_data)(settings, built, rank=0, size=1)
+    built = build(settings, make_model)
+    data = make_data(settings, built, rank=0, size=1)
     folder = Path(settings.folder)
     arguments = pipeline_arguments(settings, built, example_of(data), folder) | {"continue_record": continues}
     with Pipeline(built.model, **arguments) as pipe:
@@ -121,6 +136,7 @@ class _Training:
         self.trained, self.memory, self.continues = trained, memory, continues
         self.optimizers = Optimizers(pipe, settings.optimizer)
         self.checkpoints = Checkpoints(pipe, settings, data, trained.folder, continues=continues)
+        self.skips = Skips(pipe, settings.failures.max_skipped)
         self.batches: Iterator[Batch] = iter(pipe.data(data.training))
         self._told: list[Tell] = []
         self._first: Measured | None = None  # the first step, while its update is under way
@@ -138,22 +154,39 @@ class _Training:
             first = self._resumed()
             if self.pipe.rank == 0 and self.continues:
                 log.continued(first)
-            began = time.perf_counter()
-            self._since = began, self.trained.num_tokens
-            for step in range(first, self.settings.run.steps):
-                self._update(step, (began, first))
-                self._look(step + 1)
-                counts = {"num_tokens": self.trained.num_tokens, "num_padded": self.trained.num_padded}
-                self.checkpoints.after(step + 1, counts)
-            self.trained.seconds = time.perf_counter() - began
+            self._train(first)
             self.trained.peak_bytes = self._peaks()
             self.pipe.close()  # before the log, which forwards all that was written
         return self.trained
+
+    def _train(self, first: int) -> None:
+        """Make all updates from the first on, or those until somebody stops the run."""
+        began, step = time.perf_counter(), first
+        self._since = began, self.trained.num_tokens
+        cause = next(filter(None, self.pipe.gather(asked())), "")  # later ones are told with a step
+        while step < self.settings.run.steps and not cause:
+            self._update(step, (began, first))
+            step += 1
+            self._look(step)
+            self.checkpoints.after(step, self._counts())
+            cause = self.pipe.stopping()
+        if cause and step < self.settings.run.steps:
+            saved = self.checkpoints.now(step, self._counts()) if step > first else None
+            self.trained.stopped = Stopped(step, cause, "" if saved is None else str(saved))
+            self._tell(self.trained.stopped)
+        self.trained.seconds = time.perf_counter() - began
+
+    def _counts(self) -> dict[str, int]:
+        trained, skips = self.trained, self.skips
+        own = {"num_skipped": skips.num_skipped, "in_a_row": skips.in_a_row}
+        return {"num_tokens": trained.num_tokens, "num_padded": trained.num_padded, **own}
 
     def _resumed(self) -> int:
         """Return how many steps a run had made from which this one continues."""
         found = self.checkpoints.resume()
         self.trained.num_tokens, self.trained.num_padded = found.get("num_tokens", 0), found.get("num_padded", 0)
+        self.skips.num_skipped, self.skips.in_a_row = found.get("num_skipped", 0), found.get("in_a_row", 0)
+        self.trained.num_skipped = self.skips.num_skipped
         steps: int = found["step"]
         if steps >= self.settings.run.steps and not self.continues:
             raise UsageError(
@@ -176,11 +209,11 @@ class _Training:
         share = rate(settings.learning_rate, step, settings.run.steps)
         batches = [self._next(step) for _ in range(settings.batch.accumulate)]
         losses = self._steps(step, batches)
-        self.pipe.settle()  # raises on all ranks alike, those included that have nothing to update
-        norm = self.pipe.clip_grad_norm_(settings.optimizer.clip_norm) if settings.optimizer.clip_norm else None
+        norm = self.skips.clipped(settings.optimizer.clip_norm)
         self.optimizers.set_rate(share)
-        self.optimizers.step()
-        if self._first is not None:
+        if self.skips.allows:
+            self.optimizers.step()
+        if self._first is not None and self.skips.allows:
             self.memory.weigh(self.pipe, self.optimizers.each, self._first, accumulates=settings.batch.accumulate > 1)
             self._first = None
         self.optimizers.zero_grad()
@@ -190,8 +223,13 @@ class _Training:
         trained.num_padded += sum(one.num_padded for one in batches if one.num_tokens)
         if norm is not None:
             trained.grad_norms.append(float(norm))
+        skipped = self.skips.ended(step + 1)
+        trained.num_skipped = self.skips.num_skipped
         if (step + 1) % settings.run.log_every == 0 or step + 1 == settings.run.steps:
             self._tell_of(step + 1, share, began)
+        if skipped is not None:
+            self._tell(skipped)
+            self.skips.refuse(skipped, self.checkpoints.newest)
 
     def _next(self, step: int) -> Batch:
         batch = next(self.batches, None)
@@ -215,7 +253,7 @@ class _Training:
         for batch in (one for one in batches if one.num_tokens):
             args, kwargs = self.call(batch)
             part = batch.num_tokens / total
-            result = self.pipe.step(*args, share=part, **kwargs)
+            result = self.skips.run(partial(self.pipe.step, *args, share=part, **kwargs))
             if step == self.trained.first_step and not found:
                 self._first = self._weighed()
             found.append((part, result))
@@ -240,6 +278,7 @@ class _Training:
             tokens_per_second=(trained.num_tokens - counted) / max(now - since, 1e-9),
             padding=1.0 - trained.num_tokens / max(trained.num_padded, 1),
             bubble=self._bubble(),
+            num_skipped=trained.num_skipped,
             peak_bytes=self.memory.num_bytes,
             resident_bytes=self.memory.resident_bytes,
             seconds_left=(now - began[0]) / (step - began[1]) * (self.settings.run.steps - step),
@@ -263,17 +302,19 @@ class _Training:
             one(told)
 
     def _look(self, step: int) -> None:
-        """Evaluate and sample where the settings say so, on every rank."""
+        """Evaluate and sample where the settings say so, on every rank, unless the run is to stop."""
         how, is_last, began = self.settings.evaluation, step == self.settings.run.steps, time.perf_counter()
         if self.data.validation and _is_due(how.every, step, is_last):
             found = evaluate(self.pipe, self.call, self.data.validation, step)
-            self.trained.evaluations.append(found)
-            self._tell(found)
+            if found is not None:
+                self.trained.evaluations.append(found)
+                self._tell(found)
         if _is_due(how.sample_every, step, is_last):
             run, length = self.settings.run, self.settings.batch.sequence
             text = sample(self.pipe, self.call, how, step=step, seed=run.seed, sequence=length)
-            self.trained.samples.append(text)
-            self._tell(text)
+            if text is not None:
+                self.trained.samples.append(text)
+                self._tell(text)
         self._since = self._since[0] + time.perf_counter() - began, self._since[1]
 
 
