@@ -216,7 +216,7 @@ def test_a_killed_launcher_leaves_no_rank_and_the_run_continues(tmp_path: Path, 
         launcher.kill()
         wait_until(lambda: not any(map(is_running, ranks)))
     (Path(f"{folder}.orders") / "slow").unlink()
-    with pytest.raises(UsageError, match=rf"holds a run already, which was stopped: process {launcher.pid} on"):
+    with pytest.raises(UsageError, match=rf"holds a run already, of process {launcher.pid} on"):
         start(settings)
     start(replace(settings, checkpoint=replace(settings.checkpoint, resume=str(folder))))
     same_end(folder, whole)
@@ -321,15 +321,22 @@ def test_a_job_finds_its_run_again_and_others_do_not(tmp_path: Path, monkeypatch
     first = begin(TrainSettings(), job=claims.job_here())
     (Path(first.settings.folder) / "config.json").touch()
     first.claimed.close()
-    again = begin(TrainSettings(), job="job-1", is_restart=True)
+    again = begin(TrainSettings(), job="job-1")
     assert (again.settings.folder, again.continues) == (first.settings.folder, True)
     again.claimed.close()
-    other = begin(TrainSettings(), job="job-2", is_restart=True)
+    other = begin(TrainSettings(), job="job-2")
     assert (other.settings.folder, other.continues) == (f"{first.settings.folder}-2", False)
-    (Path(first.settings.folder) / "ended.json").touch()
     named = TrainSettings(run=RunSettings(out=first.settings.folder))
-    with pytest.raises(UsageError, match=rf"holds a run already, which has ended: process {os.getpid()} on"):
-        begin(named, job="job-1")
+    with pytest.raises(UsageError, match=rf"holds a run already, of process {os.getpid()} on .* continue it: --resume"):
+        begin(named, job="job-3")
+    for variable, value in {"RUN_ID": "none", "RESTART_COUNT": "0"}.items():  # a job without a name has its address
+        monkeypatch.setenv(f"TORCHELASTIC_{variable}", value)
+    nameless = RunSettings(out="nameless")
+    begun = begin(TrainSettings(run=nameless), job=claims.job_here())
+    (Path("nameless") / "config.json").touch()
+    begun.claimed.close()
+    with pytest.raises(UsageError, match="holds a run already"):
+        begin(TrainSettings(run=nameless), job=claims.job_here())
 
 
 def test_file_systems_without_locks_ask_whether_the_owner_lives(
@@ -340,6 +347,7 @@ def test_file_systems_without_locks_ask_whether_the_owner_lives(
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     with claims.claim(tmp_path) as mine:
+        mine.keep()
         with pytest.raises(claims.Held, match=rf"process {os.getpid()} "):
             claims.claim(tmp_path)
         lock = tmp_path / claims.LOCK
