@@ -26,6 +26,7 @@ from drumline.core.errors import UsageError
 
 LOCK = "run.lock"
 _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL}
+_FIRST = " (first)"  # after a job's name that does not count yet
 _SECONDS_A_LOOK = 0.1
 _SECONDS_TO_END = 20.0  # for ranks whose starter is gone
 
@@ -41,19 +42,25 @@ class Claim:
     folder: Path
     before: Mapping[str, Any]  # who had it last, empty if nobody
     _file: int
+    _is_signed: bool = False
 
     def __post_init__(self) -> None:
         # A forked worker must not keep the folder taken when this process is gone.
         os.register_at_fork(after_in_child=self._let_go)
 
-    def share(self) -> None:
-        """Let ranks take it as well, and nobody else."""
+    def keep(self, job: str = "") -> None:
+        """Write down who has it; ranks of the same run may take it as well from here on."""
+        try:
+            _write(self._file, _me(job))
+        except OSError as error:
+            raise _unwritable(self.folder, error) from None
+        self._is_signed = True
         if _flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB) is False:
             raise _held(self.folder)  # another came in between
 
     def close(self) -> None:
         """Let go."""
-        if self._file >= 0:
+        if self._file >= 0 and self._is_signed:
             with suppress(OSError, ValueError):
                 _write(self._file, {**_read(self.folder), "released": True})
         self._let_go()
@@ -93,14 +100,10 @@ def claim(folder: str | Path, *, job: str = "") -> Claim:
             if not is_ending or time.monotonic() >= limit:
                 raise _held(path)
             time.sleep(_SECONDS_A_LOOK)
-        before = _read(path)
-        _write(file, _me(job))
-    except BaseException as error:
+    except BaseException:
         os.close(file)
-        if isinstance(error, OSError):
-            raise _unwritable(path, error) from None
         raise
-    return Claim(path, before, file)
+    return Claim(path, _read(path), file)
 
 
 def take_part(folder: str | Path) -> None:
@@ -115,20 +118,29 @@ def take_part(folder: str | Path) -> None:
 
 def same_job(claimed: Claim, job: str) -> bool:
     """Whether what starts this run has started the last one in the folder."""
-    return bool(job) and claimed.before.get("job") == job
+    return bool(job) and not job.endswith(_FIRST) and job == _plain(claimed.before)
 
 
 def job_here() -> str:
-    """Return the name that torchrun gives a job in all of its restarts; an empty text elsewhere."""
+    """Return the name that torchrun gives a job in all of its restarts; an empty text elsewhere.
+
+    Without a name of its own, a job has only its address, which the next job may have too. So that counts in a restart.
+    """
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    if name == "none":  # of a static rendezvous without a name, whose address stays the same
-        name = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    return name
+    if name != "none":
+        return name
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return place if again else f"{place}{_FIRST}"
 
 
 def job_of(folder: Path) -> str:
     """Return the job of the last run in a folder."""
-    return str(_read(folder).get("job", ""))
+    return _plain(_read(folder))
+
+
+def _plain(owner: Mapping[str, Any]) -> str:
+    return str(owner.get("job", "")).removesuffix(_FIRST)
 
 
 def last_of(folder: Path) -> str:

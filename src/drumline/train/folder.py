@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 
 from drumline.core.errors import UsageError
-from drumline.core.measured.run import CONFIG, ENDED
+from drumline.core.measured.run import CONFIG
 from drumline.train.claim import Claim, Held, claim, job_of, last_of, same_job
 from drumline.train.config.settings import TrainSettings
 from drumline.train.loop.checkpoints import FOLDER, found_in
@@ -25,22 +25,22 @@ class Begun:
     claimed: Claim
 
 
-def begin(settings: TrainSettings, *, job: str = "", is_restart: bool = False) -> Begun:
+def begin(settings: TrainSettings, *, job: str = "") -> Begun:
     """Take the folder of a run, or raise why not.
 
     A folder that holds a run is taken only to continue it: by a restart of the same job, or with checkpoint.resume
     naming the folder itself. Without run.out the folder is out/train/NAME, or NAME-2 and so on where others are taken.
     """
     if settings.run.out:
-        return _begun(settings, job, is_restart=is_restart)
+        return _begun(settings, job)
     base = settings.folder
     if job and (own := _of_job(Path(base), job)):
-        return _begun(_in(settings, own), job, is_restart=is_restart)
+        return _begun(_in(settings, own), job)
     for number in count(1):
         named = _in(settings, base if number == 1 else f"{base}-{number}")
         if not _holds(Path(named.folder)):
             try:
-                return _begun(named, job, is_restart=False)
+                return _begun(named, job)
             except Held:
                 pass  # taken a moment ago
         if number == _MOST:
@@ -63,23 +63,21 @@ def _holds(folder: Path) -> bool:
     return (folder / CONFIG).exists()
 
 
-def _begun(settings: TrainSettings, job: str, *, is_restart: bool) -> Begun:
+def _begun(settings: TrainSettings, job: str) -> Begun:
     folder = Path(settings.folder)
-    before = last_of(folder)
     claimed = claim(folder, job=job)
     try:
-        again = same_job(claimed, job) and (is_restart or not (folder / ENDED).exists())
+        again = same_job(claimed, job)
         continues = _holds(folder) and (again or resumes_itself(settings))
         if settings.checkpoint.resume and not (continues and again):
             found_in(settings.checkpoint.resume)
         if _holds(folder) and not continues:
-            ended = "has ended" if (folder / ENDED).exists() else "was stopped"
             raise UsageError(
-                f"run.out: {folder} holds a run already, which {ended}: {before}",
+                f"run.out: {folder} holds a run already, of {last_of(folder)}",
                 expected="a folder without a run, or none yet",
                 fix=f"name another folder, --out FOLDER, or continue it: --resume {folder} --out {folder}",
             )
-        claimed.share()
+        claimed.keep(job)
     except BaseException:
         claimed.close()
         raise

@@ -31,9 +31,8 @@ def planned_for(settings: TrainSettings, num_ranks: int, *, quiet: bool = False)
         return settings
     least = settings.failures.min_ranks
     if num_ranks < least:
-        raise UsageError(
-            f"{counted(num_ranks, 'rank')} are left", expected=f"{least} or more, as failures.min_ranks says"
-        )
+        left = f"{counted(num_ranks, 'rank')} {'is' if num_ranks == 1 else 'are'} left"
+        raise UsageError(left, expected=f"{least} or more, as failures.min_ranks says")
     base = _without_plan(settings)
     given = base.pipeline
     named = given.schedule in schedules()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drumline.core.errors import DrumlineError, LaunchError, NonFiniteError, RankFailed, RunError, counted
+from drumline.pipeline.launch.stop import asked
 from drumline.train.config.settings import TrainSettings
 from drumline.train.replan import planned_for
 
@@ -42,13 +43,13 @@ class Restarts:
     died: list[int | None] = field(default_factory=list)
 
     def run(self, attempt: Attempt, *, continues: bool) -> Any:
-        """Run attempts until one succeeds, none is left, or another would fail alike."""
+        """Run attempts until one succeeds, none is left, another would fail alike, or somebody has stopped the run."""
         most = self.settings.failures.restarts
         while True:
             try:
                 return attempt(self.settings, continues)
             except RunError as error:
-                if len(self.died) >= most or not is_worth_another(error):
+                if len(self.died) >= most or asked() or not is_worth_another(error):
                     raise
                 self._after(error)
                 text = "%s; restart %d of %d, on %s"

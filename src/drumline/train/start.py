@@ -104,7 +104,7 @@ def _outcome(settings: TrainSettings) -> tuple[str, bool] | DrumlineError:
     try:
         if settings.failures.elastic:
             check_room(settings)
-        begun = begin(settings, job=job_here(), is_restart=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
+        begun = begin(settings, job=job_here())
     except DrumlineError as error:
         return error
     _held.append(begun.claimed)

@@ -72,7 +72,7 @@ class Log:
 
     def continued(self, step: int) -> None:
         """Take up the run after a step: lines of later steps are gone, as those of metrics.jsonl are."""
-        for name in _FILES.values():
+        for name in dict.fromkeys(_FILES.values()):
             _cut(self._folder / name, step)
         line = {
             "step": step,
