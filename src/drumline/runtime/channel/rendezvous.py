@@ -60,6 +60,7 @@ def exchange(store: Store, rank: int, num_ranks: int, topic: str, value: Any, *,
         left = max(0.001, timeout - (time.perf_counter() - started))
         try:
             here.wait([str(other)], timedelta(seconds=left))
+            values.append(pickle.loads(bytes.fromhex(here.get(str(other)).decode())))
         except DistStoreError:
             raise too_late(f"rank {rank} waits for rank {other} to report its {topic}", timeout) from None
         except DistNetworkError as error:
@@ -67,7 +68,6 @@ def exchange(store: Store, rank: int, num_ranks: int, topic: str, value: Any, *,
                 f"rank {rank} lost the ranks' store while it waited for rank {other} to report its {topic}",
                 fix="look at the first rank's error: its host keeps the store",
             ) from error
-        values.append(pickle.loads(bytes.fromhex(here.get(str(other)).decode())))
     return values
 
 
