@@ -16,6 +16,7 @@ do this, on Linux; elsewhere tests skip, and in CI they fail.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import secrets
 import shutil
@@ -35,6 +36,7 @@ INTERFACE = "wire0"
 _ADDRESSES = {False: ("10.77.0.1", "10.77.0.2"), True: ("fd77::1", "fd77::2")}
 _BITS = {False: 24, True: 64}
 _SECONDS_TO_END = 20.0
+_NETWORK = 0x40000000  # CLONE_NEWNET
 _SETTINGS = Path("/etc/netns")
 
 
@@ -67,7 +69,11 @@ class TwoHosts:
     addresses: tuple[str, str]
     ipv6: bool
     interface: str = INTERFACE
-    _started: list[subprocess.Popen[str]] = field(default_factory=list)
+    _started: list[subprocess.Popen[str]] = field(default_factory=list, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let ranks have it, without the processes that were started here."""
+        return TwoHosts, (self.names, self.addresses, self.ipv6, self.interface)
 
     def endpoint(self, port: int, *, host: int = 0) -> str:
         """Return HOST:PORT as torchrun takes it, with brackets around an IPv6 address."""
@@ -88,6 +94,12 @@ class TwoHosts:
         process = self.start(host, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
         out, err = process.communicate(timeout=timeout)
         return subprocess.CompletedProcess(list(command), process.returncode, out, err)
+
+    def enter(self, host: int) -> None:
+        """Move this thread to a host: sockets that it opens from here on, and processes and threads that it starts."""
+        with open(f"/run/netns/{self.names[host]}") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _NETWORK):
+                raise OSError(ctypes.get_errno(), f"cannot enter {self.names[host]}")
 
     def cut(self) -> None:
         """Let no packet pass. Connections stay open: nobody is told, as when a cable is pulled between switches."""

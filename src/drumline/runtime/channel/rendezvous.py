@@ -17,20 +17,21 @@ import secrets
 import socket
 import struct
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistStoreError, HashStore, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError, HashStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from drumline.core.errors import RunError
-from drumline.runtime.channel.channel import too_late
+from drumline.runtime.channel.channel import LINGER, too_late
 from drumline.runtime.channel.interfaces import Place, endpoint, place_between_hosts, place_named
 from drumline.runtime.channel.link import Link
 
 _HELLO = struct.Struct("<16sI")
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5}  # notice after 15 s, as mesh.SILENCE
 
 
 def host_id() -> str:
@@ -59,9 +60,14 @@ def exchange(store: Store, rank: int, num_ranks: int, topic: str, value: Any, *,
         left = max(0.001, timeout - (time.perf_counter() - started))
         try:
             here.wait([str(other)], timedelta(seconds=left))
+            values.append(pickle.loads(bytes.fromhex(here.get(str(other)).decode())))
         except DistStoreError:
             raise too_late(f"rank {rank} waits for rank {other} to report its {topic}", timeout) from None
-        values.append(pickle.loads(bytes.fromhex(here.get(str(other)).decode())))
+        except DistNetworkError as error:
+            raise RunError(
+                f"rank {rank} lost the ranks' store while it waited for rank {other} to report its {topic}",
+                fix="look at the first rank's error: its host keeps the store",
+            ) from error
     return values
 
 
@@ -94,11 +100,15 @@ def agreed_place(store: Store, rank: int, num_ranks: int, interface: str, *, tim
     except RunError as error:
         found = error
     told = None if isinstance(found, Place) else str(found)
-    for other, problem in enumerate(exchange(store, rank, num_ranks, "drumline/interface", told, timeout=timeout)):
-        if problem is not None:
-            raise found if other == rank and isinstance(found, RunError) else RunError(f"rank {other}: {problem}")
-    assert isinstance(found, Place)
-    return found
+    problems = exchange(store, rank, num_ranks, "drumline/interface", told, timeout=timeout)
+    if isinstance(found, Place) and not any(problems):
+        return found
+    with suppress(RunError):  # the rank that keeps the store leaves after all others have read this
+        exchange(store, rank, num_ranks, "drumline/refused", None, timeout=10 * LINGER)
+    if isinstance(found, RunError):
+        raise found
+    other = next(rank for rank, problem in enumerate(problems) if problem)
+    raise RunError(f"rank {other}: {problems[other]}")
 
 
 def hosted_store(host: str, port: int, *, interface: str = "", timeout: float, **settings: Any) -> TCPStore:
@@ -248,7 +258,7 @@ def _link(other: int, connection: socket.socket) -> Link:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # A host that vanishes does not close its connections: probe them when they are silent.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5)):
+        for option, value in _KEEPALIVE.items():
             if hasattr(socket, option):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     return Link(other, connection)
