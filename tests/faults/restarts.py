@@ -21,7 +21,7 @@ def _went_on(lab: Lab, run: Started, struck: Strike, pattern: str, ranks: int) -
     lab.row.detected = at - struck.time
 
     def went_on() -> bool:
-        return any("/12  loss" in line for told, line in list(run.lines) if told > at) or not run.processes()
+        return any("/12  loss" in line for told, line in list(run.lines) if told > at) or run.is_over
 
     lab.row.recovered = until(went_on, SECONDS_TO_START, "a step after the restart") - struck.time
     assert run.ends(SECONDS_TO_FINISH) == 0, "the run failed"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from faults.cases import fault
 from faults.config import Config
-from faults.lab import Lab
+from faults.lab import SECONDS_TO_NOTICE, Lab
 
 BASE = Config()
 IMPATIENT = Config(timeout=15.0)
 _STEP = 7
 
 
-def _struck(lab: Lab, do: str, rank: int, pattern: str, *, config: Config = BASE, bound: float = 45.0) -> str:
+def _struck(
+    lab: Lab, do: str, rank: int, pattern: str, *, config: Config = BASE, bound: float = SECONDS_TO_NOTICE
+) -> str:
     """Strike, demand the line and exit code 3, resume; returns what the run printed."""
     run = lab.train(config, "run", fault={"do": do, "rank": rank, "step": _STEP, "at": "forward"})
     struck = lab.strike(run)
@@ -62,17 +64,17 @@ def crash_1(lab: Lab) -> None:
 @fault("stop-0", "SIGSTOP of rank 0 past the bound of 15 s", waits=True)
 def stop_0(lab: Lab) -> None:
     """A process that neither answers nor ends."""
-    _struck(lab, "stop", 0, r"rank 1 .*waits for .*rank 0", config=IMPATIENT, bound=60.0)
+    _struck(lab, "stop", 0, r"rank 1 .*waits for .*rank 0", config=IMPATIENT, bound=90.0)
 
 
 @fault("stop-1", "SIGSTOP of rank 1 past the bound of 15 s", waits=True, short=True)
 def stop_1(lab: Lab) -> None:
     """A process that neither answers nor ends."""
-    _struck(lab, "stop", 1, r"rank 0 .*waits for .*rank 1", config=IMPATIENT, bound=60.0)
+    _struck(lab, "stop", 1, r"rank 0 .*waits for .*rank 1", config=IMPATIENT, bound=90.0)
 
 
 @fault("hang-1", "rank 1 hangs in the user's code past the bound of 15 s", waits=True)
 def hang_1(lab: Lab) -> None:
     """The stack of the rank that hangs tells where."""
-    text = _struck(lab, "hang", 1, r"rank 0 .*waits for .*rank 1", config=IMPATIENT, bound=60.0)
+    text = _struck(lab, "hang", 1, r"rank 0 .*waits for .*rank 1", config=IMPATIENT, bound=90.0)
     assert "in _linger" in text, "no stack of the rank that hangs"

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _WORD = "FAULTS_COMMAND"
-_SECONDS_BETWEEN_LOOKS = 0.02
+_SECONDS_BETWEEN_LOOKS = 0.05
 _SECONDS_TO_READ_THE_REST = 5.0
 
 
@@ -78,24 +78,23 @@ class Started:
 
     def says(self, pattern: str, seconds: float) -> tuple[float, re.Match[str]]:
         """Wait for a line, at most so long, or until the command has ended without it."""
-        self._until(lambda: self.said(pattern) or self._is_over(), seconds, f"the line /{pattern}/ of {self.name}")
+        until(lambda: self.said(pattern) or self.is_over, seconds, f"the line /{pattern}/ of {self.name}")
         found = self.said(pattern)
         assert found is not None, f"{self.name} ended without a line like /{pattern}/"
         return found
 
     def ends(self, seconds: float) -> int:
         """Wait for the end of the command, at most so long, and return its exit code, negative for a signal."""
-        self._until(lambda: self._process.poll() is not None, seconds, f"the end of {self.name}")
+        until(lambda: self._process.poll() is not None, seconds, f"the end of {self.name}")
         self.ended = self.ended or time.time()
         self._reader.join(_SECONDS_TO_READ_THE_REST)  # a process left behind may keep the stream open
         assert self._process.returncode is not None
         return self._process.returncode
 
-    def _is_over(self) -> bool:
+    @property
+    def is_over(self) -> bool:
+        """Whether the command has ended, and all that it printed was read."""
         return self._process.poll() is not None and not self._reader.is_alive()
-
-    def _until(self, look: Callable[[], object], seconds: float, what: str) -> None:
-        until(look, seconds, what)
 
     def send(self, number: signal.Signals, pid: int | None = None) -> float:
         """Send a signal to the command, or to one of its processes, and return the time of day."""
