@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from faults.cases import fault
@@ -159,12 +160,14 @@ def folder_read_only(lab: Lab) -> None:
 @fault("second-run", "a second run in the folder of one that trains")
 def second_run(lab: Lab) -> None:
     """The second is refused, and the first does not notice."""
-    first = lab.train(BASE, "run", fault={"do": "nothing", "rank": 0, "step": 2, "at": "optimizer done", "pace": 1.5})
+    patient = replace(BASE, timeout=400.0)
+    first = lab.train(patient, "run", fault={"do": "pause", "rank": 0, "step": 2, "at": "optimizer done"})
     lab.strike(first)
     struck = time.time()
     second = lab.train(BASE, "run")
     code = lab.detected(second, struck, r"run\.out: a run in .*run is under way: process \d+", SECONDS_TO_START)
     assert code == _REFUSED, f"exit code {code}"
+    lab.go_on()
     assert first.ends(SECONDS_TO_FINISH) == 0, "the first run failed"
     lab.compared(BASE, "run")
     lab.row.outcome = f"second refused; the first {lab.row.outcome}"

@@ -157,6 +157,10 @@ class Lab:
         until(read, seconds, f"the fault in {run.name}")
         return Strike(**(read() or {}))
 
+    def go_on(self) -> None:
+        """Let a rank go on that was told to pause."""
+        self.marker.with_name(f"{self.marker.name}.go").touch()
+
     # ---- what follows a fault ----------------------------------------------------------------------------------------
 
     def detected(self, run: Started, struck: float, pattern: str, seconds: float = SECONDS_TO_NOTICE) -> int:

@@ -57,6 +57,13 @@ def _linger() -> None:
     time.sleep(3600)
 
 
+def _pause() -> None:
+    """Wait until the harness says to go on."""
+    limit = time.monotonic() + 300.0
+    while not os.path.exists(f"{_GIVEN['marker']}.go") and time.monotonic() < limit:
+        time.sleep(0.05)
+
+
 def _shrink() -> None:
     """Let no file of this process grow beyond 48 KiB, as a quota does."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (48 << 10, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
@@ -81,6 +88,7 @@ _STRIKES: dict[str, Callable[[], None]] = {
     "quit": lambda: sys.exit(0),
     "raise": _raise,
     "hang": _linger,
+    "pause": _pause,
     "shrink": _shrink,
     "fill": _fill,
     "nan": lambda: None,  # done where a gradient is at hand
