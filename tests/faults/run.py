@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from faults.cases import Fault, all_faults
 from faults.lab import Lab, References, Row, Skip, temporary
+from faults.started import STARTED
 
 _LINES_OF_OUTPUT = 40
 
@@ -69,7 +72,7 @@ def _all_of(chosen: Sequence[Fault], *, jobs: int, show: bool) -> tuple[list[Row
     """Run the faults, those that wait first; return their rows in the order of the list."""
     order = sorted(chosen, key=lambda one: not one.waits)
     lock, done = threading.Lock(), 0
-    with temporary() as folder, ThreadPoolExecutor(jobs) as pool:
+    with temporary() as folder, ThreadPoolExecutor(jobs) as pool, ended_if_interrupted(pool):
         references = References(folder)
 
         def run(one: Fault) -> Row:
@@ -85,6 +88,21 @@ def _all_of(chosen: Sequence[Fault], *, jobs: int, show: bool) -> tuple[list[Row
         rows = dict(zip((one.name for one in order), pool.map(run, order), strict=True))
     assert not folder.exists(), f"{folder} is left behind"
     return [rows[one.name] for one in chosen], references.worst
+
+
+@contextmanager
+def ended_if_interrupted(pool: ThreadPoolExecutor) -> Iterator[None]:
+    """End all commands on Ctrl-C and SIGTERM, so that no thread waits for them."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for one in list(STARTED):
+            one.end()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def inject(one: Fault, folder: Path, references: References) -> Row:

@@ -21,6 +21,9 @@ _SECONDS_BETWEEN_LOOKS = 0.05
 _SECONDS_TO_READ_THE_REST = 5.0
 
 
+STARTED: set[Started] = set()  # that have not been ended
+
+
 class Late(AssertionError):
     """Something did not happen in time."""
 
@@ -58,6 +61,7 @@ class Started:
         self.ended = 0.0
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+        STARTED.add(self)
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -126,6 +130,7 @@ class Started:
 
     def end(self) -> None:
         """Kill what is left, by its id."""
+        STARTED.discard(self)
         for pid in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
