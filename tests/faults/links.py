@@ -15,6 +15,7 @@ from hosts.namespaces import TwoHosts, two_hosts, why_not
 BASE = Config()
 IMPATIENT = Config(timeout=15.0)
 _SLOW = {"do": "nothing", "rank": 1, "step": 4, "at": "optimizer done", "pace": 0.5}
+_CUT = r"rank \d can no longer be reached at .*: the link between the hosts is cut"
 _PORT = "29577"
 
 
@@ -51,7 +52,7 @@ def link_cut(lab: Lab) -> None:
         runs = _train(lab, hosts, IMPATIENT, "run", slow=True)
         struck = lab.strike(runs[0])
         hosts.cut()
-        codes = [lab.detected(run, struck.time, r"WaitTimeout: rank|rank \d .*waits for", 90.0) for run in runs]
+        codes = [lab.detected(run, struck.time, _CUT, 90.0) for run in runs]
         assert all(codes), f"exit codes {codes}"
         hosts.restore()
         done, newest = max(losses_of(lab.folder / "run")), lab.newest("run")
