@@ -135,7 +135,7 @@ class Moment(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         """Return the gradient, or NaN where that is the fault."""
         return grad * float("nan") if moment("backward") and _GIVEN["do"] == "nan" else grad
 
