@@ -204,7 +204,8 @@ def test_a_rank_that_gives_up_shows_the_stacks_of_all_and_names_one_that_is_stop
     assert "(rank 1 does not answer: it is computing or hangs)" in first[0]
     process = (tmp_path / "stops-1").read_text()
     assert f"(rank 1 does not answer: its process {process} is stopped, by SIGSTOP or Ctrl-Z)" in first[1]
-    assert all("rank 0 failed" in one for one in second), "rank 1 learns of it when it goes on"
+    for one in some(second):
+        assert "rank 0 failed" in one, "rank 1 learns of it when it goes on"
     shown = capfd.readouterr().err
     of_rank_1 = shown.partition(f"drumline: stacks of rank 1, process {(tmp_path / 'hangs-1').read_text()}:")[2]
     assert " in waits_for" in of_rank_1.partition("drumline: ")[0]

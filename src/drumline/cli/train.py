@@ -270,7 +270,8 @@ def _tell(args: argparse.Namespace, settings: TrainSettings, trained: Any) -> No
             found[name] = [one if math.isfinite(one) else None for one in found[name]]
         print_json(found)
         return
-    losses, lines = trained.losses, []
+    losses = trained.losses
+    lines: list[str] = []
     if stopped is not None:
         lines.append(f"Stopped by {stopped.stopped} after step {stopped.step} of {settings.run.steps}.")
     elif not losses:

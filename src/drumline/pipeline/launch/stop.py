@@ -76,7 +76,7 @@ def stop_on_signals() -> Iterator[None]:
     >>> asked()
     ''
     """
-    found = {}
+    found: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
         found = {number: one for number, one in _DEFAULTS.items() if signal.getsignal(number) is one}
     for number in found:
@@ -110,7 +110,7 @@ def heard(number: int, _frame: FrameType | None) -> None:
 
 def _others_are_gone() -> bool:
     crews = sys.modules.get("drumline.pipeline.crew")
-    return crews is not None and crews.has_lost_ranks()
+    return crews is not None and bool(crews.has_lost_ranks())
 
 
 def _leave_soon(code: int) -> None:
