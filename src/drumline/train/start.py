@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -86,7 +87,7 @@ def _train_as_rank(settings: TrainSettings, *, is_replanned: bool) -> Any:
 
     torchrun starts all ranks again after a failure, and keeps the job's name. So the ranks find their run again.
     """
-    die_with(os.getppid())
+    die_with(os.getppid(), signal.SIGKILL)  # SIGTERM would stop the whole run, where its other hosts may go on
     told: tuple[str, bool] | DrumlineError | None = None
     if os.environ["RANK"] == "0":
         told = _outcome(settings, is_replanned=is_replanned)
