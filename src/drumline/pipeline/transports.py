@@ -18,6 +18,7 @@ from drumline.runtime.channel.channel import TIMEOUT, Channel, too_late
 from drumline.runtime.channel.distributed import DistributedChannel
 from drumline.runtime.channel.rendezvous import exchange, host_id
 from drumline.runtime.channel.shared_memory import SharedMemoryChannel
+from drumline.runtime.channel.start import this_start
 
 TRANSPORTS = ("auto", "in-process", "shared-memory", "gloo", "nccl")
 
@@ -72,6 +73,8 @@ def _join(timeout: float) -> None:
     except (dist.DistError, TimeoutError) as error:
         host = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise too_late(f"rank {rank} waits for the store of rank 0 at {host}", timeout) from error
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = PrefixStore(this_start(store, rank, size, timeout=timeout), store)
     exchange(PrefixStore("drumline/join", store), rank, size, "arrival", None, timeout=timeout)
     store.set_timeout(dist.distributed_c10d.default_pg_timeout)  # torch uses the store from here on
     dist.init_process_group(store=store, rank=rank, world_size=size)
