@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(f"--{name.replace('_', '-')}", type=kind, metavar=word, help=meaning)
     add("--elastic", action="store_true", help="go on with fewer ranks if some do not come back")
     add("--tensorboard", action="store_true", help="write TensorBoard's files to the run's folder")
-    meaning = "folder of the run (default out/train/NAME)"
+    meaning = "folder of the run (default out/train/NAME, or NAME-2 and so on if that holds a run)"
     add("-o", "--out", type=Path, metavar="FOLDER", help=meaning)
     meaning = "set any key of the config, like optimizer.settings.weight_decay=0.1. May be repeated"
     add("--set", metavar="KEY=VALUE", action="append", default=[], dest="assignments", help=meaning)

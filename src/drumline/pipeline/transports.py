@@ -19,6 +19,7 @@ from drumline.runtime.channel.distributed import DistributedChannel
 from drumline.runtime.channel.interfaces import endpoint, loopback
 from drumline.runtime.channel.rendezvous import agreed_place, exchange, host_id, hosted_store
 from drumline.runtime.channel.shared_memory import SharedMemoryChannel
+from drumline.runtime.channel.start import this_start
 
 TRANSPORTS = ("auto", "in-process", "shared-memory", "gloo", "nccl")
 _INTERFACE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -77,6 +78,8 @@ def _join(timeout: float, interface: str) -> None:
     except (dist.DistError, TimeoutError) as error:
         host = endpoint(os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""))
         raise too_late(f"rank {rank} waits for the store of rank 0 at {host}", timeout) from error
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = PrefixStore(this_start(store, rank, size, timeout=timeout), store)
     joining = PrefixStore("drumline/join", store)
     hosts = exchange(joining, rank, size, "arrival", host_id(), timeout=timeout)
     place = loopback()

@@ -84,7 +84,8 @@ def claim(folder: str | Path, *, job: str = "") -> Claim:
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()
-    >>> with claim(folder):
+    >>> with claim(folder) as mine:
+    ...     mine.keep()
     ...     claim(folder)
     Traceback (most recent call last):
     drumline.train.claim.Held: run.out: a run in ... is under way: process ... since ...

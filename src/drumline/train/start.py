@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -37,9 +38,9 @@ def start(settings: TrainSettings, *, train: Train | None = None) -> Any:
     """
     settings = with_device(settings)
     if is_started():
-        settings = for_world(settings)
-        _use_device(settings)
-        return (train or _train_as_rank)(settings)
+        planned = for_world(settings)
+        _use_device(planned)
+        return (train or partial(_train_as_rank, is_replanned=planned is not settings))(planned)
     if settings.failures.elastic and not settings.failures.restarts:
         raise UsageError(
             "failures.elastic without restarts", expected="failures.restarts of 1 or more", fix="add --restarts 3"
@@ -81,15 +82,15 @@ def _train_in(settings: TrainSettings, *, continues: bool = False) -> Any:
     return run_training(settings, continues=continues)
 
 
-def _train_as_rank(settings: TrainSettings) -> Any:
+def _train_as_rank(settings: TrainSettings, *, is_replanned: bool) -> Any:
     """Train as a rank of torchrun: rank 0 takes the folder and tells the others which it is, and whether it continues.
 
     torchrun starts all ranks again after a failure, and keeps the job's name. So the ranks find their run again.
     """
-    die_with(os.getppid())
-    told = None
+    die_with(os.getppid(), signal.SIGKILL)  # SIGTERM would stop the whole run, where its other hosts may go on
+    told: tuple[str, bool] | DrumlineError | None = None
     if os.environ["RANK"] == "0":
-        told = _outcome(settings)
+        told = _outcome(settings, is_replanned=is_replanned)
     if not transports.alone(settings.pipeline.transport):
         transports.num_ranks(settings.pipeline.transport, None, timeout=settings.pipeline.timeout)
         told = transports.told_by_first("run folder", told, timeout=settings.pipeline.timeout)
@@ -99,10 +100,10 @@ def _train_as_rank(settings: TrainSettings) -> Any:
     return _train_in(replace(settings, run=replace(settings.run, out=told[0])), continues=told[1])
 
 
-def _outcome(settings: TrainSettings) -> tuple[str, bool] | DrumlineError:
+def _outcome(settings: TrainSettings, *, is_replanned: bool) -> tuple[str, bool] | DrumlineError:
     """Return the folder of a run that is taken by this process, and whether it continues one there; or why not."""
     try:
-        if settings.failures.elastic:
+        if is_replanned:
             check_room(settings)
         begun = begin(settings, job=job_here())
     except DrumlineError as error:

@@ -190,10 +190,10 @@ def _watch(connection: socket.socket) -> threading.Event:
     return all_done
 
 
-def die_with(parent: int) -> None:
-    """Let the kernel send SIGTERM when the parent dies for any reason; other systems rely on the closed socket."""
+def die_with(parent: int, sent: signal.Signals = signal.SIGTERM) -> None:
+    """Let the kernel send a signal when the parent dies for any reason; other systems rely on the closed socket."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, sent)
     if os.getppid() != parent:
         os._exit(1)
 
