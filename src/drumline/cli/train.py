@@ -150,7 +150,17 @@ def torchrun_line(args: argparse.Namespace, settings: TrainSettings) -> str:
             words += ["--microbatches", str(value)]
         else:
             words += ["--set", f"{key}={'none' if value is None else written(value)}"]
-    return f"torchrun --standalone --nproc-per-node {settings.num_ranks} -m drumline train {shlex.join(words)}".rstrip()
+    return f"{_torchrun(settings)} -m drumline train {shlex.join(words)}".rstrip()
+
+
+def _torchrun(settings: TrainSettings) -> str:
+    """Return torchrun's part: of this host, or of each of several if an interface between them is named."""
+    from drumline.plan.launch.launch import torchrun_between_hosts
+
+    if interface := settings.pipeline.interface:
+        nodes, each = "$NUM_NODES", "$RANKS_PER_NODE"
+        return torchrun_between_hosts(nodes, each, backend="drumline", interface=interface)
+    return f"torchrun --standalone --nproc-per-node {settings.num_ranks}"
 
 
 def _dry_run(args: argparse.Namespace, settings: TrainSettings) -> int:
