@@ -1,4 +1,4 @@
-"""The files of deploy/: clean by shellcheck and yamllint, and what they start is accepted by torchrun and `drumline train`.
+"""The files of deploy/ are clean by shellcheck and yamllint; torchrun and `drumline train` accept what they start.
 
 Neither Slurm nor Kubernetes nor a container engine is here: `srun`, `scontrol` and `torchrun` are stand-ins that write
 down how they were called.
@@ -15,7 +15,6 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +35,6 @@ STAND_INS = {
           touch "$RECORD/lingers"; while :; do sleep 0.05; done
         fi""",
 }
-
-
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -69,10 +65,9 @@ def accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[s
     code = main([*words[at + 2 :], "--print-config"])
     out, err = capsys.readouterr()
     assert (code, err) == (0, "")
-    if sys.modules.get("torch", find_spec("torch")) is not None:
-        from torch.distributed.run import get_args_parser
+    from torch.distributed.run import get_args_parser
 
-        assert get_args_parser().parse_args(words).training_script == "drumline"
+    assert get_args_parser().parse_args(words).training_script == "drumline"
     return words[:at], tomllib.loads(out)
 
 
@@ -88,6 +83,7 @@ def test_scripts_and_yaml_are_clean() -> None:
     assert (found.returncode, found.stdout) == (0, "")
 
 
+@pytest.mark.torch
 def test_slurm_starts_a_run_stops_it_when_told_and_continues_it(
     tmp_path: Path, shell: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +127,7 @@ FIELDS = {
 TRAINER = {"image", "command", "args", "env", "numNodes", "resourcesPerNode", "numProcPerNode"}
 
 
+@pytest.mark.torch
 def test_a_pod_of_the_train_job_starts_its_part_of_the_run(
     tmp_path: Path, shell: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
