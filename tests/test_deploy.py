@@ -75,10 +75,10 @@ def test_scripts_and_yaml_are_clean() -> None:
     if shutil.which("shellcheck") is None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("no shellcheck on the PATH: install it")
     scripts = [*some(sorted(DEPLOY.glob("*.sh"))), ROOT / ".ci" / "run"]
-    found = subprocess.run(["shellcheck", *scripts], capture_output=True, text=True, check=False)
+    found = subprocess.run(["shellcheck", *map(str, scripts)], capture_output=True, text=True, check=False)
     assert (found.returncode, found.stdout) == (0, "")
     needed("yamllint", "dev")
-    command = [sys.executable, "-m", "yamllint", "--strict", *some(DEPLOY.glob("*.yaml")), ".yamllint.yaml"]
+    command = [sys.executable, "-m", "yamllint", "--strict", *map(str, some(DEPLOY.glob("*.yaml"))), ".yamllint.yaml"]
     found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert (found.returncode, found.stdout) == (0, "")
 
@@ -88,7 +88,7 @@ def test_slurm_starts_a_run_stops_it_when_told_and_continues_it(
     tmp_path: Path, shell: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    command = ["bash", DEPLOY / "slurm.sh", "plan.toml", "--save-every", "5"]
+    command = ["bash", str(DEPLOY / "slurm.sh"), "plan.toml", "--save-every", "5"]
     job = subprocess.Popen(command, env={**shell, "LINGER": "1"}, cwd=tmp_path, text=True, stdout=subprocess.PIPE)
     while not (tmp_path / "lingers").exists():
         assert job.poll() is None

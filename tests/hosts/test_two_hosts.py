@@ -66,8 +66,9 @@ def join(hosts: TwoHosts, host: int, *, rank: int, num_ranks: int, port: int, at
 
 def train_everywhere(pairs: list[TwoHosts], folder: Path) -> list[tuple[Any, ...]]:
     """Train on hosts with one rank each, on both pairs at once, then with two; return losses and what listens here."""
-    number, found = int(os.environ["RANK"]), []
+    number = int(os.environ["RANK"])
     host, local = divmod(number, 2)
+    found: list[tuple[Any, ...]] = []
     for hosts, num_ranks in ((pairs[local], 2), (pairs[0], 4), (pairs[1], 4)):
         rank = host if num_ranks == 2 else number
         join(hosts, host, rank=rank, num_ranks=num_ranks, port=29500 + num_ranks)
@@ -103,7 +104,8 @@ def test_two_hosts_train_as_one_process_does_and_listen_on_the_link_alone(tmp_pa
 def train_and_cut(hosts: TwoHosts, folder: Path) -> tuple[str, Trained]:
     """Train until the link is cut, restore it, and continue; return the error and how the rest went."""
     host = int(os.environ["RANK"])
-    mesh.SILENCE, rendezvous._KEEPALIVE = 1.0, dict.fromkeys(rendezvous._KEEPALIVE, 1)
+    setattr(mesh, "SILENCE", 1.0)  # noqa: B010 - seconds, for a short test
+    rendezvous._KEEPALIVE = dict.fromkeys(rendezvous._KEEPALIVE, 1)
     join(hosts, host, rank=host, num_ranks=2, port=29500)
 
     def cut(told: Told) -> None:
