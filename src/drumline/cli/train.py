@@ -177,7 +177,14 @@ def resume_line(args: argparse.Namespace, settings: TrainSettings, checkpoint: s
 
 
 def _torchrun(settings: TrainSettings) -> str:
-    return f"torchrun --standalone --nproc-per-node {settings.num_ranks} -m drumline train"
+    """Return torchrun's part: of this host, or of each of several if an interface between them is named."""
+    from drumline.plan.launch.launch import torchrun_between_hosts
+
+    started = f"torchrun --standalone --nproc-per-node {settings.num_ranks}"
+    if interface := settings.pipeline.interface:
+        nodes, each = "$NUM_NODES", "$RANKS_PER_NODE"
+        started = torchrun_between_hosts(nodes, each, backend="drumline", interface=interface)
+    return f"{started} -m drumline train"
 
 
 def _words(args: argparse.Namespace, *, without: Sequence[str] = ()) -> list[str]:

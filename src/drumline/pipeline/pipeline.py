@@ -69,6 +69,8 @@ class Pipeline:
     - `unused`: what to do about parameters that no loss reaches: "warn" once about those that no loss can reach
       (default), "raise" at the first step, or "ignore". Their gradient stays None.
     - `transport`, `device`, `seed`: what carries messages ("auto"), where this rank computes, the random seed (0).
+    - `interface`: between hosts, the network interface to listen on, or an address of it; by default the one towards
+      rank 0's host. Ranks of one host use loopback alone.
     - `precision`: "fp32" (the model's dtypes), "bf16" or "fp16" (autocast; fp16 scales the loss, see `pipe.scaler`).
     - `master_weights`: `pipe.optimizer` updates float32 copies of bf16 or fp16 parameters.
     - `check_finite`: on a NaN, raise NonFiniteError on all ranks before an optimizer steps (default True).

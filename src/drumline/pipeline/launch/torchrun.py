@@ -30,7 +30,7 @@ def handler() -> Callable[[Any], Any]:
 
 
 def _rendezvous(params: Any) -> Any:
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -51,7 +51,7 @@ def _rendezvous(params: Any) -> Any:
         limit = timedelta(seconds=timeout)
         store = TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
     backend = type("Backend", (C10dRendezvousBackend,), {"name": NAME})(store, params.run_id)
-    made = create_handler(store, backend, params)
+    made: Any = create_handler(store, backend, params)
     made._create_tcp_store_server = lambda address, port: hosted_store(address, port, timeout=timeout)
     return made
 

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistNetworkError, DistStoreError, HashStore, TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from drumline.core.errors import RunError
@@ -126,7 +127,7 @@ def hosted_store(host: str, port: int, *, interface: str = "", timeout: float, *
             fix="name the interface to listen on: --interface NAME",
         ) from error
     port = listener.getsockname()[1]
-    listening = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+    listening: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
     return TCPStore(place.address, port, timeout=timedelta(seconds=timeout), **listening, **settings)
 
 
