@@ -107,10 +107,6 @@ def _before(*_: Any) -> None:
     moment("optimizer")
 
 
-register_optimizer_step_pre_hook(_before)
-register_optimizer_step_post_hook(_count)
-
-
 def _watched(name: str, at: str) -> None:
     """Let a function of `os` that checkpoints are written with be a moment."""
     right = getattr(os, name)
@@ -122,8 +118,11 @@ def _watched(name: str, at: str) -> None:
     setattr(os, name, call)
 
 
-_watched("fsync", "saving")
-_watched("rename", "publishing")
+if _GIVEN:
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_count)
+    _watched("fsync", "saving")
+    _watched("rename", "publishing")
 
 
 class Moment(torch.autograd.Function):
