@@ -73,7 +73,7 @@ def torchrun_leave(lab: Lab) -> None:
 def elastic(lab: Lab) -> None:
     """A rank that does not come back is planned around."""
     three = replace(BASE, ranks=3)
-    fault = _KILL | {"rank": 2, "again": True}
+    fault = _KILL | {"rank": 2, "step": 3, "again": True}
     run = lab.train(three, "run", "--restarts", "3", "--elastic", fault=fault)
     struck = lab.strike(run)
     _went_on(lab, run, struck, r"rank 2 was killed by SIGKILL; restart 2 of 3, on 2 ranks", 2)
