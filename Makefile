@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 PURE := $(addprefix src/drumline/,core schedules plan report) tests/core tests/schedules tests/plan tests/report
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test quick style lint matrices bench docs clean
+.PHONY: help setup demo test quick style lint matrices faults faults-short bench docs clean
 
 help:
 	@echo "make demo    train a small model by several schedules on two ranks; ends with a report to open"
 	@echo "make test    all checks and tests, PyTorch comparison included (under 18 minutes)"
 	@echo "make quick   the checks and tests that need no torch (under a minute)"
 	@echo "make matrices   every family of Hugging Face models, every schedule with all counts"
+	@echo "make faults   kills, stops, damage and cut links in real runs, each resumed and compared (under 12 minutes)"
 	@echo "make bench   the benchmarks beside their peers; prints tables, writes JSON to out/"
 	@echo "make docs    the documentation as HTML in docs/_build"
 	@echo "make setup   only the environment, .venv"
@@ -60,6 +61,15 @@ matrices: $(VENV)/full.stamp
 	ALL_CASES=1 $(BIN)/pytest -m matrix --numprocesses 2
 	OMP_NUM_THREADS=1 $(BIN)/python tests/hf_matrix.py --write
 
+# Real runs of `drumline train` that are killed, stopped or damaged (tests/faults); the short form is for .ci/run.
+faults faults-short: export PYTHONPATH := src:tests
+faults: $(VENV)/full.stamp
+	@mkdir -p out
+	$(BIN)/python tests/faults/run.py --json out/faults.json
+
+faults-short: $(VENV)/full.stamp
+	$(BIN)/python tests/faults/run.py --short
+
 bench: $(VENV)/full.stamp
 	@mkdir -p out
 	PYTHONPATH=tests $(BIN)/python benchmarks/fuzz.py --json out/fuzz.json
@@ -79,6 +89,7 @@ bench: $(VENV)/full.stamp
 	$(BIN)/python benchmarks/compile.py --json out/compile.json
 	$(BIN)/python benchmarks/train_gpt.py --json out/train_gpt.json
 	$(BIN)/python benchmarks/saving.py --json out/saving.json
+	$(BIN)/python benchmarks/soak.py --json out/soak.json
 	$(BIN)/python benchmarks/planted.py --json out/planted.json
 
 # The API reference imports what it describes, PyTorch included.

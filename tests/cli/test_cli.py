@@ -463,10 +463,10 @@ def test_verify_says_no_and_names_the_parameter(
 def test_verify_says_no_to_a_model_that_was_followed_wrongly_and_names_the_first_wrong_parameter(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import faults
+    import follow_faults as faults
 
     path = tmp_path / "own_model.py"
-    path.write_text("from faults import make\n")
+    path.write_text("from follow_faults import make\n")
     faults.stale_attribute(monkeypatch)
     code, out, _ = run(capsys, *VERIFY, "--model", f"{path}:make")
     assert code == 1

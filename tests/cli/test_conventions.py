@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 
 from drumline.cli import completion
 from drumline.cli.main import BUG, VERBS, main, parser_of
+from drumline.core.errors import RankFailed, WaitTimeout
 from drumline.plan.cluster.hardware import MACHINES
 from drumline.plan.cluster.models import MODELS
 from drumline.report.explore_server import ExploreServer
@@ -322,6 +324,29 @@ def test_a_bug_is_exit_70_with_its_traceback(
     assert err.splitlines()[-1].startswith("drumline: this is a bug in Drumline")
     with pytest.raises(ZeroDivisionError):
         main(["compare"])
+
+
+def test_what_a_users_code_raises_on_a_rank_is_exit_3_with_its_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failed(cause: Exception) -> Callable[..., None]:
+        error = RankFailed(1, f"rank 1 failed with {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        error.add_note("rank 1's traceback:\nTraceback ...\n  line 7, in mine")
+
+        def fail(*words: object, **settings: object) -> None:
+            raise error
+
+        return fail
+
+    monkeypatch.setattr("drumline.cli.compare.compare", failed(KeyError("weights")))
+    assert run(capsys, "compare") == (
+        3,
+        "",
+        "Traceback ...\n  line 7, in mine\ndrumline: rank 1 failed with KeyError: 'weights'\n",
+    )
+    monkeypatch.setattr("drumline.cli.compare.compare", failed(WaitTimeout("rank 1 waits")))  # says enough by itself
+    assert run(capsys, "compare") == (3, "", "drumline: rank 1 failed with WaitTimeout: rank 1 waits\n")
 
 
 def test_exit_codes_are_documented() -> None:

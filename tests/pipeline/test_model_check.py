@@ -21,7 +21,7 @@ from drumline.pipeline.verify.plain_step import Slice, plain_step
 from drumline.runtime.gradients.sketch import sketch
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
-from faults import FAULTS, Skips, data, lost_path
+from follow_faults import FAULTS, Skips, data, lost_path
 from torch_models import on_meta
 
 pytestmark = pytest.mark.torch

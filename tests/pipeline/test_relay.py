@@ -22,7 +22,7 @@ from drumline.pipeline.verify.verdict import Checked
 from drumline.runtime.blocks.pieces import Piece
 from drumline.runtime.blocks.script import Live
 from drumline.runtime.randomness import Randomness
-from faults import FAULTS, WIDTH, Skips, data, stale_attribute
+from follow_faults import FAULTS, WIDTH, Skips, data, stale_attribute
 from some import some
 from torch_models import on_meta
 

@@ -258,6 +258,8 @@ def _on_two_processes(folder: str) -> tuple[list[float], list[float], list[str],
     data = batches(5)
     pipe, optimizer = made(transport="auto", num_ranks=None)
     trained(pipe, optimizer, data[:2])
+    with pytest.raises(RecordError, match="cannot be written"):  # on all ranks alike, and they train on
+        pipe.save(__file__)
     saving = pipe.save(folder, extra={"at": 2}, keep=2)
     losses = trained(pipe, optimizer, data[2:])
     path = saving.wait()

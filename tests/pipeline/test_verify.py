@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import faults
+import follow_faults as faults
 from drumline.core.errors import (
     BatchError,
     DrumlineError,
@@ -26,7 +26,7 @@ from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.step import StepResult
 from drumline.pipeline.verify.verify import Verification, difference, verify
 from drumline.schedules import generate
-from faults import FAULTS
+from follow_faults import FAULTS
 from torch_models import data, mlp
 
 pytestmark = pytest.mark.torch

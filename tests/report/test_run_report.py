@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from drumline.core.costs import Costs
+from drumline.core.costs import Costs, Edge
 from drumline.core.errors import RecordError
 from drumline.core.measured.record import Record
 from drumline.core.measured.run import read_run
@@ -101,6 +101,14 @@ def test_the_text_has_a_row_per_rank_the_grid_and_the_advice(report: RunReport) 
     assert "slowest stage 1 on rank 1" in text
     assert "slower: move block 4 to rank 0 (balance=[5, 3]), predicted -" in text
     assert max(map(len, lines)) <= 100
+
+
+def test_a_link_slower_than_every_stage_is_named(tmp_path: Path, report: RunReport) -> None:
+    slow = replace(COSTS, edges={(0, 1): Edge(0.5), (1, 0): Edge(1e-4)})
+    text = report_text(report_of(read_run(write_simulated_run(tmp_path / "slow", PROGRAM, slow))), width=200)
+    named = "slowest link from rank 0 to rank 1: 500 ms per message, longer than any stage takes for a microbatch"
+    assert named in text.splitlines()
+    assert "slowest link" not in report_text(report)
 
 
 def test_bytes_are_shown_where_they_were_weighed(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.core.errors import UsageError
+from drumline.core.errors import RunError, UsageError
 from drumline.train.config.settings import (
     BatchSettings,
     CheckpointSettings,
@@ -24,6 +24,7 @@ from drumline.train.config.settings import (
     RunSettings,
     TrainSettings,
 )
+from drumline.train.loop.progress import Told, Update
 from drumline.train.loop.run import Trained, run_training
 from drumline.train.start import start
 
@@ -101,6 +102,21 @@ def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(UsageError, match=r"has made 2 steps already; .* --steps 4"):
         trained(over)
+
+
+def test_a_run_goes_on_without_checkpoints_that_cannot_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[Told] = []
+
+    def tell(one: Told) -> None:
+        told.append(one)
+        (tmp_path / "run" / "checkpoints").touch()  # a file in the folder's place
+
+    with pytest.raises(RunError, match="checkpoints cannot be written"):
+        run_training(settings_for(tmp_path / "run"), tell=tell)
+    assert [one.step for one in told if isinstance(one, Update)] == [1, 2, 3, 4, 5, 6]
+    assert caplog.text.count("training continues without a checkpoint: ") == 2  # after 2 and 4; after 6 it is an error
 
 
 def test_transformers_loads_what_was_trained(tmp_path: Path) -> None:

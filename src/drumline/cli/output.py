@@ -21,6 +21,7 @@ from typing import Any
 from drumline.core.errors import ConfigError, DrumlineError, UsageError, installing
 
 STDOUT = Path("-")
+_TRACEBACK = "'s traceback:\n"  # in the notes of errors that `launch` raises
 
 # What extensions mean; each command supports some of these.
 TEXTS = {".txt": "text", ".json": "json"}
@@ -62,9 +63,17 @@ def print_error(error: DrumlineError, *, as_json: bool) -> None:
         print_json(told)
         return
     second = "; ".join(part for part in (f"expected {expected}" if expected else "", fix) if part)
-    print(f"drumline: {what}", file=sys.stderr)
+    print(f"{_traceback_of(error)}drumline: {what}", file=sys.stderr)
     if second:
         print(f"  {second}", file=sys.stderr)
+
+
+def _traceback_of(error: DrumlineError) -> str:
+    """Return the traceback of what the user's own code raised on a rank; errors of ours say enough by themselves."""
+    if " failed with " not in error.error or isinstance(error.__cause__, DrumlineError):
+        return ""
+    notes = getattr(error, "__notes__", ())
+    return next((f"{one.partition(_TRACEBACK)[2]}\n" for one in notes if _TRACEBACK in one), "")
 
 
 def _as_given(text: str) -> str:

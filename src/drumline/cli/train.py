@@ -6,13 +6,14 @@ import argparse
 import math
 import os
 import shlex
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drumline.cli import flags
 from drumline.cli.output import print_json, progress, pytorch, terminal_width, wrapped
-from drumline.core.errors import ConfigError, UsageError, counted
+from drumline.core.errors import ConfigError, DrumlineError, RankFailed, UsageError, counted
 
 if TYPE_CHECKING:
     from drumline.train.config.settings import TrainSettings
@@ -34,11 +35,19 @@ _FLAGS: dict[str, tuple[str, Any, str, str]] = {
     "recompute": ("memory.recompute", str, "HOW", "activations to recompute: none or full (default none)"),
     "precision": ("precision.compute", str, "KIND", "numbers to compute in: fp32, bf16 or fp16 (default fp32)"),
     "device": ("pipeline.device", str, "NAME", "PyTorch device, like cpu or cuda (default: an accelerator if any)"),
+    "interface": (
+        "pipeline.interface",
+        str,
+        "NAME",
+        "network interface between hosts (default: towards rank 0)",
+    ),
     "threads": ("run.threads", _WHOLE, "N", "threads of each rank (default: cores / local ranks)"),
     "evaluate_every": ("evaluation.every", _WHOLE, "N", "steps between evaluations; 0 for none (default 50)"),
     "sample_every": ("evaluation.sample_every", _WHOLE, "N", "steps between sample texts; 0 for none (default 0)"),
     "save_every": ("checkpoint.every", _WHOLE, "N", "steps between checkpoints; one is saved at the end (default 0)"),
     "resume": ("checkpoint.resume", str, "FOLDER", "continue from the newest checkpoint of a run's folder"),
+    "restarts": ("failures.restarts", _WHOLE, "N", "start local ranks again after a failure, N times (default 0)"),
+    "min_ranks": ("failures.min_ranks", _WHOLE, "N", "fewest ranks that --elastic goes on with (default 1)"),
     "seed": ("run.seed", _WHOLE, "N", "random seed (default 0)"),
     "wandb": ("run.wandb", str, "PROJECT", "log to this project at Weights & Biases"),
 }
@@ -61,8 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-m", "--microbatches", type=_WHOLE, metavar="M", help=meaning)
     for name, (_, kind, word, meaning) in _FLAGS.items():
         add(f"--{name.replace('_', '-')}", type=kind, metavar=word, help=meaning)
+    add("--elastic", action="store_true", help="go on with fewer ranks if some do not come back")
     add("--tensorboard", action="store_true", help="write TensorBoard's files to the run's folder")
-    meaning = "folder of the run (default out/train/NAME)"
+    meaning = "folder of the run (default out/train/NAME, or NAME-2 and so on if that holds a run)"
     add("-o", "--out", type=Path, metavar="FOLDER", help=meaning)
     meaning = "set any key of the config, like optimizer.settings.weight_decay=0.1. May be repeated"
     add("--set", metavar="KEY=VALUE", action="append", default=[], dest="assignments", help=meaning)
@@ -86,9 +96,7 @@ def run(args: argparse.Namespace) -> int:
             with pytorch("train runs a model"):
                 return _dry_run(args, settings)
         with stop_on_signals():  # from here on: importing PyTorch takes seconds
-            with pytorch("train runs a model"):
-                from drumline.train.start import start
-            trained = start(settings)
+            trained = _trained(settings)
     except (ConfigError, UsageError):
         if is_first:
             raise
@@ -96,6 +104,21 @@ def run(args: argparse.Namespace) -> int:
     if is_first:
         _tell(args, settings, trained)
     return 0
+
+
+def _trained(settings: TrainSettings) -> Any:
+    """Train; what the user's own code raises in this process is told as `launch` tells it of its ranks."""
+    with pytorch("train runs a model"):
+        from drumline.train.start import start
+    try:
+        return start(settings)
+    except (DrumlineError, OSError):
+        raise
+    except Exception as error:
+        rank = int(os.environ.get("RANK", "0"))
+        failed = RankFailed(rank, f"rank {rank} failed with {type(error).__name__}: {error}")
+        failed.add_note(f"rank {rank}'s traceback:\n{traceback.format_exc().rstrip()}")
+        raise failed from error
 
 
 def _overrides(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
@@ -116,6 +139,7 @@ def _overrides(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]
         (MICROBATCHES, args.microbatches, "--microbatches"),
         ("run.out", None if args.out is None else str(args.out), "--out"),
         ("run.tensorboard", args.tensorboard or None, "--tensorboard"),
+        ("failures.elastic", args.elastic or None, "--elastic"),
     ):
         if given is not None:
             found[key] = given, flag
@@ -153,7 +177,14 @@ def resume_line(args: argparse.Namespace, settings: TrainSettings, checkpoint: s
 
 
 def _torchrun(settings: TrainSettings) -> str:
-    return f"torchrun --standalone --nproc-per-node {settings.num_ranks} -m drumline train"
+    """Return torchrun's part: of this host, or of each of several if an interface between them is named."""
+    from drumline.plan.launch.launch import torchrun_between_hosts
+
+    started = f"torchrun --standalone --nproc-per-node {settings.num_ranks}"
+    if interface := settings.pipeline.interface:
+        nodes, each = "$NUM_NODES", "$RANKS_PER_NODE"
+        started = torchrun_between_hosts(nodes, each, backend="drumline", interface=interface)
+    return f"{started} -m drumline train"
 
 
 def _words(args: argparse.Namespace, *, without: Sequence[str] = ()) -> list[str]:
@@ -280,6 +311,9 @@ def _tell(args: argparse.Namespace, settings: TrainSettings, trained: Any) -> No
     lines: list[str] = []
     if stopped is not None:
         lines.append(f"Stopped by {stopped.stopped} after step {stopped.step} of {settings.run.steps}.")
+    elif not losses:
+        print(f"The run in {trained.folder} had made all {settings.run.steps} steps already.")
+        return
     if losses:
         what = f"{len(losses)} steps: loss {losses[0]:.4g} to {losses[-1]:.4g}, {trained.num_tokens:,} tokens"
         skipped = f"; {counted(trained.num_skipped, 'step')} skipped for a NaN or infinity"

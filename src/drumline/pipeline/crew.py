@@ -88,6 +88,7 @@ class Crew:
         timeout: float,
         axes: Axes,
         scope: str,
+        interface: str = "",
         now: Callable[[], int] = time.perf_counter_ns,
     ) -> Crew:
         """Return the crew of this process, connected to the other ranks of its line."""
@@ -104,6 +105,7 @@ class Crew:
             scope=scope,
             axes=axes,
             edges=None if program is None else edges_of(program),
+            interface=interface,
             now=now,
         )
         crew = Crew([channel], None, axes, timeout=timeout)

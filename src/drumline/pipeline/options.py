@@ -47,7 +47,10 @@ def _is_count(value: Any) -> bool:
 # The accepted values of each option, and how errors describe them.
 _COUNT = "an integer of at least 1"
 _COUNTS = ("num_microbatches", "num_ranks", "stages_per_rank")
-_SWITCHES = ("master_weights", "check_finite", "check_model", "merge_weight_gradients", "capture", "weigh", "arrange")
+_SWITCHES = (
+    "master_weights", "check_finite", "check_model", "merge_weight_gradients", "capture", "weigh", "arrange",
+    "continue_record",
+)  # fmt: skip
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_COUNTS, (lambda one: one is None or _is_count(one), _COUNT)),
     "ahead": (_is_count, _COUNT),
@@ -63,6 +66,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda one: all(each in (0, 1, 3) for each in (one.values() if isinstance(one, Mapping) else [one])),
         "0 (nothing is divided), 1 (optimizer state) or 3 (parameters and gradients too), or a dict of these by stage",
     ),
+    "interface": (lambda one: isinstance(one, str), "the name of a network interface, or an address"),
     "unused": (lambda one: one in ("warn", "raise", "ignore"), '"warn", "raise" or "ignore"'),
 }
 
@@ -89,6 +93,7 @@ class Options:
     split: Split | None = None
     unused: str = "warn"
     transport: str = "auto"
+    interface: str = ""
     device: torch.device | str | None = None
     seed: int = 0
     precision: str = "fp32"
@@ -102,6 +107,7 @@ class Options:
     weigh: bool = False
     compile: Compile = False
     record: bool | str | Path = True
+    continue_record: bool = False
     programs: Mapping[str, Program | str | Path | int] | None = None
     arrange: bool = False
     mesh: Mapping[str, int] | DeviceMesh | None = None

@@ -70,6 +70,8 @@ class Pipeline:
     - `unused`: what to do about parameters that no loss reaches: "warn" once about those that no loss can reach
       (default), "raise" at the first step, or "ignore". Their gradient stays None.
     - `transport`, `device`, `seed`: what carries messages ("auto"), where this rank computes, the random seed (0).
+    - `interface`: between hosts, the network interface to listen on, or an address of it; by default the one towards
+      rank 0's host. Ranks of one host use loopback alone.
     - `precision`: "fp32" (the model's dtypes), "bf16" or "fp16" (autocast; fp16 scales the loss, see `pipe.scaler`).
     - `master_weights`: `pipe.optimizer` updates float32 copies of bf16 or fp16 parameters.
     - `check_finite`: on a NaN, raise NonFiniteError on all ranks before an optimizer steps (default True).
@@ -89,6 +91,7 @@ class Pipeline:
     - `zero`: what the data-parallel lines of a mesh divide: 1 the optimizer's state, 3 parameters and gradients too; a
       dict by stage for different choices. Then `pipe.parameters()` are this line's pieces, with 3.
     - `record`: True keeps the last step's timeline (default), False records nothing, a folder stores the whole run.
+    - `continue_record`: let the folder of `record` hold a run already, which this one continues: see `load`.
     """
 
     @made_with(Options)
@@ -380,7 +383,8 @@ class Pipeline:
         Parameters, buffers, optimizer state, float32 copies, the loss scale, random generators and the step's number
         come back bit for bit. Schedule, cut and number of ranks may differ from those that saved. Make the optimizers
         first; `optimizers=False` loads the model alone. A damaged checkpoint is passed over with a warning. With
-        `missing_ok`, a folder without checkpoints returns None.
+        `missing_ok`, a folder without checkpoints returns None. Steps that the run folder has recorded beyond the
+        checkpoint are cut off: they will run again.
         """
         return self._state.load(folder, optimizers=optimizers, missing_ok=missing_ok)
 

@@ -56,14 +56,17 @@ from drumline.runtime.weights.materialise import materialise
 from drumline.runtime.weights.tied import Ties
 
 # Settings that must be the same on all ranks, besides what ranks agree on anyway.
-_ALIKE = ("arrange", "check_finite", "check_model", "master_weights", "merge_weight_gradients", "capture", "ahead")
+_ALIKE = ("arrange", "check_finite", "check_model", "master_weights", "merge_weight_gradients", "capture", "ahead",
+          "continue_record")  # fmt: skip
 
 
 def set_up(options: Options) -> StepRun:
     """Return the object that runs the steps, connected to all other ranks; raises the same error on all of them."""
     assert options.schedule is not None, "options that were decided"
     device = device_named(options.device) or assembly.device_of(options.model)
-    num_ranks = transports.num_ranks(options.transport, options.num_ranks, timeout=options.timeout)
+    num_ranks = transports.num_ranks(
+        options.transport, options.num_ranks, timeout=options.timeout, interface=options.interface
+    )
     scope = transports.new_scope()
     axes = transports.axes_for(options.mesh, options.transport, num_ranks, scope=scope, timeout=options.timeout)
     program: Program | DrumlineError
@@ -85,6 +88,7 @@ def set_up(options: Options) -> StepRun:
         timeout=options.timeout,
         axes=axes,
         scope=scope,
+        interface=options.interface,
         now=clock_for(device).now,
     )
     with crew.together("the set-up"):
@@ -129,7 +133,8 @@ class _SetUp:
         programs = self._programs(frozen)
         holdings = Holdings(assembled.ties, crew, engine.executors, list(engine.copies.values()))
         ledger = Ledger(given.unused, unused_in(stages) if crew.rank == 0 and self.axes.number == 0 else None)
-        recording = Recording(self._record, crew, ledger, holdings, [one.clock for one in engine.executors])
+        clocks = [one.clock for one in engine.executors]
+        recording = Recording(self._record, crew, ledger, holdings, clocks, continues=given.continue_record)
         if recording.folder is not None:
             crew.observe(recording)
             recording.describe(given.settings(), frozen.program, assembled, balance)

@@ -14,14 +14,17 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from drumline.core.errors import MismatchError, UsageError, nearest
+from drumline.core.errors import MismatchError, RunError, UsageError, nearest
 from drumline.runtime.axes.axes import Axes, described, shown
 from drumline.runtime.channel.channel import TIMEOUT, Channel, too_late
 from drumline.runtime.channel.distributed import DistributedChannel
-from drumline.runtime.channel.rendezvous import exchange, host_id
+from drumline.runtime.channel.interfaces import endpoint, loopback
+from drumline.runtime.channel.rendezvous import agreed_place, exchange, host_id, hosted_store
 from drumline.runtime.channel.shared_memory import SharedMemoryChannel
+from drumline.runtime.channel.start import this_start
 
 TRANSPORTS = ("auto", "in-process", "shared-memory", "gloo", "nccl")
+_INTERFACE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 _scopes = itertools.count()
@@ -60,8 +63,11 @@ def alone(transport: str) -> bool:
     return transport == "in-process" or (transport == "auto" and not started_by_launcher())
 
 
-def num_ranks(transport: str, asked: int | None, *, timeout: float = TIMEOUT) -> int:
-    """Return the number of ranks; start the process group within `timeout` if the transport needs one."""
+def num_ranks(transport: str, asked: int | None, *, timeout: float = TIMEOUT, interface: str = "") -> int:
+    """Return the number of ranks; start the process group within `timeout` if the transport needs one.
+
+    Ranks of one host then talk by loopback alone, and ranks of several hosts by one interface: see `interfaces`.
+    """
     if alone(transport):
         return asked or 1
     if not dist.is_initialized():
@@ -70,31 +76,64 @@ def num_ranks(transport: str, asked: int | None, *, timeout: float = TIMEOUT) ->
                 f"transport is {transport!r}, but no launcher started this process",
                 fix="start ranks with torchrun or dl.launch, or use transport='in-process'",
             )
-        _join(timeout)
+        _join(timeout, interface)
     return dist.get_world_size()
 
 
-def _join(timeout: float) -> None:
+def _join(timeout: float, interface: str) -> None:
     """Start the process group when all ranks have arrived; otherwise raise WaitTimeout and name the missing rank."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
-        store = _store(rank, size, timeout)
+        store = _store(rank, size, timeout, interface)
     except (dist.DistError, TimeoutError) as error:
-        host = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        host = endpoint(os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""))
         raise too_late(f"rank {rank} waits for the store of rank 0 at {host}", timeout) from error
-    exchange(PrefixStore("drumline/join", store), rank, size, "arrival", None, timeout=timeout)
-    store.set_timeout(dist.distributed_c10d.default_pg_timeout)  # torch uses the store from here on
-    dist.init_process_group(store=store, rank=rank, world_size=size)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = PrefixStore(this_start(store, rank, size, timeout=timeout), store)
+    joining = PrefixStore("drumline/join", store)
+    hosts = exchange(joining, rank, size, "arrival", host_id(), timeout=timeout)
+    place = loopback()
+    if len(set(hosts)) > 1:
+        place = agreed_place(joining, rank, size, interface or named_before(), timeout=timeout)
+    for name in _INTERFACE:
+        if place.interface and (interface or name not in os.environ):
+            os.environ[name] = place.interface  # read by torch when it connects
+    everybody, limit = dist.distributed_c10d.default_pg_timeout, timedelta(seconds=timeout)
+    store.set_timeout(limit)
+    try:
+        dist.init_process_group(store=store, rank=rank, world_size=size, timeout=limit)
+    except RuntimeError as error:
+        raise RunError(
+            f"rank {rank} cannot connect to the other ranks by {place.interface} ({place.address}) within "
+            f"{timeout:g} s: {str(error).splitlines()[0]}",
+            fix="check that the hosts can reach each other's ports, or name another interface: --interface NAME",
+        ) from error
+    store.set_timeout(everybody)  # torch uses the store from here on
+    dist.distributed_c10d._set_pg_timeout(everybody)
 
 
-def _store(rank: int, size: int, timeout: float) -> Store:
+def named_before() -> str:
+    """Return the interface that the environment names for gloo, if it names one."""
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    return "" if "," in named else named
+
+
+def _store(rank: int, size: int, timeout: float, interface: str) -> Store:
     """Return the ranks' shared store: torchrun's, or one hosted by rank 0, which does not wait for the others."""
     limit = timedelta(seconds=timeout)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         found: Store = next(iter(rendezvous("env://", timeout=limit)))[0]
         return found
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return TCPStore(address, port, size, is_master=rank == 0, timeout=limit, wait_for_workers=False)
+    if rank == 0:
+        return hosted_store(address, port, interface=interface, timeout=timeout)
+    return TCPStore(address, port, size, is_master=False, timeout=limit, wait_for_workers=False)
+
+
+def told_by_first(topic: str, value: Any, *, timeout: float) -> Any:
+    """Return the value of rank 0, for ranks that have joined."""
+    store = PrefixStore("drumline/first", dist.distributed_c10d._get_default_store())
+    return exchange(store, dist.get_rank(), dist.get_world_size(), topic, value, timeout=timeout)[0]
 
 
 def axes_for(mesh: Any, transport: str, num_ranks: int, *, scope: str, timeout: float) -> Axes:
@@ -128,6 +167,7 @@ def open_channel(
     num_slots: int,
     scope: str,
     axes: Axes,
+    interface: str = "",
     edges: Sequence[tuple[int, int]] | None,
     now: Callable[[], int],
 ) -> Channel:
@@ -140,21 +180,11 @@ def open_channel(
         together = len({host for _, _, host in cards}) == 1
         staged = device.type == "cpu" or torch.accelerator.device_count() < size
         transport = "shared-memory" if together and staged else "gloo" if device.type == "cpu" else "nccl"
+    connecting: dict[str, Any] = {"store": store, "timeout": timeout, "interface": interface or named_before()}
     if transport == "shared-memory":
-        return SharedMemoryChannel(
-            rank, size, store=store, device=device, timeout=timeout, num_slots=num_slots, now=now
-        )
-    return DistributedChannel(
-        rank,
-        size,
-        store=store,
-        backend=transport,
-        device=device,
-        timeout=timeout,
-        edges=edges,
-        now=now,
-        axes=axes,
-    )
+        return SharedMemoryChannel(rank, size, device=device, num_slots=num_slots, now=now, **connecting)
+    connecting |= {"axes": axes}
+    return DistributedChannel(rank, size, backend=transport, device=device, edges=edges, now=now, **connecting)
 
 
 def agree(told: Sequence[dict[str, Any]]) -> None:

@@ -2,58 +2,130 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from drumline.core.errors import UsageError, counted
-from drumline.core.measured.run import CONFIG
+from drumline.core.errors import DrumlineError, UsageError, counted
+from drumline.pipeline import transports
 from drumline.pipeline.launch.launch import launch
+from drumline.pipeline.launch.worker import die_with
 from drumline.pipeline.options import device_named
+from drumline.train.claim import Claim, job_here, take_part
 from drumline.train.config.settings import TrainSettings
-from drumline.train.loop.checkpoints import found_in
+from drumline.train.folder import begin
+from drumline.train.replan import planned_for
+from drumline.train.restarts import Restarts
+from drumline.train.room import check_room
 
-Train = Callable[[TrainSettings], Any]
+Train = Callable[..., Any]
 
 
 def start(settings: TrainSettings, *, train: Train | None = None) -> Any:
     """Run `train(settings)` on every rank and return what rank 0 returned; `train` is `run_training` unless given.
 
     Under torchrun this process is one rank, and gets its own result. Otherwise local ranks are started, or none where
-    one process is enough. A folder that holds a run, a device that is not there and a wrong number of processes are
-    refused before any rank starts.
+    one process is enough, and started again as often as failures.restarts says. A folder that holds a run or cannot be
+    written, a device that is not there and a wrong number of processes are refused before any rank starts.
+
+    `train` also gets `continues=True` where it goes on with a run in its folder.
     """
     settings = with_device(settings)
-    if settings.checkpoint.resume:
-        found_in(settings.checkpoint.resume)
-    train = train or _run_training
     if is_started():
-        check_world(settings)
-        _use_device(settings)
-        _check_folder(settings)
-        return train(settings)
-    _check_folder(settings)
-    if settings.num_ranks == 1 or settings.pipeline.transport == "in-process":
+        planned = for_world(settings)
+        _use_device(planned)
+        return (train or partial(_train_as_rank, is_replanned=planned is not settings))(planned)
+    if settings.failures.elastic and not settings.failures.restarts:
+        raise UsageError(
+            "failures.elastic without restarts", expected="failures.restarts of 1 or more", fix="add --restarts 3"
+        )
+    train, begun = train or _train_in, begin(settings)
+    with begun.claimed:
+        if settings.failures.elastic:
+            _warn_of_room(begun.settings)
+        attempt = partial(_attempt, train)
+        return Restarts(begun.settings, _check_room).run(attempt, continues=begun.continues)
+
+
+def _attempt(train: Train, settings: TrainSettings, continues: bool) -> Any:
+    """Train once, in this process where nothing needs another."""
+    more = {"continues": True} if continues else {}
+    together = settings.pipeline.transport == "in-process"
+    if (settings.num_ranks == 1 or together) and not settings.failures.restarts:
         torch.set_num_threads(threads_of(settings))
-        return train(settings)
+        return train(settings, **more)
+    num_ranks = 1 if together else settings.num_ranks
     return launch(
         train,
         settings,
-        num_ranks=settings.num_ranks,
+        num_ranks=num_ranks,
         threads=threads_of(settings),
-        backend="gloo" if settings.pipeline.device.startswith("cpu") else _backend(settings.num_ranks),
+        backend="gloo" if settings.pipeline.device.startswith("cpu") else _backend(num_ranks),
         prefix=False,
         stoppable=True,
+        kwargs=more,
     )[0]
 
 
-def _run_training(settings: TrainSettings) -> Any:
+def _train_in(settings: TrainSettings, *, continues: bool = False) -> Any:
+    """Train as a rank in a folder that its starter has taken."""
     from drumline.train.loop.run import run_training
 
-    return run_training(settings)
+    if is_started():
+        take_part(settings.folder)
+    return run_training(settings, continues=continues)
+
+
+def _train_as_rank(settings: TrainSettings, *, is_replanned: bool) -> Any:
+    """Train as a rank of torchrun: rank 0 takes the folder and tells the others which it is, and whether it continues.
+
+    torchrun starts all ranks again after a failure, and keeps the job's name. So the ranks find their run again.
+    """
+    die_with(os.getppid(), signal.SIGKILL)  # SIGTERM would stop the whole run, where its other hosts may go on
+    told: tuple[str, bool] | DrumlineError | None = None
+    if os.environ["RANK"] == "0":
+        told = _outcome(settings, is_replanned=is_replanned)
+    if not transports.alone(settings.pipeline.transport):
+        transports.num_ranks(settings.pipeline.transport, None, timeout=settings.pipeline.timeout)
+        told = transports.told_by_first("run folder", told, timeout=settings.pipeline.timeout)
+    assert told is not None, "a rank by itself is the first"
+    if isinstance(told, DrumlineError):
+        raise told
+    return _train_in(replace(settings, run=replace(settings.run, out=told[0])), continues=told[1])
+
+
+def _outcome(settings: TrainSettings, *, is_replanned: bool) -> tuple[str, bool] | DrumlineError:
+    """Return the folder of a run that is taken by this process, and whether it continues one there; or why not."""
+    try:
+        if is_replanned:
+            check_room(settings)
+        begun = begin(settings, job=job_here())
+    except DrumlineError as error:
+        return error
+    _held.append(begun.claimed)
+    return begun.settings.folder, begun.continues
+
+
+_held: list[Claim] = []  # until this process ends
+
+
+def _check_room(settings: TrainSettings) -> None:
+    """Raise if ranks cannot hold the model; a process of its own finds that, for its memory to be free afterwards."""
+    launch(check_room, settings, num_ranks=1, threads=threads_of(settings), backend="gloo", prefix=False)
+
+
+def _warn_of_room(settings: TrainSettings) -> None:
+    """Say before a run starts if the fewest ranks that it may come to cannot hold the model."""
+    try:
+        _check_room(planned_for(settings, settings.failures.min_ranks, quiet=True))
+    except UsageError as error:
+        logging.getLogger("drumline").warning("failures.min_ranks is %d: %s", settings.failures.min_ranks, error)
 
 
 def is_started() -> bool:
@@ -61,15 +133,26 @@ def is_started() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def check_world(settings: TrainSettings) -> None:
-    """Refuse another number of processes than the settings have ranks."""
+def for_world(settings: TrainSettings) -> TrainSettings:
+    """Return the settings for as many ranks as torchrun has started; without failures.elastic only that of the config.
+
+    >>> from unittest.mock import patch
+    >>> from drumline.train.config.settings import FailureSettings
+    >>> with patch.dict(os.environ, {"WORLD_SIZE": "3"}):
+    ...     for_world(TrainSettings(failures=FailureSettings(elastic=True))).num_ranks
+    3
+    """
     size = int(os.environ["WORLD_SIZE"])
+    if settings.failures.elastic:
+        return planned_for(settings, size, quiet=os.environ.get("RANK", "0") != "0")
     if size != settings.num_ranks:
         raise UsageError(
             f"torchrun started {counted(size, 'rank')} for a config of {settings.num_ranks}",
             expected=f"{settings.num_ranks}, as mesh.pipeline says",
-            fix=f"start torchrun with --nproc-per-node {settings.num_ranks}, or set mesh.pipeline = {size}",
+            fix=f"start torchrun with --nproc-per-node {settings.num_ranks}, set mesh.pipeline = {size}, or pass"
+            " --elastic",
         )
+    return settings
 
 
 def with_device(settings: TrainSettings) -> TrainSettings:
@@ -109,15 +192,3 @@ def threads_of(settings: TrainSettings) -> int:
         return settings.run.threads
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // settings.num_ranks)
-
-
-def _check_folder(settings: TrainSettings) -> None:
-    folder = settings.folder
-    if os.path.exists(folder) and not os.path.isdir(folder):
-        raise UsageError(f"run.out: {folder} is a file", expected="a folder without a run, or none yet")
-    if os.path.exists(os.path.join(folder, CONFIG)):
-        raise UsageError(
-            f"run.out: {folder} holds a run already",
-            expected="a folder without a run, or none yet",
-            fix="name another folder: --out FOLDER",
-        )

@@ -33,7 +33,7 @@ FORMAT = 1
 _STEPS_AROUND = 8  # used to find clock drift, which matters only within a step: enough to know it well
 CONFIG, PLAN, PROGRAM, ENVIRONMENT = "config.json", "plan.json", "program.csv", "environment.json"
 METRICS, ENDED = "metrics.jsonl", "ended.json"
-_OPENING = re.compile(rb'\{"run":"([^"]*)","step":(\d{1,15}),')
+OPENING = re.compile(rb'\{"run":"([^"]*)","step":(\d{1,15}),')
 
 
 def rank_file(rank: int) -> str:
@@ -260,6 +260,7 @@ class _Lines:
         self.path = path
         self.run = run
         self._end = 0  # the end of the last complete line
+        self._file: int | None = None  # which file it was
         self._places: dict[int, tuple[int, int]] = {}
 
     def known(self) -> Mapping[int, tuple[int, int]]:
@@ -267,7 +268,11 @@ class _Lines:
         if not is_there(self.path, _FILE):
             return self._places
         with opened(self.path, _FILE) as file:
-            if os.fstat(file.fileno()).st_size == self._end:
+            found = os.fstat(file.fileno())
+            if self._file not in (None, found.st_ino) or found.st_size < self._end:
+                self._places, self._end = {}, 0  # the run continues from an earlier step
+            self._file = found.st_ino
+            if found.st_size == self._end:
                 return self._places
             file.seek(self._end)
             while (line := file.readline(LINE.max_bytes)).endswith(b"\n"):
@@ -279,7 +284,7 @@ class _Lines:
         return self._places
 
     def _step(self, line: bytes) -> int:
-        opening = _OPENING.match(line)
+        opening = OPENING.match(line)
         if opening is None:
             raise RecordError(
                 f"line {len(self._places) + 1} of {self.path} was not written by a run", fix="remove the line"

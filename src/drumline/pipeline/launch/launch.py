@@ -145,6 +145,7 @@ def _command(control: int, *, threads: int, backend: str, stoppable: bool) -> li
 
 def _environment(rank: int, *, num_ranks: int, port: int, threads: int) -> dict[str, str]:
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    by_loopback = {} if loopback is None else dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback)
     return {
         **os.environ,
         "RANK": str(rank),
@@ -154,7 +155,7 @@ def _environment(rank: int, *, num_ranks: int, port: int, threads: int) -> dict[
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": str(threads),
-        **({"GLOO_SOCKET_IFNAME": loopback} if loopback else {}),
+        **by_loopback,
     }
 
 

@@ -206,6 +206,7 @@ class Processes:
                     with contextlib.suppress(OSError):
                         rank.control.shutdown(socket.SHUT_WR)  # a stoppable rank takes SIGTERM alone for a request
                     rank.process.terminate()
+                    rank.process.send_signal(signal.SIGCONT)  # one that somebody stopped would not hear it
             self._wait(_SECONDS_TO_TERMINATE_AT_ONCE if at_once else _SECONDS_TO_TERMINATE)
         finally:
             for rank in self._all:

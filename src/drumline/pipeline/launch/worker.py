@@ -48,7 +48,7 @@ def main(control: int, *, parent: int, threads: int, backend: str, stoppable: bo
         stop.turn_on()
     signal.signal(signal.SIGINT, _leave_to_launch)
     signal.signal(signal.SIGTERM, _terminate)
-    _die_with(parent)
+    die_with(parent)
     faulthandler.enable()
     stacks.write_to_stderr()
     for stream in (sys.stdout, sys.stderr):
@@ -82,6 +82,7 @@ def _serve(connection: socket.socket, *, threads: int, backend: str) -> int:
         except BaseException as error:
             # Exit at once: the closed connections tell the other ranks.
             write(file, by_value.dumps(_failure(error), reply=True))
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launch ends all ranks now, and this one is leaving
             connection.sendall(FAILED)
             return 1
     connection.sendall(RETURNED)
@@ -189,10 +190,10 @@ def _watch(connection: socket.socket) -> threading.Event:
     return all_done
 
 
-def _die_with(parent: int) -> None:
-    """Let the kernel send SIGTERM when the parent dies for any reason; other systems rely on the closed socket."""
+def die_with(parent: int, sent: signal.Signals = signal.SIGTERM) -> None:
+    """Let the kernel send a signal when the parent dies for any reason; other systems rely on the closed socket."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, sent)
     if os.getppid() != parent:
         os._exit(1)
 

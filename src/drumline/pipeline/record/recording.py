@@ -29,6 +29,7 @@ from drumline.pipeline.balance import Balance
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.lengths.programs import Programs
 from drumline.pipeline.observer import Observer
+from drumline.pipeline.record.continued import set_aside
 from drumline.pipeline.record.run_folder import RunFolder, config_of, environment_of, plan_of, problem
 from drumline.pipeline.record.tally import Ledger, Tally, Told
 from drumline.pipeline.state.tensors import Holdings
@@ -109,7 +110,14 @@ class Recording(Observer):
     """The records of this process's ranks; `record` is the user's option: True, False, or a folder."""
 
     def __init__(
-        self, record: bool | str | Path, crew: Crew, ledger: Ledger, holdings: Holdings, clocks: Sequence[Clock]
+        self,
+        record: bool | str | Path,
+        crew: Crew,
+        ledger: Ledger,
+        holdings: Holdings,
+        clocks: Sequence[Clock],
+        *,
+        continues: bool = False,
     ) -> None:
         self._ledger, self._holdings = ledger, holdings
         self.is_on = record is not False
@@ -128,7 +136,7 @@ class Recording(Observer):
         self._waiting: list[tuple[Tally, dict[str, Any]]] = []  # steps whose metrics are not written yet
         self._takes_notes = False  # whether the last step still accepts metrics: the next one has not begun
         if not isinstance(record, bool):
-            self.folder = self._opened(Path(record))
+            self.folder = self._continued(Path(record)) if continues else self._opened(Path(record))
             _open.add(self)
         if self.is_on:
             numbers = crew.all_told("clocks", [clock.number for clock in clocks])
@@ -146,6 +154,25 @@ class Recording(Observer):
                     text, expected="a new folder, or one without a run", fix="choose another folder for this run"
                 )
         return RunFolder(path, told[0][1], self._ranks)
+
+    def _continued(self, path: Path) -> RunFolder:
+        """Continue the run in a folder; rank 0 makes room before the others open their files."""
+        own = [set_aside(path) if rank == 0 else "" for rank in self._ranks]
+        told = self._crew.all_told("run", own)
+        return RunFolder(path, told[0], self._ranks, continues=True)
+
+    def rewind(self) -> None:
+        """Forget the lines of steps from the next one on: they will run again."""
+        if self.folder is not None and self.folder.is_open:
+            self._write(self.folder, last=True)
+            self.folder.rewind(self._ledger.number)
+
+    def flush(self) -> None:
+        """Write all that is known, so that it outlives this process; the last step takes no more notes."""
+        if self.folder is not None and self.folder.is_open:
+            self._takes_notes = False
+            self._write(self.folder, last=True)
+            self.folder.flush()
 
     def describe(
         self, settings: Mapping[str, Any], program: Program, assembly: Assembly, balance: Balance | None
@@ -278,9 +305,7 @@ class Recording(Observer):
 
     def failed(self) -> None:
         """Write everything that is known."""
-        if self.folder is not None and self.folder.is_open:
-            self._write(self.folder, last=True)
-            self.folder.flush()
+        self.flush()
 
     def close(self) -> None:
         """Write the rest, as far as it is known, and end the run."""

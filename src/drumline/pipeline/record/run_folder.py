@@ -39,11 +39,13 @@ from drumline.core.measured.run import (
 from drumline.core.program import Program
 from drumline.pipeline.assembly import Assembly
 from drumline.pipeline.balance import Balance
+from drumline.pipeline.record.continued import cut_lines
 from drumline.runtime.blocks.cut import guessed_costs
 from drumline.runtime.capture.cuda import device_name
 
 _SECONDS_TO_FLUSH = 1.0
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+_ADDING = os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0)
+_NEW = _ADDING | os.O_CREAT | os.O_EXCL
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
@@ -63,7 +65,7 @@ def problem(path: Path, ranks: Sequence[int]) -> str:
 class RunFolder:
     """The files of this process's ranks; rank 0 also writes those for all ranks."""
 
-    def __init__(self, path: Path, run: str, ranks: Sequence[int]) -> None:
+    def __init__(self, path: Path, run: str, ranks: Sequence[int], *, continues: bool = False) -> None:
         self.path = path
         self.run = run
         self.is_open = True
@@ -75,7 +77,8 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             for name in names:
-                self._files[name] = os.open(path / name, _NEW, 0o666)
+                how = _ADDING | os.O_CREAT if continues and name == METRICS else _NEW
+                self._files[name] = os.open(path / name, how, 0o666)
         except OSError as error:
             self._let_go()
             raise UsageError(
@@ -125,6 +128,13 @@ class RunFolder:
         except OSError as error:
             self._let_go()
             print(f"drumline: stopped recording to {self.path}: {error}", file=sys.stderr, flush=True)
+
+    def rewind(self, number: int) -> None:
+        """Remove the lines of steps from a number on."""
+        self.flush()
+        for name in [one for one in self._files if cut_lines(self.path / one, number)]:
+            os.close(self._files.pop(name))
+            self._files[name] = os.open(self.path / name, _ADDING)
 
     def close(self) -> None:
         """Write all lines and close the files; then rank 0 marks the run as ended."""

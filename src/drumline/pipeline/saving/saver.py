@@ -63,6 +63,7 @@ class Saving:
     path: Path
     step: int
     seconds_blocked: float = 0.0
+    refusal: RecordError | None = None  # why it could not even begin, on any process
     _timeout: float = 300.0
     _over: threading.Event = field(default_factory=threading.Event, repr=False)
     _error: BaseException | None = field(default=None, repr=False)
@@ -111,10 +112,13 @@ class Saver:
         *,
         keep: int | None,
     ) -> Saving:
-        """Begin a checkpoint; all processes call it alike. Raises alike on all of them if it cannot begin."""
+        """Begin a checkpoint; all processes call it alike, and its `refusal` is the same on all of them."""
         started = time.perf_counter()
         self.finish()
-        job = self._agreed(Path(folder), step, keep, content)
+        job, problem = self._agreed(Path(folder), step, keep, content)
+        if problem:
+            refusal = RecordError(problem, expected="a folder that this user may write to")
+            return Saving(job.final, step, refusal=refusal)
         snapshot = taken()
         for kind in _KINDS:
             self._files[kind].take(getattr(snapshot, kind))
@@ -141,8 +145,8 @@ class Saver:
             )
         self._pending = None
 
-    def _agreed(self, folder: Path, step: int, keep: int | None, content: Mapping[str, Any]) -> _Job:
-        """Return what all processes are about to write, or raise alike on all of them."""
+    def _agreed(self, folder: Path, step: int, keep: int | None, content: Mapping[str, Any]) -> tuple[_Job, str]:
+        """Return what all processes are about to write, and why process 0 cannot make the folder, if so."""
         if keep is not None and keep < 1:
             raise RecordError(f"keep is {keep}", expected="1 or more checkpoints, or None for all")
         token, problem = secrets.token_hex(4), ""
@@ -160,9 +164,9 @@ class Saver:
                     f"rank {rank} saves step {its_step} and keeps {its_keep}, this rank step {step} and keeps {keep}",
                     expected="the same call on every rank",
                 )
-        if told[0][3]:
-            raise RecordError(told[0][3], expected="a folder that this user may write to")
-        return _Job(folder, step, told[0][2], self._process, self._num_processes, keep, self._timeout, content, {})
+        token, problem = told[0][2:]
+        job = _Job(folder, step, token, self._process, self._num_processes, keep, self._timeout, content, {})
+        return job, problem
 
     def _run(self, job: _Job, saving: Saving) -> None:
         try:

@@ -57,6 +57,7 @@ class State:
         """Begin a checkpoint of everything; see Pipeline.save."""
         run = self._run
         run.recording.settle()
+        run.recording.flush()  # a checkpoint and the lines of its steps outlive this process together
         number = run.ledger.number
         content = {
             "step": number if step is None else step,
@@ -68,7 +69,10 @@ class State:
         }
         _check_plain(extra)
         with run.recording.between.during("save"), run.crew.together("save"):
-            return self._saver.save(folder, content["step"], self._taken, content, keep=keep)
+            saving = self._saver.save(folder, content["step"], self._taken, content, keep=keep)
+        if saving.refusal is not None:
+            raise saving.refusal  # out here: all ranks raise it alike, and may train on
+        return saving
 
     def finish(self, most_seconds: float | None = None) -> None:
         """Wait for a checkpoint under way; with `most_seconds`, no longer than that, and without an error."""
@@ -123,6 +127,7 @@ class State:
             found = [str(one) for one in folders.checkpoints(folder)]
             paths = agreed_paths(self._collect("checkpoints", found))
             if not paths and missing_ok:
+                run.recording.rewind()
                 return None
             skipped: list[str] = []
             for path in paths:
@@ -177,6 +182,7 @@ class State:
             tensors = {name.removeprefix(prefix): one for name, one in training.items() if name.startswith(prefix)}
             snapshot.restore_generators(tensors, content["generators"][self._process], run.intake.device)
         run.ledger.number, run.ledger.num_trained = content["number"], content["num_trained"]
+        run.recording.rewind()
         return Loaded(checkpoint.path, content["step"], content["extra"], skipped)
 
     def _take_updates(self, content: Mapping[str, Any], training: Mapping[str, Tensor]) -> None:

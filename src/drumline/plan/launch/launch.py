@@ -121,7 +121,7 @@ def train_command(cluster: Cluster, file: str = "plan.toml") -> str:
     'drumline train plan.toml'
     """
     one = cluster.num_devices <= cluster.devices_per_node
-    return f"drumline train {file}" if one else f"{torchrun(cluster)} -m drumline train {file}"
+    return f"drumline train {file}" if one else f"{torchrun(cluster, backend='drumline')} -m drumline train {file}"
 
 
 def not_run(transformer: Transformer, layout: Layout, *, source: str = "") -> Iterator[str]:
@@ -147,8 +147,10 @@ def not_run(transformer: Transformer, layout: Layout, *, source: str = "") -> It
         yield f"{name}: the built-in GPT has none; plan from the model's Hugging Face folder to train that model"
 
 
-def torchrun(cluster: Cluster) -> str:
+def torchrun(cluster: Cluster, *, backend: str = "c10d") -> str:
     """Return the command that starts the processes on every node.
+
+    `backend` is the rendezvous: torchrun's own, or "drumline", which comes with Drumline and listens on one address.
 
     >>> from drumline.plan.cluster.hardware import Device, Link
     >>> link = Link(1e-5, 1e11)
@@ -159,8 +161,22 @@ def torchrun(cluster: Cluster) -> str:
     nodes = cluster.num_devices // local
     if nodes == 1:
         return f"torchrun --standalone --nproc-per-node {local}"
-    rendezvous = "--rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500"
-    return f"torchrun --nnodes {nodes} --nproc-per-node {local} {rendezvous}"
+    return torchrun_between_hosts(str(nodes), str(local), backend=backend)
+
+
+def torchrun_between_hosts(
+    nodes: str, per_node: str, *, backend: str, interface: str = "", head: str = "$HEAD_NODE"
+) -> str:
+    """Return the command that starts the processes of one of several nodes.
+
+    >>> torchrun_between_hosts("2", "8", backend="drumline", interface="eth0", head="fd00::1")
+    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend drumline --rdzv-endpoint '[fd00::1]:29500' --rdzv-conf \
+interface=eth0"
+    """
+    endpoint = f"[{head}]:29500" if ":" in head else f"{head}:29500"
+    words = ["torchrun", "--nnodes", nodes, "--nproc-per-node", per_node, "--rdzv-backend", backend]
+    words += ["--rdzv-endpoint", endpoint, *(["--rdzv-conf", f"interface={interface}"] if interface else [])]
+    return " ".join(one if one.startswith("$") else shlex.quote(one) for one in words)
 
 
 def show_command(layout: Layout) -> str:

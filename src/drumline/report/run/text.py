@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from drumline.core.errors import counted
@@ -34,11 +34,22 @@ def report_text(report: RunReport, *, width: int = 100, colour: bool = False) ->
         f"{duration(simulated)}, the rest ({percent(report.overhead_share)}) is overhead and jitter",
         f"slowest stage {slowest['stage']} on rank {' and '.join(map(str, slowest['ranks']))}: "
         f"{duration(slowest['seconds'])} per microbatch",
+        *slow_link(report, slowest["seconds"]),
     ]
     picture = grid(seen.measured, width=width, colour=colour, figures=False)
     advice = [report.advice.sentence, *(f"- {one}" for one in report.advice.others)]
     parts = (_wrapped(head, width), ranks_table(report, width=width), picture, _wrapped(advice, width))
     return "\n\n".join(parts)
+
+
+def slow_link(report: RunReport, stage_seconds: float) -> Iterator[str]:
+    """Yield the slowest link if a message takes longer there than the slowest stage computes."""
+    edges = report.seen.costs.edges
+    if edges:
+        (source, target), edge = max(edges.items(), key=lambda one: one[1].latency)
+        if edge.latency > stage_seconds:
+            told = f"slowest link from rank {source} to rank {target}: {duration(edge.latency)} per message"
+            yield f"{told}, longer than any stage takes for a microbatch"
 
 
 def _wrapped(lines: Sequence[str], width: int) -> str:

@@ -32,6 +32,9 @@ TIMEOUT = 60.0
 # After a connection ends without goodbye: how long an abort may still explain it before the peer is blamed.
 GRACE = 0.5
 
+# Between hosts: after so long without any acknowledgement of what was sent, the link counts as cut.
+SILENCE = 15.0
+
 # Closing: how long to wait until the last packets are sent.
 LINGER = 1.0
 

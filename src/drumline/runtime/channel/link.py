@@ -17,6 +17,7 @@ There are no threads: packets are read when a rank looks or waits.
 from __future__ import annotations
 
 import array
+import errno
 import os
 import select
 import socket
@@ -35,6 +36,9 @@ _MAX_FDS = 4
 _FD_SPACE = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
 _IN, _OUT = select.POLLIN, select.POLLOUT
 _HANGUP = select.POLLHUP | getattr(select, "POLLRDHUP", 0)
+# What the kernel says of a connection: packets that are not acknowledged, milliseconds since the last acknowledgement.
+_TCP_INFO = struct.Struct("=24xI28xI")
+_UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
 # Called with the peer, the packet and its file descriptors; a table has one handler for each of 256 kinds. The first
 # byte of a packet is its kind.
@@ -62,6 +66,8 @@ class Link:
         self.peer = peer
         self.fd = connection.fileno()
         self.carries_fds = connection.family == socket.AF_UNIX
+        self.address = "" if self.carries_fds else str(connection.getpeername()[0])
+        self.error: OSError | None = None  # why the connection ended, if the peer did not end it
         self._socket = connection
         self._broken = False
         self._outbox: deque[tuple[memoryview, Sequence[int]]] = deque()
@@ -101,8 +107,9 @@ class Link:
                 sent = self._socket.send(data)
         except BlockingIOError:
             return 0
-        except OSError:
+        except OSError as error:
             self._broken = True  # reading will find the end, after the peer's last packets
+            self._note(error)
         for fd in fds:
             os.close(fd)
         return sent
@@ -113,7 +120,8 @@ class Link:
             data, ancillary, _, _ = self._socket.recvmsg(_READ_BYTES, _FD_SPACE)
         except (BlockingIOError, ConnectionResetError):
             return True  # a reset: the peer left our packets unread, but its own are still to be read
-        except OSError:
+        except OSError as error:
+            self._note(error)
             return False
         if not data:
             return False
@@ -130,6 +138,22 @@ class Link:
             fds, self._fds = self._fds[:num_fds], self._fds[num_fds:]
             handlers[packet[0]](self.peer, packet, fds)
         return True
+
+    def _note(self, error: OSError) -> None:
+        if error.errno in _UNREACHABLE:
+            self.error = error
+
+    def silence(self) -> float:
+        """Return for how many seconds the peer's host has acknowledged nothing of what was sent to it.
+
+        A host acknowledges what its ranks do not read yet. 0 if nothing is under way, within a host, or if the system
+        does not tell.
+        """
+        if self.carries_fds or self._broken or not hasattr(socket, "TCP_INFO"):
+            return 0.0
+        told = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        *_, unacknowledged, since_ms = _TCP_INFO.unpack(told)
+        return float(since_ms) / 1000 if unacknowledged else 0.0
 
     def end_sending(self) -> None:
         """Tell the peer that nothing more comes."""
@@ -225,7 +249,8 @@ class Pump:
         while going_on() and (left := deadline_ns - time.perf_counter_ns()) > 0:
             self._serve(self._poller.poll(milliseconds(left)))
 
-    def _serve(self, events: list[tuple[int, int]]) -> None:
+    def _serve(self, events: list[tuple[int, int]]) -> bool:
+        """React to what the poller found, and return whether there was anything."""
         for fd, event in events:
             link = self._by_fd.get(fd)
             if link is None:
@@ -236,6 +261,7 @@ class Pump:
                 self._watch(link, _IN)
             if event != _OUT and not link.read(self._handlers):
                 self._end(link)
+        return bool(events)
 
     def _watch(self, link: Link, events: int) -> None:
         if link.fd in self._by_fd:

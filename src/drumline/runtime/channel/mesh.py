@@ -22,8 +22,8 @@ from torch.distributed.distributed_c10d import Store
 
 from drumline.core.errors import RankFailed
 from drumline.runtime.channel import stacks
-from drumline.runtime.channel.channel import GRACE, SPIN, TIMEOUT, Wait, give_up
-from drumline.runtime.channel.link import Handler, Pump, milliseconds
+from drumline.runtime.channel.channel import GRACE, SILENCE, SPIN, TIMEOUT, Wait, give_up
+from drumline.runtime.channel.link import Handler, Link, Pump, milliseconds
 from drumline.runtime.channel.rendezvous import connect
 
 WORD = 2
@@ -37,6 +37,7 @@ FIRST_OWN_KIND = 8  # a channel's kinds start here
 _STAMPED = struct.Struct("<Bq")  # kind, when it left
 _NUM_PINGS = 16
 _WITNESS = "witness"  # how a rank is asked for its stacks; nobody waits for this word
+_LOOK_MS = 3_600_000
 
 
 What = Wait | str | Callable[[], str]  # what is waited for; a function if it changes meanwhile
@@ -54,14 +55,17 @@ class ControlMesh(Pump):
         timeout: float = TIMEOUT,
         spin: float = SPIN,
         host: str | None = None,
+        interface: str = "",
         now: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
-        super().__init__(connect(rank, num_ranks, store=store, timeout=timeout, host=host))
+        super().__init__(connect(rank, num_ranks, store=store, timeout=timeout, host=host, interface=interface))
         self.now = now
         self.rank = rank
         self.num_ranks = num_ranks
         self.timeout = timeout
         self._spin_ns = int(spin * 1e9)
+        between_hosts = any(not link.carries_fds for link in self.links.values())
+        self._look_ms = 1000 if between_hosts else _LOOK_MS  # how often to look whether a link is cut
         own = {WORD: self._on_word, ABORT: self._on_abort, GOODBYE: self._on_goodbye}
         for kind, handler in {**own, PING: self._on_ping, PONG: self._on_pong, ASK: self._on_ask}.items():
             self._handlers[kind] = handler
@@ -114,8 +118,9 @@ class ControlMesh(Pump):
                 if now - started < self._spin_ns:
                     continue
                 self._before_sleep()
-                left_ms = milliseconds(deadline_ns - now)
-                self._serve(self._poller.poll(left_ms if every_ms is None else min(left_ms, every_ms)))
+                sleep_ms = min(milliseconds(deadline_ns - now), every_ms or _LOOK_MS, self._look_ms)
+                if not self._serve(self._poller.poll(sleep_ms)):
+                    self._notice_cut_links()
         finally:
             self._waiting = None
 
@@ -131,8 +136,9 @@ class ControlMesh(Pump):
             seen.add(at)
             answer = self._asked(at)
             if answer is None:
-                known = self._witnesses().get(at)
-                said.append(f"rank {at} does not answer: {(known and known.state) or 'it is computing or hangs'}")
+                silence, known = self.links[at].silence(), self._witnesses().get(at)
+                hangs = f"rank {at} does not answer: {(known and known.state) or 'it is computing or hangs'}"
+                said.append(_unreachable(self.links[at], _unheard(silence)) if silence >= GRACE else hangs)
                 break
             text, behind = answer
             said.append(text or f"rank {at} is not waiting for any rank")
@@ -155,6 +161,13 @@ class ControlMesh(Pump):
     def is_spread(self) -> bool:
         """Whether some rank runs on another host."""
         return not all(one.is_near for one in self.told(_WITNESS).values())
+
+    def _notice_cut_links(self) -> None:
+        """Give up ranks whose hosts have acknowledged nothing for long; TCP itself would try for many minutes."""
+        for link in self.links.values():
+            if link.address and link.fd in self._by_fd and (silence := link.silence()) >= SILENCE:
+                link.error = TimeoutError(_unheard(silence))
+                self._end(link)
 
     def told(self, topic: str) -> Mapping[int, Any]:
         """Return what ranks have told under a topic so far, by rank."""
@@ -249,7 +262,7 @@ class ControlMesh(Pump):
     def _check(self, needs: Callable[[], Collection[int]]) -> None:
         if self._lost and self._failure is None:
             lost = self._lost[0]
-            self._seek_reason(lambda: f"rank {lost} died without reporting an error: it crashed or was killed", lost)
+            self._seek_reason(lambda: _reason(self.links[lost]), lost)
         if self._failure is not None:
             raise RankFailed(*self._failure)
         for rank in self._departed and self._departed.intersection(needs()):
@@ -292,6 +305,22 @@ class ControlMesh(Pump):
             return
         what, needs = ("", []) if self._waiting is None else (str(_said(self._waiting[0])), list(self._waiting[1]()))
         self.send_packet(source, bytes((ASK, 1)) + pickle.dumps((what, needs)))
+
+
+def _reason(link: Link) -> str:
+    """Return why a connection ended without a goodbye."""
+    if link.error is None:
+        return f"rank {link.peer} died without reporting an error: it crashed or was killed"
+    return _unreachable(link, link.error.strerror or str(link.error))
+
+
+def _unheard(seconds: float) -> str:
+    return f"nothing acknowledged for {seconds:.1f} s"
+
+
+def _unreachable(link: Link, why: str) -> str:
+    cause = "the link between the hosts is cut, or that host is down"
+    return f"rank {link.peer} can no longer be reached at {link.address} ({why}): {cause}"
 
 
 def _said(what: What) -> Wait | str:

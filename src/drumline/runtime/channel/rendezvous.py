@@ -5,7 +5,7 @@
                  then accepts every j > i
 
 Ranks share a host if they have the same boot and network namespace. They use a Unix socket on an abstract address,
-which leaves nothing in a file system. Other ranks use TCP.
+which leaves nothing in a file system. Other ranks use TCP, and listen on one interface alone.
 Every wait is bounded and names the rank it waits for.
 """
 
@@ -18,20 +18,23 @@ import socket
 import struct
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistStoreError
+from torch._C._distributed_c10d import HashStore, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from drumline.core.errors import RunError
-from drumline.runtime.channel.channel import too_late
+from drumline.runtime.channel.channel import LINGER, too_late
+from drumline.runtime.channel.interfaces import Place, endpoint, place_between_hosts, place_named
 from drumline.runtime.channel.link import Link
 
 _LOOK_SECONDS = 0.5
 _HELLO = struct.Struct("<16sI")
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5}  # notice after 15 s, as mesh.SILENCE
 
 
 def host_id() -> str:
@@ -65,21 +68,34 @@ def exchange(
     turn = store.add(f"{topic}/turns/{rank}", 1)
     here = PrefixStore(f"{topic}/{turn}", store)
     here.set(str(rank), pickle.dumps(value).hex())
-    started = time.perf_counter()
+    deadline = time.perf_counter() + timeout
     values = []
     for other in range(num_ranks):
-        while True:
-            left = max(0.001, timeout - (time.perf_counter() - started))
-            try:
-                here.wait([str(other)], timedelta(seconds=left if look is None else min(left, _LOOK_SECONDS)))
-                break
-            except DistStoreError:
-                if look is None or time.perf_counter() - started >= timeout:
-                    what = f"rank {rank} waits for rank {other} to report its {topic}"
-                    raise too_late(what, timeout) from None
-                look()
-        values.append(pickle.loads(bytes.fromhex(here.get(str(other)).decode())))
+        try:
+            _await(here, str(other), deadline, look)
+            values.append(pickle.loads(bytes.fromhex(here.get(str(other)).decode())))
+        except DistStoreError:
+            raise too_late(f"rank {rank} waits for rank {other} to report its {topic}", timeout) from None
+        except DistNetworkError as error:
+            raise RunError(
+                f"rank {rank} lost the ranks' store while it waited for rank {other} to report its {topic}",
+                fix="look at the first rank's error: its host keeps the store",
+            ) from error
     return values
+
+
+def _await(store: Store, key: str, deadline: float, look: Callable[[], None] | None) -> None:
+    """Wait for a key, looking now and then whether that is in vain."""
+    while True:
+        left = max(0.001, deadline - time.perf_counter())
+        try:
+            store.wait([key], timedelta(seconds=left if look is None else min(left, _LOOK_SECONDS)))
+        except DistStoreError:
+            if look is None or time.perf_counter() >= deadline:
+                raise
+            look()
+        else:
+            return
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +105,70 @@ class Card:
     host: str
     token: bytes
     unix: bytes
-    tcp: tuple[tuple[str, int], ...] = ()
+    tcp: tuple[str, int] | None = None
 
 
-def connect(rank: int, num_ranks: int, *, store: Store, timeout: float, host: str | None = None) -> list[Link]:
-    """Return a link to every other rank; ranks with different `host` values use TCP even if they share a host."""
-    return _Rendezvous(rank, num_ranks, store, timeout, host or host_id(), time.perf_counter() + timeout).links()
+def connect(
+    rank: int, num_ranks: int, *, store: Store, timeout: float, host: str | None = None, interface: str = ""
+) -> list[Link]:
+    """Return a link to every other rank; ranks with different `host` values use TCP even if they share a host.
+
+    `interface` names the one to listen on, or an address of it; else it is the one that leads to the store.
+    """
+    deadline = time.perf_counter() + timeout
+    return _Rendezvous(rank, num_ranks, store, timeout, host or host_id(), interface, deadline).links()
+
+
+def agreed_place(store: Store, rank: int, num_ranks: int, interface: str, *, timeout: float) -> Place:
+    """Return where this rank listens for other hosts; if any rank has no such place, all ranks raise and name it."""
+    found: Place | RunError
+    try:
+        found = place_between_hosts(interface, store_host(store))
+    except RunError as error:
+        found = error
+    told = None if isinstance(found, Place) else str(found)
+    problems = exchange(store, rank, num_ranks, "drumline/interface", told, timeout=timeout)
+    if isinstance(found, Place) and not any(problems):
+        return found
+    with suppress(RunError):  # the rank that keeps the store leaves after all others have read this
+        exchange(store, rank, num_ranks, "drumline/refused", None, timeout=10 * LINGER)
+    if isinstance(found, RunError):
+        raise found
+    other = next(rank for rank, problem in enumerate(problems) if problem)
+    raise RunError(f"rank {other}: {problems[other]}")
+
+
+def hosted_store(host: str, port: int, *, interface: str = "", timeout: float, **settings: Any) -> TCPStore:
+    """Return a store that listens on one address alone: that of the interface, else the one that `host` is here.
+
+    torch's own would listen on all interfaces. Port 0 picks a free one.
+    """
+    try:
+        place = place_named(interface, like=host) if interface else _own_place(host)
+        listener = socket.create_server((place.address, port), family=place.family, backlog=128)
+    except OSError as error:
+        raise RunError(
+            f"cannot listen at {endpoint(host, port)}: {error.strerror or error}",
+            expected="a name or an address of this host, and a free port",
+            fix="name the interface to listen on: --interface NAME",
+        ) from error
+    port = listener.getsockname()[1]
+    listening: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+    return TCPStore(place.address, port, timeout=timedelta(seconds=timeout), **listening, **settings)
+
+
+def _own_place(host: str) -> Place:
+    """Return where a name of this host, or an address, leads to."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return Place("", str(found[0][4][0]))
+
+
+def store_host(store: Store) -> str:
+    """Return the host of the ranks' store; empty if it has none."""
+    inner: Any = store
+    while hasattr(inner, "underlying_store"):
+        inner = inner.underlying_store
+    return "localhost" if isinstance(inner, HashStore) else str(getattr(inner, "host", ""))
 
 
 @dataclass(slots=True)
@@ -104,10 +178,13 @@ class _Rendezvous:
     store: Store
     timeout: float
     host: str
+    interface: str
     deadline: float
 
     def links(self) -> list[Link]:
-        with socket.socket(socket.AF_UNIX) as unix, socket.socket() as tcp:
+        hosts = exchange(self.store, self.rank, self.num_ranks, "drumline/host", self.host, timeout=self.timeout)
+        with ExitStack() as listening:
+            unix, tcp = self._listeners(hosts, listening)
             cards = self._cards(unix, tcp)
             links: list[Link] = []
             try:
@@ -117,26 +194,35 @@ class _Rendezvous:
                     expected = {
                         j for j in range(self.rank + 1, self.num_ranks) if (cards[j].host == self.host) == local
                     }
-                    links.extend(self._accept(listener, expected, cards))
+                    if expected:
+                        assert listener is not None
+                        links.extend(self._accept(listener, expected, cards))
             except BaseException:
                 for link in links:
                     link.close()
                 raise
             return links
 
-    def _cards(self, unix: socket.socket, tcp: socket.socket) -> list[Card]:
-        hosts = exchange(self.store, self.rank, self.num_ranks, "drumline/host", self.host, timeout=self.timeout)
-        address = b""
+    def _listeners(self, hosts: list[str], listening: ExitStack) -> tuple[socket.socket | None, socket.socket | None]:
+        """Return the listeners for ranks of this host and of others; None where there are none."""
+        unix = tcp = None
         if hosts.count(self.host) > 1:
-            address = b"\0drumline-" + secrets.token_hex(16).encode()
-            unix.bind(address)
+            unix = listening.enter_context(socket.socket(socket.AF_UNIX))
+            unix.bind(b"\0drumline-" + secrets.token_hex(16).encode())
             unix.listen(self.num_ranks)
-        ways: tuple[tuple[str, int], ...] = ()
         if len(set(hosts)) > 1:
-            tcp.bind(("", 0))
-            tcp.listen(self.num_ranks)
-            ways = tuple((name, tcp.getsockname()[1]) for name in _own_addresses(self.store))
-        card = Card(self.host, secrets.token_bytes(16), address, ways)
+            place = agreed_place(self.store, self.rank, self.num_ranks, self.interface, timeout=self.timeout)
+            address = (place.address, 0)
+            tcp = listening.enter_context(socket.create_server(address, family=place.family, backlog=self.num_ranks))
+        return unix, tcp
+
+    def _cards(self, unix: socket.socket | None, tcp: socket.socket | None) -> list[Card]:
+        card = Card(
+            self.host,
+            secrets.token_bytes(16),
+            b"" if unix is None else unix.getsockname(),
+            None if tcp is None else tcp.getsockname()[:2],
+        )
         return exchange(self.store, self.rank, self.num_ranks, "drumline/address", card, timeout=self.timeout)
 
     def _left(self, what: str) -> float:
@@ -148,29 +234,28 @@ class _Rendezvous:
     def _call(self, other: int, cards: list[Card]) -> Link:
         """Connect to a lower rank and show its token."""
         card, mine = cards[other], cards[self.rank].token
-        ways: list[Any] = [card.unix] if card.host == self.host else list(card.tcp)
-        problems = []
-        for way in ways:
-            connection = socket.socket(socket.AF_UNIX if isinstance(way, bytes) else socket.AF_INET)
-            try:
-                # An address that does not answer must leave time for the next one.
-                connection.settimeout(self._left(f"rank {other} to answer") / len(ways))
-                connection.connect(way)
-                connection.settimeout(self._left(f"rank {other} to answer"))
-                connection.sendall(_HELLO.pack(card.token, self.rank))
-                if _receive(connection, len(mine)) != mine:
-                    raise ConnectionError("another program answers at that address")
-                return _link(other, connection)
-            except OSError as error:
-                connection.close()
-                problems.append(f"{way!r}: {error or type(error).__name__}")
-            except BaseException:
-                connection.close()
-                raise
-        raise RunError(
-            f"rank {self.rank} cannot connect to rank {other} ({'; '.join(problems)})",
-            fix="check that the rank is still running and that the hosts can reach each other's ports",
-        )
+        assert card.host == self.host or card.tcp is not None
+        way: Any = card.unix if card.host == self.host else card.tcp
+        family = socket.AF_UNIX if way is card.unix else socket.AF_INET6 if ":" in way[0] else socket.AF_INET
+        connection = socket.socket(family)
+        try:
+            connection.settimeout(self._left(f"rank {other} to answer"))
+            connection.connect(way)
+            connection.settimeout(self._left(f"rank {other} to answer"))
+            connection.sendall(_HELLO.pack(card.token, self.rank))
+            if _receive(connection, len(mine)) != mine:
+                raise ConnectionError("another program answers at that address")
+            return _link(other, connection)
+        except OSError as error:
+            connection.close()
+            where = "its socket" if way is card.unix else endpoint(*way)
+            raise RunError(
+                f"rank {self.rank} cannot connect to rank {other} at {where}: {error or type(error).__name__}",
+                fix="check that the rank is still running and that the hosts can reach each other's ports",
+            ) from error
+        except BaseException:
+            connection.close()
+            raise
 
     def _accept(self, listener: socket.socket, expected: set[int], cards: list[Card]) -> list[Link]:
         """Accept the higher ranks that show this rank's token, and no other connections."""
@@ -200,7 +285,7 @@ def _link(other: int, connection: socket.socket) -> Link:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # A host that vanishes does not close its connections: probe them when they are silent.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5)):
+        for option, value in _KEEPALIVE.items():
             if hasattr(socket, option):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     return Link(other, connection)
@@ -214,24 +299,3 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytes:
             raise ConnectionError("the connection ended")
         data += more
     return data
-
-
-def _own_addresses(store: Store) -> list[str]:
-    """Return the addresses under which other hosts may reach this one, the most likely first."""
-    names: list[str] = []
-    inner: Any = store
-    while hasattr(inner, "underlying_store"):
-        inner = inner.underlying_store
-    if hasattr(inner, "host"):
-        with suppress(OSError):
-            names.append(_address_towards(inner.host))
-    with suppress(OSError):
-        names.append(socket.gethostbyname(socket.gethostname()))
-    # Use a loopback address only if there is no other (tests; several namespaces cannot connect anyway).
-    return sorted(dict.fromkeys([*names, "127.0.0.1"]), key=lambda name: name.startswith("127."))
-
-
-def _address_towards(host: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing: it only picks the interface
-        return str(probe.getsockname()[0])

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 from drumline.core.errors import DrumlineError, counted
 from drumline.core.files import is_regular
+from drumline.core.parsed import shown
 from drumline.core.program import Program
 from drumline.pipeline.programs import program_for
 from drumline.plan.device.plan import Plan
 from drumline.schedules import find
+from drumline.train.config import names
 from drumline.train.config.functions import parts_of
 from drumline.train.config.problems import Problem
 from drumline.train.config.settings import TrainSettings
@@ -301,6 +303,20 @@ def _numbers_suit(judged: Judged) -> Iterator[Problem]:
             "precision.weights", f'is "{numbers.weights}" with compute = "fp16"',
             "float32 weights, whose gradients can be unscaled without loss", "set master_weights = true",
         )  # fmt: skip
+
+
+@relation("run.out")
+def _folder_is_safe(judged: Judged) -> Iterator[Problem]:
+    out = judged.settings.run.out
+    if wrong := names.problem_with(out):
+        yield judged.problem("run.out", f"is {shown(out)}, whose name {wrong}", names.EXPECTED, "use another name")
+
+
+@relation("failures.min_ranks", "failures.elastic", "mesh.pipeline")
+def _fewest_are_fewer(judged: Judged) -> Iterator[Problem]:
+    failures, ranks = judged.settings.failures, judged.settings.mesh.pipeline
+    if failures.elastic and failures.min_ranks > ranks:
+        yield judged.problem("failures.min_ranks", f"is {failures.min_ranks}", f"at most mesh.pipeline, {ranks}")
 
 
 @relation("learning_rate.warmup_steps", "learning_rate.decay_steps", "run.steps")

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drumline.schedules import DEFAULT
+from drumline.train.config.names import safe_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,7 @@ class PipelineSettings:
     cuts: tuple[str, ...] = ()
     plan: str = ""  # a JSON file of `drumline plan PROFILE`, in place of schedule, cut and microbatches
     transport: str = "auto"
+    interface: str = ""  # between hosts: a network interface, or an address of it; "": the one towards rank 0's host
     device: str = ""
     timeout: float = 300.0
     compile: bool = False
@@ -208,6 +210,10 @@ class FailureSettings:
     """What a run survives."""
 
     max_skipped: int = 10  # steps in a row without an update, for a NaN or infinity; 0: the first ends the run
+    restarts: int = 0  # how often local ranks are started again; under torchrun, --max-restarts says so
+    elastic: bool = False  # whether fewer ranks go on where some do not come back
+    again_within: int = 2  # a rank that dies again within so many restarts does not come back
+    min_ranks: int = 1  # the fewest ranks to go on with
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +222,7 @@ class RunSettings:
 
     steps: int = 100
     seed: int = 0
-    out: str = ""  # folder of the run; "": out/train/NAME
+    out: str = ""  # folder of the run; "": out/train/NAME, or NAME-2, ... where that holds a run
     log_every: int = 1
     tensorboard: bool = False
     wandb: str = ""  # a project's name
@@ -266,4 +272,4 @@ class TrainSettings:
         >>> TrainSettings().folder
         'out/train/gpt'
         """
-        return self.run.out or f"out/train/{self.model.name or self.model.kind}"
+        return self.run.out or f"out/train/{safe_name(self.model.name or self.model.kind)}"

@@ -129,7 +129,7 @@ def dry_run(settings: TrainSettings, parts: Parts | None = None) -> DryRun:
     data.close()
     given = parts.arguments(settings, built, example, Path(settings.folder))
     given |= {"record": True, "device": str(device), "transport": "in-process"}
-    state_of = _states(settings, parts, built.model)
+    state_of = states(settings, parts, built.model)
 
     def forecast_of(example: Batch, count: int = 0) -> Forecast:
         inputs = next(iter(example.inputs.values())) if is_chain(built.model) else dict(example.inputs)
@@ -157,7 +157,7 @@ def _programs(given: Mapping[str, Any], counts: Sequence[int]) -> Iterator[Progr
         )
 
 
-def _states(settings: TrainSettings, parts: Parts, model: Any) -> Callable[[str, Tensor], int]:
+def states(settings: TrainSettings, parts: Parts, model: Any) -> Callable[[str, Tensor], int]:
     """Return what the optimizers keep for a parameter, by its name in the whole model."""
     optimizer: OptimizerSettings = settings.optimizer
     shapes = {name: one.shape for name, one in model.named_parameters() if one.requires_grad}

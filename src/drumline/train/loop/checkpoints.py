@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from drumline.core.errors import UsageError
+from drumline.core.errors import RecordError, RunError, UsageError
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.saving.folder import checkpoints
 from drumline.pipeline.saving.saver import Saving
@@ -39,9 +39,8 @@ def found_in(resume: str) -> Path:
     Traceback (most recent call last):
     drumline.core.errors.UsageError: checkpoint.resume: no-such-run holds no checkpoint; expected the folder of ...
     """
-    for path in (Path(resume), Path(resume) / FOLDER):
-        if checkpoints(path):
-            return path
+    if found := checkpoints_of(resume):
+        return found
     raise UsageError(
         f"checkpoint.resume: {resume} holds no checkpoint",
         expected="the folder of a run that saved some, or of one checkpoint",
@@ -49,20 +48,32 @@ def found_in(resume: str) -> Path:
     )
 
 
+def checkpoints_of(run: str | Path) -> Path | None:
+    """Return the folder of checkpoints of a run, of such a folder, or of one checkpoint; None if it has none."""
+    return next((path for path in (Path(run), Path(run) / FOLDER) if checkpoints(path)), None)
+
+
 class Checkpoints:
     """Saves a run, and brings one back."""
 
-    def __init__(self, pipe: Pipeline, settings: TrainSettings, data: Data, folder: Path) -> None:
-        self._pipe, self._settings, self._data = pipe, settings, data
+    def __init__(
+        self, pipe: Pipeline, settings: TrainSettings, data: Data, folder: Path, *, continues: bool = False
+    ) -> None:
+        self._pipe, self._settings, self._data, self._continues = pipe, settings, data, continues
         self._folder = folder / FOLDER
         self._last: Saving | None = None
 
     def resume(self) -> dict[str, Any]:
-        """Continue from the checkpoint that the settings name; return the step it was saved after, and the counts."""
+        """Continue from the run's own newest checkpoint, else from the one that the settings name, else at step 0.
+
+        Returns the step it was saved after, and the counts.
+        """
         given = self._settings.checkpoint.resume
-        if not given:
+        loaded = self._pipe.load(self._folder, missing_ok=True) if self._continues else None
+        if loaded is None and given and checkpoints_of(given):
+            loaded = self._pipe.load(found_in(given))
+        if loaded is None:
             return {"step": 0}
-        loaded = self._pipe.load(found_in(given))
         extra = loaded.extra
         if not isinstance(extra, dict) or "data" not in extra:
             raise UsageError(
@@ -77,14 +88,14 @@ class Checkpoints:
         """Save after a step, if it is time; all ranks call it alike."""
         given, is_last = self._settings.checkpoint, step == self._settings.run.steps
         if (given.every and step % given.every == 0) or (is_last and given.at_end):
-            self._save(step, counts)
+            self._save(step, counts, is_last=is_last)
         if is_last and self._last is not None:
             self._add_config(self._last.wait())
 
     def now(self, step: int, counts: dict[str, Any]) -> Path:
         """Save after a step at which the run stops, unless it was saved by then; returns the whole checkpoint."""
         if self._last is None or self._last.step != step or self._last.error is not None:
-            self._save(step, counts)
+            self._save(step, counts, is_last=True)
         assert self._last is not None
         saved = self._last.wait()
         self._add_config(saved)
@@ -95,16 +106,26 @@ class Checkpoints:
         """The folder of the newest checkpoint that this run has begun, if any."""
         return "" if self._last is None else str(self._last.path)
 
-    def _save(self, step: int, counts: dict[str, Any]) -> None:
+    def _save(self, step: int, counts: dict[str, Any], *, is_last: bool) -> None:
+        """Begin a checkpoint; where it cannot begin, go on without unless it is the last."""
         self._look()
         extra = {**counts, "data": self._data.training.state_dict()}
         keep = self._settings.checkpoint.keep
-        self._last = self._pipe.save(self._folder, step=step, extra=extra, keep=keep)
+        try:
+            self._last = self._pipe.save(self._folder, step=step, extra=extra, keep=keep)
+        except RecordError as error:
+            if is_last:
+                raise RunError(error.error, expected=error.expected, fix=error.fix) from error
+            self._warn(error)
 
     def _look(self) -> None:
-        """Warn of a checkpoint that could not be written: training goes on, and earlier ones are whole."""
-        if self._last is not None and self._last.done and self._last.error is not None and self._pipe.rank == 0:
-            logging.getLogger("drumline").warning("training continues without a checkpoint: %s", self._last.error)
+        """Warn of a checkpoint that could not be written."""
+        if self._last is not None and self._last.done and self._last.error is not None:
+            self._warn(self._last.error)
+
+    def _warn(self, error: BaseException) -> None:
+        if self._pipe.rank == 0:
+            logging.getLogger("drumline").warning("training continues without a checkpoint: %s", error)
 
     def _add_config(self, checkpoint: Path) -> None:
         """Copy a Hugging Face model's configuration and tokenizer, so that transformers loads the checkpoint."""

@@ -6,6 +6,7 @@
     evaluations.jsonl    a line per evaluation: step, loss, tokens, seconds, bubble
     samples.jsonl        a line per sample text: step, prompt, text
     failures.jsonl       a line per update that was skipped, and one where the run was stopped: step, and why
+    restarts.jsonl       a line whenever the run continues in its folder: from which step, how many steps were lost
 
 Rank 0 alone writes. TensorBoard and W&B get every figure of `metrics.jsonl`, by the number of the update.
 """
@@ -14,15 +15,17 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from drumline.core.measured.run import Run, read_run
+from drumline.core.measured.run import METRICS, Run, read_run
 from drumline.pipeline.pipeline import Pipeline
 from drumline.report.run.follow import TensorBoard, WandB, Writer, scalars
 from drumline.train.config.settings import TrainSettings
@@ -34,6 +37,7 @@ from drumline.train.loop.stopping import Skipped, Stopped
 STEP = "train/step"
 HELD_OUT = "validation_metrics/global_avg_loss"
 _SECONDS_TO_FORWARD = 2.0
+_TAIL = 2**20  # bytes at the end of metrics.jsonl that name its last update
 _FILES = {
     Evaluation: "evaluations.jsonl",
     Sample: "samples.jsonl",
@@ -48,6 +52,7 @@ class Log:
     def __init__(self, pipe: Pipeline, settings: TrainSettings, folder: Path) -> None:
         self._pipe = pipe
         self._folder = folder
+        self._reached = _reached(folder / METRICS)  # the last step of the run that this one may continue
         (folder / "settings.json").write_text(json.dumps(asdict(settings), indent=2) + "\n", encoding="utf-8")
         writers: list[Writer] = []
         if settings.run.tensorboard:
@@ -74,6 +79,22 @@ class Log:
         if given:
             text = json.dumps([asdict(one) for one in given], indent=1)
             (self._folder / "buckets.json").write_text(text + "\n", encoding="utf-8")
+
+    def continued(self, step: int) -> None:
+        """Take up the run after a step: lines of later steps are gone, as those of metrics.jsonl are."""
+        for name in dict.fromkeys(_FILES.values()):
+            _cut(self._folder / name, step)
+        line = {
+            "step": step,
+            "lost": max(self._reached - step, 0),
+            "ranks": self._pipe.num_ranks,
+            "schedule": self._pipe.program.name,
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        with (self._folder / "restarts.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        if self._forward is not None:
+            self._forward.skip()
 
     def close(self) -> None:
         """Forward what is left, once the pipeline has written all."""
@@ -118,6 +139,11 @@ class Forward:
             self._hand_on()
             self._asked = time.monotonic()
 
+    def skip(self) -> None:
+        """Pass over what is there: it was forwarded before."""
+        self._run = read_run(self._folder)
+        self._known = len(self._run.metrics())
+
     def close(self) -> None:
         """Forward the rest."""
         try:
@@ -138,6 +164,31 @@ class Forward:
 
 def _named(line: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in scalars(line).items() if name != STEP}
+
+
+def _reached(metrics: Path) -> int:
+    """Return the last update that a run has written down."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, metrics.stat().st_size - _TAIL))
+            found = re.findall(rb'"train/step":(\d+)', file.read())
+    except OSError:
+        return 0
+    return int(found[-1]) if found else 0
+
+
+def _cut(path: Path, step: int) -> None:
+    """Leave the complete lines up to a step."""
+    if not path.exists():
+        return
+    kept = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if _is_until(line, step)]
+    beside = path.with_name(f".{path.name}.part")
+    beside.write_text("".join(kept), encoding="utf-8")
+    beside.replace(path)
+
+
+def _is_until(line: str, step: int) -> bool:
+    return line.endswith("\n") and bool(json.loads(line)["step"] <= step)
 
 
 def _plain(value: Any) -> Any:

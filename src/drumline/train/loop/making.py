@@ -109,6 +109,7 @@ def pipeline_arguments(
     found: dict[str, Any] = {
         "loss_fn": built.loss_fn,
         "transport": given.transport,
+        "interface": given.interface,
         "device": given.device or None,
         "seed": settings.run.seed,
         "precision": settings.precision.compute,

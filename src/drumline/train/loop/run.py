@@ -67,18 +67,22 @@ def run_training(
     tell: Tell | None = None,
     make_model: MakeModel | None = None,
     make_data: MakeData | None = None,
+    continues: bool = False,
 ) -> Trained:
     """Train by the settings; call it on every rank, under `dl.launch`, torchrun, or in one process for all of them.
 
     Rank 0 calls `tell` with every update, evaluation and sample; without it they are written to stderr. Reading an
     update waits for the device, so without `tell` only those are read that are shown. SIGTERM or Ctrl-C on any rank
-    ends it after a step with a checkpoint.
+    ends it after a step with a checkpoint. `continues` goes on with the run in the folder, from its newest checkpoint.
     """
     with stop_on_signals():
-        return _run_training(settings, tell, make_model or _default_model(), make_data or _default_data())
+        made = make_model or _default_model(), make_data or _default_data()
+        return _run_training(settings, tell, *made, continues=continues)
 
 
-def _run_training(settings: TrainSettings, tell: Tell | None, make_model: MakeModel, make_data: MakeData) -> Trained:
+def _run_training(
+    settings: TrainSettings, tell: Tell | None, make_model: MakeModel, make_data: MakeData, *, continues: bool
+) -> Trained:
     check(settings)
     rate(settings.learning_rate, 0, settings.run.steps)
     if settings.run.threads:
@@ -89,10 +93,11 @@ def _run_training(settings: TrainSettings, tell: Tell | None, make_model: MakeMo
     folder = Path(settings.folder)
     example = example_of(data, settings.num_microbatches)
     arguments = pipeline_arguments(settings, built, example, folder, counts=data.counts)
+    arguments |= {"continue_record": continues}
     with Pipeline(built.model, **arguments) as pipe:
         call, memory = Calling.of(built, data.counts), PeakMemory(torch.device(pipe.device), before=before)
         del built, arguments  # a rank keeps its own stages alone
-        return _Training(settings, pipe, call, data, Trained(folder), memory).run(tell)
+        return _Training(settings, pipe, call, data, Trained(folder), memory, continues=continues).run(tell)
 
 
 def _default_model() -> MakeModel:
@@ -111,12 +116,20 @@ class _Training:
     """One run on this process's ranks."""
 
     def __init__(
-        self, settings: TrainSettings, pipe: Pipeline, call: Calling, data: Data, trained: Trained, memory: PeakMemory
+        self,
+        settings: TrainSettings,
+        pipe: Pipeline,
+        call: Calling,
+        data: Data,
+        trained: Trained,
+        memory: PeakMemory,
+        *,
+        continues: bool = False,
     ) -> None:
         self.settings, self.pipe, self.call, self.data = settings, pipe, call, data
-        self.trained, self.memory = trained, memory
+        self.trained, self.memory, self.continues = trained, memory, continues
         self.optimizers = Optimizers(pipe, settings.optimizer)
-        self.checkpoints = Checkpoints(pipe, settings, data, trained.folder)
+        self.checkpoints = Checkpoints(pipe, settings, data, trained.folder, continues=continues)
         self.skips = Skips(pipe, settings.failures.max_skipped)
         self.batches: Iterator[Batch] = iter(pipe.data(data.training))
         self.curve = Curve()
@@ -135,7 +148,10 @@ class _Training:
                 if tell is None:
                     tell = open_ones.enter_context(closing(Progress(self.settings.run.steps)))
                 self._told.append(tell)
-            self._train(self._resumed())
+            first = self._resumed()
+            if self._log is not None and self.continues:
+                self._log.continued(first)
+            self._train(first)
             self.trained.peak_bytes = self._peaks()
             self.pipe.close()  # before the log, which forwards all that was written
         return self.trained
@@ -171,7 +187,7 @@ class _Training:
         self.skips.num_skipped, self.skips.in_a_row = found.get("num_skipped", 0), found.get("in_a_row", 0)
         self.trained.num_skipped = self.skips.num_skipped
         steps: int = found["step"]
-        if steps >= self.settings.run.steps:
+        if steps >= self.settings.run.steps and not self.continues:
             raise UsageError(
                 f"checkpoint.resume: {self.settings.checkpoint.resume} has made {steps} steps already",
                 expected=f"fewer than run.steps, {self.settings.run.steps}",

@@ -1,0 +1,115 @@
+"""A run that continues in its folder, after a failure or by another number of ranks.
+
+    FOLDER/metrics.jsonl      goes on: lines of steps that will run again are cut off, so each step stands there once
+    FOLDER/rank0.jsonl ...    begin anew: timelines belong to one program and one set of processes
+    FOLDER/earlier/01/        what the first processes recorded, lost steps included: a run folder of its own
+
+The run keeps its name, which stands in every line.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from drumline.core.errors import RecordError, UsageError
+from drumline.core.files import Kind, read_object
+from drumline.core.measured.run import CONFIG, ENDED, ENVIRONMENT, METRICS, OPENING, PLAN
+
+EARLIER = "earlier"
+_MOVED = re.compile(r"rank\d+\.jsonl|program-\d+\.csv")
+_COPIED = re.compile("|".join(map(re.escape, (CONFIG, PLAN, ENVIRONMENT, METRICS))) + r"|program\.csv")
+_CONFIG = Kind("run", RecordError, "the file as the run wrote it")
+
+
+def set_aside(path: Path) -> str:
+    """Make room in a folder for processes that continue its run, and return the run's name; a new one without a run.
+
+    What describes the run is copied, and replaced later: at no time is the folder without it.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> _ = (folder / CONFIG).write_text('{"run": "5f3a"}')
+    >>> _ = (folder / METRICS).write_text('{"run":"5f3a","step":0,"loss":1.0}')
+    >>> _ = (folder / "rank0.jsonl").write_text("")
+    >>> set_aside(folder), sorted(one.name for one in folder.iterdir())
+    ('5f3a', ['config.json', 'earlier', 'metrics.jsonl'])
+    >>> sorted(one.name for one in (folder / "earlier" / "01").iterdir())
+    ['config.json', 'metrics.jsonl', 'rank0.jsonl']
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        there = [one.name for one in path.iterdir() if one.is_file()]
+        moved, copied = ([one for one in there if kind.fullmatch(one)] for kind in (_MOVED, _COPIED))
+        if moved:
+            away = _next(path / EARLIER)
+            for name in copied:
+                shutil.copy2(path / name, away / name)
+            for name in moved:
+                os.replace(path / name, away / name)
+        (path / ENDED).unlink(missing_ok=True)
+        return _name_in(path) or secrets.token_hex(6)
+    except OSError as error:
+        raise UsageError(
+            f"cannot continue the run in {path}: {error.strerror}", expected="a folder that can be written"
+        ) from None
+
+
+def _next(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    number = 1 + max((int(one.name) for one in folder.iterdir() if one.name.isdecimal()), default=0)
+    found = folder / f"{number:02d}"
+    found.mkdir()
+    return found
+
+
+def _name_in(path: Path) -> str:
+    """Return the name of the run in a folder; without its config that of its lines, without them none."""
+    if (path / CONFIG).exists():
+        return str(read_object(path / CONFIG, _CONFIG).get("run", ""))
+    for _, line in _lines(path / METRICS):
+        opening = OPENING.match(line)
+        return opening[1].decode() if opening else ""
+    return ""
+
+
+def cut_lines(path: Path, number: int) -> bool:
+    r"""Remove the lines of steps from a number on, and an unfinished one; return whether there were any.
+
+    Whoever reads the file has all of the old one or all of the new one.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp(), METRICS)
+    >>> _ = path.write_text('{"run":"5f3a","step":0,"a":1}\n{"run":"5f3a","step":1,"a":2}\n{"run":"5f3')
+    >>> cut_lines(path, 1), path.read_text()
+    (True, '{"run":"5f3a","step":0,"a":1}\n')
+    >>> cut_lines(path, 1)
+    False
+    """
+    kept = sum(len(line) for _, line in _kept(path, number))
+    if kept == path.stat().st_size:
+        return False
+    beside = path.with_name(f".{path.name}.part")
+    with beside.open("wb") as file:
+        file.writelines(line for _, line in _kept(path, number))
+    os.replace(beside, path)
+    return True
+
+
+def _kept(path: Path, number: int) -> Iterator[tuple[int, bytes]]:
+    return ((step, line) for step, line in _lines(path) if step < number)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the complete lines of a file with the numbers of their steps."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            opening = OPENING.match(line)
+            if opening is not None and line.endswith(b"\n"):
+                yield int(opening[2]), line

@@ -1,0 +1,95 @@
+"""Which folder a run gets, and whether it continues one there; decided once, before any rank trains."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+
+from drumline.core.errors import UsageError
+from drumline.core.measured.run import CONFIG
+from drumline.train.claim import Claim, Held, claim, job_of, last_of, same_job
+from drumline.train.config.settings import TrainSettings
+from drumline.train.loop.checkpoints import FOLDER, found_in
+
+_MOST = 10_000  # default folders of one name
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Settings with the folder of the run, which is taken; `continues` says whether it goes on with a run there."""
+
+    settings: TrainSettings
+    continues: bool
+    claimed: Claim
+
+
+def begin(settings: TrainSettings, *, job: str = "") -> Begun:
+    """Take the folder of a run, or raise why not.
+
+    A folder that holds a run is taken only to continue it: by a restart of the same job, or with checkpoint.resume
+    naming the folder itself. Without run.out the folder is out/train/NAME, or NAME-2 and so on where others are taken.
+    """
+    if settings.run.out:
+        return _begun(settings, job)
+    base = settings.folder
+    if job and (own := _of_job(Path(base), job)):
+        return _begun(_in(settings, own), job)
+    for number in count(1):
+        named = _in(settings, base if number == 1 else f"{base}-{number}")
+        if not _holds(Path(named.folder)):
+            try:
+                return _begun(named, job)
+            except Held:
+                pass  # taken a moment ago
+        if number == _MOST:
+            raise UsageError(f"run.out: {base} and {_MOST - 1} more hold runs", fix="name another: --out FOLDER")
+    raise AssertionError
+
+
+def _in(settings: TrainSettings, folder: str) -> TrainSettings:
+    return replace(settings, run=replace(settings.run, out=folder))
+
+
+def _of_job(base: Path, job: str) -> str:
+    """Return the default folder in which a job has trained before."""
+    beside = base.parent.iterdir() if base.parent.is_dir() else ()
+    mine = [one for one in beside if one.name.startswith(base.name) and _holds(one) and job_of(one) == job]
+    return str(max(mine, key=lambda one: (one / CONFIG).stat().st_mtime)) if mine else ""
+
+
+def _holds(folder: Path) -> bool:
+    return (folder / CONFIG).exists()
+
+
+def _begun(settings: TrainSettings, job: str) -> Begun:
+    folder = Path(settings.folder)
+    claimed = claim(folder, job=job)
+    try:
+        again = same_job(claimed, job)
+        continues = _holds(folder) and (again or resumes_itself(settings))
+        if settings.checkpoint.resume and not (continues and again):
+            found_in(settings.checkpoint.resume)
+        if _holds(folder) and not continues:
+            raise UsageError(
+                f"run.out: {folder} holds a run already, of {last_of(folder)}",
+                expected="a folder without a run, or none yet",
+                fix=f"name another folder, --out FOLDER, or continue it: --resume {folder} --out {folder}",
+            )
+        claimed.keep(job)
+    except BaseException:
+        claimed.close()
+        raise
+    return Begun(settings, continues, claimed)
+
+
+def resumes_itself(settings: TrainSettings) -> bool:
+    """Whether a run is to continue in its own folder.
+
+    >>> from drumline.train.config.settings import CheckpointSettings, RunSettings
+    >>> resumes_itself(TrainSettings(run=RunSettings(out="a"), checkpoint=CheckpointSettings(resume="./a/")))
+    True
+    """
+    given, folder = settings.checkpoint.resume, os.path.realpath(settings.folder)
+    return bool(given) and os.path.realpath(given) in (folder, os.path.join(folder, FOLDER))

@@ -1,0 +1,72 @@
+"""The runs into which faults are injected: small, with checkpoints often, on the model and the data of user.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+USER = Path(__file__).with_name("user.py")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What differs between runs; those of equal value have one uninterrupted run to be held against."""
+
+    ranks: int = 2
+    schedule: str = "1f1b"
+    width: int = 64  # checkpoints are larger than anything else that a run writes
+    dropout: float = 0.0
+    nan_at: int = -1  # the batch of an epoch that holds a NaN
+    steps: int = 12
+    every: int = 3
+    keep: int = 3
+    timeout: float = 30.0
+
+    def text(self) -> str:
+        """Return it as a file for `drumline train`."""
+        return f"""format = "drumline-train"
+version = 1
+
+[model]
+kind = "function"
+function = "{USER}:build_model"
+arguments = {{ width = {self.width}, dropout = {self.dropout} }}
+
+[data]
+kind = "function"
+function = "{USER}:build_data"
+arguments = {{ width = {self.width}, nan_at = {self.nan_at} }}
+
+[batch]
+sequences = 16
+microbatch = 4
+
+[mesh]
+pipeline = {self.ranks}
+
+[pipeline]
+schedule = "{self.schedule}"
+device = "cpu"
+timeout = {self.timeout}
+
+[optimizer]
+kind = "AdamW"
+lr = 0.01
+clip_norm = 1.0
+
+[learning_rate]
+shape = "cosine"
+warmup_steps = 4
+final = 0.1
+
+[evaluation]
+every = 0
+
+[checkpoint]
+every = {self.every}
+keep = {self.keep}
+
+[run]
+steps = {self.steps}
+threads = 1
+"""

@@ -1,0 +1,60 @@
+"""A rank that is killed, crashes, raises, leaves or stops answering; and what the rest of the run says to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from faults.cases import fault
+from faults.config import Config
+from faults.lab import Lab
+
+BASE = Config()
+DROPOUT = Config(dropout=0.1)  # random numbers inside blocks come back as well
+STEP = 7  # of 12; checkpoints are written after 3, 6, 9 and 12
+KILLED = r"rank {rank} was killed by SIGKILL"
+_MOMENTS = {
+    "forward": "in a forward",
+    "backward": "in a backward",
+    "optimizer": "in the optimizer's step",
+    "saving": "while it writes a checkpoint",
+}
+
+
+def _kill(lab: Lab, config: Config, rank: int, at: str, on: Config | None = None) -> None:
+    run = lab.train(config, "run", fault={"do": "kill", "rank": rank, "step": STEP, "at": at})
+    struck = lab.strike(run)
+    code = lab.detected(run, struck.time, KILLED.format(rank=rank))
+    assert code == 3, f"exit code {code}"
+    lab.resumed(config, "run", struck, on=on)
+
+
+def _add_kill(rank: int, at: str, where: str) -> None:
+    short = (rank, at) == (0, "saving")
+    config = DROPOUT if at == "backward" else BASE
+
+    @fault(f"kill-{at}-{rank}", f"SIGKILL of rank {rank} {where}", short=short)
+    def killed(lab: Lab) -> None:
+        _kill(lab, config, rank, at)
+
+
+for _at, _where in _MOMENTS.items():
+    for _rank in (0, 1):
+        _add_kill(_rank, _at, _where)
+
+
+@fault("kill-publishing", "SIGKILL of rank 0 before it renames a checkpoint")
+def kill_publishing(lab: Lab) -> None:
+    """All files are written, and the checkpoint has not appeared."""
+    _kill(lab, BASE, 0, "publishing")
+
+
+@fault("kill-middle-of-3", "SIGKILL of rank 1 of 3; resumed on 3")
+def kill_middle(lab: Lab) -> None:
+    """The rank in the middle has two neighbours."""
+    _kill(lab, replace(DROPOUT, ranks=3), 1, "backward")
+
+
+@fault("fewer-ranks", "SIGKILL of rank 3 of 4 (zb-h1); resumed on 2 (1f1b)")
+def fewer_ranks(lab: Lab) -> None:
+    """Half of the ranks are left, and another schedule runs on them."""
+    _kill(lab, replace(BASE, ranks=4, schedule="zb-h1"), 3, "forward", on=BASE)

@@ -1,0 +1,175 @@
+"""What a user brings to `drumline train`: a model, data, and code that fails at a moment that the environment names.
+
+    FAULT={"do": "kill", "rank": 1, "step": 7, "at": "backward", "marker": "/tmp/.../fired"}
+
+`pace` makes every step last so many seconds more, for faults that come from outside. A fault strikes once: the marker
+file says when it did, and after how many steps of this rank. A restarted rank finds the marker and trains on,
+unless the fault comes `again`. Drumline
+knows nothing of this file but its two functions, `build_model` and `build_data`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+WIDTH, CLASSES, BLOCKS, ROWS = 64, 5, 6, 16
+NUM_BATCHES = 5  # an epoch is shorter than a run, so that a position in the data means something
+_GIVEN: dict[str, Any] = json.loads(os.environ.get("FAULT", "{}"))
+_steps = 0  # optimizer steps that this process has made
+
+
+def _is_here(at: str) -> bool:
+    mine = int(os.environ.get("RANK", "0")) == _GIVEN.get("rank")
+    return mine and at == _GIVEN.get("at") and _steps >= int(_GIVEN["step"])
+
+
+def moment(at: str) -> bool:
+    """Strike if this is the rank, step and moment; returns whether the caller has to do the damage itself."""
+    if not _is_here(at):
+        return False
+    try:
+        with open(_GIVEN["marker"], "w" if _GIVEN.get("again") else "x", encoding="utf-8") as file:
+            json.dump({"time": time.time(), "steps": _steps, "pid": os.getpid()}, file)
+    except FileExistsError:
+        return False
+    _STRIKES[_GIVEN["do"]]()
+    return True
+
+
+def _raise() -> None:
+    raise KeyError("no such layer: injected")
+
+
+def _linger() -> None:
+    time.sleep(3600)
+
+
+def _pause() -> None:
+    """Wait until the harness says to go on."""
+    limit = time.monotonic() + 300.0
+    while not os.path.exists(f"{_GIVEN['marker']}.go") and time.monotonic() < limit:
+        time.sleep(0.05)
+
+
+def _shrink() -> None:
+    """Let no file of this process grow beyond 48 KiB, as a quota does."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (48 << 10, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def _fill() -> None:
+    """Fill the disk of the run to its last byte."""
+    with open(_GIVEN["filler"], "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1 << 12))
+        except OSError:
+            pass
+
+
+_STRIKES: dict[str, Callable[[], None]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "crash": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "leave": lambda: os._exit(0),
+    "quit": lambda: sys.exit(0),
+    "raise": _raise,
+    "hang": _linger,
+    "pause": _pause,
+    "shrink": _shrink,
+    "fill": _fill,
+    "nan": lambda: None,  # done where a gradient is at hand
+    "nothing": lambda: None,  # the harness waits for the moment, and does something itself
+}
+
+
+def _count(*_: Any) -> None:
+    global _steps
+    moment("optimizer done")
+    _steps += 1
+    time.sleep(_GIVEN.get("pace", 0.0))
+
+
+def _before(*_: Any) -> None:
+    moment("optimizer")
+
+
+def _watched(name: str, at: str) -> None:
+    """Let a function of `os` that checkpoints are written with be a moment."""
+    right = getattr(os, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        moment(at)
+        return right(*args, **kwargs)
+
+    setattr(os, name, call)
+
+
+if _GIVEN:
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_count)
+    _watched("fsync", "saving")
+    _watched("rename", "publishing")
+
+
+class Moment(torch.autograd.Function):
+    """The identity, which knows when its backward runs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return x."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Return the gradient, or NaN where that is the fault."""
+        return grad * float("nan") if moment("backward") and _GIVEN["do"] == "nan" else grad
+
+
+class Block(nn.Module):
+    """A linear layer, tanh and dropout, and the moments of their forward and backward."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(width, width), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the next block gets."""
+        moment("forward")
+        found: Tensor = Moment.apply(self.drop(torch.tanh(self.linear(x))))  # type: ignore[no-untyped-call]
+        return found
+
+
+def build_model(width: int = WIDTH, dropout: float = 0.0, seed: int = 0) -> tuple[nn.Module, Any]:
+    """Return the model and its loss."""
+    torch.manual_seed(seed)
+    random.seed(seed)  # checkpoints keep these as well
+    np.random.seed(seed)
+    blocks = [Block(width, dropout) for _ in range(BLOCKS)]
+    return nn.Sequential(*blocks, nn.Linear(width, CLASSES)), nn.functional.cross_entropy
+
+
+def build_data(width: int = WIDTH, seed: int = 0, nan_at: int = -1) -> list[tuple[Tensor, Tensor]]:
+    """Return the batches of an epoch; batch `nan_at` has a NaN in its second microbatch."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    batches = []
+    for at in range(NUM_BATCHES):
+        x = torch.randn(ROWS, width, generator=generator)
+        y = torch.randint(CLASSES, (ROWS,), generator=generator)
+        if at == nan_at:
+            x[ROWS // 4, 0] = float("nan")
+        batches.append((x, y))
+    return batches
