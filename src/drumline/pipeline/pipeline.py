@@ -24,7 +24,7 @@ from drumline.pipeline.state.names import matching
 from drumline.pipeline.state.scaler import LossScaler
 from drumline.pipeline.step import CalledWith, StepResult, output_of
 from drumline.pipeline.verify.verdict import Checked
-from drumline.runtime.axes.axes import Axes
+from drumline.runtime.axes.axes import AXES, Axes
 from drumline.runtime.executor import Step
 from drumline.runtime.gradients import clip
 
@@ -212,7 +212,11 @@ class Pipeline:
         'SIGTERM on rank 0'
         """
         with self._recording.between.during("hear"):
-            return self._ledger.stop
+            own = self._ledger.stop
+            if not self.axes.is_mesh:
+                return own
+            others = self.axes.summed(torch.tensor([float(bool(own))], device=self.device), *AXES[1:])
+            return own or ("a signal to a rank of another line" if others.item() else "")
 
     @property
     def scaler(self) -> LossScaler | None:

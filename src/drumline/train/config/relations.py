@@ -22,7 +22,7 @@ from drumline.train.config.problems import Problem
 from drumline.train.config.settings import TrainSettings
 from drumline.train.config.tables import Source
 
-_AXES = ("tensor", "data", "context", "expert")
+_NOT_YET = ("tensor", "expert")
 _TEXT = ("text", "tokens", "instructions")
 _BESIDE_A_PLAN = ("pipeline.schedule", "pipeline.stages_per_rank", "pipeline.layers", "pipeline.balance",
                   "pipeline.cuts", "memory.recompute")  # fmt: skip
@@ -66,14 +66,54 @@ def related(judged: Judged, bad: set[str]) -> Iterator[Problem]:
                 yield problem
 
 
-@relation("mesh.tensor", "mesh.data", "mesh.context", "mesh.expert")
-def _only_the_pipeline_runs(judged: Judged) -> Iterator[Problem]:
-    for axis in _AXES:
+@relation("mesh.tensor", "mesh.expert")
+def _axes_that_run(judged: Judged) -> Iterator[Problem]:
+    for axis in _NOT_YET:
         if (size := getattr(judged.settings.mesh, axis)) > 1:
             yield judged.problem(
-                f"mesh.{axis}", f"is {size}, and meshes are not run yet", "1: only mesh.pipeline may be above 1 so far",
+                f"mesh.{axis}", f"is {size}, and training does not run it yet",
+                "1: mesh.pipeline, mesh.data and mesh.context may be above 1 so far",
                 f"plan with --{axis} 1, or set it to 1",
             )  # fmt: skip
+
+
+@relation("memory.zero", "mesh.data")
+def _state_is_divided(judged: Judged) -> Iterator[Problem]:
+    zero, data = judged.settings.memory.zero, judged.settings.mesh.data
+    if zero == 2:
+        yield judged.problem("memory.zero", "is 2", "0, 1 or 3", "use 1, or 3 to divide parameters too")
+    elif zero and data == 1:
+        yield judged.problem("memory.zero", f"is {zero}, and mesh.data is 1", "0", "raise mesh.data, or set it to 0")
+
+
+@relation("mesh.context", "batch.sequence", "lengths.how", "evaluation.sample_every")
+def _sequences_divide(judged: Judged) -> Iterator[Problem]:
+    settings, context = judged.settings, judged.settings.mesh.context
+    if context == 1:
+        return
+    if settings.batch.sequence % context:
+        yield judged.problem(
+            "batch.sequence", f"is {settings.batch.sequence}", f"a multiple of mesh.context, {context}"
+        )
+    if settings.lengths.how != "blocks":
+        yield judged.problem(
+            "lengths.how", f'is "{settings.lengths.how}", and mesh.context is {context}', '"blocks"',
+            "masks of documents and padding are made for whole sequences: set mesh.context = 1 for them",
+        )  # fmt: skip
+    if settings.evaluation.sample_every:
+        yield judged.problem(
+            "evaluation.sample_every", f"is {settings.evaluation.sample_every}, and mesh.context is {context}", "0"
+        )
+
+
+@relation("failures.elastic", "mesh.data", "mesh.context")
+def _elastic_is_one_line(judged: Judged) -> Iterator[Problem]:
+    mesh = judged.settings.mesh
+    if judged.settings.failures.elastic and mesh.data * mesh.context > 1:
+        yield judged.problem(
+            "failures.elastic", f"is true, and the mesh has {mesh.data * mesh.context} lines",
+            "one line: the pipeline alone is planned again for fewer ranks", "leave it out, and use failures.restarts",
+        )  # fmt: skip
 
 
 @relation("batch.sequences", "batch.microbatch", "batch.accumulate", "mesh.data")

@@ -124,13 +124,13 @@ class Checkpoints:
             self._warn(self._last.error)
 
     def _warn(self, error: BaseException) -> None:
-        if self._pipe.rank == 0:
+        if self._pipe.rank == self._pipe.axes.number == 0:
             logging.getLogger("drumline").warning("training continues without a checkpoint: %s", error)
 
     def _add_config(self, checkpoint: Path) -> None:
         """Copy a Hugging Face model's configuration and tokenizer, so that transformers loads the checkpoint."""
         source = Path(self._settings.model.path)
-        if self._settings.model.kind != "hf" or self._pipe.rank != 0:
+        if self._settings.model.kind != "hf" or self._pipe.rank or self._pipe.axes.number:
             return
         files = [source] if source.is_file() else [one for pattern in _BESIDE for one in source.glob(pattern)]
         for one in files:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from drumline.core.errors import ModelError, RunError
 from drumline.pipeline.pipeline import Pipeline
+from drumline.runtime.axes.axes import ROWS
 from drumline.train.config.settings import EvaluationSettings
 from drumline.train.data.batch import Batch
 from drumline.train.loop.making import Calling
@@ -45,18 +46,28 @@ def evaluate(pipe: Pipeline, call: Calling, batches: Iterable[Batch], step: int)
     """Return the mean loss over all counted tokens of the batches, or None if the run is to stop; on every rank."""
     started = time.perf_counter()
     total, num_tokens = 0.0, 0
-    for batch in (one for one in batches if one.num_tokens):
+    for batch in batches:
+        count = _counted(pipe, batch.num_tokens)
+        if not count:
+            continue
         if pipe.stopping():
             return None
         args, kwargs = call(batch)
         loss = pipe.eval_step(*args, outputs=False, **kwargs).loss
         if loss is None:
             raise ModelError("the model returned no loss for a held-out batch", fix="let it have the labels there too")
-        total += float(loss) * batch.num_tokens
-        num_tokens += batch.num_tokens
+        total += float(loss) * count
+        num_tokens += count
     if not num_tokens:
         raise RunError("no held-out batch has a token that counts", fix="set evaluation.every = 0, or hold more out")
     return Evaluation(step, total / num_tokens, num_tokens, time.perf_counter() - started, _bubble(pipe))
+
+
+def _counted(pipe: Pipeline, num_tokens: int) -> int:
+    """Return the tokens that count in a batch, with those of other lines of a mesh."""
+    if not pipe.axes.is_mesh:
+        return num_tokens
+    return int(pipe.axes.summed(torch.tensor([num_tokens], device=pipe.device), *ROWS).item())
 
 
 def _bubble(pipe: Pipeline) -> float | None:

@@ -6,6 +6,7 @@ reads only the parameters of its own stages.
 
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,21 +29,21 @@ from drumline.train.models.built import Built, Tokenizer
 MakeModel = Callable[..., Built]
 _LARGE = 2**31  # bytes of parameters from which on each process makes only its own
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_NOT_YET = ("tensor", "data", "context", "expert")  # kinds of parallelism
+_NOT_YET = ("tensor", "expert")  # kinds of parallelism
 
 
 def check(settings: TrainSettings) -> None:
     """Refuse what the loop cannot do, alike on all ranks and before anything is built.
 
     >>> from drumline.train.config.settings import MeshSettings
-    >>> check(TrainSettings(mesh=MeshSettings(data=2)))
+    >>> check(TrainSettings(mesh=MeshSettings(expert=2)))
     Traceback (most recent call last):
-    drumline.core.errors.UsageError: mesh.data is 2; expected 1: only pipeline parallelism runs yet
+    drumline.core.errors.UsageError: mesh.expert is 2; expected 1: training runs pipeline, data and context
     """
     for name in _NOT_YET:
         if getattr(settings.mesh, name) != 1:
             raise UsageError(
-                f"mesh.{name} is {getattr(settings.mesh, name)}", expected="1: only pipeline parallelism runs yet"
+                f"mesh.{name} is {getattr(settings.mesh, name)}", expected="1: training runs pipeline, data and context"
             )
     if settings.memory.recompute not in ("none", "full"):
         raise UsageError(
@@ -132,6 +133,8 @@ def pipeline_arguments(
             "checkpoint": settings.memory.recompute,
             **_cut(settings, built.model),
         }
+    if (mesh := settings.mesh).data * mesh.context > 1:
+        found |= {"mesh": {"pp": mesh.pipeline, "dp": mesh.data, "cp": mesh.context}, "zero": settings.memory.zero}
     if counts:
         found["programs"] = {program_name(one): one for one in counts}
     if _wants_example(built.model) or found.get("balance") == "auto":
@@ -143,6 +146,18 @@ def pipeline_arguments(
     if built.weights is not None:
         found["weights"] = built.weights
     return found
+
+
+def rows_of(settings: TrainSettings) -> tuple[int, int]:
+    """Return which part of the data's rows this process reads: its number, and how many parts there are.
+
+    Ranks are numbered as `Pipeline(mesh=...)` does: the pipeline's stages are furthest apart.
+
+    >>> rows_of(TrainSettings())
+    (0, 1)
+    """
+    mesh = settings.mesh
+    return int(os.environ.get("RANK", "0")) // mesh.context % mesh.data, mesh.data
 
 
 def _wants_example(model: nn.Module) -> bool:

@@ -26,6 +26,7 @@ from drumline.core.measured.measured import Measured
 from drumline.pipeline.launch.stop import asked, stop_on_signals
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.step import StepResult
+from drumline.runtime.axes.axes import ROWS
 from drumline.train.config.settings import TrainSettings
 from drumline.train.data.batch import Batch, Data
 from drumline.train.data.example import example_of
@@ -33,7 +34,7 @@ from drumline.train.loop.checkpoints import Checkpoints
 from drumline.train.loop.curve import Curve
 from drumline.train.loop.evaluate import Evaluation, Sample, evaluate, sample
 from drumline.train.loop.log import Log
-from drumline.train.loop.making import Calling, MakeModel, build, check, pipeline_arguments
+from drumline.train.loop.making import Calling, MakeModel, build, check, pipeline_arguments, rows_of
 from drumline.train.loop.memory import PeakMemory, resident
 from drumline.train.loop.optimizers import Optimizers
 from drumline.train.loop.progress import Progress, Tell, Told, Update
@@ -89,7 +90,8 @@ def _run_training(
         torch.set_num_threads(settings.run.threads)
     before = resident()
     built = build(settings, make_model)
-    data = make_data(settings, built, rank=0, size=1)
+    number, count = rows_of(settings)
+    data = make_data(settings, built, rank=number, size=count)
     folder = Path(settings.folder)
     example = example_of(data, settings.num_microbatches)
     arguments = pipeline_arguments(settings, built, example, folder, counts=data.counts)
@@ -142,7 +144,7 @@ class _Training:
     def run(self, tell: Tell | None) -> Trained:
         """Train to the end."""
         with ExitStack() as open_ones:
-            if self.pipe.rank == 0:
+            if self.pipe.rank == self.pipe.axes.number == 0:
                 self._log = open_ones.enter_context(closing(Log(self.pipe, self.settings, self.trained.folder)))
                 self._log.buckets(self.data.buckets)
                 if tell is None:
@@ -198,7 +200,8 @@ class _Training:
 
     def _peaks(self) -> tuple[int, ...]:
         told = self.pipe.gather(self.memory.by_rank(self.pipe.rank))
-        return tuple(size for _, size in sorted({rank: size for one in told for rank, size in one.items()}.items()))
+        pairs = [pair for one in told for pair in one.items()]
+        return tuple(max(size for at, size in pairs if at == rank) for rank in sorted({rank for rank, _ in pairs}))
 
     # ---- one update --------------------------------------------------------------------------------------------------
 
@@ -207,7 +210,8 @@ class _Training:
         settings = self.settings
         share = rate(settings.learning_rate, step, settings.run.steps)
         batches = [self._next(step) for _ in range(settings.batch.accumulate)]
-        losses = self._steps(step, batches)
+        counts = self._counted(batches)
+        losses = self._steps(step, batches, [tokens for tokens, _ in counts])
         norm = self.skips.clipped(settings.optimizer.clip_norm)
         self.optimizers.set_rate(share)
         if self.skips.allows:
@@ -218,8 +222,8 @@ class _Training:
         self.optimizers.zero_grad()
         trained = self.trained
         self.curve.add(losses, norm)
-        trained.num_tokens += sum(one.num_tokens for one in batches)
-        trained.num_padded += sum(one.num_padded for one in batches if one.num_tokens)
+        trained.num_tokens += sum(tokens for tokens, _ in counts)
+        trained.num_padded += sum(padded for tokens, padded in counts if tokens)
         skipped = self.skips.ended(step + 1)
         trained.num_skipped = self.skips.num_skipped
         if (step + 1) % settings.run.log_every == 0 or step + 1 == settings.run.steps:
@@ -237,9 +241,17 @@ class _Training:
             )
         return batch
 
-    def _steps(self, step: int, batches: list[Batch]) -> list[tuple[float, Tensor]]:
+    def _counted(self, batches: list[Batch]) -> list[tuple[int, int]]:
+        """Return the tokens that count and all places of every batch, with those of other lines of a mesh."""
+        own = [(one.num_tokens, one.num_padded) for one in batches]
+        if not self.pipe.axes.is_mesh:
+            return own
+        total = self.pipe.axes.summed(torch.tensor(own, dtype=torch.int64, device=self.pipe.device), *ROWS)
+        return [(tokens, padded) for tokens, padded in total.tolist()]
+
+    def _steps(self, step: int, batches: list[Batch], counts: list[int]) -> list[tuple[float, Tensor]]:
         """Run the batches of one update, and return the loss of each with its share of the tokens."""
-        total = sum(one.num_tokens for one in batches)
+        total = sum(counts)
         if not total:
             raise BatchError(
                 f"no token of step {step + 1} counts",
@@ -247,10 +259,10 @@ class _Training:
                 fix="use larger batches, or leave out data without targets",
             )
         found: list[tuple[float, StepResult]] = []
-        for batch in (one for one in batches if one.num_tokens):
+        for batch, tokens in ((one, count) for one, count in zip(batches, counts, strict=True) if count):
             args, kwargs = self.call(batch)
             self._bucket = batch.bucket if self.data.buckets else 0
-            part = batch.num_tokens / total
+            part = tokens / total
             weighs = self.memory.wants(self.pipe, batch)
             result = self.skips.run(partial(self.pipe.step, *args, share=part, **kwargs))
             if weighs:
