@@ -181,7 +181,7 @@ class Axes:
         group = self.group(*names)
         if group is None:
             return numbers
-        total = numbers.clone()
+        total = numbers.clone(memory_format=torch.contiguous_format)
         work = dist.all_reduce(total, group=group, async_op=True)
         assert work is not None
         self.wait(work, f"the sum over {' and '.join(names)}", names)
@@ -197,6 +197,22 @@ class Axes:
         assert work is not None
         self.wait(work, f"gathering a tensor of shape {tuple(tensor.shape)} over {name}", [name])
         return found
+
+    def scattered(self, parts: Sequence[Tensor], name: str) -> Tensor:
+        """Return the sum of what all ranks along an axis have for this one: of each rank's parts, its own place's."""
+        group = self.group(name)
+        if group is None:
+            return parts[0]
+        total = torch.empty_like(parts[0])
+        work = dist.reduce_scatter(total, list(parts), group=group, async_op=True)
+        assert work is not None
+        self.wait(work, f"a part of the sum over {name}, of shape {tuple(total.shape)}", [name])
+        return total
+
+    def open_groups(self, *each: Sequence[str]) -> None:
+        """Create the groups along several sets of axes ahead of use, in the same order on all ranks."""
+        for names in each:
+            self.group(*names)
 
     def totals(self, counts: Sequence[Any], device: torch.device) -> list[Any]:
         """Return the sums of a step's counts over all lines that see other tokens; each calls it once a step.
