@@ -23,6 +23,7 @@ from drumline.pipeline.model import splits
 from drumline.plan.device.plan import Plan
 from drumline.plan.device.planner import Planned
 from drumline.runtime.axes import axes as meshes
+from drumline.runtime.axes.tensor import styles
 from drumline.runtime.backward.compiled import Compile
 from drumline.runtime.batch import Split
 from drumline.runtime.blocks.cut import Model
@@ -47,7 +48,10 @@ def _is_count(value: Any) -> bool:
 # The accepted values of each option, and how errors describe them.
 _COUNT = "an integer of at least 1"
 _COUNTS = ("num_microbatches", "num_ranks", "stages_per_rank")
-_SWITCHES = ("master_weights", "check_finite", "check_model", "merge_weight_gradients", "capture", "weigh", "arrange")
+_SWITCHES = (
+    "master_weights", "check_finite", "check_model", "merge_weight_gradients", "capture", "weigh", "arrange",
+    "sequence_parallel",
+)  # fmt: skip
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_COUNTS, (lambda one: one is None or _is_count(one), _COUNT)),
     "ahead": (_is_count, _COUNT),
@@ -101,6 +105,8 @@ class Options:
     programs: Mapping[str, Program | str | Path | int] | None = None
     arrange: bool = False
     mesh: Mapping[str, int] | DeviceMesh | None = None
+    tensor_parallel: Mapping[str, Any] | None = None
+    sequence_parallel: bool = False
 
     def decided(self) -> Options:
         """Return the options with the plan's decisions applied and every value checked.
@@ -150,6 +156,13 @@ class Options:
                 expected="one line: the exchanges between lines are not part of CUDA graphs",
                 fix="use capture=False",
             )
+        if sizes.get("tp", 1) > 1:
+            if self.compile:
+                raise UsageError(
+                    f"compile is {self.compile!r:.40} and the mesh is {meshes.shown(sizes)}",
+                    expected="compile=False: the exchanges inside divided layers are not part of compiled code",
+                )
+            styles.Plan.of(self.tensor_parallel, self.model)
 
     def _check_auto(self) -> None:
         """Refuse to search if nothing is measured, or if a recorded run would have two programs."""

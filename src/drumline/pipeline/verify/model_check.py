@@ -15,8 +15,8 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -36,6 +36,7 @@ from drumline.pipeline.verify.plain import Plain
 from drumline.pipeline.verify.plain_step import Slice, Wanted, plain_step
 from drumline.pipeline.verify.relay import GaveUp, Places, Relay
 from drumline.pipeline.verify.verdict import FLOOR, Checked, Outcome, allowed_off, verdict
+from drumline.runtime.axes.tensor.layers import TensorParallel, is_partial
 from drumline.runtime.blocks.cut import Block, Model
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.gradients.clip import Witness
@@ -64,11 +65,12 @@ class ModelCheck:
         blocks: Sequence[Block],
         crew: Crew,
         intake: Intake,
-        *,
         is_on: bool,
         different: tuple[int, int, str] | None,
+        tensors: TensorParallel | None = None,
     ) -> None:
-        self.is_pending = is_on and not is_chain(model)  # else nothing was followed
+        self.is_pending = is_on and (tensors is not None or not is_chain(model))  # else nothing was followed
+        self._tensors = tensors
         self.checked: Checked | None = None
         self.refusal: DrumlineError | None = None
         self._crew, self._intake = crew, intake
@@ -127,11 +129,38 @@ class ModelCheck:
             return
         assert self._plain is not None
         started, number = time.perf_counter(), step.number
-        named = self._named = self._plain.named_parameters()
         self._held = [(one, dict(self._holdings.named_on(one))) for one in self._engine.executors]
+        with self._whole():
+            given = self._asked(step, called, target, factor)
+        self._named = self._plain.named_parameters()
+        wanted = {} if self._wanted is None else self._wanted.gradients
+        for executor, held in self._held:
+            pairs = ((one, wanted.get(self._named[name])) for name, one in held.items() if name in self._named)
+            executor.witness = Witness(given.microbatch, {one: each for one, each in pairs if each is not None})
+        self._seconds = time.perf_counter() - started
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Have the model as one process has it inside; what was wanted of it is then wanted of the parts here."""
+        if self._tensors is None or self._plain is None:
+            yield
+            return
+        with self._tensors.whole():
+            yield
+            wholes = self._plain.named_parameters()
+        if self._wanted is not None:
+            own, wanted = self._plain.named_parameters(), self._wanted.gradients
+            parts = {own[name]: self._tensors.part_of(own[name], wanted[one]) for name, one in wholes.items() if one in wanted}
+            self._wanted = replace(self._wanted, gradients=parts)
+
+    def _asked(self, step: Step, called: Any, target: Any, factor: float) -> Slice:
+        """Run one microbatch through the model by itself, and return it."""
+        assert self._plain is not None
+        number = step.number
+        named = self._named = self._plain.named_parameters()
         local = self._cut(number, called, target)
         here = Places.of(block for stage in self._engine.stages() for block in stage.blocks)
-        mine = {name: one for _, held in self._held for name, one in held.items()}
+        mine = {name: one for executor, _ in self._held for name, one in self._holdings.named_on(executor)}
         if self._crew.alone:  # what is the model's own parameter cannot be another than that
             mine = {name: one for name, one in mine.items() if named.get(name) is not one}
         card = _Card(local is not None, samples_of(mine), _is_whole(self._plain), here, Given.of(called, target))
@@ -141,15 +170,13 @@ class ModelCheck:
         self._given = given = given or self._passed_on(number, called, target)
         if all(one.is_whole for one in told):
             self._reason = _stale(named, [one.samples for one in told])
+        elif is_chain(self._plain.model):
+            self._reason = "each rank has only its own stages in memory"
         else:
             self._relay = self._relayed(here, told)
         if not self._reason:
             self._wanted = self._run(given, step.draw, factor)
-        wanted = {} if self._wanted is None else self._wanted.gradients
-        for executor, held in self._held:
-            pairs = ((one, wanted.get(named[name])) for name, one in held.items() if name in named)
-            executor.witness = Witness(given.microbatch, {one: each for one, each in pairs if each is not None})
-        self._seconds = time.perf_counter() - started
+        return given
 
     def _all_told(self, what: str, value: Any) -> list[Any]:
         """Tell all ranks the same of each rank of this process, and return what every rank told."""
@@ -312,6 +339,8 @@ class ModelCheck:
                 gradient = executor.witness.gradients.get(one)
                 if gradient is not None:
                     found[name] = found[name] + gradient if name in found else gradient
+                if self._tensors is not None and is_partial(one):
+                    found[name] = self._tensors.sum_of(found.get(name, torch.zeros_like(one, device=_HOST)), one)
         return found
 
     def _output(self) -> Any:
@@ -326,7 +355,8 @@ class ModelCheck:
         """Whether the model by itself returns something else when it is run again."""
         assert self._given is not None
         assert self._wanted is not None
-        again = self._run(self._given, step.draw, step.factor)
+        with nullcontext() if self._tensors is None else self._tensors.whole():
+            again = self._run(self._given, step.draw, step.factor)
         return again is None or outputs_off(again.output, self._wanted.output) > self._allowed
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from drumline.core.errors import ModelError
 from drumline.runtime.axes.axes import Axes
 from drumline.runtime.axes.reduce import share_values
-from drumline.runtime.axes.slices import Slice
+from drumline.runtime.axes.slices import Slice, slice_of
 from drumline.runtime.axes.tensor import passing
 from drumline.runtime.axes.tensor.divide import Divided, divided_by, head_counts
 from drumline.runtime.axes.tensor.passing import AXIS, is_traced
@@ -156,6 +156,15 @@ class TensorParallel:
             entries.append((vars(self.sequenced), "is_on", False))
         with put_in(entries):
             yield
+
+    def part_of(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        """Return of a whole tensor the part that a parameter is of its whole."""
+        part = slice_of(parameter)
+        return whole if part is None else part.local(whole, self.axes.place(AXIS), self.axes.size(AXIS))
+
+    def sum_of(self, gradient: Tensor, parameter: Tensor) -> Tensor:
+        """Return the sum of a gradient over tp, on the gradient's own device."""
+        return passing.sum_of(self.axes, gradient.to(parameter.device)).to(gradient.device)
 
     # ---- exchanges ---------------------------------------------------------------------------------------------------
 
@@ -296,6 +305,11 @@ def replaced_in(args: Any, kwargs: Any, given: Tensor) -> Any:
         return (given, *args[1:]), kwargs
     name = next(iter(kwargs))
     return args, {**kwargs, name: given}
+
+
+def is_partial(parameter: Tensor) -> bool:
+    """Whether a parameter's gradient is the sum of all lines'."""
+    return AXIS in getattr(parameter, "partial_over", ())
 
 
 def _makes_part(one: Divided) -> bool:
