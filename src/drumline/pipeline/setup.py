@@ -192,7 +192,11 @@ class _SetUp:
 
     def _divide(self, tensors: TensorParallel, stages: Sequence[Sequence[Block]]) -> None:
         """Replace the parameters of this process's stages by its parts of them."""
-        tensors.divide([block for at in self._held() for block in stages[at]], self.device)
+        held = self._held()
+        own, others = (
+            [block for at, stage in enumerate(stages) if (at in held) is mine for block in stage] for mine in (True, False)
+        )
+        tensors.divide(own, others, self.device)
         plan = plan_of(block for stage in stages for block in stage)
         if plan is not None:
             plan.watch.has_changed()  # the exchanges are no change of the user's

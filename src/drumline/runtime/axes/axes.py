@@ -203,6 +203,8 @@ class Axes:
         group = self.group(name)
         if group is None:
             return parts[0]
+        if parts[0].is_cpu:  # gloo sums all parts too, and its work does not say when it is done
+            return self.summed(torch.stack(list(parts)), name)[self.place(name)]
         total = torch.empty_like(parts[0])
         work = dist.reduce_scatter(total, list(parts), group=group, async_op=True)
         assert work is not None
@@ -252,8 +254,7 @@ class Axes:
             if now - looked > _LOOK_SECONDS:
                 self.look()
                 looked = now
-            if now - started > _SPIN_SECONDS:
-                time.sleep(1e-4)
+            time.sleep(1e-4 if now - started > _SPIN_SECONDS else 0.0)  # the other rank may need this core
         try:
             work.wait()
         except RuntimeError as error:

@@ -36,11 +36,11 @@ from drumline.runtime.weights.catalogue import places_in
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """A place of a divided parameter."""
+    """A place of a divided parameter, of which this line holds `local`."""
 
-    module: nn.Module
+    table: dict[str, Any]
     key: str
-    slice: Slice
+    local: nn.Parameter
 
 
 class TensorParallel:
@@ -71,12 +71,17 @@ class TensorParallel:
 
     # ---- dividing ----------------------------------------------------------------------------------------------------
 
-    def divide(self, blocks: Sequence[Block], device: torch.device) -> None:
-        """Replace the parameters of these blocks by this line's parts of them; all lines call it alike."""
+    def divide(self, blocks: Sequence[Block], others: Sequence[Block], device: torch.device) -> None:
+        """Replace the parameters of these blocks by this line's parts of them; all lines call it alike.
+
+        `others` are the model's other blocks. They stay whole, and share what they shared while the model is whole.
+        """
         held = {module for block in blocks for module in block.module.modules()}
         mine = [one for one in self.found if one.module in held]
         made: dict[int, nn.Parameter] = {}
-        places = [place for block in blocks for place in places_in(block) if place.is_parameter]
+        places, elsewhere = (
+            [place for block in each for place in places_in(block) if place.is_parameter] for each in (blocks, others)
+        )
         for one in mine:
             for key, part in one.slices.items():
                 whole = one.module._parameters[key]
@@ -84,9 +89,10 @@ class TensorParallel:
                 if id(whole) not in made:
                     local = made[id(whole)] = self._local(whole, part, device)
                     made[id(local)] = local
+                    self._parts += [_Part(place.table, place.key, local) for place in elsewhere if place.tensor is whole]
                     for place in (place for place in places if place.tensor is whole):
                         place.table[place.key] = local
-                self._parts.append(_Part(one.module, key, part))
+                        self._parts.append(_Part(place.table, place.key, local))
             self._attach(one)
             if isinstance(one.style, Partial):
                 mark_partial(one.module.parameters())
@@ -144,13 +150,12 @@ class TensorParallel:
         wholes: dict[int, nn.Parameter] = {}
         entries: list[tuple[dict[str, Any], str, Any]] = list(self._attributes)
         for one in self._parts:
-            local = one.module._parameters[one.key]
-            assert local is not None
-            if id(local) not in wholes:
-                whole = one.slice.whole(self.axes.gathered(local.detach(), AXIS))
+            local, part = one.local, slice_of(one.local)
+            if id(local) not in wholes and part is not None:
+                whole = part.whole(self.axes.gathered(local.detach(), AXIS))
                 wholes[id(local)] = nn.Parameter(whole, local.requires_grad)
                 wholes[id(local)]._backward_hooks = local._backward_hooks
-            entries.append((one.module._parameters, one.key, wholes[id(local)]))
+            entries.append((one.table, one.key, wholes[id(local)]))
         entries.append((vars(self), "is_on", False))
         if self.sequenced is not None:
             entries.append((vars(self.sequenced), "is_on", False))
