@@ -43,12 +43,14 @@ if TYPE_CHECKING:
     from drumline.report.compare import compare
     from drumline.report.draw.grid import grid
     from drumline.report.kineto.analysis import analyze
+    from drumline.runtime.axes.tensor.styles import Colwise, Rowwise
     from drumline.runtime.microbatches import Microbatches
     from drumline.schedules import generate, schedule
 
 _HOME = {
     "Action": "core.action",
     "B": "core.action",
+    "Colwise": "runtime.axes.tensor.styles",
     "Costs": "core.costs",
     "DrumlineError": "core.errors",
     "Edge": "core.costs",
@@ -62,6 +64,7 @@ _HOME = {
     "Placement": "core.placement",
     "Plan": "plan.device.plan",
     "Program": "core.program",
+    "Rowwise": "runtime.axes.tensor.styles",
     "Run": "core.measured.run",
     "Timeline": "core.timeline.timeline",
     "Violation": "core.prove.violation",
@@ -94,6 +97,7 @@ _HOME = {
 __all__ = [
     "Action",
     "B",
+    "Colwise",
     "Costs",
     "DrumlineError",
     "Edge",
@@ -107,6 +111,7 @@ __all__ = [
     "Placement",
     "Plan",
     "Program",
+    "Rowwise",
     "Run",
     "Timeline",
     "Violation",

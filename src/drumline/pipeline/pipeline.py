@@ -84,6 +84,9 @@ class Pipeline:
       in a different order.
     - `mesh`: several pipelines side by side that train one model, as a dict or a DeviceMesh: `{"pp": 2, "dp": 2}`.
       Each rank passes its part of the batch, `pipe.axes.rows`. See the page on meshes.
+    - `tensor_parallel`: how an axis tp divides layers, as a dict from patterns of their names to styles, such as
+      `{"*.q_proj": "colwise", "*.o_proj": "rowwise"}`. Default: the model's own `tensor_parallel_plan` or `tp_plan`.
+    - `sequence_parallel`: between layers that tp divides, also divide the tokens of each row.
     - `record`: True keeps the last step's timeline (default), False records nothing, a folder stores the whole run.
     """
 
@@ -287,8 +290,7 @@ class Pipeline:
 
     def named_master_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that optimizers update: float32 copies with `master_weights`, else the parameters."""
-        masters = self._updates.masters
-        return self.named_parameters() if masters is None else masters.named(self.named_parameters())
+        return self._updates.named(self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this process's parameters by their names in the unsplit model; a tied one once, by its first name."""
@@ -308,9 +310,10 @@ class Pipeline:
         """Return this process's parameters and persistent buffers by their names in the unsplit model.
 
         Together, all processes return every tensor of the model once. One rank returns a tied tensor, by its first
-        name.
+        name. In a mesh each line returns all of it; tensors of which lines hold parts come whole, so that all ranks
+        must call this.
         """
-        return self._holdings.state_dict()
+        return self._holdings.whole_state_dict()
 
     def load_state_dict(self, mapping: Mapping[str, Any]) -> None:
         """Load parameters and buffers by their names in the unsplit model; call it on every rank.

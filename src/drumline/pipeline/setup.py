@@ -194,7 +194,8 @@ class _SetUp:
         """Replace the parameters of this process's stages by its parts of them."""
         held = self._held()
         own, others = (
-            [block for at, stage in enumerate(stages) if (at in held) is mine for block in stage] for mine in (True, False)
+            [block for at, stage in enumerate(stages) if (at in held) is mine for block in stage]
+            for mine in (True, False)
         )
         tensors.divide(own, others, self.device)
         plan = plan_of(block for stage in stages for block in stage)

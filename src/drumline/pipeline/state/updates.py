@@ -27,6 +27,7 @@ from drumline.pipeline.record.recording import Recording
 from drumline.pipeline.state.optimizer_state import NamedTensors, StateByName
 from drumline.pipeline.state.scaler import LossScaler, multiplied
 from drumline.pipeline.state.tensors import Holdings
+from drumline.pipeline.state.whole_matrices import WholeMatrices, needs_wholes
 from drumline.pipeline.verify.model_check import ModelCheck
 from drumline.runtime.executor import Step
 from drumline.runtime.precision import LOW, Precision
@@ -43,6 +44,7 @@ class Updates(Observer):
         self._recording, self._check = recording, check
         self.scaler = LossScaler() if precision.scales else None
         self.masters = Masters() if master_weights else None
+        self.wholes = WholeMatrices(holdings.crew.axes, precise=master_weights)
         self._own: WeakSet[Optimizer] = WeakSet()
         self._made: list[ref[Optimizer]] = []  # in the order in which they were asked for
 
@@ -122,17 +124,33 @@ class Updates(Observer):
                 f"pipe.optimizer got {kind!r:.60}",
                 expected="an optimizer class, as in pipe.optimizer(torch.optim.AdamW)",
             )
-        of = (lambda one: one) if self.masters is None else self.masters.of
-        made = kind([{"params": [of(one) for one in parameters]}], **settings)
+        if needs_wholes(kind):
+            self.wholes.cover(parameters)
+        updated = [self.updated(one) for one in parameters]
+        made = kind([{"params": updated}], **settings)
+        copied = any(one is not other for one, other in zip(updated, parameters, strict=True))
         StateByName(named).attach(made)
         self._made.append(ref(made))
-        if self.scaler is not None or self.masters is not None or not parameters:
+        if self.scaler is not None or self.masters is not None or copied or not parameters:
             # No guard finds an optimizer without parameters here, and it must not step where others are held back.
             self._own.add(made)
             # Use bound methods, because learning-rate schedulers wrap the function of what they find here.
             setattr(made, "step", MethodType(self._step(parameters), made))  # noqa: B010 - a method of this one instance
             setattr(made, "zero_grad", MethodType(self._zero_grad(parameters), made))  # noqa: B010
         return made
+
+    def updated(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the tensor that an optimizer updates for a parameter: a whole or more precise copy, or itself."""
+        whole = self.wholes.of(parameter)
+        if whole is not None:
+            return whole
+        return parameter if self.masters is None else self.masters.of(parameter)
+
+    def named(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the updated tensor of each of these parameters, by name."""
+        if self.masters is not None:
+            self.masters.catch_up()
+        return ((name, self.updated(one)) for name, one in parameters)
 
     def _step(self, parameters: Sequence[nn.Parameter]) -> Callable[..., Any]:
         def step(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> None:
@@ -144,9 +162,11 @@ class Updates(Observer):
                 return
             if self.masters is not None:
                 self.masters.take(parameters)
+            self.wholes.take(parameters)
             type(optimizer).step(optimizer)
             if self.masters is not None:
                 self.masters.give(parameters)
+            self.wholes.give(parameters)
 
         return step
 
@@ -200,12 +220,12 @@ class Masters:
 
     def named(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the updated tensor of each of these parameters, by name."""
-        self._catch_up()
+        self.catch_up()
         return ((name, self.of(one)) for name, one in parameters)
 
     def take(self, parameters: Iterable[nn.Parameter]) -> None:
         """Before an optimizer steps, give the copies of its parameters the gradients and any outside changes."""
-        self._catch_up()
+        self.catch_up()
         for parameter in parameters:
             if parameter in self._copies:
                 self._copies[parameter].grad = parameter.grad
@@ -221,7 +241,7 @@ class Masters:
             self._seen[parameter] = _mark(parameter)
 
     @torch.no_grad()
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         """Adopt parameters that other code has changed, such as a loaded state or an initialisation."""
         for parameter, copy in self._copies.items():
             if _mark(parameter) != self._seen[parameter]:

@@ -150,7 +150,11 @@ class ModelCheck:
             wholes = self._plain.named_parameters()
         if self._wanted is not None:
             own, wanted = self._plain.named_parameters(), self._wanted.gradients
-            parts = {own[name]: self._tensors.part_of(own[name], wanted[one]) for name, one in wholes.items() if one in wanted}
+            parts = {
+                own[name]: self._tensors.part_of(own[name], wanted[one])
+                for name, one in wholes.items()
+                if one in wanted
+            }
             self._wanted = replace(self._wanted, gradients=parts)
 
     def _asked(self, step: Step, called: Any, target: Any, factor: float) -> Slice:

@@ -89,7 +89,9 @@ class TensorParallel:
                 if id(whole) not in made:
                     local = made[id(whole)] = self._local(whole, part, device)
                     made[id(local)] = local
-                    self._parts += [_Part(place.table, place.key, local) for place in elsewhere if place.tensor is whole]
+                    self._parts += [
+                        _Part(place.table, place.key, local) for place in elsewhere if place.tensor is whole
+                    ]
                     for place in (place for place in places if place.tensor is whole):
                         place.table[place.key] = local
                         self._parts.append(_Part(place.table, place.key, local))

@@ -26,7 +26,7 @@ from drumline.runtime.axes.axes import Axes
 from drumline.runtime.axes.tensor import passing
 from drumline.runtime.axes.tensor.divide import Divided
 from drumline.runtime.axes.tensor.passing import AXIS
-from drumline.runtime.axes.tensor.styles import Colwise, Partial, Rowwise
+from drumline.runtime.axes.tensor.styles import Colwise, Rowwise
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.blocks.pieces import Piece
 

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
-
 from drumline.core.errors import ModelError, UsageError, nearest
 
 
@@ -113,9 +111,7 @@ def style_named(pattern: str, given: Any) -> Style:
     if isinstance(given, Style):
         parts = getattr(given, "parts", 1)
         if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
-            raise UsageError(
-                f"tensor_parallel gives {pattern!r} parts={parts!r}", expected="an integer of at least 1"
-            )
+            raise UsageError(f"tensor_parallel gives {pattern!r} parts={parts!r}", expected="an integer of at least 1")
         return given
     return _of_torch(pattern, given)
 
