@@ -121,10 +121,8 @@ def alone(kind: str, num_steps: int, optimizer: type[torch.optim.Optimizer] = to
     losses = []
     for step in range(num_steps):
         x, y = batch(step)
-        if kind == "llama":
-            loss = loss_fn(model(input_ids=x).logits[:, :-1], y[:, 1:])
-        else:
-            loss = loss_fn(model(x), y)
+        output, target = (model(input_ids=x).logits[:, :-1], y[:, 1:]) if kind == "llama" else (model(x), y)
+        loss = loss_fn(output, target)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         update.step()

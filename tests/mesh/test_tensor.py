@@ -76,14 +76,21 @@ def trained(names: list[str]) -> dict[str, tuple[list[float], int]]:
                 losses.append(stepped(pipe, step))
                 optimizer.step()
                 optimizer.zero_grad()
-            assert pipe.checked is not None and not pipe.checked.unchecked
+            assert pipe.checked is not None
+            assert not pipe.checked.unchecked
             found[name] = losses, pipe.checked.num_parameters
     return found
 
 
 def others() -> dict[str, Any]:
     """Return what else four ranks show, in one launch."""
-    return {"muon": _muon(), "states": _states(), "refused": _refused(), "dropout": _dropout()}
+    return {
+        "muon": _muon(),
+        "states": _states(),
+        "evaluated": _evaluated(),
+        "dropout": _dropout(),
+        "refused": _refused(),
+    }
 
 
 def _muon() -> list[float]:
@@ -119,6 +126,21 @@ def _states() -> dict[str, torch.Tensor]:
             assert (one.shape == pipe.parameter_shapes()[name]) is not divided
             assert state[name].shape == pipe.parameter_shapes()[name]
         return state
+
+
+def _evaluated() -> list[torch.Tensor | None]:
+    """Return outputs: of an input of another length, and after the model's mode changed, so that it is traced again."""
+    model = gpt()
+    with Pipeline(
+        model, loss_fn=loss_fn, example=batch(0)[0], balance="even", num_microbatches=4, mesh=PP2_TP2, timeout=120.0
+    ) as pipe:
+        stepped(pipe, 0)
+        found = [pipe.eval_step(batch(0)[0][:, :4]).output]
+        model.eval()
+        found.append(pipe.eval_step(batch(0)[0]).output)
+        model.train()
+        stepped(pipe, 0)
+        return found
 
 
 def _dropout() -> list[float]:
@@ -209,6 +231,9 @@ def test_whole_matrices_states_dropout_and_refusals() -> None:
     torch.optim.SGD(reference.parameters(), lr=0.1).step()
     for name, one in some(reference.state_dict().items()):
         torch.testing.assert_close(whole[name], one, rtol=1e-5, atol=1e-6)
+    model, x = gpt(), batch(0)[0]
+    for made, wanted in some(zip(each[3]["evaluated"], (model(x[:, :4]), model(x)), strict=True)):
+        torch.testing.assert_close(made, wanted.detach(), rtol=1e-5, atol=1e-6)
     with Pipeline(chain(dropout=0.2), loss_fn=loss_fn, num_microbatches=4, num_ranks=1) as pipe:
         alike = [stepped(pipe, step) for step in range(2)]
     near(each[0]["dropout"], alike * 2, "dropout")

@@ -1,6 +1,6 @@
 """Whole copies of divided matrices, for optimizers whose update of one element needs the whole matrix, such as Muon.
 
-    gradients of all lines ──gathered──► whole gradient ──► the optimizer steps on the whole copy ──► each keeps its part
+    gradients of all lines ──gathered──► whole gradient ──► the optimizer steps on the copy ──► each keeps its part
 
 Every line along the axis computes the same update. It costs the memory and time of the undivided matrices.
 """

@@ -128,7 +128,7 @@ class ModelCheck:
         if not self.is_pending:
             return
         assert self._plain is not None
-        started, number = time.perf_counter(), step.number
+        started = time.perf_counter()
         self._held = [(one, dict(self._holdings.named_on(one))) for one in self._engine.executors]
         with self._whole():
             given = self._asked(step, called, target, factor)

@@ -1,7 +1,8 @@
 """Sequence parallelism: between divided layers, each line has a part of every row instead of all of it.
 
-    whole ─[split]─► norm ─[spread]─► q, k, v, attention, o ─[added]─► + ─► norm ─[spread]─► mlp ─[added]─► + ─[gathered]─► whole
-                     a part of the tokens    whole rows, some heads    a part of the tokens ...
+    whole ─split─► norm ─spread─► q, k, v, attention, o ─added─► + ─► norm ─spread─► mlp ─added─► + ─gathered─► whole
+                   a part of      whole rows, some heads         a part of
+                   the tokens                                    the tokens
 
 The norms, dropouts and sums between the divided layers work on their part of the tokens alone: their activations take
 1/tp of the memory, and instead of one sum of whole rows there are a gathering and a sum of parts, which move as much.

@@ -3,8 +3,8 @@
     "layers.*.q_proj": "colwise"       each line has some rows of the weight, and makes some of the output's columns
     "layers.*.o_proj": "rowwise"       each line has some columns of the weight; the lines' outputs are added up
 
-A plan is a dict from patterns (`fnmatch`) to styles. A style is a name, an object such as `Colwise(parts=3)`, or torch's
-own `ColwiseParallel()` and `RowwiseParallel()`. Hugging Face models bring a plan of their own.
+A plan is a dict from patterns (`fnmatch`) to styles. A style is a name, an object such as `Colwise(parts=3)`, or
+torch's own `ColwiseParallel()` and `RowwiseParallel()`. Hugging Face models bring a plan of their own.
 """
 
 from __future__ import annotations
