@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from typing import Any
 
 import pytest
@@ -94,7 +96,8 @@ def others() -> dict[str, Any]:
 
 
 def _muon() -> list[float]:
-    with pipeline("chain", "zb-v", PP2_TP2) as pipe:
+    with warnings.catch_warnings(), pipeline("chain", "zb-v", PP2_TP2) as pipe:
+        warnings.simplefilter("ignore")
         matrices = [name for name, shape in pipe.parameter_shapes().items() if len(shape) == 2]
         optimizer = pipe.optimizer(torch.optim.Muon, names=matrices, lr=1e-3)
         losses = []
@@ -169,8 +172,6 @@ def _error(**settings: Any) -> str:
 
 
 def _refused() -> dict[str, str]:
-    import os
-
     three, x = {"num_heads": 3, "num_key_value_heads": 3, "hidden": 12, "qk_norm": False}, batch(0)[0]
     return {
         "no plan": _error(),
@@ -178,7 +179,7 @@ def _refused() -> dict[str, str]:
         "uneven": _error(model=nn.Sequential(nn.Embedding(24, 5), nn.Linear(5, 9)), tensor_parallel={"1": "colwise"}),
         "heads": _error(model=gpt(**three), example=x, balance="parameters"),
         "drawn": _error(model=gpt(dropout=0.5), example=x, balance="parameters"),
-        "rows": _error(tensor_parallel=plan(), step=int(os.environ["RANK"])),
+        "rows": _error(tensor_parallel=plan(), step=int(os.environ["RANK"]) % 2),
         "compile": _error(tensor_parallel=plan(), compile="aot_eager"),
     }
 
@@ -220,7 +221,9 @@ def test_losses_are_those_of_one_process_over_20_steps() -> None:
 
 def test_whole_matrices_states_dropout_and_refusals() -> None:
     each = launch(others, num_ranks=4)
-    near(each[0]["muon"], alone("chain", 3, torch.optim.Muon), "muon")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about products in bf16 on some processors
+        near(each[0]["muon"], alone("chain", 3, torch.optim.Muon), "muon")
     whole = {name: one for found in each for name, one in found["states"].items()}
     reference = chain()
     with torch.no_grad():

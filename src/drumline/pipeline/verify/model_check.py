@@ -132,7 +132,8 @@ class ModelCheck:
         self._held = [(one, dict(self._holdings.named_on(one))) for one in self._engine.executors]
         with self._whole():
             given = self._asked(step, called, target, factor)
-        self._named = self._plain.named_parameters()
+        if self._tensors is not None:
+            self._named = self._own()
         wanted = {} if self._wanted is None else self._wanted.gradients
         for executor, held in self._held:
             pairs = ((one, wanted.get(self._named[name])) for name, one in held.items() if name in self._named)
@@ -149,13 +150,15 @@ class ModelCheck:
             yield
             wholes = self._plain.named_parameters()
         if self._wanted is not None:
-            own, wanted = self._plain.named_parameters(), self._wanted.gradients
-            parts = {
-                own[name]: self._tensors.part_of(own[name], wanted[one])
-                for name, one in wholes.items()
-                if one in wanted
-            }
+            own, wanted = self._own(), self._wanted.gradients
+            named = [(own[name], wanted[one]) for name, one in wholes.items() if one in wanted]
+            parts = {one: self._tensors.part_of(one, gradient) for one, gradient in named}
             self._wanted = replace(self._wanted, gradients=parts)
+
+    def _own(self) -> dict[str, nn.Parameter]:
+        """Return the model's parameters by name; of those that are held here, what is held."""
+        assert self._plain is not None
+        return self._plain.named_parameters() | {name: one for _, held in self._held for name, one in held.items()}
 
     def _asked(self, step: Step, called: Any, target: Any, factor: float) -> Slice:
         """Run one microbatch through the model by itself, and return it."""

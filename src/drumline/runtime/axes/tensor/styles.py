@@ -199,7 +199,7 @@ class Plan:
                 raise UsageError(
                     f"tensor_parallel names {pattern!r}, and no module of the model matches it",
                     expected="the name of a module, or a pattern like 'layers.*.q_proj'",
-                    fix=nearest(pattern.replace("*", "0"), known) if len(known) < 400 else "",
+                    fix=f"the model's modules are named like {', '.join(known[-3:])}" if known else "",
                 )
 
 
