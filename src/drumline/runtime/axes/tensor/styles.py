@@ -160,6 +160,7 @@ class Plan:
     def of(given: Any, model: Any) -> Plan:
         """Return the plan that the user gives or the model brings.
 
+        >>> from torch import nn
         >>> Plan.of(None, nn.Linear(2, 2))
         Traceback (most recent call last):
         drumline.core.errors.ModelError: the mesh has an axis tp, and Linear has no tensor_parallel_plan; ...
