@@ -47,10 +47,9 @@ def pipeline(kind: str, schedule: str, mesh: dict[str, int], **settings: Any) ->
         model,
         loss_fn=None if kind == "llama" else loss_fn,
         schedule=schedule,
-        num_microbatches=4 // mesh.get("dp", 1),
         mesh=mesh,
         timeout=120.0,
-        **{**how, **settings},
+        **{"num_microbatches": 4 // mesh.get("dp", 1), **how, **settings},
     )
 
 
