@@ -110,7 +110,8 @@ class TensorParallel:
         there = whole.detach().to(device)
         share_values(self.axes, [there])  # so that the lines' parts are those of one model
         local = part.local(there, self.axes.place(AXIS), self.axes.size(AXIS))
-        made = nn.Parameter(local.clone() if local.data_ptr() == there.data_ptr() else local, whole.requires_grad)
+        # A part that is a view would keep the whole in memory.
+        made = nn.Parameter(local if local._base is None else local.clone(), whole.requires_grad)
         made.__dict__.update(vars(whole))
         made._backward_hooks = whole._backward_hooks
         made.slice = part  # type: ignore[attr-defined]
