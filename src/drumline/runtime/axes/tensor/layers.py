@@ -264,7 +264,7 @@ def _sorted(tensor: Tensor, outer: int, inner: int) -> Tensor:
     >>> _sorted(torch.tensor([[0, 4, 1, 5]]), 2, 2)
     tensor([[0, 1, 4, 5]])
     """
-    return tensor.unflatten(-1, (outer, inner, -1)).transpose(-3, -2).flatten(-3)
+    return tensor.reshape(*tensor.shape[:-1], outer, inner, -1).transpose(-3, -2).flatten(-3)
 
 
 class _Lookup:
