@@ -44,12 +44,14 @@ if TYPE_CHECKING:
     from drumline.report.compare import compare
     from drumline.report.draw.grid import grid
     from drumline.report.kineto.analysis import analyze
+    from drumline.runtime.axes.tensor.styles import Colwise, Rowwise
     from drumline.runtime.microbatches import Microbatches
     from drumline.schedules import generate, schedule
 
 _HOME = {
     "Action": "core.action",
     "B": "core.action",
+    "Colwise": "runtime.axes.tensor.styles",
     "Costs": "core.costs",
     "DrumlineError": "core.errors",
     "Edge": "core.costs",
@@ -63,6 +65,7 @@ _HOME = {
     "Placement": "core.placement",
     "Plan": "plan.device.plan",
     "Program": "core.program",
+    "Rowwise": "runtime.axes.tensor.styles",
     "Run": "core.measured.run",
     "Timeline": "core.timeline.timeline",
     "Violation": "core.prove.violation",
@@ -96,6 +99,7 @@ _HOME = {
 __all__ = [
     "Action",
     "B",
+    "Colwise",
     "Costs",
     "DrumlineError",
     "Edge",
@@ -109,6 +113,7 @@ __all__ = [
     "Placement",
     "Plan",
     "Program",
+    "Rowwise",
     "Run",
     "Timeline",
     "Violation",

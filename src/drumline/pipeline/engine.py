@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -24,7 +24,7 @@ from drumline.pipeline.observer import Observer
 from drumline.pipeline.programs import forwards_of
 from drumline.runtime.axes.axes import DATA
 from drumline.runtime.axes.context import WholeContext
-from drumline.runtime.axes.reduce import Reducer
+from drumline.runtime.axes.reduce import Reducer, summed_over
 from drumline.runtime.axes.sharding import FullShards
 from drumline.runtime.capture.capture import Capture
 from drumline.runtime.capture.cuda import clock_for, recorder_for
@@ -90,7 +90,7 @@ class Engine(Observer):
             merge_weight_gradients=merge,
             scale=None if self._weigh == "never" else Scale(stages.values()),
             ties=self.assembly.ties,
-            reducer=Reducer(self._crew.axes) if self._crew.axes.size(*DATA) > 1 else None,
+            reducer=Reducer(self._crew.axes) if self._sums(stages.values()) else None,
         )
 
     def divide(self, shards: FullShards) -> None:
@@ -98,6 +98,12 @@ class Engine(Observer):
         for executor in self.executors:
             executor.shards = executor.exchange.shards = shards
             executor.jobs = executor.translated()
+
+    def _sums(self, stages: Iterable[Stage]) -> bool:
+        """Whether gradients of these stages are summed over other lines."""
+        axes = self._crew.axes
+        parameters = (one for stage in stages for one in stage.parameters)
+        return axes.size(*DATA) > 1 or any(axes.size(*summed_over(one)) > 1 for one in parameters)
 
     @property
     def evaluators(self) -> list[Executor]:

@@ -23,6 +23,7 @@ from drumline.pipeline.model import splits
 from drumline.plan.device.plan import Plan
 from drumline.plan.device.planner import Planned
 from drumline.runtime.axes import axes as meshes
+from drumline.runtime.axes.tensor import styles
 from drumline.runtime.backward.compiled import Compile
 from drumline.runtime.batch import Split
 from drumline.runtime.blocks.cut import Model
@@ -49,7 +50,7 @@ _COUNT = "an integer of at least 1"
 _COUNTS = ("num_microbatches", "num_ranks", "stages_per_rank")
 _SWITCHES = (
     "master_weights", "check_finite", "check_model", "merge_weight_gradients", "capture", "weigh", "arrange",
-    "continue_record",
+    "continue_record", "sequence_parallel",
 )  # fmt: skip
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_COUNTS, (lambda one: one is None or _is_count(one), _COUNT)),
@@ -112,6 +113,8 @@ class Options:
     arrange: bool = False
     mesh: Mapping[str, int] | DeviceMesh | None = None
     zero: int | Mapping[int, int] = 0
+    tensor_parallel: Mapping[str, Any] | None = None
+    sequence_parallel: bool = False
 
     def decided(self) -> Options:
         """Return the options with the plan's decisions applied and every value checked.
@@ -166,6 +169,13 @@ class Options:
                 f"compile is {self.compile!r:.40} and the mesh is {meshes.shown(sizes)}",
                 expected="compile=False with cp: compiled attention would see a part of the sequence only",
             )
+        if sizes.get("tp", 1) > 1:
+            if self.compile:
+                raise UsageError(
+                    f"compile is {self.compile!r:.40} and the mesh is {meshes.shown(sizes)}",
+                    expected="compile=False: the exchanges inside divided layers are not part of compiled code",
+                )
+            styles.Plan.of(self.tensor_parallel, self.model)
 
     def _check_auto(self) -> None:
         """Refuse to search if nothing is measured, or if a recorded run would have two programs."""

@@ -90,6 +90,9 @@ class Pipeline:
       Each rank passes its part of the batch, `pipe.axes.rows`. See the page on meshes.
     - `zero`: what the data-parallel lines of a mesh divide: 1 the optimizer's state, 3 parameters and gradients too; a
       dict by stage for different choices. Then `pipe.parameters()` are this line's pieces, with 3.
+    - `tensor_parallel`: how an axis tp divides layers, as a dict from patterns of their names to styles, such as
+      `{"*.q_proj": "colwise", "*.o_proj": "rowwise"}`. Default: the model's own `tensor_parallel_plan` or `tp_plan`.
+    - `sequence_parallel`: between layers that tp divides, also divide the tokens of each row.
     - `record`: True keeps the last step's timeline (default), False records nothing, a folder stores the whole run.
     - `continue_record`: let the folder of `record` hold a run already, which this one continues: see `load`.
     """
@@ -336,9 +339,10 @@ class Pipeline:
         """Return this process's parameters and persistent buffers by their names in the unsplit model.
 
         Together, all processes return every tensor of the model once. One rank returns a tied tensor, by its first
-        name.
+        name. In a mesh each line returns all of it; tensors of which lines hold parts come whole, so that all ranks
+        must call this.
         """
-        return self._holdings.state_dict()
+        return self._holdings.whole_state_dict()
 
     def load_state_dict(self, mapping: Mapping[str, Any]) -> None:
         """Load parameters and buffers by their names in the unsplit model; call it on every rank.

@@ -47,6 +47,8 @@ from drumline.pipeline.verify.watched import Watched
 from drumline.runtime.axes.axes import DATA, Axes
 from drumline.runtime.axes.reduce import share_values
 from drumline.runtime.axes.sharding import AXIS, FullShards, StateShards
+from drumline.runtime.axes.tensor.layers import TensorParallel
+from drumline.runtime.axes.tensor.styles import Plan
 from drumline.runtime.backward.compiled import compiler_for
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.capture.cuda import clock_for
@@ -124,11 +126,14 @@ class _SetUp:
                 [block for stage in stages for block in stage],
                 "with several lines of a mesh: each sees a part of the batch",
             )
-        frozen = Frozen(self.program, stages, self._completed)
-        assembled = self._assembled(frozen.program, stages, intake, numbers)
+        tensors = self._tensors(stages)
+        frozen = Frozen(self.program, stages, partial(self._completed, tensors))
+        assembled = self._assembled(frozen.program, stages, intake, numbers).named()
         copied = {name for one in assembled.ties.tensors if one.is_copied for name in one.names}
         # Tensors that several ranks hold get the values of the rank that owns them.
-        check = self._check(stages, intake, {name: one for name, one in values.items() if name not in copied})
+        check = self._check(stages, intake, {name: one for name, one in values.items() if name not in copied}, tensors)
+        if tensors is not None:
+            self._divide(tensors, stages)
         engine = self._engine(assembled)
         programs = self._programs(frozen)
         holdings = Holdings(assembled.ties, crew, engine.executors, list(engine.copies.values()))
@@ -148,7 +153,7 @@ class _SetUp:
         if self.axes.is_mesh:
             share_values(self.axes, holdings.tensors())
         if given.zero:
-            self._divide(engine, holdings, updates)
+            self._divide_state(engine, holdings, updates)
         watched.begin()
         shared = Shared(assembled.ties, list(engine.stages()))
         check.attach(engine, holdings)
@@ -164,7 +169,13 @@ class _SetUp:
             observers, auto, balance, given.check_finite, programs, arranging, _remembered(given.model),
         )  # fmt: skip
 
-    def _check(self, stages: Sequence[Sequence[Block]], intake: Intake, values: dict[str, bytes]) -> ModelCheck:
+    def _check(
+        self,
+        stages: Sequence[Sequence[Block]],
+        intake: Intake,
+        values: dict[str, bytes],
+        tensors: TensorParallel | None,
+    ) -> ModelCheck:
         """Return the check of the first step, after all ranks agree on the model's code and graph."""
         given, crew = self.options, self.crew
         blocks = [block for stage in stages for block in stage]
@@ -183,7 +194,35 @@ class _SetUp:
                 " sequence",
                 file=sys.stderr,
             )
-        return ModelCheck(given.model, blocks, crew, intake, is_on=is_on, different=different)
+        return ModelCheck(given.model, blocks, crew, intake, is_on, different, tensors)
+
+    def _tensors(self, stages: Sequence[Sequence[Block]]) -> TensorParallel | None:
+        """Return how the axis tp divides the model's layers, after all ranks agree on it; None without that axis."""
+        given, axes = self.options, self.axes
+        if axes.size("tp") == 1:
+            return None
+        plan = Plan.of(given.tensor_parallel, given.model)
+        blocks = [block for stage in stages for block in stage]
+        tensors = TensorParallel(axes, plan, blocks, sequence=given.sequence_parallel)
+        self._agree({"tensor_parallel": tensors.described, "sequence_parallel": given.sequence_parallel})
+        return tensors
+
+    def _divide(self, tensors: TensorParallel, stages: Sequence[Sequence[Block]]) -> None:
+        """Replace the parameters of this process's stages by its parts of them."""
+        held = self._held()
+        own, others = (
+            [block for at, stage in enumerate(stages) if (at in held) is mine for block in stage]
+            for mine in (True, False)
+        )
+        tensors.divide(own, others, self.device)
+        plan = plan_of(block for stage in stages for block in stage)
+        if plan is not None:
+            plan.watch.has_changed()  # the exchanges are no change of the user's
+
+    def _held(self) -> list[int]:
+        """Return the stages of this process."""
+        placement = self.program.placement
+        return sorted({at for channel in self.crew.channels for at in placement.stages_of(channel.rank)})
 
     def _stages(self, intake: Intake, numbers: Precision) -> tuple[list[tuple[Block, ...]], Balance | None]:
         """Return the blocks of every stage; those of this process have their parameters."""
@@ -193,10 +232,9 @@ class _SetUp:
         stages, balance = chosen_stages(given, self.crew, self.program, intake, numbers)
         intake.weigh_by(stages)
         stages[-1] = (*stages[-1], *loss_block(given.loss_fn))
-        held = {at for channel in self.crew.channels for at in self.program.placement.stages_of(channel.rank)}
         materialise(
             [block for stage in stages for block in stage],
-            [block for at in sorted(held) for block in stages[at]],
+            [block for at in self._held() for block in stages[at]],
             root=given.model if isinstance(given.model, nn.Module) else None,
             weights=stored,
             device=self.device,
@@ -254,9 +292,9 @@ class _SetUp:
         transports.agree(self.crew.collect("set-up", described))
         self.axes.agree(described)
 
-    def _completed(self, program: Program) -> Program:
+    def _completed(self, tensors: TensorParallel | None, program: Program) -> Program:
         """Return a program with the actions on parameters and gradients that the mesh needs."""
-        if self.axes.size(*DATA) > 1:
+        if self.axes.size(*DATA) > 1 or (tensors is not None and tensors.is_partial):
             program = with_state(program, frozenset({Op.REDUCE_GRAD}))
         divided = frozenset(stage for stage in range(program.num_stages) if self._level(stage) == 3)
         return with_state(program, frozenset({Op.UNSHARD, Op.RESHARD}), divided, ahead=1) if divided else program
@@ -266,7 +304,7 @@ class _SetUp:
         zero = self.options.zero
         return zero if isinstance(zero, int) else zero.get(stage, 0)
 
-    def _divide(self, engine: Engine, holdings: Holdings, updates: Updates) -> None:
+    def _divide_state(self, engine: Engine, holdings: Holdings, updates: Updates) -> None:
         """Divide state between the lines of the mesh, once they have the same values."""
         if self.axes.size(AXIS) == 1:
             raise UsageError(

@@ -38,6 +38,7 @@ from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.state.updates import Updates
 from drumline.pipeline.verify.agreement import Followed, Given, begun
 from drumline.pipeline.verify.model_check import ModelCheck
+from drumline.pipeline.verify.same_rows import agree_on_rows
 from drumline.pipeline.verify.watched import Watched
 from drumline.runtime.axes import context
 from drumline.runtime.axes.axes import DATA
@@ -181,6 +182,8 @@ class StepRun:
             self.intake.take(step, batch, call.target, self.engine.ends, self.crew.rank)
             # Other ranks compare their batches with this; ranks in one process share one batch.
             given = None if self.crew.alone else begun((call.batch, call.named), call.target)
+            if given is not None and self.crew.axes.size("tp") > 1:
+                agree_on_rows(self.crew.axes, given(), step.number, self.intake.device)
             for observer in observers:
                 observer.taken(step)
             if not step.repeats or self.intake.counts_labels:  # else its weights are those of the last step
@@ -231,11 +234,19 @@ class StepRun:
         if step.train and (self.check_finite or scaler is not None):
             told.scale = None if scaler is None else step.scale
             finite = all_finite(checked)
-            told.finite = finite if alone else bool(finite)
+            told.finite = finite if alone else self._on_all_lines(bool(finite))
         if step.train and self.ledger.unused.looks:
             named = self.holdings.named_parameters()
             told.unreached = [name for name, one in named if one.requires_grad and one.grad is None]
         return told
+
+    def _on_all_lines(self, finite: bool) -> bool:
+        """Whether it holds on all lines that may hold other parts of the same parameters; these call it alike."""
+        axes = self.crew.axes
+        if axes.size("ep", "tp") == 1:
+            return finite
+        wrong = torch.tensor([0.0 if finite else 1.0], device=self.intake.device)
+        return not axes.summed(wrong, "ep", "tp").item()
 
 
 def output_of(step: Step) -> Any:

@@ -109,12 +109,7 @@ class Randomness:
         self._standing: list[Tensor] = []
         self._drawing: list[str] | None = None  # the blocks that drew, while something listens
         self._seeded: tuple[str, list[Tensor]] | None = None
-        self._generators = [torch.default_generator]
-        if device.type != "cpu":
-            module = torch.get_device_module(device)
-            module.init()
-            number = module.current_device() if device.index is None else device.index
-            self._generators.append(module.default_generators[number])
+        self._generators = _generators(device)
 
     def seed_for(self, microbatch: int, block: str) -> int:
         """Return the seed of a block for a microbatch of this step.
@@ -191,6 +186,21 @@ class Randomness:
             yield
         finally:
             self.go_on(states)
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    """Return the generators that a block on a device draws from."""
+    if device.type == "cpu":
+        return [torch.default_generator]
+    module = torch.get_device_module(device)
+    module.init()
+    number = module.current_device() if device.index is None else device.index
+    return [torch.default_generator, module.default_generators[number]]
+
+
+def generator_states(device: torch.device) -> list[Tensor]:
+    """Return the states of the generators that a block on a device draws from."""
+    return [one.get_state() for one in _generators(device)]
 
 
 def _differ(before: list[Tensor], after: list[Tensor]) -> bool:

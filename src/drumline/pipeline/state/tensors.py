@@ -95,10 +95,13 @@ class Holdings(Observer):
             whole |= {name: norm for name, norm in zip(names, total.tolist(), strict=True) if norm or name in own}
         return whole
 
-    def named_on(self, executor: Executor, *, at_home: bool = False) -> Named:
-        """Return one rank's parameters, each once by its first name; with `at_home`, only those that it owns."""
+    def named_on(self, executor: Executor, *, at_home: bool = False, pieces: bool = True) -> Named:
+        """Return one rank's parameters, each once by its first name; with `at_home`, only those that it owns.
+
+        Of those that lines of a mesh divide, return this line's pieces, or without `pieces` what the modules hold.
+        """
         return [
-            (name, one if self.shards is None else self.shards.shown(one))
+            (name, one if self.shards is None or not pieces else self.shards.shown(one))
             for name, (home, one) in self.ties.on(_blocks(executor)).items()
             if isinstance(one, nn.Parameter) and (home == executor.rank or not at_home)
         ]
@@ -160,7 +163,19 @@ class Holdings(Observer):
         if not isinstance(value, Tensor):
             return value
         divided = self.shards is not None and value in self.shards.pieces
-        return value.detach().clone() if divided else value.detach()
+        plain = value.detach().clone() if divided else value.detach()
+        if (part := slice_of(value)) is not None:
+            setattr(plain, "slice", part)  # noqa: B010 - an attribute that torch's class does not declare
+        return plain
+
+    def whole_state_dict(self) -> dict[str, Any]:
+        """Return the same with whole tensors, where lines hold parts of them; all lines call it alike."""
+        stored, axes = self.state_dict(), self.crew.axes
+        for name, one in stored.items():
+            part = slice_of(one) if isinstance(one, Tensor) else None
+            if part is not None:
+                stored[name] = part.whole(axes.gathered(one, part.axis))
+        return stored
 
     def load_state_dict(self, given: Mapping[str, Any]) -> None:
         """Load a state on all ranks, or raise on all of them before anything changes."""
@@ -173,11 +188,25 @@ class Holdings(Observer):
                 values = {name: (_given(given, self.ties, name), own) for name, own in _entries(block)}
                 block.module.load_state_dict(
                     {
-                        name.removeprefix(_prefix(block)): own if value is None else value
+                        name.removeprefix(_prefix(block)): own if value is None else self._part(value, own)
                         for name, (value, own) in values.items()
                     }
                 )
             self.share()
+
+    def _whole_shape(self, own: Tensor) -> torch.Size:
+        """Return the shape of the tensor of which this process may hold a part."""
+        part, shape = slice_of(own), list(own.shape)
+        if isinstance(part, Slice):
+            shape[part.dim] *= self.crew.axes.size(part.axis)
+        return torch.Size(shape)
+
+    def _part(self, value: Any, own: Any) -> Any:
+        """Return of a whole tensor the part that this process holds; a part stays as it is."""
+        part = slice_of(own) if isinstance(own, Tensor) else None
+        if part is None or value.shape == own.shape:
+            return value
+        return part.local(value, self.crew.axes.place(part.axis), self.crew.axes.size(part.axis))
 
     def _problem_with(self, state: Mapping[str, Any], executor: Executor) -> DrumlineError | None:
         """Return why a rank cannot load a state, or None if it can."""
@@ -194,19 +223,19 @@ class Holdings(Observer):
                             fix=nearest(name, state),
                         )
                     if isinstance(own, Tensor) and value is not None:
-                        _check_tensor(name, value, own)
+                        _check_tensor(name, value, own, self._whole_shape(own))
         except DrumlineError as error:
             return error
         return None
 
 
-def _check_tensor(name: str, value: Any, own: Tensor) -> None:
+def _check_tensor(name: str, value: Any, own: Tensor, whole: torch.Size) -> None:
     if not isinstance(value, Tensor):
         raise ModelError(f"{name!r} is a {type(value).__name__} in the state", expected="a tensor")
     if value.is_meta:
         raise ModelError(f"{name!r} is on the meta device in the state", expected="a tensor with data")
-    if value.shape != own.shape:
-        raise ModelError(f"{name!r} has shape {tuple(value.shape)} in the state", expected=str(tuple(own.shape)))
+    if value.shape not in (own.shape, whole):
+        raise ModelError(f"{name!r} has shape {tuple(value.shape)} in the state", expected=str(tuple(whole)))
 
 
 def _given(state: Mapping[str, Any], ties: Ties, name: str) -> Any:

@@ -27,6 +27,7 @@ from drumline.pipeline.record.recording import Recording
 from drumline.pipeline.state.optimizer_state import NamedTensors, StateByName
 from drumline.pipeline.state.scaler import LossScaler, multiplied
 from drumline.pipeline.state.tensors import Holdings
+from drumline.pipeline.state.whole_matrices import WholeMatrices
 from drumline.pipeline.verify.model_check import ModelCheck
 from drumline.runtime.axes.sharding import StateShards, by_element
 from drumline.runtime.executor import Step
@@ -45,6 +46,7 @@ class Updates(Observer):
         self.scaler = LossScaler() if precision.scales else None
         self.masters = Masters() if master_weights else None
         self.divided: StateShards | None = None  # if the lines of a mesh divide optimizer state
+        self.wholes = WholeMatrices(holdings.crew.axes, precise=master_weights)
         self._own: WeakSet[Optimizer] = WeakSet()
         self._made: list[ref[Optimizer]] = []  # in the order in which they were asked for
 
@@ -130,12 +132,16 @@ class Updates(Observer):
                 expected="an optimizer that treats every element alike, such as AdamW",
                 fix="use zero=1, where each matrix belongs to one line",
             )
+        if not by_element(kind):
+            self.wholes.cover(parameters)
         if self.divided is not None:
-            self.divided.divide(parameters, kind)
-        made = kind([{"params": [self._updated(one) for one in parameters]}], **settings)
+            self.divided.divide([one for one in parameters if self.wholes.of(one) is None], kind)
+        updated = [self.updated(one) for one in parameters]
+        made = kind([{"params": updated}], **settings)
+        copied = any(one is not other for one, other in zip(updated, parameters, strict=True))
         StateByName(named).attach(made)
         self._made.append(ref(made))
-        if self.scaler is not None or self.masters is not None or self.divided is not None or not parameters:
+        if self.scaler is not None or self.masters is not None or copied or not parameters:
             # No guard finds an optimizer without parameters here, and it must not step where others are held back.
             self._own.add(made)
             # Use bound methods, because learning-rate schedulers wrap the function of what they find here.
@@ -144,18 +150,22 @@ class Updates(Observer):
         return made
 
     def piece(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return this line's part of a parameter, if the lines of a mesh divide its optimizer's state."""
+        """Return what an optimizer updates of a parameter, before precision: a whole copy, this line's part, or it."""
+        whole = self.wholes.of(parameter)
+        if whole is not None:
+            return whole
         return parameter if self.divided is None else self.divided.of(parameter)
 
-    def _updated(self, parameter: nn.Parameter) -> nn.Parameter:
+    def updated(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the tensor that optimizers update for a parameter here."""
         piece = self.piece(parameter)
-        return piece if self.masters is None else self.masters.of(piece)
+        return piece if self.masters is None or self.wholes.of(parameter) is not None else self.masters.of(piece)
 
     def named(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that optimizers update, by name."""
-        pieces = ((name, self.piece(one)) for name, one in parameters)
-        return pieces if self.masters is None else self.masters.named(pieces)
+        if self.masters is not None:
+            self.masters.catch_up()
+        return ((name, self.updated(one)) for name, one in parameters)
 
     def _step(self, parameters: Sequence[nn.Parameter]) -> Callable[..., Any]:
         def step(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> None:
@@ -170,9 +180,11 @@ class Updates(Observer):
                 self.divided.take(parameters)
             if self.masters is not None:
                 self.masters.take(pieces)
+            self.wholes.take(parameters)
             type(optimizer).step(optimizer)
             if self.masters is not None:
                 self.masters.give(pieces)
+            self.wholes.give(parameters)
             if self.divided is not None:
                 self.divided.give(parameters)
 
@@ -228,12 +240,12 @@ class Masters:
 
     def named(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the updated tensor of each of these parameters, by name."""
-        self._catch_up()
+        self.catch_up()
         return ((name, self.of(one)) for name, one in parameters)
 
     def take(self, parameters: Iterable[nn.Parameter]) -> None:
         """Before an optimizer steps, give the copies of its parameters the gradients and any outside changes."""
-        self._catch_up()
+        self.catch_up()
         for parameter in parameters:
             if parameter in self._copies:
                 self._copies[parameter].grad = parameter.grad
@@ -249,7 +261,7 @@ class Masters:
             self._seen[parameter] = _mark(parameter)
 
     @torch.no_grad()
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         """Adopt parameters that other code has changed, such as a loaded state or an initialisation."""
         for parameter, copy in self._copies.items():
             if _mark(parameter) != self._seen[parameter]:

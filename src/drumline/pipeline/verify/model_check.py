@@ -15,8 +15,8 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -35,11 +35,13 @@ from drumline.pipeline.verify.comparing import few, off, outputs_off
 from drumline.pipeline.verify.plain import Plain
 from drumline.pipeline.verify.plain_step import Slice, Wanted, plain_step
 from drumline.pipeline.verify.relay import GaveUp, Places, Relay
-from drumline.pipeline.verify.sketched import Expected, differences, found_by, unsettled
+from drumline.pipeline.verify.sketched import Expected, Found, differences, found_by, unsettled
 from drumline.pipeline.verify.verdict import Checked, Outcome, allowed_off, verdict
+from drumline.runtime.axes.tensor.layers import TensorParallel, is_partial
 from drumline.runtime.blocks.cut import Block, Model
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.gradients.clip import Witness
+from drumline.runtime.gradients.sketch import sketch
 from drumline.runtime.values import moved
 
 _HOST = torch.device("cpu")
@@ -65,11 +67,12 @@ class ModelCheck:
         blocks: Sequence[Block],
         crew: Crew,
         intake: Intake,
-        *,
         is_on: bool,
         different: tuple[int, int, str] | None,
+        tensors: TensorParallel | None = None,
     ) -> None:
-        self.is_pending = is_on and not is_chain(model)  # else nothing was traced
+        self.is_pending = is_on and (tensors is not None or not is_chain(model))  # else nothing was traced
+        self._tensors = tensors
         self.checked: Checked | None = None
         self.refusal: DrumlineError | None = None
         self._crew, self._intake = crew, intake
@@ -130,25 +133,13 @@ class ModelCheck:
         if not self.is_pending:
             return
         assert self._plain is not None
-        started, number = time.perf_counter(), step.number
-        named = self._named = self._plain.named_parameters()
-        self._held = [(one, dict(self._holdings.named_on(one))) for one in self._engine.executors]
-        local = self._cut(number, called, target)
-        here = Places.of(block for stage in self._engine.stages() for block in stage.blocks)
-        mine = {name: one for _, held in self._held for name, one in held.items()}
-        if self._crew.alone:  # what is the model's own parameter cannot be another than that
-            mine = {name: one for name, one in mine.items() if named.get(name) is not one}
-        card = _Card(local is not None, samples_of(mine), _is_whole(self._plain), here, Given.of(called, target))
-        told = self._all_told("check", card)
-        agree_on_batch([one.given for one in told], number)  # before differences are put down to the model
-        given = local if local is not None and all(one.has_batch for one in told) else None
-        self._given = given = given or self._passed_on(number, called, target)
-        if all(one.is_whole for one in told):
-            self._reason = _stale(named, [one.samples for one in told])
-        else:
-            self._relay = self._relayed(here, told)
-        if not self._reason:
-            self._wanted = self._run(given, step.draw, factor)
+        started = time.perf_counter()
+        self._held = [(one, dict(self._holdings.named_on(one, pieces=False))) for one in self._engine.executors]
+        with self._whole() as parts:
+            given = self._asked(step, called, target, factor)
+        self._wanted = parts(self._wanted)
+        if self._tensors is not None:
+            self._named = self._own()
         if self._wanted is not None:
             self._expected = Expected.of(self._wanted.sketches, self._allowed)
         for executor, held in self._held:
@@ -158,10 +149,64 @@ class ModelCheck:
             limits = self._expected.limits()
             uses = Counter(one for stage in executor.stages.values() for one in stage.parameters)
             for name, one in held.items():
-                own = named.get(name)
-                if own is not None and own in limits and uses[one] == 1:  # else it sees parts of a sum
+                own = self._named.get(name)
+                # Else it sees parts of a sum.
+                if own is not None and own in limits and uses[one] == 1 and not is_partial(one):
                     executor.witness.expected[one] = self._expected.sketches[own], limits[own]
         self._seconds = time.perf_counter() - started
+
+    @contextmanager
+    def _whole(self) -> Iterator[Callable[[Wanted | None], Wanted | None]]:
+        """Have the model as one process has it inside; what is given turns what was wanted of it into that of parts."""
+        if self._tensors is None or self._plain is None:
+            yield lambda wanted: wanted
+            return
+        wholes: dict[str, nn.Parameter] = {}
+        tensors = self._tensors
+
+        def parts(wanted: Wanted | None) -> Wanted | None:
+            if wanted is None:
+                return None
+            own, gradients = self._own(), wanted.gradients
+            named = [(own[name], gradients[one]) for name, one in wholes.items() if one in gradients]
+            each = {one: tensors.part_of(one, gradient) for one, gradient in named}
+            return replace(wanted, gradients=each, sketches={one: sketch(part) for one, part in each.items()})
+
+        with tensors.whole():
+            yield parts
+            wholes.update(self._plain.named_parameters())
+
+    def _own(self) -> dict[str, nn.Parameter]:
+        """Return the model's parameters by name; of those that are held here, what is held."""
+        assert self._plain is not None
+        return self._plain.named_parameters() | {name: one for _, held in self._held for name, one in held.items()}
+
+    def _asked(self, step: Step, called: Any, target: Any, factor: float) -> Slice:
+        """Run one microbatch through the model by itself, and return it."""
+        assert self._plain is not None
+        number = step.number
+        named = self._named = self._plain.named_parameters()
+        local = self._cut(number, called, target)
+        here = Places.of(block for stage in self._engine.stages() for block in stage.blocks)
+        mine = {
+            name: one for executor, _ in self._held for name, one in self._holdings.named_on(executor, pieces=False)
+        }
+        if self._crew.alone:  # what is the model's own parameter cannot be another than that
+            mine = {name: one for name, one in mine.items() if named.get(name) is not one}
+        card = _Card(local is not None, samples_of(mine), _is_whole(self._plain), here, Given.of(called, target))
+        told = self._all_told("check", card)
+        agree_on_batch([one.given for one in told], number)  # before differences are put down to the model
+        given = local if local is not None and all(one.has_batch for one in told) else None
+        self._given = given = given or self._passed_on(number, called, target)
+        if all(one.is_whole for one in told):
+            self._reason = _stale(named, [one.samples for one in told])
+        elif is_chain(self._plain.model):
+            self._reason = "each rank has only its own stages in memory"
+        else:
+            self._relay = self._relayed(here, told)
+        if not self._reason:
+            self._wanted = self._run(given, step.draw, factor)
+        return given
 
     def _all_told(self, what: str, value: Any) -> list[Any]:
         """Tell all ranks the same of each rank of this process, and return what every rank told."""
@@ -218,6 +263,8 @@ class ModelCheck:
         assembly = self._engine.assembly
         assembly.randomness.step = draw
         mine = dict.fromkeys(self._named[name] for _, held in self._held for name in held if name in self._named)
+        if self._tensors is not None:  # parts are cut out of whole gradients
+            in_full = [one for one in mine if one.requires_grad]
         try:
             with nullcontext() if self._relay is None else self._relay.running():
                 wanted = plain_step(
@@ -287,7 +334,7 @@ class ModelCheck:
     def _outcome(self, step: Step) -> Outcome:
         outcome = Outcome(unchecked=self._reason, in_parts=frozenset(self._in_parts))
         outcome.changed = "" if self._relay is None else self._relay.changed
-        found = found_by(self._held)
+        found = self._found()
         if self._is_rescaled:
             found = unsettled(found)
         ties, alone = self._engine.assembly.ties, self._crew.alone
@@ -330,8 +377,21 @@ class ModelCheck:
     def _once_more(self, step: Step, in_full: Collection[nn.Parameter] = ()) -> Wanted | None:
         assert self._given is not None
         if self._again is None:
-            self._again = self._run(self._given, step.draw, step.factor, in_full=in_full)
+            with self._whole() as parts:
+                self._again = self._run(self._given, step.draw, step.factor, in_full=in_full)
+            self._again = parts(self._again)
         return self._again
+
+    def _found(self) -> dict[str, Found]:
+        """Return what the witnesses saw, by name, with the parts of other lines where each sees a part."""
+        found = found_by(self._held)
+        for name, one in ((name, one) for _, held in self._held for name, one in held.items()):
+            if self._tensors is not None and is_partial(one):
+                seen = found.get(name)
+                own = torch.zeros_like(one, device=_HOST) if seen is None or seen.full is None else seen.full
+                total = self._tensors.sum_of(own, one)
+                found[name] = Found(sketch(total), total)
+        return found
 
     def _output(self) -> Any:
         outputs = [one.witness.output for one in self._engine.executors if one.witness is not None]

@@ -20,6 +20,7 @@ import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import combinations, product
 from typing import Any
@@ -182,7 +183,7 @@ class Axes:
         group = self.group(*names)
         if group is None:
             return numbers
-        total = numbers.clone()
+        total = numbers.clone(memory_format=torch.contiguous_format)
         work = dist.all_reduce(total, group=group, async_op=True)
         assert work is not None
         self.wait(work, f"the sum over {' and '.join(names)}", names)
@@ -207,6 +208,19 @@ class Axes:
         assert work is not None
         self.wait(work, f"gathering a tensor of shape {tuple(tensor.shape)} over {name}", [name])
         return found if tensor.dim() != 1 else [one[:length] for one, length in zip(found, lengths, strict=True)]
+
+    def scattered(self, parts: Sequence[Tensor], name: str) -> Tensor:
+        """Return the sum of what all ranks along an axis have for this one: of each rank's parts, its own place's."""
+        group = self.group(name)
+        if group is None:
+            return parts[0]
+        if parts[0].is_cpu:  # gloo sums all parts too, and its work does not say when it is done
+            return self.summed(torch.stack(list(parts)), name)[self.place(name)]
+        total = torch.empty_like(parts[0])
+        work = dist.reduce_scatter(total, list(parts), group=group, async_op=True)
+        assert work is not None
+        self.wait(work, f"a part of the sum over {name}, of shape {tuple(total.shape)}", [name])
+        return total
 
     def totals(self, counts: Sequence[Any], device: torch.device) -> list[Any]:
         """Return the sums of a step's counts over all lines that see other tokens; each calls it once a step.
@@ -238,6 +252,7 @@ class Axes:
         On an accelerator only the stream waits.
         """
         started = looked = time.perf_counter()
+        blocks = dist.get_backend(self.group(*names)) == "gloo"  # its threads need the cores that polling takes
         while not work.is_completed():
             now = time.perf_counter()
             if now - started > self.timeout:
@@ -246,7 +261,10 @@ class Axes:
             if now - looked > _LOOK_SECONDS:
                 self.look()
                 looked = now
-            if now - started > _SPIN_SECONDS:
+            if blocks:
+                with suppress(RuntimeError):  # not yet, or an error that the last wait tells
+                    work.wait(timedelta(seconds=_LOOK_SECONDS))
+            elif now - started > _SPIN_SECONDS:
                 time.sleep(1e-4)
         try:
             work.wait()

@@ -42,6 +42,7 @@ def summed_over(parameter: Tensor) -> tuple[str, ...]:
     Lines along an axis hold different parts of a parameter that has a `slice`. A parameter whose copies along an axis
     are applied to parts of the same values says so: `parameter.partial_over = ("tp",)`.
 
+    >>> from drumline.runtime.axes.slices import Slice
     >>> expert = nn.Parameter(torch.ones(1)); expert.slice = Slice("ep", 0)
     >>> summed_over(nn.Parameter(torch.ones(1))), summed_over(expert)
     (('dp', 'cp', 'ep'), ('dp', 'cp'))

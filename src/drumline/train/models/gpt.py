@@ -103,6 +103,22 @@ class GPT(nn.Module):
             self.head.weight = self.embedding.tokens.weight
         self.apply(self._init_weights)
 
+    @property
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """How the axis tp of a mesh divides the layers.
+
+        >>> GPT(GPTSizes(num_layers=1, hidden=8, num_heads=2, vocabulary=4, sequence=4)).tensor_parallel_plan["head"]
+        'colwise_gather'
+        """
+        layers = {
+            **dict.fromkeys(("attention.query", "attention.key", "attention.value"), "colwise"),
+            **dict.fromkeys(("feedforward.gate", "feedforward.up"), "colwise"),
+            **dict.fromkeys(("attention.out", "feedforward.out"), "rowwise"),
+            **dict.fromkeys(("attention.query_norm", "attention.key_norm"), "partial"),
+        }
+        blocks = {f"blocks.*.{name}": style for name, style in layers.items()}
+        return {"embedding.tokens": "embedding", **blocks, "head": "colwise_gather"}
+
     def forward(self, tokens: Tensor, document_ids: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """Return logits of the shape (rows, length, vocabulary); rows that are parts of longer ones need positions."""
         if tokens.shape[1] > self.sizes.sequence and self.sizes.learned_positions:

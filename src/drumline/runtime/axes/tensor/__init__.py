@@ -1,0 +1,1 @@
+"""Tensor parallelism: which matrices are divided over the axis tp, and what their layers exchange."""
