@@ -101,6 +101,11 @@ def test_two_hosts_train_as_one_process_does_and_listen_on_the_link_alone(tmp_pa
         assert refused.removeprefix("rank 3: ") == f"{problem}wire0 ({old.addresses[1]})"
 
 
+def wait_for(path: Path) -> None:
+    while not path.exists():  # as long as the launch may take
+        time.sleep(0.01)
+
+
 def train_and_cut(hosts: TwoHosts, folder: Path) -> tuple[str, Trained]:
     """Train until the link is cut, restore it, and continue; return the error and how the rest went."""
     host = int(os.environ["RANK"])
@@ -118,12 +123,12 @@ def train_and_cut(hosts: TwoHosts, folder: Path) -> tuple[str, Trained]:
         run_training(settings, tell=cut)
     except DrumlineError as found:
         error = str(found)
-    restored = folder / "restored"
+    (folder / f"noticed-{host}").touch()
     if not host:
+        wait_for(folder / "noticed-1")  # what is under way arrives once the link is back
         hosts.restore()
-        restored.touch()
-    while not restored.exists():  # a connection that is tried before might wait long until it is tried again
-        time.sleep(0.01)
+        (folder / "restored").touch()
+    wait_for(folder / "restored")
     join(hosts, host, rank=host, num_ranks=2, port=29501)
     again = replace(settings, checkpoint=CheckpointSettings(resume=str(folder / "cut"), at_end=False))
     again = replace(again, run=replace(again.run, out=str(folder / "again")))
