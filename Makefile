@@ -12,7 +12,7 @@ help:
 	@echo "make test    all checks and tests, PyTorch comparison included (under 18 minutes)"
 	@echo "make quick   the checks and tests that need no torch (under a minute)"
 	@echo "make matrices   every family of Hugging Face models, every schedule with all counts"
-	@echo "make faults   kills, stops, damage and cut links in real runs, each resumed and compared (under 12 minutes)"
+	@echo "make faults   kills, stops, damage and cut links in real runs, each resumed and compared (about 10 minutes)"
 	@echo "make bench   the benchmarks beside their peers; prints tables, writes JSON to out/"
 	@echo "make docs    the documentation as HTML in docs/_build"
 	@echo "make setup   only the environment, .venv"

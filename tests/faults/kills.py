@@ -11,6 +11,7 @@ from faults.lab import Lab
 BASE = Config()
 DROPOUT = Config(dropout=0.1)  # random numbers inside blocks come back as well
 STEP = 7  # of 12; checkpoints are written after 3, 6, 9 and 12
+_SAVING = ("saving", "publishing")
 KILLED = r"rank {rank} was killed by SIGKILL"
 _MOMENTS = {
     "forward": "in a forward",
@@ -21,10 +22,13 @@ _MOMENTS = {
 
 
 def _kill(lab: Lab, config: Config, rank: int, at: str, on: Config | None = None) -> None:
-    run = lab.train(config, "run", fault={"do": "kill", "rank": rank, "step": STEP, "at": at})
+    step = 9 if at in _SAVING else STEP
+    run = lab.train(config, "run", fault={"do": "kill", "rank": rank, "step": step, "at": at})
     struck = lab.strike(run)
     code = lab.detected(run, struck.time, KILLED.format(rank=rank))
     assert code == 3, f"exit code {code}"
+    if at in _SAVING:
+        assert lab.newest("run") == 6, "a checkpoint appeared that a killed rank was writing"
     lab.resumed(config, "run", struck, on=on)
 
 

@@ -25,7 +25,7 @@ from faults.cases import Fault, all_faults
 from faults.lab import Lab, References, Row, Skip, temporary
 from faults.started import STARTED
 
-_LINES_OF_OUTPUT = 40
+_LINES_OF_OUTPUT = 120
 
 
 def main(words: Sequence[str] | None = None) -> int:
