@@ -15,8 +15,8 @@
 set -euo pipefail
 
 here=${DRUMLINE_DEPLOY:-$SLURM_SUBMIT_DIR/deploy}
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export HEAD=${HEAD:-$first:29500}
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export HEAD=${HEAD:-${nodes[0]}:29500}
 export NUM_NODES=$SLURM_JOB_NUM_NODES
 export RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 export JOB=slurm-$SLURM_JOB_ID
