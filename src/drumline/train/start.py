@@ -92,7 +92,8 @@ def _train_as_rank(settings: TrainSettings, *, is_replanned: bool) -> Any:
     if os.environ["RANK"] == "0":
         told = _outcome(settings, is_replanned=is_replanned)
     if not transports.alone(settings.pipeline.transport):
-        transports.num_ranks(settings.pipeline.transport, None, timeout=settings.pipeline.timeout)
+        given = settings.pipeline
+        transports.num_ranks(given.transport, None, timeout=given.timeout, interface=given.interface)
         told = transports.told_by_first("run folder", told, timeout=settings.pipeline.timeout)
     assert told is not None, "a rank by itself is the first"
     if isinstance(told, DrumlineError):
