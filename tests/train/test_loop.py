@@ -146,7 +146,7 @@ def test_a_greedy_sample_is_what_the_model_itself_writes(tmp_path: Path) -> None
     tokens, letters = [1, 2], "|abcdefghijkl"
     while len(tokens) < 10:
         with torch.no_grad():
-            chosen = int(seen[0].eval()(torch.tensor([tokens[-6:]]))[0, -1].argmax())
+            chosen = int(seen[-1].eval()(torch.tensor([tokens[-6:]]))[0, -1].argmax())
         if chosen == 0:
             break
         tokens.append(chosen)
