@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 
 _LOADED = ("torch.distributed", "torch._dynamo", "drumline.pipeline.pipeline", "drumline.pipeline.launch.worker")
 _FIXED_AT_START = ("ATEN", "CUDA", "GLIBC", "LD_", "MALLOC", "MKL", "NCCL", "OMP", "PYTHON", "TORCH")
+_READ_LATER = ("PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR")  # torch sets the second one itself, in the middle of a process
 _LARGEST = 1 << 17
 _ABOVE = 200  # numbers of files that no rank's own collide with
 
@@ -125,7 +126,7 @@ class Forked:
 
 def fixed(env: dict[str, str]) -> dict[str, str]:
     """Return what of an environment counts when a process starts, and never again."""
-    return {name: value for name, value in env.items() if name.startswith(_FIXED_AT_START) and name != "PYTHONPATH"}
+    return {name: value for name, value in env.items() if name.startswith(_FIXED_AT_START) and name not in _READ_LATER}
 
 
 def serve(connection: socket.socket) -> None:
