@@ -7,7 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-ROWS, LENGTH, WORDS, WIDTH, STEPS = 16, 8, 11, 16, 20
+from matrices import ALL
+
+ROWS, LENGTH, WORDS, WIDTH = 16, 8, 11, 16
+STEPS = 20 if ALL else 5
 
 
 def chain() -> nn.Sequential:

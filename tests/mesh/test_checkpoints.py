@@ -13,9 +13,9 @@ import drumline as dl
 from mesh.plain import chain, loss_fn, trained, words
 from some import some
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
-SAVED, MORE = 3, 2
+SAVED, MORE = 2, 2
 DP = {"pp": 2, "dp": 2}
 KINDS = {"adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor}  # the second one looks at whole matrices
 # Who saves, and who goes on from it: the mesh, zero, and the schedule.

@@ -13,10 +13,11 @@ from torch import nn
 import drumline as dl
 from drumline.core.errors import DrumlineError, RankFailed
 from drumline.train.models.gpt import GPT, GPTSizes
+from matrices import ALL
 from mesh.plain import STEPS, chain, furthest, loss_fn, trained, words
 from some import some
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.matrix]
 
 DP = {"pp": 2, "dp": 2}
 CASES: dict[str, tuple[dict[str, Any], int]] = {
@@ -39,6 +40,11 @@ CONTEXT: dict[str, tuple[dict[str, Any], int]] = {
     "zb-v": ({"mesh": {"pp": 2, "cp": 2}, "schedule": "zb-v"}, STEPS),
     "cp and dp": ({"mesh": {"dp": 2, "cp": 2}, "schedule": "1f1b", "zero": 1}, STEPS),
 }
+# `make matrices` runs all of them over 20 steps, other runs those that together have every part, over fewer.
+if not ALL:
+    KEPT = ("1f1b", "two copies", "zero 1", "zero 3", "zero 3, dualpipe-v", "by stage", "no pipeline")
+    CASES = {name: CASES[name] for name in KEPT}
+    CONTEXT = {name: CONTEXT[name] for name in ("zb-v", "cp and dp")}
 
 
 def gpt() -> GPT:

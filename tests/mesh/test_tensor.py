@@ -13,11 +13,12 @@ from torch import nn
 from drumline.core.errors import DrumlineError, ModelError
 from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
+from matrices import ALL
 from some import some
 from tensor_models import MODELS, alone, batch, chain, gpt, llama, loss_fn, plan
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
-NUM_STEPS = 20
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.matrix]
+NUM_STEPS = 20 if ALL else 4
 PP2_TP2 = {"pp": 2, "tp": 2}
 Case = tuple[str, str, dict[str, int], dict[str, Any]]
 CASES: dict[str, Case] = {
@@ -34,6 +35,10 @@ CASES: dict[str, Case] = {
     "Hugging Face, sequences": ("llama", "1f1b", PP2_TP2, {"sequence_parallel": True}),
     "beside dp": ("gpt", "1f1b", {"dp": 2, "tp": 2}, {"sequence_parallel": True}),
 }
+# `make matrices` runs all of them over 20 steps, other runs those that together have every part, over fewer.
+if not ALL:
+    KEPT = ("recomputed", "two copies", "sequences", "sequences of a chain", "Hugging Face", "beside dp")
+    CASES = {name: CASES[name] for name in KEPT}
 
 
 def pipeline(kind: str, schedule: str, mesh: dict[str, int], **settings: Any) -> Pipeline:
