@@ -77,7 +77,7 @@ schedule = "1f1v"
 [optimizer]
 kind = "AdamX"
 [mesh]
-tensor = 2
+expert = 2
 steps = 3
 [modle]
 hidden = 8
@@ -88,8 +88,8 @@ hidden = 8
         "mine.toml, line 14|mesh.steps|unknown key||did you mean run.steps?",
         "mine.toml, line 15|modle|unknown table||did you mean model?",
         "--steps|run.steps|is 0|a whole number of 1 or more|",
-        "mine.toml, line 13|mesh.tensor|is 2, and meshes are not run yet|"
-        "1: only mesh.pipeline may be above 1 so far|plan with --tensor 1, or set it to 1",
+        "mine.toml, line 13|mesh.expert|is 2, and drumline train has no model with experts|"
+        "1; the other axes may be above 1|plan with --expert 1, or set it to 1",
         "mine.toml, line 9|pipeline.schedule|unknown schedule '1f1v'||did you mean 1f1b?",
         *(
             ["mine.toml, line 11|optimizer.kind|is 'AdamX'|a class of torch.optim|did you mean Adamax?"]

@@ -149,7 +149,7 @@ def for_world(settings: TrainSettings) -> TrainSettings:
     if size != settings.num_ranks:
         raise UsageError(
             f"torchrun started {counted(size, 'rank')} for a config of {settings.num_ranks}",
-            expected=f"{settings.num_ranks}, as mesh.pipeline says",
+            expected=f"{settings.num_ranks}, what the mesh multiplies to",
             fix=f"start torchrun with --nproc-per-node {settings.num_ranks}, set mesh.pipeline = {size}, or pass"
             " --elastic",
         )

@@ -22,7 +22,6 @@ from drumline.train.config.problems import Problem
 from drumline.train.config.settings import TrainSettings
 from drumline.train.config.tables import Source
 
-_NOT_YET = ("tensor", "expert")
 _TEXT = ("text", "tokens", "instructions")
 _BESIDE_A_PLAN = ("pipeline.schedule", "pipeline.stages_per_rank", "pipeline.layers", "pipeline.balance",
                   "pipeline.cuts", "memory.recompute")  # fmt: skip
@@ -66,15 +65,13 @@ def related(judged: Judged, bad: set[str]) -> Iterator[Problem]:
                 yield problem
 
 
-@relation("mesh.tensor", "mesh.expert")
+@relation("mesh.expert")
 def _axes_that_run(judged: Judged) -> Iterator[Problem]:
-    for axis in _NOT_YET:
-        if (size := getattr(judged.settings.mesh, axis)) > 1:
-            yield judged.problem(
-                f"mesh.{axis}", f"is {size}, and training does not run it yet",
-                "1: mesh.pipeline, mesh.data and mesh.context may be above 1 so far",
-                f"plan with --{axis} 1, or set it to 1",
-            )  # fmt: skip
+    if (size := judged.settings.mesh.expert) > 1:
+        yield judged.problem(
+            "mesh.expert", f"is {size}, and drumline train has no model with experts",
+            "1; the other axes may be above 1", "plan with --expert 1, or set it to 1",
+        )  # fmt: skip
 
 
 @relation("memory.zero", "mesh.data")
@@ -106,12 +103,12 @@ def _sequences_divide(judged: Judged) -> Iterator[Problem]:
         )
 
 
-@relation("failures.elastic", "mesh.data", "mesh.context")
+@relation("failures.elastic", "mesh.data", "mesh.context", "mesh.tensor")
 def _elastic_is_one_line(judged: Judged) -> Iterator[Problem]:
     mesh = judged.settings.mesh
-    if judged.settings.failures.elastic and mesh.data * mesh.context > 1:
+    if judged.settings.failures.elastic and (lines := mesh.data * mesh.context * mesh.tensor) > 1:
         yield judged.problem(
-            "failures.elastic", f"is true, and the mesh has {mesh.data * mesh.context} lines",
+            "failures.elastic", f"is true, and the mesh has {lines} lines",
             "one line: the pipeline alone is planned again for fewer ranks", "leave it out, and use failures.restarts",
         )  # fmt: skip
 

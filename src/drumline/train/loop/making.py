@@ -29,7 +29,7 @@ from drumline.train.models.built import Built, Tokenizer
 MakeModel = Callable[..., Built]
 _LARGE = 2**31  # bytes of parameters from which on each process makes only its own
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_NOT_YET = ("tensor", "expert")  # kinds of parallelism
+_NOT_YET = ("expert",)  # kinds of parallelism
 
 
 def check(settings: TrainSettings) -> None:
@@ -38,12 +38,12 @@ def check(settings: TrainSettings) -> None:
     >>> from drumline.train.config.settings import MeshSettings
     >>> check(TrainSettings(mesh=MeshSettings(expert=2)))
     Traceback (most recent call last):
-    drumline.core.errors.UsageError: mesh.expert is 2; expected 1: training runs pipeline, data and context
+    drumline.core.errors.UsageError: mesh.expert is 2; expected 1: drumline train has no model with experts
     """
     for name in _NOT_YET:
         if getattr(settings.mesh, name) != 1:
             raise UsageError(
-                f"mesh.{name} is {getattr(settings.mesh, name)}", expected="1: training runs pipeline, data and context"
+                f"mesh.{name} is {getattr(settings.mesh, name)}", expected="1: drumline train has no model with experts"
             )
     if settings.memory.recompute not in ("none", "full"):
         raise UsageError(
@@ -133,8 +133,12 @@ def pipeline_arguments(
             "checkpoint": settings.memory.recompute,
             **_cut(settings, built.model),
         }
-    if (mesh := settings.mesh).data * mesh.context > 1:
-        found |= {"mesh": {"pp": mesh.pipeline, "dp": mesh.data, "cp": mesh.context}, "zero": settings.memory.zero}
+    if (mesh := settings.mesh).data * mesh.context * mesh.tensor > 1:
+        found |= {
+            "mesh": {"pp": mesh.pipeline, "dp": mesh.data, "cp": mesh.context, "tp": mesh.tensor},
+            "zero": settings.memory.zero,
+            "sequence_parallel": settings.memory.sequence_parallel and mesh.tensor > 1,
+        }
     if counts:
         found["programs"] = {program_name(one): one for one in counts}
     if _wants_example(built.model) or found.get("balance") == "auto":
@@ -157,7 +161,7 @@ def rows_of(settings: TrainSettings) -> tuple[int, int]:
     (0, 1)
     """
     mesh = settings.mesh
-    return int(os.environ.get("RANK", "0")) // mesh.context % mesh.data, mesh.data
+    return int(os.environ.get("RANK", "0")) // (mesh.context * mesh.tensor) % mesh.data, mesh.data
 
 
 def _wants_example(model: nn.Module) -> bool:
