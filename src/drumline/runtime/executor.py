@@ -161,9 +161,9 @@ class Executor:
             Op.RECV_F: self._post,
             Op.RECV_B: self._post,
             Op.REDUCE_GRAD: self._exchange,
-            Op.UNSHARD: self._unshard,
-            Op.RESHARD: self._reshard,
         }
+        # State actions take a rank's time, so they are timed as computes are.
+        states: dict[Op, Callable[..., Any]] = {Op.UNSHARD: self._unshard, Op.RESHARD: self._reshard}
         jobs: list[Job] = []
         gathering: set[int] = set()
         for action in row:
@@ -181,6 +181,8 @@ class Executor:
                 job = Job(action, needs=tuple(need for part in parts for need in part.needs), timed=True, parts=parts)
             elif action.op in works:
                 job = self._work(action, *works[action.op])
+            elif action.op in states:
+                job = Job(action, timed=True, call=partial(states[action.op], action.stage))
             else:
                 raise ProgramError(
                     f"rank {self.rank}'s row has {action}",
@@ -379,10 +381,10 @@ class Executor:
         assert job.stage is not None
         self.exchange.offer(job.action, job.stage, job.other, self.clock.now())
 
-    def _unshard(self, job: Job, step: Step) -> None:
+    def _unshard(self, stage: int, _: int) -> None:
         """Begin to gather a stage's parameters, if lines of a mesh divide them."""
         if self.shards is not None:
-            self.shards.unshard(job.action.stage)
+            self.shards.unshard(stage)
 
     def _await_unshard(self, job: Job, step: Step) -> None:
         assert self.shards is not None
@@ -391,11 +393,11 @@ class Executor:
         self.stages[job.action.stage].refresh()
         self.draft.exchanges.extend((job.action.stage, start, self.clock.now()))
 
-    def _reshard(self, job: Job, step: Step) -> None:
+    def _reshard(self, stage: int, _: int) -> None:
         """Free a stage's whole parameters."""
         if self.shards is not None:
-            self.shards.reshard(job.action.stage)
-            self.stages[job.action.stage].refresh()  # or they would keep the memory
+            self.shards.reshard(stage)
+            self.stages[stage].refresh()  # or they would keep the memory
 
 
 def _merge(jobs: list[Job]) -> None:
