@@ -86,10 +86,14 @@ class Assembly:
         """Return the same assembly without the blocks of other ranks, so that these can be freed; all names stay."""
         held = {stage for rank in ranks for stage in self.program.placement.stages_of(rank)}
         cuts = [blocks if stage in held else () for stage, blocks in enumerate(self.cuts)]
+        return replace(self, cuts=cuts)
+
+    def named(self) -> Assembly:
+        """Return the same assembly with the names and shapes of all parameters of the unsplit model."""
         named = [pair for stage in self.cuts for block in stage for pair in block.named_parameters()]
         order = list(dict.fromkeys(self.ties.first(name) for name, _ in named))
         trained = {self.ties.first(name): one.shape for name, one in named if one.requires_grad}
-        return replace(self, cuts=cuts, order=order, trained=trained)
+        return replace(self, order=order, trained=trained)
 
     def stages_of(self, rank: int, copies: Copies | None = None) -> dict[int, Stage]:
         """Return a rank's stages, with copies of blocks that belong to another rank of this process."""

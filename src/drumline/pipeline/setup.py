@@ -45,6 +45,7 @@ from drumline.pipeline.verify.agreement import Followed, agree_on_lines, code_of
 from drumline.pipeline.verify.model_check import ModelCheck
 from drumline.pipeline.verify.watched import Watched
 from drumline.runtime.axes.axes import DATA, Axes
+from drumline.runtime.axes.experts.parallel import ExpertParallel
 from drumline.runtime.axes.reduce import share_values
 from drumline.runtime.axes.sharding import AXIS, FullShards, StateShards
 from drumline.runtime.backward.compiled import compiler_for
@@ -121,10 +122,11 @@ class _SetUp:
                 "with several lines of a mesh: each sees a part of the batch",
             )
         frozen = Frozen(self.program, stages, self._completed)
-        assembled = self._assembled(frozen.program, stages, intake, numbers)
+        assembled = self._assembled(frozen.program, stages, intake, numbers).named()
         copied = {name for one in assembled.ties.tensors if one.is_copied for name in one.names}
         # Tensors that several ranks hold get the values of the rank that owns them.
         check = self._check(stages, intake, {name: one for name, one in values.items() if name not in copied})
+        self._divide_experts(stages)
         engine = self._engine(assembled)
         programs = self._programs(frozen)
         holdings = Holdings(assembled.ties, crew, engine.executors, list(engine.copies.values()))
@@ -171,14 +173,31 @@ class _SetUp:
                 crew, "graph", [] if plan is None else [one for each in plan.written.values() for one in each]
             )
             different = first_difference(crew.collect("values", values))
-        is_on = given.check_model and self.axes.size("cp") == 1
+        is_on = given.check_model and self.axes.size("cp", "ep") == 1
         if given.check_model and not is_on and crew.rank == self.axes.number == 0:
+            what = "part of every sequence" if self.axes.size("cp") > 1 else "part of the experts"
             print(
-                "drumline: the first step is not checked against the model by itself: each line has a part of every"
-                " sequence",
+                f"drumline: the first step is not checked against the model by itself: each line has a {what}",
                 file=sys.stderr,
             )
         return ModelCheck(given.model, blocks, crew, intake, is_on=is_on, different=different)
+
+    def _divide_experts(self, stages: Sequence[Sequence[Block]]) -> None:
+        """Replace the experts of this process's stages by its part of them, if the mesh has an axis ep."""
+        if self.axes.size("ep") == 1:
+            return
+        blocks = [block for stage in stages for block in stage]
+        experts = ExpertParallel(self.axes, blocks)
+        self._agree({"experts": experts.described})
+        experts.divide([block for at in self._held() for block in stages[at]], self.device)
+        plan = plan_of(blocks)
+        if plan is not None:
+            plan.watch.has_changed()  # the exchanges are no change of the user's
+
+    def _held(self) -> list[int]:
+        """Return the stages of this process."""
+        placement = self.program.placement
+        return sorted({at for channel in self.crew.channels for at in placement.stages_of(channel.rank)})
 
     def _stages(self, intake: Intake, numbers: Precision) -> tuple[list[tuple[Block, ...]], Balance | None]:
         """Return the blocks of every stage; those of this process have their parameters."""
@@ -188,10 +207,9 @@ class _SetUp:
         stages, balance = chosen_stages(given, self.crew, self.program, intake, numbers)
         intake.weigh_by(stages)
         stages[-1] = (*stages[-1], *loss_block(given.loss_fn))
-        held = {at for channel in self.crew.channels for at in self.program.placement.stages_of(channel.rank)}
         materialise(
             [block for stage in stages for block in stage],
-            [block for at in sorted(held) for block in stages[at]],
+            [block for at in self._held() for block in stages[at]],
             root=given.model if isinstance(given.model, nn.Module) else None,
             weights=stored,
             device=self.device,

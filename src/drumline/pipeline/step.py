@@ -230,11 +230,19 @@ class StepRun:
         if step.train and (self.check_finite or scaler is not None):
             told.scale = None if scaler is None else step.scale
             finite = all_finite(checked)
-            told.finite = finite if alone else bool(finite)
+            told.finite = finite if alone else self._on_all_lines(bool(finite))
         if step.train and self.ledger.unused.looks:
             named = self.holdings.named_parameters()
             told.unreached = [name for name, one in named if one.requires_grad and one.grad is None]
         return told
+
+    def _on_all_lines(self, finite: bool) -> bool:
+        """Whether it holds on all lines that may hold other parts of the same parameters; these call it alike."""
+        axes = self.crew.axes
+        if axes.size("ep", "tp") == 1:
+            return finite
+        wrong = torch.tensor([0.0 if finite else 1.0], device=self.intake.device)
+        return not axes.summed(wrong, "ep", "tp").item()
 
 
 def output_of(step: Step) -> Any:
