@@ -309,9 +309,10 @@ class Pipeline:
         """Return this process's parameters and persistent buffers by their names in the unsplit model.
 
         Together, all processes return every tensor of the model once. One rank returns a tied tensor, by its first
-        name.
+        name. In a mesh each line returns all of it; tensors of which lines hold parts come whole, so that all ranks
+        must call this.
         """
-        return self._holdings.state_dict()
+        return self._holdings.whole_state_dict()
 
     def load_state_dict(self, mapping: Mapping[str, Any]) -> None:
         """Load parameters and buffers by their names in the unsplit model; call it on every rank.

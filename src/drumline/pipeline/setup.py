@@ -33,6 +33,7 @@ from drumline.pipeline.lengths.arrange import Arranging
 from drumline.pipeline.lengths.programs import Programs, named_programs
 from drumline.pipeline.options import Options, device_named
 from drumline.pipeline.programs import program_for
+from drumline.pipeline.record.loads import ExpertLoads
 from drumline.pipeline.record.recording import Recording
 from drumline.pipeline.record.tally import Ledger
 from drumline.pipeline.state.frozen import Frozen, unused_in
@@ -155,7 +156,8 @@ class _SetUp:
             crew, lambda: programs[engine.number] if engine.number else frozen.program, is_on=given.arrange
         )
         intake.order_of = arranging.order_of if given.arrange else None
-        observers = [*([] if auto is None else [auto]), engine, holdings, updates, shared, recording, arranging]
+        loads = ExpertLoads((block.module for stage in engine.stages() for block in stage.blocks), self.axes)
+        observers = [*([] if auto is None else [auto]), loads, engine, holdings, updates, shared, recording, arranging]
         return StepRun(
             crew, ledger, intake, frozen, engine, holdings, updates, recording, watched, followed, check,
             observers, auto, balance, given.check_finite, programs, arranging, _remembered(given.model),

@@ -17,7 +17,7 @@ from drumline.core.errors import DrumlineError, ModelError, nearest
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.observer import Observer
 from drumline.runtime.axes.sharding import FullShards
-from drumline.runtime.axes.slices import FlatSlice, Slice, sharded_over, slice_of
+from drumline.runtime.axes.slices import FlatSlice, Slice, cut_out, put_together, sharded_over, slice_of
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.gradients import clip
@@ -155,6 +155,11 @@ class Holdings(Observer):
                             stored.setdefault(self.ties.first(name), self._plain(value))
         return stored
 
+    def whole_state_dict(self) -> dict[str, Any]:
+        """Return the same with whole tensors, where lines hold parts of them; all lines call it alike."""
+        stored, slices = self.state_dict(), self.slices()
+        return {name: put_together(one, slices.get(name), self.crew.axes) for name, one in stored.items()}
+
     def _plain(self, value: Any) -> Any:
         """Return what a state has of a tensor: the tensor itself, or a copy of one that lasts only for a moment."""
         if not isinstance(value, Tensor):
@@ -173,11 +178,23 @@ class Holdings(Observer):
                 values = {name: (_given(given, self.ties, name), own) for name, own in _entries(block)}
                 block.module.load_state_dict(
                     {
-                        name.removeprefix(_prefix(block)): own if value is None else value
+                        name.removeprefix(_prefix(block)): own if value is None else self._part(value, own)
                         for name, (value, own) in values.items()
                     }
                 )
             self.share()
+
+    def _whole_shape(self, own: Tensor) -> torch.Size:
+        """Return the shape of the tensor of which this process may hold a part."""
+        part, shape = slice_of(own), list(own.shape)
+        if isinstance(part, Slice):
+            shape[part.dim] *= self.crew.axes.size(part.axis)
+        return torch.Size(shape)
+
+    def _part(self, value: Any, own: Any) -> Any:
+        """Return of a whole tensor the part that this process holds; a part stays as it is."""
+        part = slice_of(own) if isinstance(own, Tensor) else None
+        return cut_out(value, part, self.crew.axes) if isinstance(part, Slice) and value.shape != own.shape else value
 
     def _problem_with(self, state: Mapping[str, Any], executor: Executor) -> DrumlineError | None:
         """Return why a rank cannot load a state, or None if it can."""
@@ -194,19 +211,19 @@ class Holdings(Observer):
                             fix=nearest(name, state),
                         )
                     if isinstance(own, Tensor) and value is not None:
-                        _check_tensor(name, value, own)
+                        _check_tensor(name, value, own, self._whole_shape(own))
         except DrumlineError as error:
             return error
         return None
 
 
-def _check_tensor(name: str, value: Any, own: Tensor) -> None:
+def _check_tensor(name: str, value: Any, own: Tensor, whole: torch.Size) -> None:
     if not isinstance(value, Tensor):
         raise ModelError(f"{name!r} is a {type(value).__name__} in the state", expected="a tensor")
     if value.is_meta:
         raise ModelError(f"{name!r} is on the meta device in the state", expected="a tensor with data")
-    if value.shape != own.shape:
-        raise ModelError(f"{name!r} has shape {tuple(value.shape)} in the state", expected=str(tuple(own.shape)))
+    if value.shape not in (own.shape, whole):
+        raise ModelError(f"{name!r} has shape {tuple(value.shape)} in the state", expected=str(tuple(whole)))
 
 
 def _given(state: Mapping[str, Any], ties: Ties, name: str) -> Any:

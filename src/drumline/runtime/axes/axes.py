@@ -20,6 +20,7 @@ import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import combinations, product
 from typing import Any
@@ -238,6 +239,7 @@ class Axes:
         On an accelerator only the stream waits.
         """
         started = looked = time.perf_counter()
+        blocks = dist.get_backend(self.group(*names)) == "gloo"  # its threads need the cores that polling takes
         while not work.is_completed():
             now = time.perf_counter()
             if now - started > self.timeout:
@@ -246,7 +248,10 @@ class Axes:
             if now - looked > _LOOK_SECONDS:
                 self.look()
                 looked = now
-            if now - started > _SPIN_SECONDS:
+            if blocks:
+                with suppress(RuntimeError):  # not yet, or an error that the last wait tells
+                    work.wait(timedelta(seconds=_LOOK_SECONDS))
+            elif now - started > _SPIN_SECONDS:
                 time.sleep(1e-4)
         try:
             work.wait()

@@ -62,7 +62,6 @@ class _Call:
 
     pairs: Sorted
     weights: Tensor
-    rows: Tensor
     sent: list[int]
     got: list[int]
     dtype: torch.dtype
@@ -85,14 +84,15 @@ class _Divided:
         size, own = self._axes.size(AXIS), self._num_experts // self._axes.size(AXIS)
         pairs = Sorted.of(index, self._num_experts)
         counts = torch.tensor(pairs.counts, device=tokens.device)
-        there = _exchange(
-            counts, self._axes, [own] * size, [own] * size, "counts"
-        )  # of each line, for each expert here
+        # How many rows come from each line for each expert here.
+        there = _exchange(counts, self._axes, [own] * size, [own] * size, "counts")
         got = there.view(size, own).sum(1).tolist()
         sent = counts.view(size, own).sum(1).tolist()
         rows: Tensor = _Exchanged.apply(pairs.rows(tokens), self._axes, sent, got)  # type: ignore[no-untyped-call]
-        self._call = _Call(pairs, weights, rows, sent, got, tokens.dtype)
+        self._call = _Call(pairs, weights, sent, got, tokens.dtype)
         chosen = torch.arange(own, device=tokens.device).repeat(size).repeat_interleave(there).unsqueeze(1)
+        if not len(rows):  # without any, a module might leave the graph, and gradients would not be exchanged
+            rows, chosen = nn.functional.pad(rows, (0, 0, 0, 1)), chosen.new_zeros(1, 1)
         return (rows, chosen.to(index.dtype), torch.ones_like(chosen, dtype=weights.dtype)), {}
 
     def after(self, module: nn.Module, args: Any, made: Tensor) -> Any:
@@ -100,9 +100,7 @@ class _Divided:
         call, self._call = self._call, None
         if call is None:
             return None
-        if not len(made) and call.rows.requires_grad:
-            made = made + call.rows  # without tokens, some modules leave the graph: gradients would not be exchanged
-        back: Tensor = _Exchanged.apply(made, self._axes, call.got, call.sent)  # type: ignore[no-untyped-call]
+        back: Tensor = _Exchanged.apply(made[: sum(call.got)], self._axes, call.got, call.sent)  # type: ignore[no-untyped-call]
         return call.pairs.combined(back, call.weights, call.dtype)
 
 

@@ -55,7 +55,7 @@ class Sorted:
         """Return each token's weighted sum of what its experts made of it."""
         tokens, choices = self.shape
         placed = made.new_zeros((tokens * choices, made.shape[-1])).index_copy(0, self.order, made)
-        return (placed.view(tokens, choices, -1) * weights.unsqueeze(-1)).sum(1).to(dtype)
+        return (placed.view(tokens, choices, made.shape[-1]) * weights.unsqueeze(-1)).sum(1).to(dtype)
 
 
 def limited(index: Tensor, num_experts: int, most: int) -> Tensor:
