@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import drumline as dl
+from drumline.core.errors import DrumlineError
 from mesh.plain import STEPS, WIDTH, WORDS, furthest, words
 from some import some
 
@@ -132,19 +133,43 @@ def mixtral() -> nn.Module:
     return made
 
 
-def _mixtral(mesh: dict[str, int], schedule: str) -> list[tuple[float, float]]:
-    with dl.Pipeline(mixtral(), mesh=mesh, schedule=schedule, num_microbatches=4, timeout=120.0) as pipe:
+def given(x: Tensor) -> dict[str, Tensor]:
+    """Return what a model of transformers takes; its loss counts experts by a mask."""
+    return {"input_ids": x, "labels": x, "attention_mask": torch.ones_like(x)}
+
+
+def plain_mixtral() -> list[float]:
+    """Train it in this process, over the microbatches of two lines; return every step's loss."""
+    model = mixtral()
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
+    for step in range(5):
+        total = 0.0
+        for x in words(step)[0].chunk(8):
+            loss = model(**given(x)).loss / 8
+            torch.autograd.backward(loss)
+            total += loss.item()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def _mixtral(schedule: str) -> list[float]:
+    example = {"example": given(words(0)[0][:8]), "balance": "even"}
+    with dl.Pipeline(mixtral(), mesh=EP, schedule=schedule, num_microbatches=4, timeout=120.0, **example) as pipe:
         optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.01)
         seen = []
         for step in range(5):
             number, count = pipe.axes.rows
             x = words(step)[0].chunk(count)[number]
-            loss = pipe.step(input_ids=x, labels=x).loss
-            norm = pipe.clip_grad_norm_(1.0)
+            loss = pipe.step(**given(x)).loss
+            pipe.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
             assert loss is not None
-            seen.append((loss.item(), norm.item()))
+            seen.append(loss.item())
+        assert any(one.shape[0] == 2 for name, one in pipe.named_parameters() if ".experts." in name)
         return seen
 
 
@@ -166,7 +191,7 @@ def _all_cases(folder: Path) -> dict[str, Any]:
     found["going on"] = _train(
         layers(), {"mesh": {"dp": 2, "ep": 2}, "schedule": "1f1b"}, first=3, steps=3, folder=folder / "saved"
     )
-    found["mixtral"] = [_mixtral(EP, "1f1b"), _mixtral({"dp": 4}, "1f1b"), _mixtral(EP, "zb-v")]
+    found["mixtral"] = [_mixtral("1f1b"), _mixtral("zb-v")]
     found["refused"] = [
         _error({"mesh": EP}, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))),
         _error({"mesh": {"ep": 4}}, nn.Sequential(nn.Embedding(2, 8), dl.MoE(8, 8, num_experts=6))),
@@ -196,7 +221,7 @@ def test_losses_norms_and_weights_are_those_of_one_process(ranks: list[dict[str,
     merged = {key: value for rank in ranks for key, value in rank[name]["state"].items()}
     assert merged.keys() == model.state_dict().keys()
     for key, value in some(model.state_dict().items()):
-        torch.testing.assert_close(merged[key], value, rtol=1e-4, atol=1e-5)
+        assert torch.linalg.vector_norm(merged[key] - value) < 1e-4 * torch.linalg.vector_norm(value)
 
 
 def test_each_line_holds_its_part_of_the_experts(ranks: list[dict[str, Any]]) -> None:
@@ -214,11 +239,11 @@ def test_another_mesh_goes_on_from_a_checkpoint(ranks: list[dict[str, Any]], fol
         assert norms < 1e-4
 
 
-def test_a_model_of_transformers_trains_as_without_dividing_its_experts(ranks: list[dict[str, Any]]) -> None:
-    divided, whole, split = ranks[0]["mixtral"]
-    # The load-balancing loss is of each microbatch: with four lines, microbatches are half as large.
-    assert divided[0][0] == pytest.approx(whole[0][0], rel=1e-2)
-    assert divided == pytest.approx(split, rel=1e-5)
+def test_a_model_of_transformers_trains_as_in_one_process(ranks: list[dict[str, Any]]) -> None:
+    wanted = plain_mixtral()
+    for rank in some(ranks):
+        for losses in rank["mixtral"]:
+            assert losses == pytest.approx(wanted, rel=1e-5)
 
 
 def test_what_cannot_be_divided_is_refused(ranks: list[dict[str, Any]]) -> None:

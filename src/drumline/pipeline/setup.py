@@ -190,7 +190,7 @@ class _SetUp:
             return
         blocks = [block for stage in stages for block in stage]
         experts = ExpertParallel(self.axes, blocks)
-        self._agree({"experts": experts.described})
+        self._agree({"experts": experts.described, "weigh": self.options.weigh})
         experts.divide([block for at in self._held() for block in stages[at]], self.device)
         plan = plan_of(blocks)
         if plan is not None:

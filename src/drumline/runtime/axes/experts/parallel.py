@@ -25,6 +25,7 @@ from drumline.core.errors import ModelError
 from drumline.runtime.axes.axes import Axes
 from drumline.runtime.axes.experts.moe import Experts
 from drumline.runtime.axes.experts.routing import Sorted, is_traced
+from drumline.runtime.axes.experts.turns import hand_over
 from drumline.runtime.axes.reduce import share_values
 from drumline.runtime.axes.slices import Slice
 from drumline.runtime.blocks.cut import Block
@@ -52,6 +53,7 @@ def _exchange(rows: Tensor, axes: Axes, sent: list[int], got: list[int], what: s
     made = rows.new_empty((sum(got), *rows.shape[1:]))
     work = dist.all_to_all_single(made, rows.contiguous(), got, sent, group=axes.group(AXIS), async_op=True)
     assert work is not None
+    hand_over()
     axes.wait(work, f"the exchange of {what} between experts", [AXIS])
     return made
 
