@@ -254,7 +254,7 @@ def test_what_cannot_be_divided_is_refused(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_a_run_records_how_evenly_experts_are_loaded(ranks: list[dict[str, Any]], folder: Path) -> None:
-    metrics = dl.read_run(folder / "run").metrics
+    metrics = dl.read_run(folder / "run").metrics()
     for one in some(metrics):
         assert 1.0 <= one["expert_metrics/load_max"] <= 1.0 * 4 / 2
         assert 0.0 < one["expert_metrics/dropped"] < 0.5

@@ -31,6 +31,7 @@ from drumline.pipeline.engine import CapturingEngine, Engine
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.lengths.arrange import Arranging
 from drumline.pipeline.lengths.programs import Programs, named_programs
+from drumline.pipeline.model.blocks import is_chain
 from drumline.pipeline.options import Options, device_named
 from drumline.pipeline.programs import program_for
 from drumline.pipeline.record.loads import ExpertLoads
@@ -176,7 +177,8 @@ class _SetUp:
             )
             different = first_difference(crew.collect("values", values))
         is_on = given.check_model and self.axes.size("cp", "ep") == 1
-        if given.check_model and not is_on and crew.rank == self.axes.number == 0:
+        skipped = given.check_model and not is_on and not is_chain(given.model)
+        if skipped and crew.rank == self.axes.number == 0:
             what = "part of every sequence" if self.axes.size("cp") > 1 else "part of the experts"
             print(
                 f"drumline: the first step is not checked against the model by itself: each line has a {what}",
