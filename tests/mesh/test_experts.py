@@ -58,7 +58,8 @@ def layers(**options: Any) -> nn.Sequential:
 def loss_fn(output: Any, target: Tensor) -> Tensor:
     """Return the mean over the labels that count, and a part of the load-balancing loss."""
     x, aux = output
-    return nn.functional.cross_entropy(x.flatten(0, 1), target.flatten()) + 0.1 * aux.mean()
+    total: Tensor = nn.functional.cross_entropy(x.flatten(0, 1), target.flatten()) + 0.1 * aux.mean()
+    return total
 
 
 def weight(target: Tensor) -> Tensor:
@@ -126,11 +127,16 @@ def mixtral() -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 2, "vocab_size": WORDS}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
-    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, output_router_logits=True, use_cache=False))
-    made: nn.Module = model.train()
-    return made
+    sizes: dict[str, Any] = {
+        "hidden_size": WIDTH,
+        "intermediate_size": WIDTH,
+        "num_hidden_layers": 2,
+        "vocab_size": WORDS,
+    }
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
+    config = MixtralConfig(**sizes, **heads, output_router_logits=True, use_cache=False)
+    model: nn.Module = MixtralForCausalLM(config)  # type: ignore[no-untyped-call]
+    return model.train()
 
 
 def given(x: Tensor) -> dict[str, Tensor]:
@@ -156,7 +162,7 @@ def plain_mixtral() -> list[float]:
 
 
 def _mixtral(schedule: str) -> list[float]:
-    example = {"example": given(words(0)[0][:8]), "balance": "even"}
+    example: dict[str, Any] = {"example": given(words(0)[0][:8]), "balance": "even"}
     with dl.Pipeline(mixtral(), mesh=EP, schedule=schedule, num_microbatches=4, timeout=120.0, **example) as pipe:
         optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.01)
         seen = []

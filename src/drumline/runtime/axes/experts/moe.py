@@ -56,7 +56,7 @@ class Experts(nn.Module):
         `index` and `weights` have shape (tokens, choices); an index of `num_experts` means no expert.
         """
         pairs = Sorted.of(index, self.num_experts)
-        rows = pairs.rows(tokens).split(pairs.counts)
+        rows = torch.split_with_sizes(pairs.rows(tokens), pairs.counts)
         # An expert without tokens takes part too: its gradient is zero, as in one process.
         made = [self._one(*each) for each in zip(rows, self.w1.unbind(), self.w2.unbind(), strict=True)]
         return pairs.combined(torch.cat(made), weights, tokens.dtype)

@@ -80,7 +80,7 @@ class _Divided:
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Replace the tokens of this line by those of all lines that chose its experts."""
-        tokens, index, weights = (*args, *(kwargs[name] for name in _TAKES if name in kwargs))
+        tokens, index, weights = [*args] + [kwargs[name] for name in _TAKES if name in kwargs]
         if is_traced(tokens):
             return None
         size, own = self._axes.size(AXIS), self._num_experts // self._axes.size(AXIS)

@@ -75,7 +75,7 @@ def run_both(here: Callable[[], Any], aside: Callable[[], Any]) -> tuple[Any, An
     turns = _Turns()
     found: dict[int, Any] = {}
     errors: dict[int, BaseException] = {}
-    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
     def run(number: int, compute: Callable[[], Any]) -> None:
         turns.begin(number)
