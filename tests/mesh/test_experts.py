@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "1f1b": ({"mesh": EP, "schedule": "1f1b"}, {}, STEPS),
     "zb-v": ({"mesh": EP, "schedule": "zb-v"}, {}, STEPS),
     "interleaved-zb": ({"mesh": EP, "schedule": "interleaved-zb"}, {}, STEPS),
-    "dualpipe-v": ({"mesh": EP, "schedule": "dualpipe-v"}, {}, STEPS),
+    "dualpipe-v": ({"mesh": EP, "schedule": "dualpipe-v"}, {"num_sparse": 4}, STEPS),
     "two copies": ({"mesh": EP, "schedule": "dualpipe"}, {}, SOME),
     "capacity": ({"mesh": EP, "schedule": "1f1b"}, {"capacity": 1.0}, STEPS),
     "capacity, zb-v": ({"mesh": EP, "schedule": "zb-v"}, {"capacity": 1.0}, SOME),
@@ -49,10 +50,12 @@ class Layer(nn.Module):
         return x + made, aux
 
 
-def layers(**options: Any) -> nn.Sequential:
-    """Return a model of six blocks, four of which have experts."""
+def layers(*, num_sparse: int = 2, **options: Any) -> nn.Sequential:
+    """Return a model of six blocks, some of which have experts."""
     torch.manual_seed(0)
-    blocks = [Layer(**options) for _ in range(4)]
+    dense = [dl.PassAux(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())) for _ in range(4 - num_sparse)]
+    pairs = zip_longest((Layer(**options) for _ in range(num_sparse)), dense)
+    blocks = [one for pair in pairs for one in pair if one is not None]
     return nn.Sequential(nn.Embedding(WORDS, WIDTH), *blocks, dl.PassAux(nn.Linear(WIDTH, WORDS)))
 
 
