@@ -1,6 +1,6 @@
 """Two pipelines of two ranks that sum their gradients: with and without overlap, and beside torch's own composition.
 
-    python benchmarks/meshes.py [--rounds 15] [--width 1024] [--rows 32] [--schedules zb-v interleaved-1f1b] [--json FILE]
+    python benchmarks/meshes.py [--rounds 15] [--width 1024] [--rows 32] [--schedules 1f1b zb-v] [--json FILE]
 
 Four ranks of one thread, mesh pp2 x dp2, 8 blocks of Linear(D, D) + GELU. Contenders take turns, step by step:
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from drumline.report.compare import compare
     from drumline.report.draw.grid import grid
     from drumline.report.kineto.analysis import analyze
+    from drumline.runtime.axes.experts.moe import MoE, PassAux
     from drumline.runtime.axes.tensor.styles import Colwise, Rowwise
     from drumline.runtime.microbatches import Microbatches
     from drumline.schedules import generate, schedule
@@ -60,7 +61,9 @@ _HOME = {
     "Jitter": "plan.search.objective",
     "Limit": "core.timeline.idle",
     "Microbatches": "runtime.microbatches",
+    "MoE": "runtime.axes.experts.moe",
     "Op": "core.action",
+    "PassAux": "runtime.axes.experts.moe",
     "Pipeline": "pipeline.pipeline",
     "Placement": "core.placement",
     "Plan": "plan.device.plan",
@@ -108,7 +111,9 @@ __all__ = [
     "Jitter",
     "Limit",
     "Microbatches",
+    "MoE",
     "Op",
+    "PassAux",
     "Pipeline",
     "Placement",
     "Plan",

@@ -71,6 +71,11 @@ class Engine(Observer):
         self.assembly = assembly.of_ranks(channel.rank for channel in crew.channels)
         self._lineups = {0: Lineup(self.assembly.program, list(self.executors))}
         self.number = 0  # of the program that runs
+        self._num_trained = 0
+        # Whether overlapped pairs exchange tokens of one half while the other computes. All lines decide alike: in the
+        # first step some of them may watch each half.
+        self.takes_turns = crew.axes.size("ep") > 1 and crew.axes.size("cp") == 1 and weigh != "always"
+        self.takes_turns &= not assembly.checkpointed
 
     def _copies(self) -> dict[int, Copies]:
         """If all ranks are in this process, return each rank's copies of blocks that belong to another rank."""
@@ -172,6 +177,8 @@ class Engine(Observer):
         if not step.train:
             executors = self.evaluators
             drafts = step.drafts or [Draft(executor.rank) for executor in executors]
+        for executor in executors:
+            executor.takes_turns = self.takes_turns and self._num_trained > 0 and step.train
         modules = (block.module for stage in self.stages() for block in stage.blocks)
         with (
             nullcontext() if step.train else evaluating(modules),
@@ -191,6 +198,7 @@ class Engine(Observer):
 
     def end(self, step: Step) -> None:
         """Stop counting bytes after the first step, if only that step was requested."""
+        self._num_trained += 1
         if self._weigh == "first":
             for executor in self.executors:
                 executor.scale = None

@@ -45,6 +45,11 @@ def _is_count(value: Any) -> bool:
     return _is_whole(value) and value >= 1
 
 
+_NOT_COMPILED = {
+    "cp": "compiled attention would see a part of the sequence only",
+    "ep": "exchanges of tokens are not part of compiled code",
+    "tp": "exchanges inside divided layers are not part of compiled code",
+}
 # The accepted values of each option, and how errors describe them.
 _COUNT = "an integer of at least 1"
 _COUNTS = ("num_microbatches", "num_ranks", "stages_per_rank")
@@ -164,17 +169,13 @@ class Options:
                 expected="one line: the exchanges between lines are not part of CUDA graphs",
                 fix="use capture=False",
             )
-        if self.compile and sizes.get("cp", 1) > 1:
-            raise UsageError(
-                f"compile is {self.compile!r:.40} and the mesh is {meshes.shown(sizes)}",
-                expected="compile=False with cp: compiled attention would see a part of the sequence only",
-            )
-        if sizes.get("tp", 1) > 1:
-            if self.compile:
+        for axis, why in _NOT_COMPILED.items():
+            if self.compile and sizes.get(axis, 1) > 1:
                 raise UsageError(
                     f"compile is {self.compile!r:.40} and the mesh is {meshes.shown(sizes)}",
-                    expected="compile=False: the exchanges inside divided layers are not part of compiled code",
+                    expected=f"compile=False with {axis}: {why}",
                 )
+        if sizes.get("tp", 1) > 1:
             styles.Plan.of(self.tensor_parallel, self.model)
 
     def _check_auto(self) -> None:

@@ -31,8 +31,10 @@ from drumline.pipeline.engine import CapturingEngine, Engine
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.lengths.arrange import Arranging
 from drumline.pipeline.lengths.programs import Programs, named_programs
+from drumline.pipeline.model.blocks import is_chain
 from drumline.pipeline.options import Options, device_named
 from drumline.pipeline.programs import program_for
+from drumline.pipeline.record.loads import ExpertLoads
 from drumline.pipeline.record.recording import Recording
 from drumline.pipeline.record.tally import Ledger
 from drumline.pipeline.state.frozen import Frozen, unused_in
@@ -45,6 +47,7 @@ from drumline.pipeline.verify.agreement import Followed, agree_on_lines, code_of
 from drumline.pipeline.verify.model_check import ModelCheck
 from drumline.pipeline.verify.watched import Watched
 from drumline.runtime.axes.axes import DATA, Axes
+from drumline.runtime.axes.experts.parallel import ExpertParallel
 from drumline.runtime.axes.reduce import share_values
 from drumline.runtime.axes.sharding import AXIS, FullShards, StateShards
 from drumline.runtime.axes.tensor.layers import TensorParallel
@@ -134,6 +137,7 @@ class _SetUp:
         check = self._check(stages, intake, {name: one for name, one in values.items() if name not in copied}, tensors)
         if tensors is not None:
             self._divide(tensors, stages)
+        self._divide_experts(stages)
         engine = self._engine(assembled)
         programs = self._programs(frozen)
         holdings = Holdings(assembled.ties, crew, engine.executors, list(engine.copies.values()))
@@ -163,7 +167,8 @@ class _SetUp:
             crew, lambda: programs[engine.number] if engine.number else frozen.program, is_on=given.arrange
         )
         intake.order_of = arranging.order_of if given.arrange else None
-        observers = [*([] if auto is None else [auto]), engine, holdings, updates, shared, recording, arranging]
+        loads = ExpertLoads((block.module for stage in engine.stages() for block in stage.blocks), self.axes)
+        observers = [*([] if auto is None else [auto]), loads, engine, holdings, updates, shared, recording, arranging]
         return StepRun(
             crew, ledger, intake, frozen, engine, holdings, updates, recording, watched, followed, check,
             observers, auto, balance, given.check_finite, programs, arranging, _remembered(given.model),
@@ -187,11 +192,12 @@ class _SetUp:
                 crew, "graph", [] if plan is None else [one for each in plan.written.values() for one in each]
             )
             different = first_difference(crew.collect("values", values))
-        is_on = given.check_model and self.axes.size("cp") == 1
-        if given.check_model and not is_on and crew.rank == self.axes.number == 0:
+        is_on = given.check_model and self.axes.size("cp", "ep") == 1
+        skipped = given.check_model and not is_on and not is_chain(given.model)
+        if skipped and crew.rank == self.axes.number == 0:
+            what = "part of every sequence" if self.axes.size("cp") > 1 else "part of the experts"
             print(
-                "drumline: the first step is not checked against the model by itself: each line has a part of every"
-                " sequence",
+                f"drumline: the first step is not checked against the model by itself: each line has a {what}",
                 file=sys.stderr,
             )
         return ModelCheck(given.model, blocks, crew, intake, is_on, different, tensors)
@@ -223,6 +229,18 @@ class _SetUp:
         """Return the stages of this process."""
         placement = self.program.placement
         return sorted({at for channel in self.crew.channels for at in placement.stages_of(channel.rank)})
+
+    def _divide_experts(self, stages: Sequence[Sequence[Block]]) -> None:
+        """Replace the experts of this process's stages by its part of them, if the mesh has an axis ep."""
+        if self.axes.size("ep") == 1:
+            return
+        blocks = [block for stage in stages for block in stage]
+        experts = ExpertParallel(self.axes, blocks)
+        self._agree({"experts": experts.described, "weigh": self.options.weigh})
+        experts.divide([block for at in self._held() for block in stages[at]], self.device)
+        plan = plan_of(blocks)
+        if plan is not None:
+            plan.watch.has_changed()  # the exchanges are no change of the user's
 
     def _stages(self, intake: Intake, numbers: Precision) -> tuple[list[tuple[Block, ...]], Balance | None]:
         """Return the blocks of every stage; those of this process have their parameters."""

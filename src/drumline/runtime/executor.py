@@ -23,6 +23,7 @@ from drumline.core.action import STATE_OPS, Action, Op
 from drumline.core.errors import ProgramError
 from drumline.core.program import Program
 from drumline.core.rules import Backward
+from drumline.runtime.axes.experts.turns import run_both
 from drumline.runtime.axes.reduce import Reducer
 from drumline.runtime.axes.sharding import FullShards
 from drumline.runtime.channel.channel import Channel, Delivery, Wait
@@ -130,6 +131,7 @@ class Executor:
         self.exchange = GradientExchange(rank, stages, channel, self.placement, ties, reducer, shards)
         self.current: Action | None = None
         self.witness: Witness | None = None  # of the first step
+        self.takes_turns = False  # whether the halves of an overlapped pair run in turns, at their exchanges
         self.draft = Draft(rank)  # of the current step
         self._made: dict[tuple[int, int], Any] = {}
         self._gradients: dict[tuple[int, int], Gradients] = {}
@@ -258,7 +260,9 @@ class Executor:
                 draft.took(receive, source, delivery, asked, now())
             if job.timed:
                 start = clock.start(directly and not job.needs)
-                if self.scale is None:
+                if job.parts and self.takes_turns:
+                    self._in_turns(job, step)
+                elif self.scale is None:
                     for part in job.parts or (job,):
                         part.put(part, step, part.call(part.microbatch, *part.take(part, step)))
                 else:
@@ -279,6 +283,14 @@ class Executor:
         yield from self.exchange.finish(clock, draft)
         draft.end_ns = now()
         self.current = None
+
+    @staticmethod
+    def _in_turns(job: Job, step: Step) -> None:
+        """Run both halves of a pair: one computes while the other waits for an exchange."""
+        calls = [partial(part.call, part.microbatch, *part.take(part, step)) for part in job.parts]
+        forward, backward = calls  # autograd runs in this thread
+        for part, made in zip(job.parts, reversed(run_both(backward, forward)), strict=True):
+            part.put(part, step, made)
 
     @staticmethod
     def _weighed(job: Job, step: Step, scale: Scale) -> None:

@@ -8,6 +8,7 @@ pp/rank{r}/{part}_seconds            the rank's step by what it did: busy, trans
 pp/rank{r}/{kind}_seconds            time between the previous step and this one: update, data, ..., outside
 pp/rank{r}/peak_pairs, peak_stash_bytes     what the rank held; bytes only if they were weighed
 pp/edge{a}-{b}/peak_queue            the most messages that were made and not yet used
+expert_metrics/load_max, dropped     of models with dl.MoE: the busiest expert over the mean, choices not served
 pp/clock_error_seconds               with ranks on several hosts: the possible clock error
 """
 
@@ -101,3 +102,19 @@ def _of_period(records: Sequence[Record]) -> dict[str, float]:
     found["time_metrics/data_loading(s)"] = longest
     found["time_metrics/data_loading(%)"] = 100.0 * longest / whole if whole > 0 else 0.0
     return found
+
+
+def load_metrics(loads: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Return the metrics of all blocks: what each expert got, and behind that what was dropped.
+
+    `load_max` is what the busiest expert got, divided by the mean of its block; 1 is balanced. `dropped` is the part of
+    all choices that no expert took.
+
+    >>> load_metrics([[3, 1, 0], [2, 2, 4]])
+    {'expert_metrics/load_max': 1.5, 'expert_metrics/dropped': 0.3333333333333333}
+    """
+    if not loads:
+        return {}
+    busiest = max(max(one[:-1]) * (len(one) - 1) / max(sum(one[:-1]), 1) for one in loads)
+    dropped = sum(one[-1] for one in loads) / max(sum(map(sum, loads)), 1)
+    return {"expert_metrics/load_max": busiest, "expert_metrics/dropped": dropped}

@@ -18,7 +18,7 @@ from torch import Tensor
 from drumline.core.errors import MismatchError, NonFiniteError, RunError, UsageError
 from drumline.core.measured.align import Dial, align
 from drumline.core.measured.measured import Measured
-from drumline.core.measured.metrics import step_metrics
+from drumline.core.measured.metrics import load_metrics, step_metrics
 from drumline.core.measured.record import Record
 from drumline.core.program import Program
 from drumline.pipeline.state.frozen import Unused
@@ -50,6 +50,7 @@ class Told:
     late: Record | None = None  # of the previous step, if the device finished it late
     num_rows: int = 0  # rows of the batch, if known
     num_tokens: int = 0
+    loads: list[list[int]] = field(default_factory=list)  # of each mixture of experts: see load_metrics
     train: bool = True
     given: Given | None = None  # arguments of the step; None if all ranks are in one process
     followed: dict[str, str] = field(default_factory=dict)  # digests of graphs traced for new kinds of input
@@ -139,6 +140,7 @@ class Tally:
         found: dict[str, Any] = {"loss_metrics/global_avg_loss": self.loss, **noted}
         if self.program_number:
             found["program"] = self.program_number
+        found |= load_metrics([load for one in self.told for load in one.loads])
         records = self.known_records
         if records is not None:
             found |= step_metrics(self.program, records, dials)

@@ -17,7 +17,7 @@ from drumline.core.errors import DrumlineError, ModelError, nearest
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.observer import Observer
 from drumline.runtime.axes.sharding import FullShards
-from drumline.runtime.axes.slices import FlatSlice, Slice, sharded_over, slice_of
+from drumline.runtime.axes.slices import FlatSlice, Slice, cut_out, put_together, sharded_over, slice_of
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.gradients import clip
@@ -158,6 +158,11 @@ class Holdings(Observer):
                             stored.setdefault(self.ties.first(name), self._plain(value))
         return stored
 
+    def whole_state_dict(self) -> dict[str, Any]:
+        """Return the same with whole tensors, where lines hold parts of them; all lines call it alike."""
+        stored, slices = self.state_dict(), self.slices()
+        return {name: put_together(one, slices.get(name), self.crew.axes) for name, one in stored.items()}
+
     def _plain(self, value: Any) -> Any:
         """Return what a state has of a tensor: the tensor itself, or a copy of one that lasts only for a moment."""
         if not isinstance(value, Tensor):
@@ -167,15 +172,6 @@ class Holdings(Observer):
         if (part := slice_of(value)) is not None:
             setattr(plain, "slice", part)  # noqa: B010 - an attribute that torch's class does not declare
         return plain
-
-    def whole_state_dict(self) -> dict[str, Any]:
-        """Return the same with whole tensors, where lines hold parts of them; all lines call it alike."""
-        stored, axes = self.state_dict(), self.crew.axes
-        for name, one in stored.items():
-            part = slice_of(one) if isinstance(one, Tensor) else None
-            if part is not None:
-                stored[name] = part.whole(axes.gathered(one, part.axis))
-        return stored
 
     def load_state_dict(self, given: Mapping[str, Any]) -> None:
         """Load a state on all ranks, or raise on all of them before anything changes."""
@@ -204,9 +200,7 @@ class Holdings(Observer):
     def _part(self, value: Any, own: Any) -> Any:
         """Return of a whole tensor the part that this process holds; a part stays as it is."""
         part = slice_of(own) if isinstance(own, Tensor) else None
-        if part is None or value.shape == own.shape:
-            return value
-        return part.local(value, self.crew.axes.place(part.axis), self.crew.axes.size(part.axis))
+        return cut_out(value, part, self.crew.axes) if isinstance(part, Slice) and value.shape != own.shape else value
 
     def _problem_with(self, state: Mapping[str, Any], executor: Executor) -> DrumlineError | None:
         """Return why a rank cannot load a state, or None if it can."""

@@ -1,0 +1,82 @@
+"""What overlapped pairs hide of the exchange of tokens between experts: PP2 x EP2 by dualpipe-v over gloo, on CPUs.
+
+    python benchmarks/experts.py [--hidden 512] [--tokens 256] [--steps 24]
+
+Steps alternate in one run: halves of a pair take turns at their exchanges, or run one after the other. `exposed` is the
+time that a rank waits for exchanges inside a step, the median over steps; `step` is the time of the whole step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import drumline as dl
+from drumline.runtime.axes.axes import Axes
+
+
+class Layer(nn.Module):
+    """A block whose experts add to x."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.moe = dl.MoE(hidden, 2 * hidden, num_experts=4, top_k=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x with what the experts made of it."""
+        made: Tensor = x + self.moe(self.norm(x))
+        return made
+
+
+def run(hidden: int, tokens: int, steps: int) -> dict[str, list[tuple[float, float]]]:
+    """Return, of each kind, every step's seconds, and the seconds of waiting in it."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer(hidden) for _ in range(8)))
+    found: dict[str, list[tuple[float, float]]] = {"one by one": [], "in turns": []}
+    waited = [0.0]
+    plain = Axes.wait
+
+    def wait(self: Axes, work: Any, what: str, names: Any) -> None:
+        start = time.perf_counter()
+        plain(self, work, what, names)
+        waited[0] += time.perf_counter() - start if list(names) == ["ep"] else 0.0
+
+    setattr(Axes, "wait", wait)  # noqa: B010 - measured from outside
+    options: dict[str, Any] = {"mesh": {"pp": 2, "ep": 2}, "schedule": "dualpipe-v", "num_microbatches": 8}
+    with dl.Pipeline(model, loss_fn=nn.functional.mse_loss, check_finite=False, **options) as pipe:
+        torch.manual_seed(pipe.axes.rows[0])
+        x = torch.randn(8, tokens, hidden)
+        for step in range(steps + 2):
+            kind = "in turns" if step % 2 else "one by one"
+            pipe._engine.takes_turns = kind == "in turns"
+            pipe.gather(step)
+            waited[0], start = 0.0, time.perf_counter()
+            pipe.step(x, target=x)
+            found[kind] += [(time.perf_counter() - start, waited[0])] if step > 1 else []
+    setattr(Axes, "wait", plain)  # noqa: B010
+    return found
+
+
+def main() -> None:
+    """Print a table of all ranks."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    for name, value in (("hidden", 512), ("tokens", 256), ("steps", 24)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    given = vars(parser.parse_args())
+    for rank, found in enumerate(dl.launch(run, given["hidden"], given["tokens"], given["steps"], num_ranks=4)):
+        for kind, each in found.items():
+            step, exposed = (statistics.median(one[at] for one in each) for at in range(2))
+            spread = " to ".join(f"{1e3 * one[0]:.0f}" for one in (min(each), max(each)))
+            times = f"step {1e3 * step:7.1f} ms ({spread})  exposed {1e3 * exposed:6.1f} ms"
+            print(f"rank {rank}  {kind:10}  {times}")
+
+
+if __name__ == "__main__":
+    main()
