@@ -83,7 +83,7 @@ def test_meshes_over_nccl_train_as_one_process() -> None:
     ]
     told = [rank.communicate(timeout=300)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * 4, "\n".join(told)
-    assert all(one.count("is the same") == len(MESHES) for one in told)
+    assert [one.count("is the same") for one in told] == [len(MESHES)] * 4
 
 
 if __name__ == "__main__":
