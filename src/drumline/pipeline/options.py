@@ -153,6 +153,12 @@ class Options:
         transports.check(self.transport)
         if self.mesh is not None:
             self._check_mesh()
+        if isinstance(self.model, nn.Module) and any(map(_is_divided, self.model.parameters())):
+            raise ModelError(
+                "the model's parameters are DTensors: fully_shard or parallelize_module has divided them",
+                expected="the plain model: Drumline divides it",
+                fix="pass mesh= with zero=3 or tensor_parallel= instead",
+            )
         if isinstance(getattr(self.model, "_orig_mod", None), nn.Module):
             raise ModelError(
                 "the model is already compiled by torch.compile",
@@ -221,6 +227,11 @@ class Options:
     def settings(self) -> dict[str, Any]:
         """Return all options by name, with the decisions of a plan in place of the plan."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "plan"}
+
+
+def _is_divided(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is a DTensor; without importing that, which takes a second."""
+    return any(kind.__module__.startswith("torch.distributed.tensor") for kind in type(parameter).__mro__)
 
 
 def made_with(
