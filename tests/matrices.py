@@ -22,6 +22,12 @@ FEW = "FEW_CASES" in os.environ
 KINDS = ("1f1b", "interleaved-zb", "zb-v", "hanayo", "chimera", "dualpipe")
 
 
+def long(test: Any) -> Any:
+    """Leave a test to `make matrices`: what it shows is shown more briefly elsewhere, or by `make faults`."""
+    reason = "make matrices runs it"
+    return pytest.mark.matrix(pytest.mark.skipif(not ALL, reason=reason)(test))
+
+
 def matrix(names: str, *axes: Iterable[Any], times: int = 2) -> Callable[[Any], Any]:
     """Parametrise a test with all combinations, or with so many that each value of the longest axis occurs `times`."""
     values = [list(axis) for axis in axes]

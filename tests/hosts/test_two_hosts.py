@@ -31,7 +31,7 @@ from drumline.train.config.settings import (
 from drumline.train.loop.progress import Told, Update
 from drumline.train.loop.run import Trained, run_training
 from hosts.namespaces import TwoHosts, two_hosts
-from matrices import ALL
+from matrices import ALL, long
 from some import some
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -138,6 +138,7 @@ def train_and_cut(hosts: TwoHosts, folder: Path) -> tuple[str, Trained]:
     return error, run_training(again, tell=lambda told: None)
 
 
+@long
 def test_a_cut_link_is_named_on_both_hosts_and_the_run_continues_after_it(tmp_path: Path) -> None:
     with two_hosts(ipv6=True) as hosts:
         told = launch(train_and_cut, hosts, tmp_path, num_ranks=2, timeout=800)

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import drumline as dl
+from matrices import ALL
 from mesh.plain import chain, loss_fn, trained, words
 from some import some
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.matrix]
 
 SAVED, MORE = 2, 2
 DP = {"pp": 2, "dp": 2}
@@ -30,6 +31,10 @@ GOING_ON: dict[str, dict[str, Any]] = {
     "dp4": {"mesh": {"dp": 4}, "zero": 1, "schedule": "1f1b"},
     "zero 3": {"mesh": DP, "zero": 3, "schedule": "1f1b"},
 }
+
+
+if not ALL:  # `make matrices` tries all of them
+    del SAVERS["plain"], GOING_ON["the same"], GOING_ON["zero 3"]
 
 
 def _sums(pipe: dl.Pipeline) -> dict[str, str]:

@@ -42,9 +42,9 @@ CONTEXT: dict[str, tuple[dict[str, Any], int]] = {
 }
 # `make matrices` runs all of them over 20 steps, other runs those that together have every part, over fewer.
 if not ALL:
-    KEPT = ("1f1b", "two copies", "zero 1", "zero 3", "zero 3, dualpipe-v", "by stage", "no pipeline")
+    KEPT = ("1f1b", "two copies", "zero 1", "zero 3", "by stage")
     CASES = {name: CASES[name] for name in KEPT}
-    CONTEXT = {name: CONTEXT[name] for name in ("zb-v", "cp and dp")}
+    CONTEXT = {name: CONTEXT[name] for name in ("cp and dp",)}
 
 
 def gpt() -> GPT:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import drumline as dl
 from drumline.core.errors import DrumlineError
-from matrices import ALL
+from matrices import ALL, long
 from mesh.plain import STEPS, WIDTH, WORDS, furthest, words
 from some import some
 
@@ -36,7 +36,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 }
 # `make matrices` runs all of them over 20 steps, other runs those that together have every part, over fewer.
 if not ALL:
-    KEPT = ("interleaved-zb", "dualpipe-v", "two copies", "capacity, zb-v", "dp and ep")
+    KEPT = ("dualpipe-v", "capacity, zb-v", "dp and ep")
     CASES = {name: CASES[name] for name in KEPT}
 
 
@@ -260,7 +260,7 @@ def test_another_mesh_goes_on_from_a_checkpoint(ranks: list[dict[str, Any]], fol
         assert norms < 1e-4
 
 
-@pytest.mark.skipif(not ALL, reason="make matrices trains models of transformers with divided experts")
+@long
 def test_a_model_of_transformers_trains_as_in_one_process() -> None:
     wanted = plain_mixtral()
     for rank in some(dl.launch(_mixtral, num_ranks=2)):

@@ -13,7 +13,7 @@ from torch import nn
 from drumline.core.errors import DrumlineError, ModelError
 from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
-from matrices import ALL
+from matrices import ALL, long
 from some import some
 from tensor_models import MODELS, alone, batch, chain, gpt, llama, loss_fn, plan
 
@@ -37,7 +37,7 @@ CASES: dict[str, Case] = {
 }
 # `make matrices` runs all of them over 20 steps, other runs those that together have every part, over fewer.
 if not ALL:
-    KEPT = ("recomputed", "two copies", "sequences", "sequences of a chain", "Hugging Face", "beside dp")
+    KEPT = ("recomputed", "two copies", "sequences", "Hugging Face")
     CASES = {name: CASES[name] for name in KEPT}
 
 
@@ -266,6 +266,7 @@ def eight() -> list[float]:
         return losses
 
 
+@long
 def test_three_axes_train_as_one_process_does() -> None:
     each = launch(eight, num_ranks=8)
     near(each[0], alone("gpt", NUM_STEPS), "pp2 x dp2 x tp2")

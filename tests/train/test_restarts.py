@@ -43,6 +43,7 @@ from drumline.train.replan import planned_for
 from drumline.train.restarts import Restarts
 from drumline.train.room import check_room
 from drumline.train.start import start
+from matrices import long
 from some import some
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -162,6 +163,7 @@ def started(*command: str, **env: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate(timeout=60)
 
 
+@long
 def test_torchrun_starts_the_run_again_in_its_folder(tmp_path: Path, whole: Path) -> None:
     folder = tmp_path / "run"
     order(folder, f"0-{EVERY}-a")
@@ -201,6 +203,7 @@ def is_running(process: int) -> bool:
         return False
 
 
+@long
 def test_a_killed_launcher_leaves_no_rank_and_the_run_continues(tmp_path: Path, whole: Path) -> None:
     folder = tmp_path / "run"
     order(folder, "slow")

@@ -29,6 +29,7 @@ from drumline.train.config.settings import (
 )
 from drumline.train.loop.run import Trained, run_training
 from drumline.train.start import start
+from matrices import long
 from some import some
 
 pytestmark = pytest.mark.torch
@@ -107,6 +108,7 @@ def test_sigterm_to_one_rank_ends_all_after_the_same_step_and_the_run_goes_on_bi
     assert [*found.losses, *rest.losses] == whole.losses
 
 
+@long
 def test_ctrl_c_at_the_launcher_ends_an_evaluation_and_a_second_one_ends_everything_at_once(tmp_path: Path) -> None:
     # Batches without end: only a stop ends the evaluation.
     lasting = EvaluationSettings(every=2, batches=1, sample_every=2, sample_tokens=10**9)
