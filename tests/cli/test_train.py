@@ -27,6 +27,7 @@ class Trained:
     losses: list[float] = field(default_factory=lambda: [3.0, 2.5])
     evaluations: list[Any] = field(default_factory=list)
     num_tokens: int = 64
+    grad_norms: list[float] = field(default_factory=list)
     num_skipped: int = 0
     stopped: Any = None
 

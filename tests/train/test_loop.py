@@ -215,7 +215,7 @@ def test_a_large_model_is_built_by_its_ranks_to_the_last_bit(tmp_path: Path, mon
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"mesh": MeshSettings(data=2)}, UsageError, "mesh.data is 2"),
+    ({"mesh": MeshSettings(expert=2)}, UsageError, "mesh.expert is 2"),
     ({"optimizer": OptimizerSettings(kind="Adamw")}, UsageError, "did you mean AdamW"),
     ({"optimizer": OptimizerSettings(kind="LBFGS")}, UsageError, "closure"),
     ({"optimizer": OptimizerSettings(settings={"beta": 1})}, UsageError, "AdamW refuses its settings"),

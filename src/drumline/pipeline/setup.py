@@ -130,7 +130,7 @@ class _SetUp:
                 "with several lines of a mesh: each sees a part of the batch",
             )
         tensors = self._tensors(stages)
-        frozen = Frozen(self.program, stages, partial(self._completed, tensors))
+        frozen = Frozen(self.program, stages, self._completing(tensors))
         assembled = self._assembled(frozen.program, stages, intake, numbers).named()
         copied = {name for one in assembled.ties.tensors if one.is_copied for name in one.names}
         # Tensors that several ranks hold get the values of the rank that owns them.
@@ -310,12 +310,11 @@ class _SetUp:
         transports.agree(self.crew.collect("set-up", described))
         self.axes.agree(described)
 
-    def _completed(self, tensors: TensorParallel | None, program: Program) -> Program:
-        """Return a program with the actions on parameters and gradients that the mesh needs."""
-        if self.axes.size(*DATA) > 1 or (tensors is not None and tensors.is_partial):
-            program = with_state(program, frozenset({Op.REDUCE_GRAD}))
-        divided = frozenset(stage for stage in range(program.num_stages) if self._level(stage) == 3)
-        return with_state(program, frozenset({Op.UNSHARD, Op.RESHARD}), divided, ahead=1) if divided else program
+    def _completing(self, tensors: TensorParallel | None) -> Callable[[Program], Program]:
+        """Return what adds the actions on parameters and gradients that the mesh needs to a program."""
+        sums = self.axes.size(*DATA) > 1 or (tensors is not None and tensors.is_partial)
+        divided = frozenset(stage for stage in range(self.program.num_stages) if self._level(stage) == 3)
+        return partial(_completed, sums=sums, divided=divided)  # which must not keep the model
 
     def _level(self, stage: int) -> int:
         """Return how much of a stage's state the lines of the mesh divide: ZeRO 0, 1 or 3."""
@@ -368,3 +367,10 @@ class _SetUp:
 def _remembered(model: Any) -> Callable[[], object]:
     """Return a function that returns the model while it lives."""
     return weakref.ref(model) if isinstance(model, nn.Module) else lambda: None
+
+
+def _completed(program: Program, *, sums: bool, divided: frozenset[int]) -> Program:
+    """Return a program with exchanges of gradients if lines sum them, and gathers of the stages that they divide."""
+    if sums:
+        program = with_state(program, frozenset({Op.REDUCE_GRAD}))
+    return with_state(program, frozenset({Op.UNSHARD, Op.RESHARD}), divided, ahead=1) if divided else program
