@@ -292,8 +292,8 @@ def _measured(given: Options, crew: Crew, program: Program, intake: Intake, bloc
         intake.loss if has_loss else None,
         max_seconds=_SECONDS_TO_MEASURE,
     )
-    found = _of_rank_0(measured, partial(crew.collect, "balance"))
-    if crew.rank == 0:
+    found = _of_rank_0(measured, partial(crew.everywhere, "balance"))
+    if crew.rank == crew.axes.number == 0:
         print(f"{found.table()}\nbalance={list(found.counts)}, measured on {found.profile.device}", file=sys.stderr)
         if found.profile.disturbed:
             print(f"{found.profile.disturbed} Measure again on an idle machine, or pass balance=.", file=sys.stderr)

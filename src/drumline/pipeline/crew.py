@@ -159,6 +159,10 @@ class Crew:
         """Send one value for all ranks of this process, and return the values of all ranks."""
         return self.all_told(what, [value] * len(self.channels))
 
+    def everywhere(self, what: str, value: Any) -> list[Any]:
+        """Send one value and return those of all ranks, of the other lines of a mesh too."""
+        return self.axes.exchanged(f"drumline/{what}", value) if self.axes.is_mesh else self.collect(what, value)
+
     def all_told(self, what: str, values: Sequence[Any]) -> list[Any]:
         """Send the values of this process's ranks to all ranks, and return the values of all ranks."""
         topic = f"{what}/{next(self._topics)}"

@@ -23,6 +23,7 @@ from drumline.pipeline.model import splits
 from drumline.plan.device.plan import Plan
 from drumline.plan.device.planner import Planned
 from drumline.runtime.axes import axes as meshes
+from drumline.runtime.axes import context
 from drumline.runtime.axes.tensor import styles
 from drumline.runtime.backward.compiled import Compile
 from drumline.runtime.batch import Split
@@ -151,8 +152,7 @@ class Options:
         programs.check(self.programs)
         device_named(self.device)
         transports.check(self.transport)
-        if self.mesh is not None:
-            self._check_mesh()
+        self._check_mesh({} if self.mesh is None else meshes.described(self.mesh)[0])
         if isinstance(self.model, nn.Module) and any(map(_is_divided, self.model.parameters())):
             raise ModelError(
                 "the model's parameters are DTensors: fully_shard or parallelize_module has divided them",
@@ -166,10 +166,17 @@ class Options:
                 fix="pass the original model and compile=True",
             )
 
-    def _check_mesh(self) -> None:
+    def _check_mesh(self, sizes: Mapping[str, int]) -> None:
         """Refuse what does not go together with several lines."""
-        sizes, _ = meshes.described(self.mesh)
-        if self.capture and meshes.shown(sizes) != f"pp{sizes['pp']}":
+        if self.zero and sizes.get("dp", 1) == 1:
+            raise UsageError(
+                f"zero is {self.zero}, and the mesh has no dp",
+                expected="data-parallel lines that can divide state",
+                fix='pass mesh={"pp": ..., "dp": ...}, or zero=0',
+            )
+        if sizes.get("cp", 1) > 1:
+            context.positions_of(self.model)
+        if self.capture and any(size > 1 for axis, size in sizes.items() if axis != "pp"):
             raise UsageError(
                 f"capture is True and the mesh is {meshes.shown(sizes)}",
                 expected="one line: the exchanges between lines are not part of CUDA graphs",

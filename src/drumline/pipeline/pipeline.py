@@ -275,9 +275,7 @@ class Pipeline:
         ['ready']
         """
         with self._crew.together("gather"):
-            if self.axes.is_mesh:
-                return self.axes.exchanged("drumline/gather", value)
-            return self._crew.collect("gather", value)
+            return self._crew.everywhere("gather", value)
 
     def data(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the batches of `loader`, and measure the time spent waiting for each.

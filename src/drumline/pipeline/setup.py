@@ -7,7 +7,6 @@ options ──► program ──► crew ──► stages ──► assembly ─
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -47,9 +46,10 @@ from drumline.pipeline.verify.agreement import Followed, agree_on_lines, code_of
 from drumline.pipeline.verify.model_check import ModelCheck
 from drumline.pipeline.verify.watched import Watched
 from drumline.runtime.axes.axes import DATA, Axes
+from drumline.runtime.axes.context import positions_of
 from drumline.runtime.axes.experts.parallel import ExpertParallel
 from drumline.runtime.axes.reduce import share_values
-from drumline.runtime.axes.sharding import AXIS, FullShards, StateShards
+from drumline.runtime.axes.sharding import FullShards, StateShards
 from drumline.runtime.axes.tensor.layers import TensorParallel
 from drumline.runtime.axes.tensor.styles import Plan
 from drumline.runtime.backward.compiled import compiler_for
@@ -129,6 +129,7 @@ class _SetUp:
                 [block for stage in stages for block in stage],
                 "with several lines of a mesh: each sees a part of the batch",
             )
+        positions = positions_of(given.model) if self.axes.size("cp") > 1 else None
         tensors = self._tensors(stages)
         frozen = Frozen(self.program, stages, self._completing(tensors))
         assembled = self._assembled(frozen.program, stages, intake, numbers).named()
@@ -171,7 +172,7 @@ class _SetUp:
         observers = [*([] if auto is None else [auto]), loads, engine, holdings, updates, shared, recording, arranging]
         return StepRun(
             crew, ledger, intake, frozen, engine, holdings, updates, recording, watched, followed, check,
-            observers, auto, balance, given.check_finite, programs, arranging, _remembered(given.model),
+            observers, auto, balance, given.check_finite, programs, arranging, positions,
         )  # fmt: skip
 
     def _check(
@@ -323,12 +324,6 @@ class _SetUp:
 
     def _divide_state(self, engine: Engine, holdings: Holdings, updates: Updates) -> None:
         """Divide state between the lines of the mesh, once they have the same values."""
-        if self.axes.size(AXIS) == 1:
-            raise UsageError(
-                f"zero is {self.options.zero}, and the mesh has no dp",
-                expected="data-parallel lines that can divide state",
-                fix='pass mesh={"pp": ..., "dp": ...}, or zero=0',
-            )
         levels = {stage.index: self._level(stage.index) for stage in engine.stages()}
         shared = {name for one in holdings.ties.tensors if len(one.names) > 1 or one.is_copied for name in one.names}
         named = {id(one): name for name, one in holdings.named_parameters()}
@@ -362,11 +357,6 @@ class _SetUp:
         """What to record here; line 0 writes the folder of a run, and the others keep their last step."""
         given = self.options.record
         return given if isinstance(given, bool) or self.axes.number == 0 else True
-
-
-def _remembered(model: Any) -> Callable[[], object]:
-    """Return a function that returns the model while it lives."""
-    return weakref.ref(model) if isinstance(model, nn.Module) else lambda: None
 
 
 def _completed(program: Program, *, sums: bool, divided: frozenset[int]) -> Program:

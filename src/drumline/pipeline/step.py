@@ -96,7 +96,7 @@ class StepRun:
     check_finite: bool
     programs: Programs
     arranging: Arranging
-    model: Callable[[], object]
+    positions: tuple[str, int] | None  # how the model takes positions, if lines of a mesh divide sequences
 
     def run_by(self, step: Step, program: str | Program | None) -> None:
         """Have a step run by the program that it names, or by the pipeline's own; all ranks call it alike."""
@@ -117,9 +117,9 @@ class StepRun:
 
     def part_of(self, call: CalledWith) -> CalledWith:
         """Return this line's part of a step's arguments, if the lines of a mesh divide sequences."""
-        if self.crew.axes.size(context.AXIS) == 1:
+        if self.positions is None:
             return call
-        return CalledWith(*context.divided(*call, self.model(), self.crew.axes))
+        return CalledWith(*context.divided(*call, self.positions, self.crew.axes))
 
     def refuse(self, step: Step) -> None:
         """Refuse a step that cannot train, before contacting any other rank."""

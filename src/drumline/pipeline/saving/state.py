@@ -33,7 +33,7 @@ class State:
 
     @cached_property
     def _saver(self) -> Saver:
-        return Saver(self._process, self._num_processes, self._collect, self._run.crew.timeout)
+        return Saver(self._process, self._num_processes, self._run.crew.everywhere, self._run.crew.timeout)
 
     @property
     def _process(self) -> int:
@@ -46,12 +46,6 @@ class State:
     @property
     def _axes(self) -> Axes:
         return self._run.crew.axes
-
-    def _collect(self, what: str, value: Any) -> list[Any]:
-        """Return what every process passes here, those of other lines of a mesh too."""
-        if self._axes.is_mesh:
-            return self._axes.exchanged(f"drumline/{what}", value)
-        return self._run.crew.collect(what, value)
 
     def save(self, folder: str | Path, step: int | None, extra: Any, keep: int | None) -> Saving:
         """Begin a checkpoint of everything; see Pipeline.save."""
@@ -125,14 +119,14 @@ class State:
         with run.crew.together("load"):
             self.finish()
             found = [str(one) for one in folders.checkpoints(folder)]
-            paths = agreed_paths(self._collect("checkpoints", found))
+            paths = agreed_paths(self._run.crew.everywhere("checkpoints", found))
             if not paths and missing_ok:
                 run.recording.rewind()
                 return None
             skipped: list[str] = []
             for path in paths:
                 opened, wrong = self._opened(path)
-                problems = [one for one in self._collect("checkpoint", wrong) if one]
+                problems = [one for one in self._run.crew.everywhere("checkpoint", wrong) if one]
                 if not problems:
                     assert opened is not None
                     return self._take(*opened, optimizers, tuple(skipped))

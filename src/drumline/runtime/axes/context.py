@@ -121,28 +121,43 @@ def own_part(values: Any, length: int, axes: Axes) -> Any:
     return mapped(values, part)
 
 
+def positions_of(model: object) -> tuple[str, int]:
+    """Return the argument by which a model takes each token's position, and its place; refuse a model without one.
+
+    A model that counts positions by itself would begin at 0 in every part.
+
+    >>> positions_of(nn.Linear(2, 2))
+    Traceback (most recent call last):
+    drumline.core.errors.ModelError: Linear takes no position_ids or positions, and cp divides its sequences; ...
+    """
+    takes = list(inspect.signature(model.forward).parameters) if isinstance(model, nn.Module) else []
+    for name in _POSITIONS:
+        if name in takes:
+            return name, takes.index(name)
+    raise ModelError(
+        f"{type(model).__name__} takes no {' or '.join(_POSITIONS)}, and cp divides its sequences",
+        expected="a model whose forward takes the position of each token, since a part does not begin at 0",
+        fix="give its forward an argument `positions` of the shape (rows, length), and use that",
+    )
+
+
 def divided(
-    args: tuple[Any, ...], named: dict[str, Any], target: Any, model: object, axes: Axes
+    args: tuple[Any, ...], named: dict[str, Any], target: Any, positions: tuple[str, int], axes: Axes
 ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """Return a step's arguments with this line's part of every sequence, and its positions if the model takes them."""
-    tensors = [one for one in pack((args, named))[0] if one.dim() > 1] or [
-        one for one in pack(target)[0] if one.dim() > 1
-    ]
+    """Return a step's arguments with this line's part of every sequence, and its positions unless they are given."""
+    batch, others = ([one for one in pack(given)[0] if one.dim() > 1] for given in ((args, named), target))
+    tensors = batch or others
     if not tensors:
         return args, named, target
-    length = tensors[0].shape[1]
+    rows, length = tensors[0].shape[:2]
     if length % axes.size(AXIS):
         raise BatchError(
             f"sequences of {length} tokens are divided over cp = {axes.size(AXIS)}",
             expected="a multiple of it",
             fix="pad the sequences, or choose another size of cp",
         )
-    args, named, target = own_part(args, length, axes), own_part(named, length, axes), own_part(target, length, axes)
-    forward = getattr(model, "forward", None)
-    takes = inspect.signature(forward).parameters if isinstance(model, nn.Module) and callable(forward) else {}
-    for name in _POSITIONS:
-        if name in takes and named.get(name) is None and list(takes).index(name) >= len(args):
-            part = length // axes.size(AXIS)
-            positions = torch.arange(length, device=tensors[0].device)[None, axes.place(AXIS) * part :][:, :part]
-            named = {**named, name: positions.expand(tensors[0].shape[0], -1)}
-    return args, named, target
+    name, place = positions
+    if batch and named.get(name) is None and place >= len(args):  # ranks without the first stage may have no batch
+        every = torch.arange(length, device=tensors[0].device)[None].expand(rows, -1)
+        named = {**named, name: every}
+    return own_part(args, length, axes), own_part(named, length, axes), own_part(target, length, axes)
