@@ -162,12 +162,14 @@ def states(settings: TrainSettings, parts: Parts, model: Any) -> Callable[[str, 
     optimizer: OptimizerSettings = settings.optimizer
     shapes = {name: one.shape for name, one in model.named_parameters() if one.requires_grad}
     masters = settings.precision.master_weights
+    lines = settings.mesh.data if settings.memory.zero else 1  # that divide it
     chosen: Mapping[str, Any] = {name: one for one in parts.optimizers(shapes, optimizer) for name in one.names}
 
     def state_of(name: str, parameter: Tensor) -> int:
         one = chosen.get(name)
         if one is None:  # a tied parameter under another of its names
             one = next(iter(chosen.values()))
-        return state_bytes(one.kind, {"lr": one.lr, **one.group.settings}, parameter, masters=masters)
+        whole = state_bytes(one.kind, {"lr": one.lr, **one.group.settings}, parameter, masters=masters)
+        return -(-whole // lines)
 
     return state_of
