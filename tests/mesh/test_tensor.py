@@ -233,7 +233,8 @@ def test_whole_matrices_states_dropout_and_refusals() -> None:
     each = launch(others, num_ranks=4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about products in bf16 on some processors
-        near(each[0]["muon"], alone("chain", 3, torch.optim.Muon), "muon")
+        # In a process of its own: matrices in bfloat16 change the last bits of later ones on some processors.
+        near(each[0]["muon"], launch(alone, "chain", 3, torch.optim.Muon, num_ranks=1)[0], "muon")
     whole = {name: one for found in each for name, one in found["states"].items()}
     reference = chain()
     with torch.no_grad():
