@@ -135,6 +135,6 @@ def test_a_witness_sees_one_microbatchs_gradients_and_output(schedule: str, merg
 
 
 def test_an_action_that_no_row_of_ours_has_is_refused_by_name() -> None:
-    program = Program.parse("0UNSHARD,0F0,0B0")
-    with pytest.raises(ProgramError, match="rank 0's row has 0UNSHARD"):
+    program = Program.parse("0F0,0B0,0UPDATE0")
+    with pytest.raises(ProgramError, match="rank 0's row has 0UPDATE0"):
         Executor(program, 0, {}, Hub(1).channels()[0], NoClock())
