@@ -36,7 +36,7 @@ def test_plan_prints_the_choice_and_its_reasons(capsys: pytest.CaptureFixture[st
         "Why the others lose:",
         "What more hardware would gain:",
         "one more GiB per device",
-        "Start it: drumline train plan.toml",
+        "--launch torchtitan",
     ):
         assert words in out
     _, out, _ = run(capsys, *SMALL, *FAST, "--brief", "--launch", "torchtitan")

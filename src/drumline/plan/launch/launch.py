@@ -128,13 +128,12 @@ def not_run(transformer: Transformer, layout: Layout, *, source: str = "") -> It
     """Yield why `drumline train` does not run a plan yet.
 
     >>> from drumline.plan.cluster.models import MODELS
-    >>> list(not_run(MODELS["gpt-1.7b"], Layout(batch=8, pipeline=4, data=2, zero=2)))
-    ['ZeRO 2: training divides optimizer state (1) or parameters too (3)']
+    >>> list(not_run(MODELS["gpt-1.7b"], Layout(batch=8, pipeline=4, tensor=2)))
+    ['tensor 2: only the pipeline axis runs so far (--tensor 1 plans without)']
     """
-    if layout.expert > 1:
-        yield f"expert {layout.expert}: drumline train has no model with experts (--expert 1 plans without)"
-    if layout.zero == 2:
-        yield "ZeRO 2: training divides optimizer state (1) or parameters too (3)"
+    for axis in ("tensor", "data", "context", "expert"):
+        if (size := getattr(layout, axis)) > 1:
+            yield f"{axis} {size}: only the pipeline axis runs so far (--{axis} 1 plans without)"
     details = transformer.details
     if source:
         return
