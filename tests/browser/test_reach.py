@@ -153,7 +153,7 @@ def test_arrows_go_down_from_the_ranks_to_memory_and_queues(opened: Open) -> Non
     assert down("ArrowDown", "ArrowDown") == "0 messages wait"
     assert "Sent by rank 0" in shown.locator("#live").inner_text()
     shown.keyboard.press("q")  # hides what the keyboard is in
-    assert not shown.locator("#tip").is_visible()
+    shown.locator("#tip").wait_for(state="hidden")  # the page redraws at its next frame
 
 
 def test_arrows_walk_the_boxes_of_a_canvas_with_a_ring_that_is_seen(opened: Open) -> None:
