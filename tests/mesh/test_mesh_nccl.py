@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +10,9 @@ import torch.distributed as dist
 
 import drumline as dl
 from mesh.plain import STEPS, chain, furthest, loss_fn, trained, words
+from nccl_ranks import NEEDS_NCCL, told_by_ranks
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.skipif(
-        not (torch.cuda.is_available() and dist.is_nccl_available()), reason="there is no CUDA device with NCCL here"
-    ),
-]
+pytestmark = [pytest.mark.torch, NEEDS_NCCL]
 
 MESHES: list[dict[str, Any]] = [
     {"mesh": {"pp": 2, "dp": 2}, "schedule": "1f1b"},
@@ -58,31 +49,7 @@ def train_all() -> None:
 
 
 def test_meshes_over_nccl_train_as_one_process() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    tests = Path(__file__).parents[1]
-    path = os.pathsep.join([str(tests), str(tests.parent / "src"), os.environ.get("PYTHONPATH", "")])
-    common = {
-        "WORLD_SIZE": "4",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_IB_DISABLE": "1",
-        "PYTHONPATH": path,
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": "0", "NCCL_HOSTID": f"host{rank}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(4)
-    ]
-    told = [rank.communicate(timeout=300)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * 4, "\n".join(told)
+    told = told_by_ranks(__file__, 4, timeout=300)
     assert [one.count("is the same") for one in told] == [len(MESHES)] * 4
 
 

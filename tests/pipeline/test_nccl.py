@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +10,11 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from drumline.pipeline.pipeline import Pipeline
+from nccl_ranks import NEEDS_NCCL, told_by_ranks
+from some import some
 from torch_models import SYNCHRONOUS, TWO_WAYS, Reference, data, mlp, programs
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.skipif(
-        not (torch.cuda.is_available() and dist.is_nccl_available()), reason="there is no CUDA device with NCCL here"
-    ),
-]
+pytestmark = [pytest.mark.torch, NEEDS_NCCL]
 
 
 def train_all() -> None:
@@ -56,36 +48,8 @@ def train_all() -> None:
 
 
 def test_gradients_over_nccl_are_those_of_one_process() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    tests = Path(__file__).parents[1]
-    common = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_IB_DISABLE": "1",
-        "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent / "src")]),
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": "0", "NCCL_HOSTID": f"host{rank}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=400)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for one, text in zip(ranks, said, strict=True):
-        assert one.returncode == 0, text[-4000:]
-        assert text.count("is the same") >= len(SYNCHRONOUS), text[-2000:]
+    for told in some(told_by_ranks(__file__, 2, timeout=400)):
+        assert told.count("is the same") >= len(SYNCHRONOUS), told[-2000:]
 
 
 if __name__ == "__main__":
