@@ -5,6 +5,7 @@ Reading a number waits for the device. So a step that nobody looks at is not wai
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -14,20 +15,20 @@ _MOST_KEPT = 256  # updates whose numbers are not read yet
 
 
 class Curve:
-    """Numbers of every update, in order; `losses` and `norms` hold those that were read.
+    """Numbers of every update, in order; `losses` and `norms` hold those that were read, eight bytes each.
 
     >>> curve = Curve()
     >>> curve.add([(0.25, torch.tensor(2.0)), (0.75, torch.tensor(4.0))], torch.tensor(0.5))
-    >>> curve.losses, curve.latest.item()
+    >>> list(curve.losses), curve.latest.item()
     ([], 3.5)
     >>> curve.read()
-    >>> curve.losses, curve.norms
+    >>> list(curve.losses), list(curve.norms)
     ([3.5], [0.5])
     """
 
     def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.norms: list[float] = []
+        self.losses = array("d")
+        self.norms = array("d")
         self._shares: list[list[float]] = []  # of updates that were not read
         self._parts: list[Tensor] = []  # losses of their steps
         self._norms: list[Tensor] = []
@@ -54,6 +55,6 @@ class Curve:
     def read(self) -> None:
         """Read all numbers that were added."""
         losses = iter(torch.stack(self._parts).tolist() if self._parts else ())
-        self.losses += [sum(share * next(losses) for share in shares) for shares in self._shares]
-        self.norms += torch.stack(self._norms).tolist() if self._norms else []
+        self.losses.extend(sum(share * next(losses) for share in shares) for shares in self._shares)
+        self.norms.extend(torch.stack(self._norms).tolist() if self._norms else ())
         self._shares, self._parts, self._norms = [], [], []

@@ -174,7 +174,7 @@ class _Training:
             self.trained.stopped = Stopped(step, cause, "" if saved is None else str(saved))
             self._tell(self.trained.stopped)
         self.curve.read()
-        self.trained.losses, self.trained.grad_norms = self.curve.losses, self.curve.norms
+        self.trained.losses, self.trained.grad_norms = list(self.curve.losses), list(self.curve.norms)
         self.trained.seconds = time.perf_counter() - began
 
     def _counts(self) -> dict[str, int]:
