@@ -26,6 +26,9 @@ OTHERS: list[tuple[dict[str, int], dict[str, Any]]] = [
     (DP, {"dropout": 0.1}),
     (TP, {"dropout": 0.1, "schedule": "interleaved-zb"}),
     (EP, {"schedule": "dualpipe-v"}),
+    ({"dp": 2, "ep": 2}, {"zero": 3}),
+    ({"ep": 2, "tp": 2}, {}),
+    ({"cp": 2, "ep": 2}, {}),
 ]
 
 
@@ -56,6 +59,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"mesh": CP, "dropout": 0.1}, "dropout is 0.1, and the mesh is pp2 x cp2"),
     ({"mesh": TP, "zero": 1}, "zero is 1, and the mesh has no dp"),
     ({"zero": 3}, "zero is 3, and the mesh has no dp"),
+    ({"mesh": DP, "zero": 2}, "zero is 2; expected 0, 1 (optimizer state)"),
 ]
 
 

@@ -202,6 +202,8 @@ def _check_mesh(case: _Case) -> None:
             f"dropout is {case.dropout:g}, and the mesh is {shown(case.mesh)}",
             expected="no dropout with cp: each line draws for its own part of a sequence",
         )
+    if case.zero not in (0, 1, 3):
+        raise UsageError(f"zero is {case.zero}", expected="0, 1 (optimizer state) or 3 (parameters and gradients too)")
     if case.zero and case.mesh.get("dp", 1) == 1:
         raise UsageError(
             f"zero is {case.zero}, and the mesh has no dp",

@@ -188,7 +188,8 @@ def train_config(transformer: Transformer, layout: Layout, *, source: str = "", 
     model |= {name: getattr(details, name) for name in own if getattr(details, name) != getattr(PLAIN, name)}
     if drops_less(transformer, layout, source=source):
         model["attention_dropout"] = 0.0
-    first = "Written by `drumline plan`. Ranks count tensor first, then context, data, and the pipeline last."
+    inner = "expert, context" if layout.expert > 1 and layout.context > 1 else "context"
+    first = f"Written by `drumline plan`. Ranks count tensor first, then {inner}, data, and the pipeline last."
     return written(
         {
             "format": FORMAT,

@@ -28,8 +28,8 @@ def not_run(transformer: Transformer, cluster: Cluster, layout: Layout, *, sourc
     ['ZeRO 2: training divides optimizer state (--zero 1), or parameters and gradients too (--zero 3)']
     """
     yield from _state(transformer, cluster, layout)
-    if layout.expert > 1:
-        yield from _experts(layout)
+    if layout.data % layout.expert:
+        yield f"expert {layout.expert}: training shares experts out between data-parallel ranks, here {layout.data}"
     if source:
         return
     details = transformer.details
@@ -49,25 +49,16 @@ def _state(transformer: Transformer, cluster: Cluster, layout: Layout) -> Iterat
         yield "ZeRO 2: training divides optimizer state (--zero 1), or parameters and gradients too (--zero 3)"
     elif zero and lines_that_share(layout) <= 1:
         yield f"ZeRO {zero}: no two data-parallel ranks hold the same parameters (--zero 0 plans without)"
-    elif zero == 3 and layout.expert > 1:
-        yield f"ZeRO 3 beside expert {layout.expert} (--zero 1 plans without)"
     elif zero == 3 and find(layout.schedule).layout(layout.pipeline, layout.stages_per_rank).mirrored:
         yield f"ZeRO 3: {layout.schedule} holds each stage on two ranks (--zero 1 plans without)"
     elif more > 0 and (needed := peak_bytes(transformer, layout) + more) > cluster.device.memory_bytes:
-        yield f"ZeRO {zero}: training {_how(layout)} and would need {size_text(round(needed))} per device"
+        without = " (--zero 1 plans without)" if zero == 3 else ""
+        yield f"ZeRO {zero}: training {_how(layout)} and would need {size_text(round(needed))} per device{without}"
 
 
 def _how(layout: Layout) -> str:
     """Return how training divides state, where it is not as planned."""
     return "gathers whole stages" if layout.zero == 3 else f"divides state by {lines_that_share(layout)} only"
-
-
-def _experts(layout: Layout) -> Iterator[str]:
-    if layout.data % layout.expert:
-        yield f"expert {layout.expert}: training shares experts out between data-parallel ranks, here {layout.data}"
-    for axis in ("tensor", "context"):
-        if (size := getattr(layout, axis)) > 1:
-            yield f"{axis} {size} beside expert {layout.expert} (--{axis} 1 or --expert 1 plans without)"
 
 
 def lines_that_share(layout: Layout) -> int:

@@ -34,6 +34,7 @@ from drumline.runtime.channel.link import Link
 from drumline.runtime.channel.rank_names import BY_NUMBER, RankNames
 
 _LOOK_SECONDS = 0.5
+_MOST_PAUSE = 0.05  # seconds between two questions whether a key is there
 _HELLO = struct.Struct("<16sI")
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5}  # notice after 15 s, as mesh.SILENCE
 
@@ -90,16 +91,20 @@ def exchange(
 
 def _await(store: Store, key: str, deadline: float, look: Callable[[], None] | None) -> None:
     """Wait for a key, looking now and then whether that is in vain."""
-    while True:
-        left = max(0.001, deadline - time.perf_counter())
-        try:
-            store.wait([key], timedelta(seconds=left if look is None else min(left, _LOOK_SECONDS)))
-        except DistStoreError:
-            if look is None or time.perf_counter() >= deadline:
-                raise
+    if look is None:
+        store.wait([key], timedelta(seconds=max(0.001, deadline - time.perf_counter())))
+        return
+    # By asking again and again: torch warns on stderr of every wait that ends without the key.
+    looked, pause = time.perf_counter(), 1e-3
+    while not store.check([key]):
+        now = time.perf_counter()
+        if now >= deadline:
+            raise DistStoreError(f"no {key} by the deadline")
+        if now - looked > _LOOK_SECONDS:
             look()
-        else:
-            return
+            looked = now
+        time.sleep(pause)
+        pause = min(2 * pause, _MOST_PAUSE)
 
 
 @dataclass(frozen=True, slots=True)

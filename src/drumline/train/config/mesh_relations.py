@@ -9,7 +9,7 @@ from drumline.train.config.problems import Problem
 from drumline.train.config.relations import Judged, program_of, relation
 
 
-@relation("mesh.expert", "mesh.data", "mesh.context", "mesh.tensor")
+@relation("mesh.expert", "mesh.data")
 def _experts_are_shared_out(judged: Judged) -> Iterator[Problem]:
     mesh = judged.settings.mesh
     if mesh.data % mesh.expert:
@@ -18,9 +18,6 @@ def _experts_are_shared_out(judged: Judged) -> Iterator[Problem]:
             f"is {mesh.expert}",
             f"a divisor of mesh.data, {mesh.data}, whose ranks share out the experts",
         )
-    for name in ("context", "tensor"):
-        if (size := getattr(mesh, name)) > 1 and mesh.expert > 1:
-            yield judged.problem(f"mesh.{name}", f"is {size}, and mesh.expert is {mesh.expert}", "1 beside experts")
 
 
 @relation("mesh.expert", "model.kind")
@@ -45,8 +42,6 @@ def _state_is_divided(judged: Judged) -> Iterator[Problem]:
             "memory.zero", f"is {zero}, and all {mesh.data} data-parallel ranks hold different experts",
             "0, or a mesh.data above mesh.expert", "raise mesh.data, or set it to 0",
         )  # fmt: skip
-    elif zero == 3 and mesh.expert > 1:
-        yield judged.problem("memory.zero", f"is 3, and mesh.expert is {mesh.expert}", "0 or 1 beside experts")
     elif zero == 3 and _holds_copies(judged):
         yield judged.problem(
             "memory.zero", f"is 3, and {judged.settings.pipeline.schedule} holds each stage on two ranks",
