@@ -176,7 +176,7 @@ def _cut(settings: TrainSettings, model: nn.Module) -> dict[str, Any]:
             f"pipeline.{chosen[0]} and pipeline.{chosen[1]} both say where to cut", expected="one of the two"
         )
     if given.layers:
-        return {"cuts": layer_cuts(model, given.layers)}
+        return {"cuts": layer_cuts(model, given.layers) or None}
     return {"cuts": list(given.cuts) or None, "balance": given.balance or None}
 
 
