@@ -8,9 +8,23 @@ PIPELINE = (
     Bug(
         "only-rank-0-is-finite",
         "pipeline/record/tally.py",
-        "bad = [str(rank) for rank, one in enumerate(self.told) if not one.finite]",
-        "bad = [str(rank) for rank, one in enumerate(self.told[:1]) if not one.finite]",
+        "bad = [at for at, one in enumerate(self.told) if not one.finite]",
+        "bad = [at for at, one in enumerate(self.told[:1]) if not one.finite]",
         "A NaN on any rank but the first goes unnoticed.",
+    ),
+    Bug(
+        "finite-on-one-line",
+        "pipeline/step.py",
+        'names = self.crew.axes, ["ep", "tp"] if self.holdings.shards is None else ["dp", "ep", "tp"]',
+        'names = self.crew.axes, ["ep", "tp"]',
+        "With zero=3, an infinite gradient is skipped by the lines that hold it, and by no others.",
+    ),
+    Bug(
+        "parts-are-not-put-together",
+        "pipeline/verify/one_process.py",
+        "for part in cut_batch(values, self._num_parts, what=what) for one in cut_batch(part, count)]",
+        "for part in cut_batch(values, 1, what=what) for one in cut_batch(part, count)]",
+        "verify compares a mesh with other microbatches than its lines run.",
     ),
     Bug(
         "only-rank-0-is-reached",

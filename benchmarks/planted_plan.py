@@ -6,6 +6,20 @@ from planting import Bug
 
 PLAN = (
     Bug(
+        "zero-2-is-run",
+        "plan/launch/own.py",
+        "    if zero == 2:\n",
+        "    if zero == 4:\n",
+        "A plan with ZeRO 2 prints a line that training refuses.",
+    ),
+    Bug(
+        "state-divided-by-all-ranks",
+        "plan/launch/own.py",
+        "return layout.data // layout.expert",
+        "return layout.data * layout.context // layout.expert",
+        "A plan says nothing of the memory that training takes more, because state is not divided over context.",
+    ),
+    Bug(
         "residence-holds-all-until-the-end",
         "plan/search/bounds/lower_bounds.py",
         "area += len(lane.microbatches) * (full * stay + rest * relaxed.seconds[lane.stage, W])",

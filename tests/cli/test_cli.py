@@ -538,6 +538,10 @@ def test_verify_without_torch_says_what_to_install() -> None:
         ("--steps", "0"),
         ("forward-only",),
         ("pipedream",),
+        ("--mesh", "pp=2,dp=2"),  # all ranks in one process
+        ("--mesh", "pp=2,data=2"),
+        ("--mesh", "pp=2", "--ranks", "4"),
+        ("--zero", "1"),
     ],
     ids=" ".join,
 )
@@ -554,6 +558,10 @@ BAD = [
     ("verify", "--transport", "pigeon"),
     ("verify", "--checkpoint", "some"),
     ("verify", "--steps", "two"),
+    ("verify", "--mesh", "pp=2,dp"),
+    ("verify", "--mesh", "pp=2,pp=2"),
+    ("verify", "--mesh", "dp=0"),
+    ("verify", "--mesh", ","),
     ("verify", "no-such.csv"),
     ("simulate", "1f1v", *COUNTS),
     ("simulate", "1f1b", "--ranks", "0", "--microbatches", "8"),

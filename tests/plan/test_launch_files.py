@@ -289,20 +289,89 @@ def test_every_command_of_drumline_that_a_plan_prints_runs(
     commands = set[str]()
     with contextlib.chdir(tmp_path):
         for framework in ("drumline", "torchtitan", "megatron"):
-            assert main([*words, "--launch", framework]) == 0
-            commands |= set(COMMAND.findall(" ".join(capsys.readouterr().out.split())))
+            for zero in ("1", "2"):  # of which the second is not run
+                assert main([*words, "--launch", framework, "--zero", zero]) == 0
+                commands |= set(COMMAND.findall(" ".join(capsys.readouterr().out.split())))
         assert any(one.startswith(f"drumline show {schedule} ") for one in commands)
+        assert "drumline train plan.toml" in {one.strip() for one in commands}
+        assert main([*words, "--zero", "1", "--out", "plan.toml"]) == 0
         for one in commands:
             verb, *rest = shlex.split(one)[1:]
             assert verb in VERBS
-            assert main([verb, *rest]) == 0, one
+            assert main([verb, *rest, *(["--print-config"] if verb == "train" else [])]) == 0, one
 
 
 def test_a_plan_without_a_pipeline_has_no_schedule_to_show(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*PLAN, "--batch", "16", "--pipeline", "1"]) == 0
+    assert main([*PLAN, "--batch", "16", "--pipeline", "1", "--zero", "2"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.endswith("--launch torchtitan and --launch megatron print commands that do.")
     assert not COMMAND.search(shown)
+
+
+CLUSTER = cluster("a100-40", 8)
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        (Layout(batch=16, pipeline=2, data=4, zero=2), "ZeRO 2: training divides optimizer state (--zero 1)"),
+        (Layout(batch=16, pipeline=4, context=2, zero=1), "ZeRO 1: no two data-parallel ranks hold the same"),
+        (Layout(batch=16, pipeline=2, data=4, expert=4, zero=1), "ZeRO 1: no two data-parallel ranks hold the same"),
+        (Layout(batch=16, pipeline=4, data=2, zero=3, schedule="dualpipe"), "ZeRO 3: dualpipe holds each stage on two"),
+        (Layout(batch=16, data=2, context=4, expert=4), "expert 4: training shares experts out between data-parallel"),
+    ],
+)
+def test_what_training_does_not_run_is_said_with_a_plan_that_it_runs(layout: Layout, reason: str) -> None:
+    config = launch(SPARSE, CLUSTER, layout, source="sparse.json").of("drumline")
+    assert not config.starts
+    assert any(one.startswith(reason) for one in config.missing), config.missing
+    assert f"# Not run by `drumline train`: {reason}" in config.text
+    runs = replace(layout, zero=0, expert=1)
+    assert launch(SPARSE, CLUSTER, runs, source="sparse.json").of("drumline").starts
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(batch=16, pipeline=2, data=2, tensor=2, zero=1, sequence_parallel=True),
+        Layout(batch=16, data=4, context=2, zero=3),
+        Layout(batch=16, pipeline=2, data=4, expert=2, zero=1),
+        Layout(batch=16, tensor=2, data=4, expert=2, zero=3),
+        Layout(batch=16, context=2, data=4, expert=4),
+    ],
+)
+def test_what_training_runs_is_started_by_the_line(layout: Layout) -> None:
+    config = launch(SPARSE, CLUSTER, layout, source="sparse.json").of("drumline")
+    assert config.starts
+    assert config.command == "drumline train plan.toml"
+
+
+def test_more_memory_than_planned_is_said_and_too_much_is_not_run() -> None:
+    llama = model("llama-3-8b")
+    layout = Layout(batch=64, data=8, zero=3, counts=(llama.num_layers,), recompute="full")
+    roomy = replace(cluster("h100", 8), device=replace(cluster("h100", 8).device, memory_bytes=200 * 2**30))
+    config = launch(llama, roomy, layout).of("drumline")
+    assert config.starts
+    more = [one for one in config.missing if one.startswith("ZeRO 3 as planned: training gathers whole stages")]
+    # Weights of 2 bytes and gradients of 4 are whole, and only two layers' buffers are saved.
+    least = 6 * llama.num_parameters * 7 / 8
+    assert len(more) == 1
+    gib = float(re.findall(r"takes ([\d.]+) GiB more", more[0])[0])
+    assert 0.97 * least - 4 * llama.dense_layer_parameters <= gib * 2**30 <= 1.01 * least
+    tight = launch(llama, cluster("a100-40", 8), layout).of("drumline")
+    assert not tight.starts
+    assert any(one.startswith("ZeRO 3: training gathers whole stages and would need") for one in tight.missing)
+
+
+def test_dropout_inside_attention_is_left_out_and_said_beside_tensor_parallelism() -> None:
+    gpt = model("gpt-1.7b")
+    assert gpt.dropout
+    for tensor in (1, 2):
+        layout = Layout(batch=16, tensor=tensor, pipeline=8 // tensor, counts=layer_counts(gpt, 8 // tensor))
+        config = launch(gpt, CLUSTER, layout).of("drumline")
+        assert config.starts
+        assert ("attention_dropout = 0.0" in config.text) == (tensor > 1)
+        assert any(one.startswith("dropout inside attention") for one in config.missing) == (tensor > 1)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

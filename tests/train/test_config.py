@@ -88,9 +88,8 @@ hidden = 8
         "mine.toml, line 14|mesh.steps|unknown key||did you mean run.steps?",
         "mine.toml, line 15|modle|unknown table||did you mean model?",
         "--steps|run.steps|is 0|a whole number of 1 or more|",
-        "mine.toml, line 13|mesh.expert|is 2, and drumline train has no model with experts|"
-        "1; the other axes may be above 1|plan with --expert 1, or set it to 1",
         "mine.toml, line 9|pipeline.schedule|unknown schedule '1f1v'||did you mean 1f1b?",
+        "mine.toml, line 13|mesh.expert|is 2|a divisor of mesh.data, 1, whose ranks share out the experts|",
         *(
             ["mine.toml, line 11|optimizer.kind|is 'AdamX'|a class of torch.optim|did you mean Adamax?"]
             if TORCH

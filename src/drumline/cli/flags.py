@@ -82,6 +82,23 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
+def mesh(text: str) -> dict[str, int]:
+    """Parse the axes of a mesh with their sizes; the error names the part that is wrong.
+
+    >>> mesh("pp=2,dp=2")
+    {'pp': 2, 'dp': 2}
+    """
+    found: dict[str, int] = {}
+    for part in names(text):
+        axis, _, size = part.partition("=")
+        if not size.isdecimal() or int(size) < 1 or axis in found:
+            raise argparse.ArgumentTypeError(f"{part[:40]!r} is not an axis and its size, each once, like dp=2")
+        found[axis] = int(size)
+    if not found:
+        raise argparse.ArgumentTypeError("the mesh has no axis; write it like pp=2,dp=2")
+    return found
+
+
 def file(text: str) -> str:
     """Return the name of a file to read; for `-`, a temporary file with the contents of stdin.
 

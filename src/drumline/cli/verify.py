@@ -12,7 +12,7 @@ from drumline.cli.output import TEXTS, Paper, deliver, progress, pytorch, wrappe
 from drumline.core.errors import counted
 
 if TYPE_CHECKING:
-    from drumline.pipeline.verify.verify import Verification
+    from drumline.pipeline.verify.result import Verification
 
 _MOST_NAMED = 5
 _RANKS = 2
@@ -32,6 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     again = "which activations to recompute (default none)"
     add("--checkpoint", choices=("none", "full"), default="none", help=again)
     add("--dropout", type=flags.number, default=0.0, metavar="P", help="dropout of the small MLP (default 0)")
+    meaning = "axes of a mesh with their sizes, like pp=2,dp=2: pp, dp, cp, ep and tp (default: a pipeline alone)"
+    add("--mesh", type=flags.mesh, metavar="AXIS=N,...", help=meaning)
+    add("--zero", type=whole, default=0, metavar="N", help="what dp divides: 1 optimizer state, 3 all (default 0)")
+    add("--sequence-parallel", action="store_true", help="with tp, also divide the tokens between its layers")
     add("--steps", type=whole, default=2, metavar="N", help="number of training steps (default 2)")
     add("--seed", type=whole, default=0, metavar="S", help="random seed (default 0)")
     flags.add_out(parser, TEXTS)
@@ -40,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run both, and say whether they match."""
-    program = flags.program_of(args, ranks=_RANKS)
+    program = flags.program_of(args, ranks=args.mesh.get("pp", 1) if args.mesh else _RANKS)
     with pytorch("verify runs a model"):
         from drumline.pipeline.verify.verify import verify
     progress(f"{program.name}: {counted(args.steps, 'step')} on {counted(program.num_ranks, 'rank')} ...")
@@ -54,6 +58,9 @@ def run(args: argparse.Namespace) -> int:
                 dropout=args.dropout,
                 num_steps=args.steps,
                 seed=args.seed,
+                mesh=args.mesh,
+                zero=args.zero,
+                sequence_parallel=args.sequence_parallel,
             )
     finally:
         progress("")
@@ -79,7 +86,8 @@ def _text(result: Verification, width: int) -> str:
         ["gradients", f"{result.gradient_difference:.3g}", result.worst_parameter],
         ["weights", f"{result.weight_difference:.3g}", ""],
     ]
-    head = f"{result.schedule}: {', '.join(counted(*one) for one in numbers)}, {result.transport}"
+    mesh = f"{result.mesh}, {f'ZeRO {result.zero}, ' if result.zero else ''}" if result.mesh else ""
+    head = f"{result.schedule}: {mesh}{', '.join(counted(*one) for one in numbers)}, {result.transport}"
     over = {name: one for name, one in result.gradient_differences.items() if one > result.tolerance}
     worst = sorted(over, key=over.__getitem__, reverse=True)
     if result.identical:

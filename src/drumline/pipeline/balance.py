@@ -161,12 +161,14 @@ def balance(
     rank's peak stays within `max_bytes`; if nothing fits, PlanError names the smallest limit that works. The optimizer
     is assumed to keep `optimizer_states` tensors per parameter (2 for Adam).
 
-    Under torchrun or `dl.launch`, call it on all ranks. All ranks measure at the same time, as in training, and use
-    the figures of rank 0. Blocks run on the model's device, and the model is unchanged afterwards.
+    Under torchrun or `dl.launch`, call it on all ranks; on a mesh, `num_ranks` is its pp. All ranks measure at the same
+    time, as in training, and use the figures of rank 0. Blocks run on the model's device, and the model is unchanged
+    afterwards.
     """
+    started = transports.num_ranks("auto", num_ranks)
     program = program_for(
         schedule,
-        num_ranks=transports.num_ranks("auto", num_ranks),
+        num_ranks=num_ranks or started,
         num_microbatches=num_microbatches,
         stages_per_rank=stages_per_rank,
     )

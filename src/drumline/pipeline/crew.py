@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from drumline.core.errors import MismatchError, RankFailed, RunError, WaitTimeout
+from drumline.core.errors import MismatchError, RunError
 from drumline.core.program import Program
 from drumline.pipeline import transports
 from drumline.pipeline.programs import edges_of
@@ -27,6 +27,7 @@ from drumline.runtime.capture.capture import Drive
 from drumline.runtime.channel import stacks
 from drumline.runtime.channel.channel import Channel, Wait
 from drumline.runtime.channel.in_process import Hub, take_turns
+from drumline.runtime.channel.rank_names import RankNames
 
 _open: weakref.WeakSet[Crew] = weakref.WeakSet()
 
@@ -134,6 +135,11 @@ class Crew:
         """The rank of this process; if several ranks take turns here, the first of them."""
         return self.channels[0].rank
 
+    @property
+    def called(self) -> RankNames:
+        """What messages call the ranks of this pipeline."""
+        return self.axes.called
+
     def connect(self, edges: Sequence[tuple[int, int]]) -> None:
         """Open more edges between ranks; all ranks call it with the same edges."""
         for channel in self.channels:
@@ -208,8 +214,6 @@ class Crew:
             if not self.alone:
                 self.over = f"it failed at {at}: {error}"
                 self.channels[0].close()
-            if self.axes.is_mesh and isinstance(error, WaitTimeout | RankFailed):
-                error.add_note(f"{self.axes.described()}; the pipeline's ranks are {self.axes.line} here")
             raise
 
     def close(self) -> None:

@@ -96,7 +96,7 @@ class Intake:
         """Return the arguments of a step as the value that the first block takes."""
         return inputs_for(args, kwargs, is_chain=self._is_chain)
 
-    def take(self, step: Step, batch: Any, target: Any, ends: Collection[str], rank: int) -> None:
+    def take(self, step: Step, batch: Any, target: Any, ends: Collection[str], rank: str) -> None:
         """Store batch and target on the processes whose `ends` are "first" or "last"."""
         self._trains = step.train
         step.apart = self._are_apart(batch, target)
@@ -104,18 +104,18 @@ class Intake:
             step.sizes = sizes_of(batch) or sizes_of(target)
         if "first" in ends:
             if batch is None:
-                raise BatchError(f"rank {rank} holds the first stage but got no batch", fix="pass the batch to step")
+                raise BatchError(f"{rank} holds the first stage but got no batch", fix="pass the batch to step")
             step.batch = moved(batch, self.device)
         if "last" in ends and self.own:  # the batch tells the weight of each microbatch
             if batch is None:
                 raise BatchError(
-                    f"rank {rank} holds the last stage but got no batch",
+                    f"{rank} holds the last stage but got no batch",
                     expected="the batch here too: the model computes its own loss, and its labels must be counted",
                 )
             step.target = moved(batch, self.device) if step.batch is None else step.batch
         elif "last" in ends and (target is not None or step.train):
             if target is None:
-                raise BatchError(f"rank {rank} holds the last stage but got no target", fix="pass target= to step")
+                raise BatchError(f"{rank} holds the last stage but got no target", fix="pass target= to step")
             step.target = moved(target, self.device)
 
     def _are_apart(self, batch: Any, target: Any) -> bool:

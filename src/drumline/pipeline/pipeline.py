@@ -218,8 +218,9 @@ class Pipeline:
             own = self._ledger.stop
             if not self.axes.is_mesh:
                 return own
-            others = self.axes.summed(torch.tensor([float(bool(own))], device=self.device), *AXES[1:])
-            return own or ("a signal to a rank of another line" if others.item() else "")
+            # Every rank of a line knows the same, so that those at one place of all lines know everything.
+            asked = self.axes.summed(torch.tensor([float(bool(own))], device=self.device), *AXES[1:]).item()
+            return next(filter(None, self._crew.everywhere("stop", own)), "") if asked else ""
 
     @property
     def scaler(self) -> LossScaler | None:
@@ -406,7 +407,7 @@ class Pipeline:
     def __repr__(self) -> str:
         program = self.program
         alone = "in this process" if self.num_ranks == 1 else "all in this process, taking turns"
-        here = alone if self._crew.alone else f"this is rank {self.rank}"
+        here = alone if self._crew.alone else f"this is {self._crew.called.one(self.rank)}"
         sizes = f"{counted(program.num_stages, 'stage')}, {counted(program.num_microbatches, 'microbatch')}"
         ranks = f"{counted(self.num_ranks, 'rank')} ({here})"
         return f"Pipeline({program.name}: {ranks}, {sizes}, {self.transport} on {self.device})"

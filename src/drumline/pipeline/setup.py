@@ -308,7 +308,7 @@ class _SetUp:
 
     def _agree(self, described: dict[str, Any]) -> None:
         """Raise the same error on all ranks unless all got the same settings."""
-        transports.agree(self.crew.collect("set-up", described))
+        transports.agree(self.crew.collect("set-up", described), self.crew.called)
         self.axes.agree(described)
 
     def _completing(self, tensors: TensorParallel | None) -> Callable[[Program], Program]:

@@ -179,7 +179,7 @@ class StepRun:
             if step.train:
                 self.frozen.check_still(self.engine.stages())
             batch = self.intake.called(call.batch, call.named)
-            self.intake.take(step, batch, call.target, self.engine.ends, self.crew.rank)
+            self.intake.take(step, batch, call.target, self.engine.ends, self.crew.called.one(self.crew.rank))
             # Other ranks compare their batches with this; ranks in one process share one batch.
             given = None if self.crew.alone else begun((call.batch, call.named), call.target)
             if given is not None and self.crew.axes.size("tp") > 1:
@@ -211,7 +211,7 @@ class StepRun:
         self.crew.tell(topic, each)
         if not step.train:
             program = self.engine.forwards
-        tally = Tally(step.number, lambda: self.crew.heard(topic), program, self.updates.scaler)
+        tally = Tally(step.number, lambda: self.crew.heard(topic), program, self.updates.scaler, self.crew.called)
         tally.program_number = step.program
         self.ledger.add(tally, trained=step.train, alone=self.crew.alone)
         for observer in self.observers:
@@ -242,11 +242,11 @@ class StepRun:
 
     def _on_all_lines(self, finite: bool) -> bool:
         """Whether it holds on all lines that may hold other parts of the same parameters; these call it alike."""
-        axes = self.crew.axes
-        if axes.size("ep", "tp") == 1:
+        axes, names = self.crew.axes, ["ep", "tp"] if self.holdings.shards is None else ["dp", "ep", "tp"]
+        if axes.size(*names) == 1:
             return finite
         wrong = torch.tensor([0.0 if finite else 1.0], device=self.intake.device)
-        return not axes.summed(wrong, "ep", "tp").item()
+        return not axes.summed(wrong, *names).item()
 
 
 def output_of(step: Step) -> Any:

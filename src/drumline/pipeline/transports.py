@@ -19,6 +19,7 @@ from drumline.runtime.axes.axes import Axes, described, shown
 from drumline.runtime.channel.channel import TIMEOUT, Channel, too_late
 from drumline.runtime.channel.distributed import DistributedChannel
 from drumline.runtime.channel.interfaces import endpoint, loopback
+from drumline.runtime.channel.rank_names import BY_NUMBER, RankNames
 from drumline.runtime.channel.rendezvous import agreed_place, exchange, host_id, hosted_store
 from drumline.runtime.channel.shared_memory import SharedMemoryChannel
 from drumline.runtime.channel.start import this_start
@@ -174,20 +175,22 @@ def open_channel(
     """Return this rank's end of a new channel between the ranks of its line."""
     rank, size = axes.place("pp"), axes.size("pp")
     store = _store_of(f"{scope}/line {axes.number}")
-    cards = exchange(store, rank, size, "drumline/transport", (transport, device.type, host_id()), timeout=timeout)
-    agree([{"transport": asked, "device": kind} for asked, kind, _ in cards])
+    card, called = (transport, device.type, host_id()), axes.called
+    cards = exchange(store, rank, size, "drumline/transport", card, timeout=timeout, called=called)
+    agree([{"transport": asked, "device": kind} for asked, kind, _ in cards], called)
     if transport == "auto":
         together = len({host for _, _, host in cards}) == 1
         staged = device.type == "cpu" or torch.accelerator.device_count() < size
         transport = "shared-memory" if together and staged else "gloo" if device.type == "cpu" else "nccl"
-    connecting: dict[str, Any] = {"store": store, "timeout": timeout, "interface": interface or named_before()}
+    connecting: dict[str, Any] = {"store": store, "timeout": timeout, "called": called}
+    connecting["interface"] = interface or named_before()
     if transport == "shared-memory":
         return SharedMemoryChannel(rank, size, device=device, num_slots=num_slots, now=now, **connecting)
     connecting |= {"axes": axes}
     return DistributedChannel(rank, size, backend=transport, device=device, edges=edges, now=now, **connecting)
 
 
-def agree(told: Sequence[dict[str, Any]]) -> None:
+def agree(told: Sequence[dict[str, Any]], called: RankNames = BY_NUMBER) -> None:
     """Raise if the ranks have different settings, with the same text on all of them.
 
     >>> agree([{"seed": 0}, {"seed": 1}])
@@ -199,7 +202,7 @@ def agree(told: Sequence[dict[str, Any]]) -> None:
         for what, value in first.items():
             if other[what] != value:
                 raise MismatchError(
-                    f"ranks 0 and {rank} disagree on {what}: {_difference(value, other[what])}",
+                    f"{called.several(0, rank)} disagree on {what}: {_difference(value, other[what])}",
                     expected="the same Pipeline(...) call on every rank",
                 )
 

@@ -1,7 +1,13 @@
 """The same training on another number of ranks: schedule, stages and cut for the ranks that are there.
 
-Batches, microbatches and everything that is learned stay the same. A schedule that does not admit the new number gives
-way to the default one; a cut that was given by hand, by layers or by a plan gives way to a balanced one.
+Batches and everything that is learned stay the same. A pipeline alone keeps its microbatches; a schedule that does not
+admit the new number gives way to the default one, and a cut that was given by hand, by layers or by a plan gives way to
+a balanced one. A mesh keeps its pipelines as they are, and leaves out data-parallel ones: each that is left runs more
+microbatches.
+
+    pp2 x dp4, 8 ranks       7 or 6 ranks: no      4 ranks: pp2 x dp2      2 ranks: pp2
+
+Three data-parallel pipelines of two ranks would not divide a batch of eight, so of 7 or 6 ranks, 4 are used.
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ from drumline.core.errors import DrumlineError, UsageError, counted
 from drumline.plan.device.plan import Plan
 from drumline.schedules import DEFAULT, schedules
 from drumline.train.config.relations import program_of
-from drumline.train.config.settings import TrainSettings
+from drumline.train.config.settings import MeshSettings, TrainSettings
 
 _AROUND = {"gpt": 2, "mlp": 0}  # blocks beside the layers, of models whose number is known
 
@@ -26,6 +32,9 @@ def planned_for(settings: TrainSettings, num_ranks: int, *, quiet: bool = False)
     >>> three = planned_for(four, 3, quiet=True)
     >>> three.num_ranks, three.pipeline.schedule, three.num_microbatches
     (3, '1f1b', 8)
+    >>> two = planned_for(TrainSettings(mesh=MeshSettings(pipeline=2, data=2)), 2, quiet=True)
+    >>> two.mesh.pipeline, two.mesh.data, two.num_microbatches
+    (2, 1, 8)
     """
     if num_ranks == settings.num_ranks:
         return settings
@@ -33,13 +42,18 @@ def planned_for(settings: TrainSettings, num_ranks: int, *, quiet: bool = False)
     if num_ranks < least:
         left = f"{counted(num_ranks, 'rank')} {'is' if num_ranks == 1 else 'are'} left"
         raise UsageError(left, expected=f"{least} or more, as failures.min_ranks says")
-    base = _without_plan(settings)
+    mesh = _mesh_for(settings, num_ranks)
+    base = replace(_without_plan(settings), mesh=mesh)
+    if mesh.axes["dp"] == 1:  # nobody is left to divide state with
+        base = replace(base, memory=replace(base.memory, zero=0))
     given = base.pipeline
     named = given.schedule in schedules()
     tried = [(given.schedule, given.stages_per_rank), (given.schedule, None)] if named else []
     for schedule, stages in dict.fromkeys([*tried, (DEFAULT, None)]):
-        cut = replace(given, schedule=schedule, stages_per_rank=stages, layers=(), cuts=())
-        found = replace(base, pipeline=cut, mesh=replace(base.mesh, pipeline=num_ranks))
+        cut = replace(given, schedule=schedule, stages_per_rank=stages)
+        if mesh.pipeline != settings.mesh.pipeline or cut != given:
+            cut = replace(cut, layers=(), cuts=())
+        found = replace(base, pipeline=cut)
         if _fits(found):
             if not quiet:
                 _say(settings, found)
@@ -49,6 +63,52 @@ def planned_for(settings: TrainSettings, num_ranks: int, *, quiet: bool = False)
         expected=f"at most as many as the model has blocks: {settings.model.num_layers} layers, and what is around",
         fix="start fewer ranks",
     )
+
+
+def most_within(settings: TrainSettings, num_ranks: int) -> int:
+    """Return how many of so many ranks the same run can use; 0 if it can use none.
+
+    >>> from drumline.train.config.settings import MeshSettings
+    >>> most_within(TrainSettings(mesh=MeshSettings(pipeline=2, data=2)), 3)
+    2
+    """
+    return next((one for one in range(num_ranks, 0, -1) if _can_use(settings, one)), 0)
+
+
+def fewest_of(settings: TrainSettings) -> int:
+    """Return the fewest ranks that the same run can use and failures.min_ranks allows."""
+    every = range(settings.failures.min_ranks, settings.num_ranks)
+    return next((one for one in every if _can_use(settings, one)), settings.num_ranks)
+
+
+def _can_use(settings: TrainSettings, num_ranks: int) -> bool:
+    try:
+        _mesh_for(settings, num_ranks)
+    except UsageError:
+        return False
+    return True
+
+
+def _mesh_for(settings: TrainSettings, num_ranks: int) -> MeshSettings:
+    """Return the mesh on so many ranks: a pipeline of another size, or more or fewer data-parallel pipelines."""
+    mesh, batch = settings.mesh, settings.batch
+    if mesh.num_lines == 1:
+        return replace(mesh, pipeline=num_ranks)
+    each = settings.num_ranks // mesh.axes["dp"]
+    lines, left = divmod(num_ranks, each)
+    if left or not lines:
+        raise UsageError(
+            f"{counted(num_ranks, 'rank')} are there for data-parallel parts of {counted(each, 'rank')}",
+            expected=f"a multiple of {each}: only data-parallel parts can be left out",
+        )
+    data = lines * mesh.expert
+    if batch.sequences % (unit := batch.microbatch * data * batch.accumulate):
+        raise UsageError(
+            f"{counted(num_ranks, 'rank')} are there, and {counted(data, 'data-parallel part')} do not divide a batch"
+            f" of {batch.sequences}",
+            expected=f"a multiple of {unit} sequences",
+        )
+    return replace(mesh, data=data)
 
 
 def _without_plan(settings: TrainSettings) -> TrainSettings:
@@ -73,9 +133,13 @@ def _fits(settings: TrainSettings) -> bool:
 def _say(before: TrainSettings, after: TrainSettings) -> None:
     was, now = before.pipeline, after.pipeline
     changes = [f"planned for {counted(after.num_ranks, 'rank')} instead of {before.num_ranks}"]
+    if after.mesh.data != before.mesh.data:
+        changes.append(f"mesh.data = {after.mesh.data}, with {counted(after.num_microbatches, 'microbatch')} each")
+    if after.memory.zero != before.memory.zero:
+        changes.append("memory.zero = 0, because no other rank can hold a part")
     if now.schedule != was.schedule:
         name = was.plan or was.schedule
         changes.append(f"schedule {now.schedule}, because {name} does not admit that number")
-    if was.layers or was.cuts or was.plan:
+    if (was.layers, was.cuts, was.plan) != (now.layers, now.cuts, now.plan):
         changes.append("stages cut again by numbers of parameters")
     logging.getLogger("drumline").warning("%s", "; ".join(changes))

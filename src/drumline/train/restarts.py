@@ -17,7 +17,7 @@ from typing import Any
 from drumline.core.errors import DrumlineError, LaunchError, NonFiniteError, RankFailed, RunError, counted
 from drumline.pipeline.launch.stop import asked
 from drumline.train.config.settings import TrainSettings
-from drumline.train.replan import planned_for
+from drumline.train.replan import most_within, planned_for
 
 Attempt = Callable[[TrainSettings, bool], Any]
 
@@ -65,9 +65,10 @@ class Restarts:
         self.died.append(rank)
         if not (failures.elastic and again):
             return
-        left = self.settings.num_ranks - 1
+        left = most_within(self.settings, self.settings.num_ranks - 1)
         if left < failures.min_ranks:
-            error.add_note(f"failures.min_ranks = {failures.min_ranks}: fewer ranks may not go on")
+            why = f"failures.min_ranks = {failures.min_ranks}: fewer ranks may not go on"
+            error.add_note(why if left else "no data-parallel pipeline is left that could be left out")
             raise error
         fewer = planned_for(self.settings, left)
         self.check(fewer)

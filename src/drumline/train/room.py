@@ -45,7 +45,7 @@ def check_room(settings: TrainSettings) -> None:
     only parameters, gradients and optimizer state are counted.
     """
     device = torch.device(settings.pipeline.device or "cpu")
-    ranks = sorted(_rank_bytes(settings), reverse=True)
+    ranks = sorted(_rank_bytes(settings) * settings.mesh.num_lines, reverse=True)
     local = min(int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks))), len(ranks))
     devices = torch.accelerator.device_count() if device.type != "cpu" else 1
     together = max(1, -(-local // devices))
@@ -60,10 +60,11 @@ def check_room(settings: TrainSettings) -> None:
 
 
 def _rank_bytes(settings: TrainSettings) -> list[float]:
+    """Return what each rank of one pipeline needs."""
     if settings.model.kind in ("gpt", "hf"):
         model = build_model(settings, device="meta").model
         if sum(one.nbytes for one in model.parameters()) > _LARGEST:
             kept = states(settings, loop_parts(), model)
             total = sum(2 * one.nbytes + kept(name, one) for name, one in model.named_parameters())
-            return [total / settings.num_ranks] * settings.num_ranks
+            return [total / settings.mesh.pipeline / settings.mesh.tensor] * settings.mesh.pipeline
     return [one.total for one in dry_run(settings).forecast.ranks]

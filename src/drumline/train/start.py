@@ -20,7 +20,7 @@ from drumline.pipeline.options import device_named
 from drumline.train.claim import Claim, job_here, take_part
 from drumline.train.config.settings import TrainSettings
 from drumline.train.folder import begin
-from drumline.train.replan import planned_for
+from drumline.train.replan import fewest_of, planned_for
 from drumline.train.restarts import Restarts
 from drumline.train.room import check_room
 
@@ -123,10 +123,11 @@ def _check_room(settings: TrainSettings) -> None:
 
 def _warn_of_room(settings: TrainSettings) -> None:
     """Say before a run starts if the fewest ranks that it may come to cannot hold the model."""
+    fewest = fewest_of(settings)
     try:
-        _check_room(planned_for(settings, settings.failures.min_ranks, quiet=True))
+        _check_room(planned_for(settings, fewest, quiet=True))
     except UsageError as error:
-        logging.getLogger("drumline").warning("failures.min_ranks is %d: %s", settings.failures.min_ranks, error)
+        logging.getLogger("drumline").warning("failures.min_ranks is %d: %s", fewest, error)
 
 
 def is_started() -> bool:
@@ -150,8 +151,7 @@ def for_world(settings: TrainSettings) -> TrainSettings:
         raise UsageError(
             f"torchrun started {counted(size, 'rank')} for a config of {settings.num_ranks}",
             expected=f"{settings.num_ranks}, what the mesh multiplies to",
-            fix=f"start torchrun with --nproc-per-node {settings.num_ranks}, set mesh.pipeline = {size}, or pass"
-            " --elastic",
+            fix=f"start torchrun with --nproc-per-node {settings.num_ranks}, change the mesh, or pass --elastic",
         )
     return settings
 

@@ -31,6 +31,7 @@ from drumline.pipeline.verify.agreement import (
     agree_on_order,
     agree_on_program,
 )
+from drumline.runtime.channel.rank_names import BY_NUMBER, RankNames
 
 _NUM_RECENT = 16
 
@@ -67,6 +68,7 @@ class Tally:
     hear: Callable[[], list[Told]]
     program: Program
     scaler: LossScaler | None = None
+    called: RankNames = BY_NUMBER
     program_number: int = 0
     own: Callable[[], list[Record]] | None = None  # if all ranks are here, their records on demand
     following: Tally | None = None  # the next training step
@@ -126,7 +128,7 @@ class Tally:
     @property
     def stop(self) -> str:
         """Why the first rank that was asked to stop was asked, by name; empty if none was."""
-        return next((f"{one.stop} on rank {rank}" for rank, one in enumerate(self.told) if one.stop), "")
+        return next((f"{one.stop} on {self.called.one(at)}" for at, one in enumerate(self.told) if one.stop), "")
 
     @property
     def unreached(self) -> set[str] | None:
@@ -154,12 +156,12 @@ class Tally:
 
     def check(self) -> None:
         """Raise the same error on every rank if the step failed."""
-        agree_on_mode([one.train for one in self.told], self.number)
-        agree_on_program([one.program for one in self.told], self.number)
-        agree_on_order([one.order for one in self.told], self.number)
-        agree_on_batch([one.given for one in self.told], self.number)
-        agree_on_followed([one.followed for one in self.told], self.number)
-        bad = [str(rank) for rank, one in enumerate(self.told) if not one.finite]
+        agree_on_mode([one.train for one in self.told], self.number, self.called)
+        agree_on_program([one.program for one in self.told], self.number, self.called)
+        agree_on_order([one.order for one in self.told], self.number, self.called)
+        agree_on_batch([one.given for one in self.told], self.number, self.called)
+        agree_on_followed([one.followed for one in self.told], self.number, self.called)
+        bad = [at for at, one in enumerate(self.told) if not one.finite]
         scales = sorted({one.scale for one in self.told if one.scale is not None})
         if len(scales) > 1:
             raise MismatchError(
@@ -174,9 +176,9 @@ class Tally:
                 expected="the same share on every rank",
                 fix="count the tokens of the whole batch on every rank",
             )
-        if bad and not (self.scaler is not None and self.scaler.handles(self.number, bad)):
+        if bad and not (self.scaler is not None and self.scaler.handles(self.number, self.called.listed(bad))):
             raise NonFiniteError(
-                f"step {self.number}: a loss or gradient on rank {', '.join(bad)} is NaN or infinite",
+                f"step {self.number}: a loss or gradient on {self.called.listed(bad)} is NaN or infinite",
                 expected="finite numbers; no optimizer has stepped",
                 fix="call zero_grad() and skip the batch, lower the learning rate, or pass check_finite=False",
             )

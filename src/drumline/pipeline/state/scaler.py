@@ -61,13 +61,13 @@ class LossScaler:
         self._first = self._last + 1
         self._overflow = False
 
-    def handles(self, number: int, ranks: Sequence[str]) -> bool:
-        """Record on which ranks a step overflowed; raise if the scale cannot be lowered further."""
+    def handles(self, number: int, ranks: str) -> bool:
+        """Record that a step overflowed on some ranks, by name; raise if the scale cannot be lowered further."""
         if ranks and number >= self._first:
             self._overflow = True
             if self.scale * self.backoff_factor < self.floor:
                 raise NonFiniteError(
-                    f"step {number}: a loss or gradient on rank {', '.join(ranks)} is NaN or infinite, "
+                    f"step {number}: a loss or gradient on {ranks} is NaN or infinite, "
                     f"and the loss scale is already down to {self.scale:g}",
                     expected=f"finite numbers at a scale above {self.floor:g}; no optimizer has stepped",
                     fix="look for a NaN in the data, lower the learning rate, or use bf16",

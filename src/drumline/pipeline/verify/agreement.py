@@ -22,6 +22,7 @@ from drumline.runtime.blocks.cut import Block, Model, blocks_of
 from drumline.runtime.blocks.pieces import Piece
 from drumline.runtime.blocks.script import Script
 from drumline.runtime.blocks.value_names import function_name, short
+from drumline.runtime.channel.rank_names import BY_NUMBER, RankNames
 from drumline.runtime.microbatches import has_microbatches
 from drumline.runtime.values import pack
 
@@ -65,20 +66,20 @@ def agree_on_lines(crew: Crew, what: str, lines: Sequence[str]) -> None:
     if len(set(told)) > 1:
         each = crew.all_told(f"{what} in full", [list(lines)] * len(crew.channels))
         rank = next(rank for rank, one in enumerate(told) if one != told[0])
-        raise _different(what, rank, each[0], each[rank])
+        raise _different(what, crew.called.several(0, rank), each[0], each[rank])
 
 
-def _different(what: str, rank: int, first: Sequence[str], second: Sequence[str]) -> MismatchError:
+def _different(what: str, ranks: str, first: Sequence[str], second: Sequence[str]) -> MismatchError:
     one, other = next(pair for pair in zip_longest(first, second, fillvalue="nothing more") if pair[0] != pair[1])
     subject = "traced the model to different graphs" if what == "graph" else f"have different {what} of the model"
     return MismatchError(
-        f"ranks 0 and {rank} {subject}: {one!s:.160} and {other!s:.160}",
+        f"{ranks} {subject}: {one!s:.160} and {other!s:.160}",
         expected="the same model on every rank",
         fix=_MENDS[what],
     )
 
 
-def agree_on_followed(told: Sequence[Mapping[str, str]], step: int) -> None:
+def agree_on_followed(told: Sequence[Mapping[str, str]], step: int, called: RankNames = BY_NUMBER) -> None:
     """Raise unless all ranks that traced a new kind of input in this step got the same graph.
 
     >>> agree_on_followed([{"a": "1"}, {"a": "2"}], 3)
@@ -91,7 +92,7 @@ def agree_on_followed(told: Sequence[Mapping[str, str]], step: int) -> None:
             first, other = known.setdefault(kind, (rank, digest))
             if other != digest:
                 raise MismatchError(
-                    f"step {step}: ranks {first} and {rank} traced the model to different graphs for new inputs",
+                    f"step {step}: {called.several(first, rank)} traced the model to different graphs for new inputs",
                     expected="the same calls on every rank",
                     fix=_MENDS["graph"],
                 )
@@ -221,7 +222,7 @@ def begun(batch: Any, target: Any) -> Callable[[], Given]:
     return given
 
 
-def agree_on_batch(told: Sequence[Given | None], step: int) -> None:
+def agree_on_batch(told: Sequence[Given | None], step: int, called: RankNames = BY_NUMBER) -> None:
     """Raise unless all ranks that got a batch or a target got the same one.
 
     >>> agree_on_batch([Given.of(torch.zeros(4, 2), None), Given.of(torch.zeros(3, 2), None)], 5)
@@ -233,7 +234,8 @@ def agree_on_batch(told: Sequence[Given | None], step: int) -> None:
     apart = {one.is_apart: rank for rank, one in enumerate(told) if one is not None and (one.batch or one.target)}
     if len(apart) > 1:
         raise MismatchError(
-            f"step {step}: rank {apart[True]} got Microbatches and rank {apart[False]} a batch or target to be cut",
+            f"step {step}: {called.one(apart[True])} got Microbatches and {called.one(apart[False])} a batch or target"
+            " to be cut",
             expected="the same on every rank that gets one",
             fix="pass Microbatches to all of them",
         )
@@ -241,13 +243,13 @@ def agree_on_batch(told: Sequence[Given | None], step: int) -> None:
         each = [(rank, getattr(one, what)) for rank, one in enumerate(told) if one is not None]
         each = [(rank, one) for rank, one in each if one]
         for rank, one in each[1:]:
-            _agree_on_tensors(what, step, (each[0][0], rank), each[0][1], one)
+            _agree_on_tensors(what, step, called.several(each[0][0], rank), each[0][1], one)
 
 
 def _agree_on_tensors(
     what: str,
     step: int,
-    ranks: tuple[int, int],
+    ranks: str,
     first: Sequence[Print],
     second: Sequence[Print],
 ) -> None:
@@ -258,13 +260,13 @@ def _agree_on_tensors(
         return
     shown = f"{', '.join(kinds)} and {', '.join(others)}" if differs else "same shapes, different values"
     raise MismatchError(
-        f"step {step}: ranks {ranks[0]} and {ranks[1]} got different {what}{'es' if what == 'batch' else 's'}: {shown}",
+        f"step {step}: {ranks} got different {what}{'es' if what == 'batch' else 's'}: {shown}",
         expected=f"the same {what} on every rank that gets one",
         fix="use the same seed and data order on all ranks, or pass None on ranks without the first or last stage",
     )
 
 
-def agree_on_program(told: Sequence[tuple[str, str]], step: int) -> None:
+def agree_on_program(told: Sequence[tuple[str, str]], step: int, called: RankNames = BY_NUMBER) -> None:
     """Raise unless all ranks ran the same program: what each told is its digest and name, none for the pipeline's own.
 
     >>> agree_on_program([("", ""), ("1a", "long")], 2)
@@ -275,12 +277,12 @@ def agree_on_program(told: Sequence[tuple[str, str]], step: int) -> None:
     if other is not None:
         names = [f"the program {name!r}" if digest else "the pipeline's own program" for digest, name in told]
         raise MismatchError(
-            f"step {step}: rank 0 ran {names[0]} and rank {other} {names[other]}",
+            f"step {step}: {called.one(0)} ran {names[0]} and {called.one(other)} {names[other]}",
             expected="the same program= on every rank",
         )
 
 
-def agree_on_order(told: Sequence[tuple[int, ...]], step: int) -> None:
+def agree_on_order(told: Sequence[tuple[int, ...]], step: int, called: RankNames = BY_NUMBER) -> None:
     """Raise unless all ranks that chose an order of microbatches chose the same.
 
     >>> agree_on_order([(0, 1), (), (1, 0)], 4)
@@ -291,13 +293,13 @@ def agree_on_order(told: Sequence[tuple[int, ...]], step: int) -> None:
     for rank, order in chosen[1:]:
         if order != chosen[0][1]:
             raise MismatchError(
-                f"step {step}: ranks {chosen[0][0]} and {rank} put the microbatches in different orders",
+                f"step {step}: {called.several(chosen[0][0], rank)} put the microbatches in different orders",
                 expected="the same sizes to choose by: those of the batch, or of a target where there is no batch",
                 fix="pass the batch to all ranks that hold the first or the last stage",
             )
 
 
-def agree_on_mode(trained: Sequence[bool], step: int) -> None:
+def agree_on_mode(trained: Sequence[bool], step: int, called: RankNames = BY_NUMBER) -> None:
     """Raise unless all ranks called `step`, or all called `eval_step`.
 
     >>> agree_on_mode([True, False], 2)
@@ -306,6 +308,7 @@ def agree_on_mode(trained: Sequence[bool], step: int) -> None:
     """
     if len(set(trained)) > 1:
         raise MismatchError(
-            f"call {step}: rank {trained.index(True)} ran step and rank {trained.index(False)} ran eval_step",
+            f"call {step}: {called.one(trained.index(True))} ran step and {called.one(trained.index(False))} ran"
+            " eval_step",
             expected="the same call on all ranks",
         )

@@ -118,7 +118,7 @@ class ModelCheck:
         if self._different is not None:
             one, other, name = self._different
             raise MismatchError(
-                f"ranks {one} and {other} were given models with different values of {name}",
+                f"{self._crew.called.several(one, other)} were given models with different values of {name}",
                 expected="the same model on every rank",
                 fix="seed before it is made, torch.manual_seed(0), or load the same state into the pipeline",
             )
@@ -195,7 +195,8 @@ class ModelCheck:
             mine = {name: one for name, one in mine.items() if named.get(name) is not one}
         card = _Card(local is not None, samples_of(mine), _is_whole(self._plain), here, Given.of(called, target))
         told = self._all_told("check", card)
-        agree_on_batch([one.given for one in told], number)  # before differences are put down to the model
+        # Before differences are put down to the model.
+        agree_on_batch([one.given for one in told], number, self._crew.called)
         given = local if local is not None and all(one.has_batch for one in told) else None
         self._given = given = given or self._passed_on(number, called, target)
         if all(one.is_whole for one in told):
@@ -215,7 +216,7 @@ class ModelCheck:
     def _taken(self, number: int, called: Any, target: Any, ends: Collection[str]) -> tuple[Step, int]:
         """Return the step, cut into microbatches, and the first of them that counts."""
         step = Step(number)
-        self._intake.take(step, called, target, ends, self._crew.rank)
+        self._intake.take(step, called, target, ends, self._crew.called.one(self._crew.rank))
         self._intake.cut(step)
         return step, next((at for at, one in enumerate(step.shares) if float(one)), 0)
 
@@ -306,7 +307,8 @@ class ModelCheck:
             outcome.has_moods = self._has_moods(step)
         outcome.seconds = self._seconds + time.perf_counter() - started
         told = self._crew.all_told("checked", [outcome] + [Outcome()] * (len(self._crew.channels) - 1))
-        self.checked, self.refusal = verdict(told, self._allowed, self._engine.assembly.order, self._homes)
+        order = self._engine.assembly.order
+        self.checked, self.refusal = verdict(told, self._allowed, order, self._homes, self._crew.called)
         self._plain = self._wanted = self._again = self._expected = self._given = self._relay = None
         self._named, self._held = {}, []
         for executor in self._engine.executors:

@@ -7,7 +7,7 @@ their random numbers, and of each stage's parameters, for the order in which to 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +84,8 @@ class CutOnce:
 class OneProcess:
     """The model without a pipeline: `loss_fn(model(microbatch), target)` and backward(), microbatch by microbatch."""
 
-    def __init__(self, material: Material, program: Program, seed: int, known: CutOnce) -> None:
+    def __init__(self, material: Material, program: Program, seed: int, known: CutOnce, *, num_parts: int = 1) -> None:
+        self._num_parts = num_parts  # of the batch's rows, each cut into microbatches by a line of a mesh
         self._plain = Plain(material.model, known.names)
         self._program = program
         self._device = device = device_of(material.model)
@@ -133,11 +134,10 @@ class OneProcess:
     def _run(self) -> Tensor:
         """Add the gradients of all microbatches, in the order in which the program's stages add theirs."""
         program = self._program
-        inputs = cut_batch(self._batch, program.num_microbatches)
-        targets = cut_batch(self._target, program.num_microbatches, what="the target")
+        inputs, targets = self._cut(self._batch, "the batch"), self._cut(self._target, "the target")
         parts = shares([self._counted(value, target) for value, target in zip(inputs, targets, strict=True)])
         orders = [accumulation_order(program, stage) for stage in range(program.num_stages)]
-        in_order = all(order == sorted(order) for order in orders)
+        in_order = self._num_parts > 1 or all(order == sorted(order) for order in orders)
         total: Tensor | None = None
         found: list[dict[nn.Parameter, Tensor | None]] = []
         with self._randomness.kept_aside():
@@ -151,6 +151,13 @@ class OneProcess:
             self._add(orders, found)
         assert total is not None
         return total
+
+    def _cut(self, values: Any, what: str) -> list[Any]:
+        """Return the microbatches of all lines."""
+        count = self._program.num_microbatches
+        if self._num_parts == 1:
+            return cut_batch(values, count, what=what)
+        return [one for part in cut_batch(values, self._num_parts, what=what) for one in cut_batch(part, count)]
 
     def _counted(self, value: Any, target: Any) -> float:
         """Return the weight of a microbatch: what its loss averages over, from the calls of the unsplit model."""
@@ -186,7 +193,7 @@ class OneProcess:
 
     def _refuse_moods(self) -> None:
         """Refuse a model that behaves differently each time: nothing could be compared with it."""
-        value = cut_batch(self._batch, self._program.num_microbatches)[0]
+        value = self._cut(self._batch, "the batch")[0]
         made = []
         for _ in range(2):
             with (
@@ -223,12 +230,20 @@ def accumulation_order(program: Program, stage: int) -> list[int]:
     ]
 
 
-def stepped(loss: Tensor, named: Sequence[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer) -> StepSeen:
-    """Update the weights, and return the results of the step."""
-    gradients: Named = [(name, None if one.grad is None else one.grad.cpu().clone()) for name, one in named]
+def stepped(
+    loss: Tensor,
+    named: Sequence[tuple[str, nn.Parameter]],
+    optimizer: torch.optim.Optimizer,
+    whole: Callable[[Tensor, Tensor], Tensor] = lambda part, _: part,
+) -> StepSeen:
+    """Update the weights, and return the results of the step; `whole` puts parts of parameters together."""
+    gradients: Named = [
+        (name, None if one.grad is None else whole(one.grad, one).detach().cpu().clone()) for name, one in named
+    ]
     optimizer.step()
     optimizer.zero_grad()
-    return StepSeen(loss.detach().cpu(), gradients, [(name, one.detach().cpu().clone()) for name, one in named])
+    weights = [(name, whole(one.detach(), one).cpu().clone()) for name, one in named]
+    return StepSeen(loss.detach().cpu(), gradients, weights)
 
 
 def fingerprint(material: Material) -> str:

@@ -196,9 +196,10 @@ class Relay:
     def _told(self, why: str, call: str, packed: bytes) -> list[bytes]:
         """Send one message and return those of all ranks; raise GaveUp if they are not about the same call."""
         told = self.crew.all_told("check block", [(why, call, packed)])
-        problems = [f"rank {rank}: {problem}" for rank, (problem, _, _) in enumerate(told) if problem]
+        called = self.crew.called
+        problems = [f"{called.one(at)}: {problem}" for at, (problem, _, _) in enumerate(told) if problem]
         if not problems and len({call for _, call, _ in told}) > 1:
-            calls = " and ".join(f"rank {rank} at {call}" for rank, (_, call, _) in enumerate(told))
+            calls = " and ".join(f"{called.one(at)} at {call}" for at, (_, call, _) in enumerate(told))
             problems = [f"the ranks run blocks in different orders: {calls}"]
         if problems:
             raise GaveUp(problems[0])

@@ -9,6 +9,7 @@ import torch
 
 from drumline.core.errors import ModelError
 from drumline.pipeline.assembly import Assembly
+from drumline.runtime.channel.rank_names import BY_NUMBER, RankNames
 
 FLOOR = 1e-6  # of all gradients' norm: what is smaller is rounding
 
@@ -52,7 +53,11 @@ def allowed_off(assembly: Assembly, kinds: set[torch.dtype]) -> float:
 
 
 def verdict(
-    told: Sequence[Outcome], allowed: float, order: Sequence[str], homes: Mapping[str, str]
+    told: Sequence[Outcome],
+    allowed: float,
+    order: Sequence[str],
+    homes: Mapping[str, str],
+    called: RankNames = BY_NUMBER,
 ) -> tuple[Checked, ModelError | None]:
     """Return what all ranks found between them, and what to raise if something is wrong.
 
@@ -72,7 +77,7 @@ def verdict(
         max(one.seconds for one in told),
         sum(one.num_parameters for one in told) + len({name for one in told for name in one.wanted}),
         (*others, *names),
-        "; ".join(f"rank {rank}: {reason}" for reason, rank in unchecked.items()),
+        "; ".join(f"{called.one(at)}: {reason}" for reason, at in unchecked.items()),
     )
     if not checked.wrong:
         return checked, None

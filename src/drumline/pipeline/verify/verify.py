@@ -8,18 +8,21 @@ process repeats each step from the weights that the pipeline had then, so that r
 shows in the step that makes it. A schedule with one copy of each stage adds its gradients in an order that one process
 can follow, so all bits must agree. With two copies (dualpipe, chimera), and for a parameter that several stages share,
 the sums of the copies are added at the end: there, the results may differ by rounding.
+
+On a mesh, the one process runs the microbatches of all lines. Lines add up what it adds up at once, so that results
+differ by rounding. Gradients and weights of which ranks hold parts are put together before they are compared.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drumline.core.errors import DrumlineError, ModelError, RunError, UsageError, nearest
 from drumline.core.program import Program
@@ -38,100 +41,20 @@ from drumline.pipeline.verify.one_process import (
     fingerprint,
     stepped,
 )
+from drumline.pipeline.verify.result import Verification, difference, differences
+from drumline.pipeline.verify.small import small
+from drumline.runtime.axes.axes import ROWS, Axes, described, shown
+from drumline.runtime.axes.slices import put_together, slice_of
+from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.follow.inputs import Inputs
+from drumline.runtime.microbatches import has_microbatches
 from drumline.runtime.precision import one_thread
 
 TRANSPORTS = ("auto", "in-process", "shared-memory", "gloo")
 
-_WIDTH = 32
 _ROUNDING = 1e-6  # of float32, for sums in a different order
-
-
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """The result of a comparison.
-
-    A difference is ||pipeline - one process|| / ||one process||, the largest over all steps; `gradient_differences` has
-    one per parameter. `tolerance` is the largest allowed difference: 0 if all bits must agree. `loss` and `bubble` are
-    those of the last step. The bubble is measured; if ranks take turns in one process, it says little.
-    """
-
-    schedule: str
-    num_ranks: int
-    num_stages: int
-    num_microbatches: int
-    num_steps: int
-    transport: str
-    loss: float
-    loss_difference: float
-    gradient_differences: dict[str, float]
-    weight_difference: float
-    tolerance: float
-    bubble: float
-
-    @property
-    def gradient_difference(self) -> float:
-        """The largest difference of any parameter's gradient."""
-        return max(self.gradient_differences.values(), default=0.0)
-
-    @property
-    def worst_parameter(self) -> str:
-        """The parameter with the largest difference; empty if none differs."""
-        name = max(self.gradient_differences, key=self.gradient_differences.__getitem__, default="")
-        return name if self.gradient_difference else ""
-
-    @property
-    def first_wrong_parameter(self) -> str:
-        """The first parameter, in the model's order, whose gradient differs by more than allowed; empty if none."""
-        return next((name for name, one in self.gradient_differences.items() if one > self.tolerance), "")
-
-    @property
-    def last_wrong_parameter(self) -> str:
-        """The last such parameter: gradients flow from the model's end to its start, so the cause is next to it."""
-        return next((name for name, one in reversed(self.gradient_differences.items()) if one > self.tolerance), "")
-
-    @property
-    def first_right_parameter(self) -> str:
-        """The parameter behind the last wrong one; empty if the model ends there."""
-        names = list(self.gradient_differences)
-        at = names.index(self.last_wrong_parameter) + 1 if self.last_wrong_parameter else len(names)
-        return names[at] if at < len(names) else ""
-
-    @property
-    def _largest(self) -> float:
-        return max(self.loss_difference, self.gradient_difference, self.weight_difference)
-
-    @property
-    def identical(self) -> bool:
-        """Whether all bits agree."""
-        return self._largest == 0
-
-    @property
-    def passes(self) -> bool:
-        """Whether the pipeline computes what one process computes."""
-        return self._largest <= self.tolerance
-
-    def summary(self) -> dict[str, Any]:
-        """Return the result as plain values; a difference that is not finite becomes None."""
-        names = ("loss", "loss_difference", "gradient_difference", "weight_difference")
-        numbers = {name: getattr(self, name) for name in names}
-        return {
-            "schedule": self.schedule,
-            "ranks": self.num_ranks,
-            "stages": self.num_stages,
-            "microbatches": self.num_microbatches,
-            "steps": self.num_steps,
-            "transport": self.transport,
-            **{name: one if math.isfinite(one) else None for name, one in numbers.items()},
-            "worst_parameter": self.worst_parameter,
-            "first_wrong_parameter": self.first_wrong_parameter,
-            "last_wrong_parameter": self.last_wrong_parameter,
-            "parameters": len(self.gradient_differences),
-            "tolerance": self.tolerance,
-            "identical": self.identical,
-            "passes": self.passes,
-            "bubble": self.bubble,
-        }
+_ROUNDING_OF_LINES = 1e-5  # the same, where lines of a mesh add up parts of every layer or gradient
+_LEAST_SHARE = 1e-4  # of the norm of all gradients; on a mesh, a smaller one counts as if it were this large
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +69,9 @@ class _Case:
     num_steps: int
     seed: int
     timeout: float
+    mesh: Mapping[str, int]  # by axis; empty without one
+    zero: int
+    sequence_parallel: bool
     start: str = ""  # fingerprint of the model and data in one process
     balance: tuple[int, ...] = ()  # blocks per stage of the cut there
 
@@ -155,7 +81,17 @@ class _Case:
             torch.manual_seed(self.seed)
             if self.source is not None:
                 return material_from(self.source)
-            return _small_mlp(self.program, self.dropout)
+            return small(self.program, self.dropout, self.mesh)
+
+    @property
+    def num_lines(self) -> int:
+        """The number of pipelines side by side."""
+        return math.prod(size for axis, size in self.mesh.items() if axis != "pp")
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many parts lines divide the rows of a batch."""
+        return math.prod(self.mesh.get(axis, 1) for axis in ROWS)
 
     def made_again(self) -> Material:
         """Build them again, and refuse them if they differ."""
@@ -191,6 +127,9 @@ def verify(
     num_steps: int = 2,
     seed: int = 0,
     timeout: float = 300.0,
+    mesh: Mapping[str, int] | None = None,
+    zero: int = 0,
+    sequence_parallel: bool = False,
 ) -> Verification:
     """Run a model pipelined and in one process, and compare losses, gradients and updated weights.
 
@@ -204,6 +143,8 @@ def verify(
       small MLP with `dropout`.
     - `transport`: "auto", "shared-memory" and "gloo" start `num_ranks` local processes. With "in-process", the ranks
       take turns in this one.
+    - `mesh`, `zero`, `sequence_parallel`: as `Pipeline` takes them, such as `{"pp": 2, "dp": 2}`. The function returns
+      the whole batch, of which each line gets its part. Gradients are compared whole, up to rounding.
     """
     if transport not in TRANSPORTS:
         raise UsageError(f"transport is {transport!r}", fix=nearest(transport, TRANSPORTS))
@@ -215,41 +156,69 @@ def verify(
         raise UsageError("dropout was given together with a model", fix="add dropout to the model itself")
     if isinstance(schedule, Path) or (isinstance(schedule, str) and schedule.endswith(".csv")):
         schedule = Program.load(schedule)
+    sizes = {} if mesh is None else described(mesh)[0]
+    if num_ranks not in (None, sizes.get("pp", num_ranks)):
+        raise UsageError(f"num_ranks is {num_ranks}", expected=f"{sizes['pp']}, the mesh's pp", fix="omit it")
     if num_ranks is None:
-        num_ranks = schedule.num_ranks if isinstance(schedule, Program) else 2
+        num_ranks = sizes.get("pp") or (schedule.num_ranks if isinstance(schedule, Program) else 2)
     if num_microbatches is None and isinstance(schedule, str):
         num_microbatches = 8
     program = program_for(
         schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=stages_per_rank
     )
-    case = _Case(program, model, transport, checkpoint, dropout, num_steps, seed, timeout)
+    case = _Case(
+        program, model, transport, checkpoint, dropout, num_steps, seed, timeout, sizes, zero, sequence_parallel
+    )
+    _check_mesh(case)
     with one_thread():
         made = case.material()
+        _check_rows(case, made)
         start = fingerprint(made)
         known = CutOnce.of(made, program)
         case = replace(case, start=start, balance=known.counts)
         del made  # it was traced; the reference must be one that never was
-        one_process = OneProcess(case.made_again(), program, seed, known)
+        one_process = OneProcess(case.made_again(), program, seed, known, num_parts=case.num_parts)
         expected = [one_process.step()]  # before any rank starts: a failure here is the model's own
         if transport == "in-process":
             found = [_in_turns(case)]
         else:
-            found = launch(_pipelined, case, num_ranks=program.num_ranks, threads=1)
+            found = launch(_pipelined, case, num_ranks=program.num_ranks * case.num_lines, threads=1)
         for before in range(num_steps - 1):
             one_process.load([pair for seen in found for pair in seen.steps[before].weights])
             expected.append(one_process.step())
     return _compared(case, found, expected, rounds=bool(program.placement.mirrored) or known.is_tied)
 
 
-def _small_mlp(program: Program, dropout: float) -> Material:
-    """Return an MLP with at least one block per stage, and a batch that does not divide evenly."""
-    num_rows = 4 * program.num_microbatches + 1
-    blocks = (
-        nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.LayerNorm(_WIDTH), nn.GELU(), nn.Dropout(dropout))
-        for _ in range(max(8, program.num_stages))
-    )
-    model = nn.Sequential(*blocks)
-    return Material(model, nn.functional.mse_loss, torch.randn(num_rows, _WIDTH), torch.randn(num_rows, _WIDTH))
+def _check_mesh(case: _Case) -> None:
+    """Refuse what cannot be compared on a mesh; `Pipeline` refuses what cannot run."""
+    if case.num_lines > 1 and case.transport == "in-process":
+        raise UsageError(
+            f"transport is 'in-process', and the mesh is {shown(case.mesh)}",
+            expected="one process per rank of the mesh",
+            fix="leave the transport out",
+        )
+    if case.dropout and case.mesh.get("cp", 1) > 1:
+        raise UsageError(
+            f"dropout is {case.dropout:g}, and the mesh is {shown(case.mesh)}",
+            expected="no dropout with cp: each line draws for its own part of a sequence",
+        )
+    if case.zero not in (0, 1, 3):
+        raise UsageError(f"zero is {case.zero}", expected="0, 1 (optimizer state) or 3 (parameters and gradients too)")
+    if case.zero and case.mesh.get("dp", 1) == 1:
+        raise UsageError(
+            f"zero is {case.zero}, and the mesh has no dp",
+            expected="data-parallel lines that can divide state",
+            fix="add dp to the mesh, or leave zero out",
+        )
+
+
+def _check_rows(case: _Case, material: Material) -> None:
+    """Refuse a batch that lines cannot divide as they will."""
+    if case.num_parts > 1 and (has_microbatches(material.batch) or has_microbatches(material.target)):
+        raise UsageError(
+            f"the batch is given as Microbatches, and {case.num_parts} lines divide its rows",
+            expected="tensors with rows, of which each line gets its part",
+        )
 
 
 def _in_turns(case: _Case) -> _Seen:
@@ -277,19 +246,30 @@ def _pipelined(case: _Case) -> _Seen:
         seed=case.seed,
         timeout=case.timeout,
         check_model=False,  # verify is itself a longer check
+        **({"mesh": dict(case.mesh), "zero": case.zero} if case.num_lines > 1 else {}),
+        sequence_parallel=case.sequence_parallel,
     ) as pipe:
         optimizer = pipe.optimizer(torch.optim.SGD, lr=LEARNING_RATE)
         named = list(pipe.named_parameters())
-        batch = example_inputs(material.model, material.batch)
+        number, count = pipe.axes.rows
+        batch, target = example_inputs(material.model, material.batch), material.target
+        if count > 1:
+            batch = cut_batch(batch, count)[number]
+            target = None if target is None else cut_batch(target, count, what="the target")[number]
         steps = []
         for _ in range(case.num_steps):
             if isinstance(batch, Inputs):
-                loss = pipe.step(*batch.args, target=material.target, **batch.kwargs).loss
+                loss = pipe.step(*batch.args, target=target, **batch.kwargs).loss
             else:
-                loss = pipe.step(batch, target=material.target).loss
+                loss = pipe.step(batch, target=target).loss
             assert loss is not None
-            steps.append(stepped(loss, named, optimizer))
+            steps.append(stepped(loss, named, optimizer, partial(_whole, pipe.axes)))
         return _Seen(steps, pipe.transport, pipe.timeline().bubble)
+
+
+def _whole(axes: Axes, part: Tensor, parameter: Tensor) -> Tensor:
+    """Return the whole of which a tensor is a part, as its parameter is; all ranks call it alike."""
+    return put_together(part, slice_of(parameter), axes)
 
 
 def _compared(case: _Case, ranks: Sequence[_Seen], expected: Sequence[StepSeen], *, rounds: bool) -> Verification:
@@ -299,13 +279,19 @@ def _compared(case: _Case, ranks: Sequence[_Seen], expected: Sequence[StepSeen],
     for at, wanted in enumerate(expected):
         ours = [seen.steps[at] for seen in ranks]
         losses += [difference(one.loss, wanted.loss) for one in ours]
-        weights += _differences([one.weights for one in ours], wanted.weights).values()
-        for name, value in _differences([one.gradients for one in ours], wanted.gradients).items():
+        weights += differences([one.weights for one in ours], wanted.weights).values()
+        norms = [float(one.double().norm()) for _, one in wanted.gradients if one is not None]
+        least = _LEAST_SHARE * math.hypot(*norms) if case.num_lines > 1 else 0.0
+        for name, value in differences([one.gradients for one in ours], wanted.gradients, least).items():
             gradients[name] = max(value, gradients.get(name, 0.0))
-    program = case.program
+    program, tolerance = case.program, 0.0
+    if case.num_lines > 1:
+        tolerance = max(_ROUNDING_OF_LINES, _allowed(expected[0].weights))
+    elif rounds:
+        tolerance = _allowed(expected[0].weights)
     return Verification(
         schedule=program.name,
-        num_ranks=program.num_ranks,
+        num_ranks=program.num_ranks * case.num_lines,
         num_stages=program.num_stages,
         num_microbatches=program.num_microbatches,
         num_steps=case.num_steps,
@@ -314,8 +300,10 @@ def _compared(case: _Case, ranks: Sequence[_Seen], expected: Sequence[StepSeen],
         loss_difference=max(losses),
         gradient_differences=gradients,
         weight_difference=max(weights),
-        tolerance=_allowed(expected[0].weights) if rounds else 0.0,
+        tolerance=tolerance,
         bubble=ranks[0].bubble,
+        mesh=shown(case.mesh) if case.mesh else "",
+        zero=case.zero,
     )
 
 
@@ -323,29 +311,3 @@ def _allowed(weights: Named) -> float:
     """Return how much rounding may change sums in a different order, for the coarsest dtype that occurs."""
     kinds = {one.dtype for _, one in weights if one is not None and one.is_floating_point()}
     return max([_ROUNDING, *(8 * torch.finfo(kind).eps for kind in kinds)])
-
-
-def _differences(found: Sequence[Named], wanted: Named) -> dict[str, float]:
-    """Return each tensor's difference, the largest of its copies; 1 if only one side has it."""
-    copies: dict[str, list[Tensor | None]] = {}
-    for name, one in (pair for named in found for pair in named):
-        copies.setdefault(name, []).append(one)
-    differences = {name: max(difference(one, value) for one in copies.get(name, [None])) for name, value in wanted}
-    return differences | {name: 1.0 for name, each in copies.items() if name not in differences and each != [None]}
-
-
-def difference(made: Tensor | None, wanted: Tensor | None) -> float:
-    """Return ||made - wanted|| / ||wanted||: 0 only if all bits agree, 1 if one is missing.
-
-    >>> difference(torch.tensor([3.0, 4.1]), torch.tensor([3.0, 4.0]))
-    0.0199...
-    >>> difference(None, torch.ones(2)), difference(torch.tensor(math.nan), torch.ones(()))
-    (1.0, inf)
-    """
-    if made is None or wanted is None:
-        return 0.0 if made is wanted else 1.0
-    if torch.equal(made, wanted):
-        return 0.0
-    off, size = ((made.double() - wanted.double()).norm().item(), wanted.double().norm().item())
-    ratio = off / size if size else off
-    return ratio if math.isfinite(ratio) else math.inf

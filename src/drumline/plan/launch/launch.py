@@ -1,8 +1,8 @@
 """How to start a plan: the torchrun command, and the settings for torchtitan and Megatron-LM.
 
-Drumline's own file holds the whole plan as TOML; this is version 1, and `drumline train` reads it. So far it runs
-pipelines alone, of models that its own GPT can express or that come from a Hugging Face folder. For any other plan,
-`missing` says why, and the command shows the schedule.
+Drumline's own file holds the whole plan as TOML; this is version 1, and `drumline train` reads it. It trains models
+that its own GPT can express or that come from a Hugging Face folder. Where it cannot run a plan, `missing` says why,
+and the command shows the schedule; see `own`.
 
     format = "drumline-train"        [batch]     sequences, microbatch (both in sequences), sequence (tokens)
     version = 1                      [mesh]      tensor, pipeline, data, context, expert
@@ -25,7 +25,7 @@ Megatron-LM calls this order tp-cp-ep-dp-pp, and torchtitan's mesh is pp, dp, cp
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.transformer import PLAIN, Transformer
 from drumline.plan.launch.megatron import megatron
+from drumline.plan.launch.own import differs, drops_less, not_run
 from drumline.plan.launch.titan import titan
 from drumline.plan.launch.toml import written
 
@@ -106,10 +107,13 @@ def launch(transformer: Transformer, cluster: Cluster, layout: Layout, *, source
 
 def _own(transformer: Transformer, cluster: Cluster, layout: Layout, source: str) -> Config:
     """Return what Drumline itself is told."""
-    text = train_config(transformer, layout, source=source)
-    if not (reasons := tuple(not_run(transformer, layout, source=source))):
-        return Config("drumline", train_command(cluster), "plan.toml", text)
-    return Config("drumline", show_command(layout), "plan.toml", text, reasons, starts=False)
+    reasons = tuple(not_run(transformer, cluster, layout, source=source))
+    others = tuple(differs(transformer, layout, source=source))
+    said = [f"Not run by `drumline train`: {one}" for one in reasons] or [f"Not expressed: {one}" for one in others]
+    text = train_config(transformer, layout, source=source, said=said)
+    if reasons:
+        return Config("drumline", show_command(layout), "plan.toml", text, reasons, starts=False)
+    return Config("drumline", train_command(cluster), "plan.toml", text, others)
 
 
 def train_command(cluster: Cluster, file: str = "plan.toml") -> str:
@@ -122,29 +126,6 @@ def train_command(cluster: Cluster, file: str = "plan.toml") -> str:
     """
     one = cluster.num_devices <= cluster.devices_per_node
     return f"drumline train {file}" if one else f"{torchrun(cluster, backend='drumline')} -m drumline train {file}"
-
-
-def not_run(transformer: Transformer, layout: Layout, *, source: str = "") -> Iterator[str]:
-    """Yield why `drumline train` does not run a plan yet.
-
-    >>> from drumline.plan.cluster.models import MODELS
-    >>> list(not_run(MODELS["gpt-1.7b"], Layout(batch=8, pipeline=4, tensor=2)))
-    ['tensor 2: only the pipeline axis runs so far (--tensor 1 plans without)']
-    """
-    for axis in ("tensor", "data", "context", "expert"):
-        if (size := getattr(layout, axis)) > 1:
-            yield f"{axis} {size}: only the pipeline axis runs so far (--{axis} 1 plans without)"
-    details = transformer.details
-    if source:
-        return
-    beyond = {
-        "experts": transformer.experts is not None,
-        "latent attention": details.latent is not None,
-        "ALiBi positions": details.alibi,
-        **dict.fromkeys(details.others, True),
-    }
-    for name in (name for name, there in beyond.items() if there):
-        yield f"{name}: the built-in GPT has none; plan from the model's Hugging Face folder to train that model"
 
 
 def torchrun(cluster: Cluster, *, backend: str = "c10d") -> str:
@@ -191,8 +172,11 @@ def show_command(layout: Layout) -> str:
     return f"drumline show {layout.schedule} --ranks {layout.pipeline} --microbatches {layout.num_microbatches}{stages}"
 
 
-def train_config(transformer: Transformer, layout: Layout, *, source: str = "") -> str:
-    """Return the whole plan as Drumline's own config; `source` is the folder or config.json of the model."""
+def train_config(transformer: Transformer, layout: Layout, *, source: str = "", said: Sequence[str] = ()) -> str:
+    """Return the whole plan as Drumline's own config, with what is `said` of it on top.
+
+    `source` is the folder or config.json of the model.
+    """
     nested = ("experts", "details", "sequence")
     model: dict[str, Any] = {"kind": "hf", "path": source} if source else {}
     model |= {one.name: getattr(transformer, one.name) for one in fields(transformer) if one.name not in nested}
@@ -202,6 +186,10 @@ def train_config(transformer: Transformer, layout: Layout, *, source: str = "") 
             model |= {f"{name}_{one}": value for one, value in asdict(part).items()}
     own = (one.name for one in fields(details) if one.name != "latent")
     model |= {name: getattr(details, name) for name in own if getattr(details, name) != getattr(PLAIN, name)}
+    if drops_less(transformer, layout, source=source):
+        model["attention_dropout"] = 0.0
+    inner = "expert, context" if layout.expert > 1 and layout.context > 1 else "context"
+    first = f"Written by `drumline plan`. Ranks count tensor first, then {inner}, data, and the pipeline last."
     return written(
         {
             "format": FORMAT,
@@ -222,12 +210,7 @@ def train_config(transformer: Transformer, layout: Layout, *, source: str = "") 
             # What plans count with: 2 bytes for a weight, 4 for its gradient, 12 for copy and state.
             "precision": {"compute": "bf16", "weights": "bf16", "master_weights": True},
         },
-        comment="\n".join(
-            [
-                "Written by `drumline plan`. Ranks count tensor first, then context, data, and the pipeline last.",
-                *(f"Not run yet by `drumline train`: {one}" for one in not_run(transformer, layout, source=source)),
-            ]
-        ),
+        comment="\n".join([first, *said]),
     )
 
 

@@ -151,7 +151,7 @@ def _launch(config: Config, width: int) -> str:
 
 def not_started(config: Config) -> Iterator[str]:
     """Yield why Drumline does not run a plan, and what does."""
-    yield "`drumline train` does not run this plan yet:"
+    yield "`drumline train` does not run this plan:"
     yield from (f"- {one}" for one in config.missing)
     yield "--launch torchtitan and --launch megatron print commands that do."
     if config.command:

@@ -34,6 +34,7 @@ from torch.distributed.distributed_c10d import ProcessGroup, Store, Work
 
 from drumline.core.errors import MismatchError, ModelError, RankFailed, UsageError, nearest
 from drumline.runtime.channel.channel import too_late
+from drumline.runtime.channel.rank_names import RankNames
 from drumline.runtime.channel.rendezvous import exchange
 
 AXES = ("pp", "dp", "cp", "ep", "tp")  # from the outermost to the innermost, unless a mesh says otherwise
@@ -159,7 +160,27 @@ class Axes:
         >>> Axes(np.arange(4).reshape(2, 2), ("pp", "dp"), 3, timeout=0.0, store=None).described()
         'rank 3 (pp 1, dp 1)'
         """
-        return f"rank {self.rank} ({', '.join(f'{name} {self._at[name]}' for name in self.names)})"
+        return self.named(self.rank)
+
+    def named(self, rank: int) -> str:
+        """Return what messages call a rank of the mesh: its number and its place; its number alone without a mesh.
+
+        >>> Axes(np.arange(4).reshape(2, 2), ("pp", "dp"), 3, timeout=0.0, store=None).named(1)
+        'rank 1 (pp 0, dp 1)'
+        """
+        return f"rank {rank} ({self._placed(rank)})" if self.is_mesh else f"rank {rank}"
+
+    def _placed(self, rank: int) -> str:
+        places = (int(one[0]) for one in np.nonzero(self._ranks == rank))
+        pairs = zip(self.names, places, strict=True)
+        return ", ".join(f"{name} {at}" for name, at in pairs if name == "pp" or self._sizes[name] > 1)
+
+    @property
+    def called(self) -> RankNames:
+        """What messages call the ranks of this process's line."""
+        if not self.is_mesh:
+            return RankNames()
+        return RankNames(tuple(self.line), tuple(map(self._placed, self.line)))
 
     def group(self, *names: str) -> ProcessGroup | None:
         """Return the group of the ranks along these axes, None if this rank is alone there."""
@@ -256,8 +277,8 @@ class Axes:
         while not work.is_completed():
             now = time.perf_counter()
             if now - started > self.timeout:
-                listed = " and ".join(map(str, self._others(names)))
-                raise too_late(f"{self.described()} waits for rank {listed} in {what}", now - started)
+                listed = " and ".join(map(self.named, self._others(names)))
+                raise too_late(f"{self.described()} waits for {listed} in {what}", now - started)
             if now - looked > _LOOK_SECONDS:
                 self.look()
                 looked = now
@@ -277,10 +298,8 @@ class Axes:
             self.look()
             time.sleep(_LOOK_SECONDS / _NUM_LOOKS)
         others = self._others(names)
-        listed = " or ".join(map(str, others))
-        return RankFailed(
-            others[0], f"{what} failed at {self.described()}: rank {listed} has died or left ({error!s:.200})"
-        )
+        listed = " or ".join(map(self.named, others))
+        return RankFailed(others[0], f"{what} failed at {self.described()}: {listed} has died or left ({error!s:.200})")
 
     def _others(self, names: Sequence[str]) -> list[int]:
         return [one for one in self.members(*names) if one != self.rank]
@@ -302,13 +321,16 @@ class Axes:
             for what, digest in told[0].items():
                 if one.get(what) != digest:
                     raise MismatchError(
-                        f"ranks 0 and {other} disagree on {what}", expected="the same Pipeline(...) call on every rank"
+                        f"{self.named(0)} and {self.named(other)} disagree on {what}",
+                        expected="the same Pipeline(...) call on every rank",
                     )
 
     def failed(self, at: str, error: BaseException) -> None:
         """Tell the other lines that this rank failed; the first failure counts."""
         if self._store is not None:
             text = f"{self.rank} {self.described()} failed at {at}: {type(error).__name__}: {error}"
+            if isinstance(error, RankFailed):  # the failure of another rank, which may not have told it
+                text = f"{error.rank} {error.error}"
             try:
                 self._store.compare_set(_FAILED, "", text[:2000])
             except (RuntimeError, DistStoreError):  # the store died with its rank

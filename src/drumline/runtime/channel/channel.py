@@ -23,6 +23,7 @@ from torch import Tensor
 from drumline.core import rules
 from drumline.core.action import RECV_OPS, Action
 from drumline.core.errors import WaitTimeout
+from drumline.runtime.channel.rank_names import BY_NUMBER, RankNames
 
 # How long the real transports wait, in seconds; each default is defined only here.
 
@@ -68,10 +69,15 @@ class Wait:
     source: int
 
     def __str__(self) -> str:
+        return self.told(BY_NUMBER)
+
+    def told(self, called: RankNames) -> str:
+        """Return it in words."""
+        own, other = called.one(self.rank), called.one(self.source)
         if self.receive.op in RECV_OPS:
             made = " or ".join(map(str, rules.producers(self.receive)))
-            return f"rank {self.rank} at {self.action} waits for {made} of rank {self.source}"
-        return f"rank {self.rank} waits for rank {self.source} to reach {self.receive}"
+            return f"{own} at {self.action} waits for {made} of {other}"
+        return f"{own} waits for {other} to reach {self.receive}"
 
 
 class Channel(ABC):
@@ -80,6 +86,7 @@ class Channel(ABC):
     name: str
     rank: int
     num_ranks: int
+    called: RankNames = BY_NUMBER  # what messages call the ranks
 
     @property
     def is_spread(self) -> bool:

@@ -250,7 +250,8 @@ class DistributedChannel(MeshChannel[_Coming]):
     def _group(self, source: int, target: int) -> ProcessGroup:
         group = self._groups.get((source, target))
         if group is None:
-            raise RunError(f"rank {source} has no announced edge to rank {target}", fix="add it to `edges`")
+            source_name, target_name = self.called.one(source), self.called.one(target)
+            raise RunError(f"{source_name} has no announced edge to {target_name}", fix="add it to `edges`")
         return group
 
     def _forget_ended(self, edge: _Edge) -> None:

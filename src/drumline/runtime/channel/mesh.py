@@ -24,6 +24,7 @@ from drumline.core.errors import RankFailed
 from drumline.runtime.channel import stacks
 from drumline.runtime.channel.channel import GRACE, SILENCE, SPIN, TIMEOUT, Wait, give_up
 from drumline.runtime.channel.link import Handler, Link, Pump, milliseconds
+from drumline.runtime.channel.rank_names import BY_NUMBER, RankNames
 from drumline.runtime.channel.rendezvous import connect
 
 WORD = 2
@@ -57,8 +58,11 @@ class ControlMesh(Pump):
         host: str | None = None,
         interface: str = "",
         now: Callable[[], int] = time.perf_counter_ns,
+        called: RankNames = BY_NUMBER,
     ) -> None:
-        super().__init__(connect(rank, num_ranks, store=store, timeout=timeout, host=host, interface=interface))
+        how: dict[str, Any] = {"store": store, "timeout": timeout, "host": host, "interface": interface}
+        super().__init__(connect(rank, num_ranks, called=called, **how))
+        self.called = called
         self.now = now
         self.rank = rank
         self.num_ranks = num_ranks
@@ -114,7 +118,8 @@ class ControlMesh(Pump):
                 now = time.perf_counter_ns()
                 if now >= deadline_ns:
                     others = self._others(needs)
-                    raise give_up(_said(what), (now - started) / 1e9, others, stacks.show(self._witnesses()))
+                    shown = stacks.show(self._witnesses(), self.called)
+                    raise give_up(self._said(what), (now - started) / 1e9, others, shown)
                 if now - started < self._spin_ns:
                     continue
                 self._before_sleep()
@@ -137,11 +142,12 @@ class ControlMesh(Pump):
             answer = self._asked(at)
             if answer is None:
                 silence, known = self.links[at].silence(), self._witnesses().get(at)
-                hangs = f"rank {at} does not answer: {(known and known.state) or 'it is computing or hangs'}"
-                said.append(_unreachable(self.links[at], _unheard(silence)) if silence >= GRACE else hangs)
+                state = (known and known.state) or "it is computing or hangs"
+                hangs = f"{self.called.one(at)} does not answer: {state}"
+                said.append(self._unreachable(self.links[at], _unheard(silence)) if silence >= GRACE else hangs)
                 break
             text, behind = answer
-            said.append(text or f"rank {at} is not waiting for any rank")
+            said.append(text or f"{self.called.one(at)} is not waiting for any rank")
             at = min(behind, default=self.rank)
         return said
 
@@ -186,10 +192,10 @@ class ControlMesh(Pump):
         """Return all ranks' words under the topic, by rank."""
         words = self._words.setdefault(topic, {})
         if len(words) < self.num_ranks:
-            everybody = set(range(self.num_ranks))
+            everybody, own = set(range(self.num_ranks)), self.called.one(self.rank)
             self.wait(
                 lambda: len(words) == self.num_ranks,
-                lambda: f"rank {self.rank} waits for rank {min(everybody - set(words))} to send {topic!r}",
+                lambda: f"{own} waits for {self.called.one(min(everybody - set(words)))} to send {topic!r}",
                 deadline_ns,
                 needs=lambda: set(self.links) - set(words),
             )
@@ -209,7 +215,7 @@ class ControlMesh(Pump):
     def _ping(self, peer: int, deadline_ns: int) -> None:
         due = self._num_pongs + 1
         self.send_packet(peer, _STAMPED.pack(PING, self.now()))
-        what = f"rank {self.rank} waits for rank {peer} to answer a ping"
+        what = f"{self.called.one(self.rank)} waits for {self.called.one(peer)} to answer a ping"
         self.wait(lambda: self._num_pongs == due, what, deadline_ns, needs=lambda: (peer,))
 
     def comparisons(self) -> list[tuple[int, int, int]]:
@@ -234,7 +240,8 @@ class ControlMesh(Pump):
             rank, text = error.rank, error.error
         else:
             at = f" at {during}" if during else ""
-            rank, text = self.rank, f"rank {self.rank} failed{at}: {type(error).__name__}: {error}"
+            rank = self.called.number(self.rank)
+            text = f"{self.called.one(self.rank)} failed{at}: {type(error).__name__}: {error}"
         packet = bytes((ABORT,)) + pickle.dumps((rank, text))
         if not self._closed:
             for peer in self.links:
@@ -242,7 +249,8 @@ class ControlMesh(Pump):
 
     def explain(self, rank: int, error: BaseException) -> RankFailed:
         """Return why talking to `rank` failed with `error`: from an abort within the grace period, else the error."""
-        self._seek_reason(lambda: f"rank {rank} can no longer be reached ({type(error).__name__}: {error})", rank)
+        why = f"{self.called.one(rank)} can no longer be reached ({type(error).__name__}: {error})"
+        self._seek_reason(lambda: why, rank)
         assert self._failure is not None
         return RankFailed(*self._failure)
 
@@ -262,14 +270,15 @@ class ControlMesh(Pump):
     def _check(self, needs: Callable[[], Collection[int]]) -> None:
         if self._lost and self._failure is None:
             lost = self._lost[0]
-            self._seek_reason(lambda: _reason(self.links[lost]), lost)
+            self._seek_reason(lambda: self._reason(self.links[lost]), lost)
         if self._failure is not None:
             raise RankFailed(*self._failure)
         for rank in self._departed and self._departed.intersection(needs()):
-            at = "" if self._waiting is None else f": {_said(self._waiting[0])}"
+            at = "" if self._waiting is None else f": {self._said(self._waiting[0])}"
+            own, other = self.called.one(self.rank), self.called.one(rank)
             raise RankFailed(
-                rank,
-                f"rank {rank} closed its channel while rank {self.rank} was still waiting for it{at}",
+                self.called.number(rank),
+                f"{other} closed its channel while {own} was still waiting for it{at}",
                 fix="call step and eval_step the same number of times on every rank, and close() after them",
             )
 
@@ -277,7 +286,7 @@ class ControlMesh(Pump):
         self.pump()
         self._serve_while(lambda: self._failure is None and bool(self._by_fd), GRACE)
         if self._failure is None:
-            self._failure = (rank, otherwise())
+            self._failure = (self.called.number(rank), otherwise())
 
     def _on_word(self, source: int, packet: bytes, fds: list[int]) -> None:
         self._compare(source, _STAMPED.unpack_from(packet)[1])
@@ -303,25 +312,23 @@ class ControlMesh(Pump):
         if packet[1]:
             self._answers[source] = pickle.loads(memoryview(packet)[2:])
             return
-        what, needs = ("", []) if self._waiting is None else (str(_said(self._waiting[0])), list(self._waiting[1]()))
+        what, needs = ("", []) if self._waiting is None else (self._said(self._waiting[0]), list(self._waiting[1]()))
         self.send_packet(source, bytes((ASK, 1)) + pickle.dumps((what, needs)))
 
+    def _reason(self, link: Link) -> str:
+        """Return why a connection ended without a goodbye."""
+        if link.error is None:
+            return f"{self.called.one(link.peer)} died without reporting an error: it crashed or was killed"
+        return self._unreachable(link, link.error.strerror or str(link.error))
 
-def _reason(link: Link) -> str:
-    """Return why a connection ended without a goodbye."""
-    if link.error is None:
-        return f"rank {link.peer} died without reporting an error: it crashed or was killed"
-    return _unreachable(link, link.error.strerror or str(link.error))
+    def _unreachable(self, link: Link, why: str) -> str:
+        cause = "the link between the hosts is cut, or that host is down"
+        return f"{self.called.one(link.peer)} can no longer be reached at {link.address} ({why}): {cause}"
+
+    def _said(self, what: What) -> str:
+        """Return what is waited for, in words."""
+        return what.told(self.called) if isinstance(what, Wait) else what() if callable(what) else what
 
 
 def _unheard(seconds: float) -> str:
     return f"nothing acknowledged for {seconds:.1f} s"
-
-
-def _unreachable(link: Link, why: str) -> str:
-    cause = "the link between the hosts is cut, or that host is down"
-    return f"rank {link.peer} can no longer be reached at {link.address} ({why}): {cause}"
-
-
-def _said(what: What) -> Wait | str:
-    return what() if callable(what) else what

@@ -127,7 +127,8 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
             for key in inbox:
                 if mode_of(key)[0] < step:
                     raise MismatchError(
-                        f"rank {self.rank} never received {key_text(key)} from rank {source}", expected=_EXPECTED
+                        f"{self.called.one(self.rank)} never received {key_text(key)} from {self.called.one(source)}",
+                        expected=_EXPECTED,
                     )
 
     def block(self, wait: Wait, deadline_ns: int) -> None:
@@ -141,20 +142,22 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
         for key in self._inbox[rank]:
             if mode_of(key) == (self._step, self._trains) and key[: _STEP.size] != self._step_code:
                 raise MismatchError(
-                    f"call {self._step}: ranks {self.rank} and {rank} run different programs",
+                    f"call {self._step}: {self.called.several(self.rank, rank)} run different programs",
                     expected="the same program= on every rank",
                 )
-        ended = self.told(step_topic(self._step))
+        ended, other = self.told(step_topic(self._step)), self.called.one(rank)
         if rank in ended:
             called = "step" if getattr(ended[rank], "train", True) else "eval_step"
             raise MismatchError(
-                f"{what}, but rank {rank} finished call {self._step} without it, in {called}", expected=_EXPECTED
+                f"{self._said(what)}, but {other} finished call {self._step} without it, in {called}",
+                expected=_EXPECTED,
             )
         for key in self._inbox[rank]:
             if mode_of(key) == (self._step, not self._trains):
                 mine, theirs = ("step", "eval_step") if self._trains else ("eval_step", "step")
                 raise MismatchError(
-                    f"call {self._step}: rank {self.rank} ran {mine} and rank {rank} ran {theirs}", expected=_EXPECTED
+                    f"call {self._step}: {self.called.one(self.rank)} ran {mine} and {other} ran {theirs}",
+                    expected=_EXPECTED,
                 )
 
     def flush(self, deadline_ns: int) -> None:
@@ -163,9 +166,10 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
         unsent = self._unsent()
         if unsent is None and self.all_sent:
             return
-        what = f"rank {self.rank} waits to send its last packets"
+        what = f"{self.called.one(self.rank)} waits to send its last packets"
         if unsent is not None:
-            what = f"rank {self.rank} waits for rank {unsent[0]} to make room for {key_text(unsent[1])}"
+            other = self.called.one(unsent[0])
+            what = f"{self.called.one(self.rank)} waits for {other} to make room for {key_text(unsent[1])}"
         self.wait(
             lambda: self._unsent() is None and self.all_sent,
             what,

@@ -31,8 +31,10 @@ from drumline.core.errors import RunError
 from drumline.runtime.channel.channel import LINGER, too_late
 from drumline.runtime.channel.interfaces import Place, endpoint, place_between_hosts, place_named
 from drumline.runtime.channel.link import Link
+from drumline.runtime.channel.rank_names import BY_NUMBER, RankNames
 
 _LOOK_SECONDS = 0.5
+_MOST_PAUSE = 0.05  # seconds between two questions whether a key is there
 _HELLO = struct.Struct("<16sI")
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5}  # notice after 15 s, as mesh.SILENCE
 
@@ -55,10 +57,11 @@ def exchange(
     *,
     timeout: float,
     look: Callable[[], None] | None = None,
+    called: RankNames = BY_NUMBER,
 ) -> list[Any]:
     """Put a value into the store and return the values of all ranks; a topic may be used again.
 
-    While it waits, it calls `look` twice a second, which may raise.
+    While it waits, it calls `look` twice a second, which may raise. `called` names the ranks in errors.
 
     >>> from torch.distributed import HashStore
     >>> exchange(HashStore(), 0, 1, "colour", "blue", timeout=1.0)
@@ -75,10 +78,12 @@ def exchange(
             _await(here, str(other), deadline, look)
             values.append(pickle.loads(bytes.fromhex(here.get(str(other)).decode())))
         except DistStoreError:
-            raise too_late(f"rank {rank} waits for rank {other} to report its {topic}", timeout) from None
+            what = f"{called.one(rank)} waits for {called.one(other)} to report its {topic}"
+            raise too_late(what, timeout) from None
         except DistNetworkError as error:
             raise RunError(
-                f"rank {rank} lost the ranks' store while it waited for rank {other} to report its {topic}",
+                f"{called.one(rank)} lost the ranks' store while it waited for {called.one(other)} to report its"
+                f" {topic}",
                 fix="look at the first rank's error: its host keeps the store",
             ) from error
     return values
@@ -86,16 +91,20 @@ def exchange(
 
 def _await(store: Store, key: str, deadline: float, look: Callable[[], None] | None) -> None:
     """Wait for a key, looking now and then whether that is in vain."""
-    while True:
-        left = max(0.001, deadline - time.perf_counter())
-        try:
-            store.wait([key], timedelta(seconds=left if look is None else min(left, _LOOK_SECONDS)))
-        except DistStoreError:
-            if look is None or time.perf_counter() >= deadline:
-                raise
+    if look is None:
+        store.wait([key], timedelta(seconds=max(0.001, deadline - time.perf_counter())))
+        return
+    # By asking again and again: torch warns on stderr of every wait that ends without the key.
+    looked, pause = time.perf_counter(), 1e-3
+    while not store.check([key]):
+        now = time.perf_counter()
+        if now >= deadline:
+            raise DistStoreError(f"no {key} by the deadline")
+        if now - looked > _LOOK_SECONDS:
             look()
-        else:
-            return
+            looked = now
+        time.sleep(pause)
+        pause = min(2 * pause, _MOST_PAUSE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +118,26 @@ class Card:
 
 
 def connect(
-    rank: int, num_ranks: int, *, store: Store, timeout: float, host: str | None = None, interface: str = ""
+    rank: int,
+    num_ranks: int,
+    *,
+    store: Store,
+    timeout: float,
+    host: str | None = None,
+    interface: str = "",
+    called: RankNames = BY_NUMBER,
 ) -> list[Link]:
     """Return a link to every other rank; ranks with different `host` values use TCP even if they share a host.
 
     `interface` names the one to listen on, or an address of it; else it is the one that leads to the store.
     """
     deadline = time.perf_counter() + timeout
-    return _Rendezvous(rank, num_ranks, store, timeout, host or host_id(), interface, deadline).links()
+    return _Rendezvous(rank, num_ranks, store, timeout, host or host_id(), interface, deadline, called).links()
 
 
-def agreed_place(store: Store, rank: int, num_ranks: int, interface: str, *, timeout: float) -> Place:
+def agreed_place(
+    store: Store, rank: int, num_ranks: int, interface: str, *, timeout: float, called: RankNames = BY_NUMBER
+) -> Place:
     """Return where this rank listens for other hosts; if any rank has no such place, all ranks raise and name it."""
     found: Place | RunError
     try:
@@ -127,7 +145,7 @@ def agreed_place(store: Store, rank: int, num_ranks: int, interface: str, *, tim
     except RunError as error:
         found = error
     told = None if isinstance(found, Place) else str(found)
-    problems = exchange(store, rank, num_ranks, "drumline/interface", told, timeout=timeout)
+    problems = exchange(store, rank, num_ranks, "drumline/interface", told, timeout=timeout, called=called)
     if isinstance(found, Place) and not any(problems):
         return found
     with suppress(RunError):  # the rank that keeps the store leaves after all others have read this
@@ -135,7 +153,7 @@ def agreed_place(store: Store, rank: int, num_ranks: int, interface: str, *, tim
     if isinstance(found, RunError):
         raise found
     other = next(rank for rank, problem in enumerate(problems) if problem)
-    raise RunError(f"rank {other}: {problems[other]}")
+    raise RunError(f"{called.one(other)}: {problems[other]}")
 
 
 def hosted_store(host: str, port: int, *, interface: str = "", timeout: float, **settings: Any) -> TCPStore:
@@ -180,9 +198,14 @@ class _Rendezvous:
     host: str
     interface: str
     deadline: float
+    called: RankNames
+
+    def _exchanged(self, topic: str, value: Any) -> list[Any]:
+        given = (self.store, self.rank, self.num_ranks, topic, value)
+        return exchange(*given, timeout=self.timeout, called=self.called)
 
     def links(self) -> list[Link]:
-        hosts = exchange(self.store, self.rank, self.num_ranks, "drumline/host", self.host, timeout=self.timeout)
+        hosts = self._exchanged("drumline/host", self.host)
         with ExitStack() as listening:
             unix, tcp = self._listeners(hosts, listening)
             cards = self._cards(unix, tcp)
@@ -211,7 +234,8 @@ class _Rendezvous:
             unix.bind(b"\0drumline-" + secrets.token_hex(16).encode())
             unix.listen(self.num_ranks)
         if len(set(hosts)) > 1:
-            place = agreed_place(self.store, self.rank, self.num_ranks, self.interface, timeout=self.timeout)
+            given = (self.store, self.rank, self.num_ranks, self.interface)
+            place = agreed_place(*given, timeout=self.timeout, called=self.called)
             address = (place.address, 0)
             tcp = listening.enter_context(socket.create_server(address, family=place.family, backlog=self.num_ranks))
         return unix, tcp
@@ -223,12 +247,12 @@ class _Rendezvous:
             b"" if unix is None else unix.getsockname(),
             None if tcp is None else tcp.getsockname()[:2],
         )
-        return exchange(self.store, self.rank, self.num_ranks, "drumline/address", card, timeout=self.timeout)
+        return self._exchanged("drumline/address", card)
 
     def _left(self, what: str) -> float:
         left = self.deadline - time.perf_counter()
         if left <= 0:
-            raise too_late(f"rank {self.rank} waits for {what}", self.timeout)
+            raise too_late(f"{self.called.one(self.rank)} waits for {what}", self.timeout)
         return left
 
     def _call(self, other: int, cards: list[Card]) -> Link:
@@ -239,9 +263,9 @@ class _Rendezvous:
         family = socket.AF_UNIX if way is card.unix else socket.AF_INET6 if ":" in way[0] else socket.AF_INET
         connection = socket.socket(family)
         try:
-            connection.settimeout(self._left(f"rank {other} to answer"))
+            connection.settimeout(self._left(f"{self.called.one(other)} to answer"))
             connection.connect(way)
-            connection.settimeout(self._left(f"rank {other} to answer"))
+            connection.settimeout(self._left(f"{self.called.one(other)} to answer"))
             connection.sendall(_HELLO.pack(card.token, self.rank))
             if _receive(connection, len(mine)) != mine:
                 raise ConnectionError("another program answers at that address")
@@ -250,7 +274,8 @@ class _Rendezvous:
             connection.close()
             where = "its socket" if way is card.unix else endpoint(*way)
             raise RunError(
-                f"rank {self.rank} cannot connect to rank {other} at {where}: {error or type(error).__name__}",
+                f"{self.called.one(self.rank)} cannot connect to {self.called.one(other)} at {where}:"
+                f" {error or type(error).__name__}",
                 fix="check that the rank is still running and that the hosts can reach each other's ports",
             ) from error
         except BaseException:
@@ -261,7 +286,7 @@ class _Rendezvous:
         """Accept the higher ranks that show this rank's token, and no other connections."""
         links: list[Link] = []
         while expected:
-            missing = f"rank {', '.join(map(str, sorted(expected)))} to connect"
+            missing = f"{self.called.listed(sorted(expected))} to connect"
             try:
                 listener.settimeout(self._left(missing))
                 connection, _ = listener.accept()

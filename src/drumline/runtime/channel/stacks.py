@@ -19,6 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 
+from drumline.runtime.channel.rank_names import BY_NUMBER, RankNames
+
 _SECONDS = 2.0  # for all of them to write
 _SECONDS_A_LOOK = 0.02
 _STDERR = -1
@@ -97,7 +99,7 @@ def _place() -> str:
     return f"{os.uname().nodename}"
 
 
-def show(others: Mapping[int, Witness]) -> str:
+def show(others: Mapping[int, Witness], called: RankNames = BY_NUMBER) -> str:
     """Return the stacks of other ranks, or why there are none, as text for stderr.
 
     >>> print(show({1: Witness("elsewhere", 7, 3)}))
@@ -110,10 +112,10 @@ def show(others: Mapping[int, Witness]) -> str:
         if one.process == os.getpid() or (one.is_near and one.file == _STDERR):
             continue  # `launch` lets it write them
         if text := found.get(one.process, ""):
-            lines.append(f"drumline: stacks of rank {rank}, process {one.process}:\n{text.rstrip()}")
+            lines.append(f"drumline: stacks of {called.one(rank)}, process {one.process}:\n{text.rstrip()}")
             continue
         why = "it runs on another host" if not one.is_near else one.state or "its process wrote none"
-        lines.append(f"drumline: no stacks of rank {rank}: {why}")
+        lines.append(f"drumline: no stacks of {called.one(rank)}: {why}")
     return "\n".join(lines)
 
 

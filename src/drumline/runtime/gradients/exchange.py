@@ -145,7 +145,7 @@ class GradientExchange:
         if trains is (part is False):
             state = ("frozen", "trained") if trains else ("trained", "frozen")
             raise MismatchError(
-                f"{name} is {state[0]} on rank {rank} and {state[1]} on another rank that holds it",
+                f"{name} is {state[0]} on {self.channel.called.one(rank)} and {state[1]} on another rank that holds it",
                 expected="the same on all ranks",
             )
         if trains:

@@ -55,7 +55,7 @@ TABLES = {
     "data": "what it is trained on; without files, a text that is shipped with Drumline",
     "batch": "how much one optimizer step sees",
     "lengths": "what to do about documents of unequal length",
-    "mesh": "how many ranks each kind of parallelism has; only pipeline may be above 1 so far",
+    "mesh": "how many ranks each kind of parallelism has; all but expert multiply to the number of ranks",
     "pipeline": "schedule, cut, and how ranks run",
     "memory": "what is recomputed, and how state is sharded",
     "optimizer": "how parameters are updated",
@@ -84,6 +84,7 @@ _MODEL: dict[str, tuple[Rule, str]] = {
     "rotary_base": (POSITIVE, "base of rotary positions (gpt)"),
     "biased": (FREE, "whether layers have biases (gpt)"),
     "dropout": (PART, "share of activations that are dropped (gpt); true is 0.1"),
+    "attention_dropout": (PART, "share of attention's weights that are dropped (gpt); not set: as dropout"),
     "qk_norm": (FREE, "whether queries and keys are normed (gpt)"),
     "qkv_bias": (FREE, "whether queries, keys and values alone have biases (gpt)"),
     "inputs": (COUNT, "numbers of a point (mlp)"),
@@ -123,7 +124,13 @@ _LENGTHS: dict[str, tuple[Rule, str]] = {
     "buckets": (each_at_least(1), "lengths of the buckets, in tokens; none: chosen from the data, up to 64"),
     "search": (FREE, "whether to run unequal microbatches in the order that the simulator finds fastest"),
 }
-_MESH = {name: (COUNT, f"ranks of {name} parallelism") for name in ("tensor", "pipeline", "data", "context", "expert")}
+_MESH: dict[str, tuple[Rule, str]] = {
+    "tensor": (COUNT, "ranks that divide every matrix"),
+    "pipeline": (COUNT, "ranks that divide the model into stages"),
+    "data": (COUNT, "pipelines that get different rows of the batch"),
+    "context": (COUNT, "pipelines that get different parts of the same sequences"),
+    "expert": (COUNT, "how many of the data-parallel ranks share out the experts; it divides data"),
+}
 _PIPELINE: dict[str, tuple[Rule, str]] = {
     "schedule": (FREE, "a schedule's name (`drumline show` lists them), or a CSV file"),
     "stages_per_rank": (COUNT, "stages on each rank; not set: the schedule's own"),
@@ -144,7 +151,10 @@ _MEMORY: dict[str, tuple[Rule, str]] = {
         one_of("none", "selective", "full"),
         "activations to recompute; selective (attention's scores) is none here: torch's attention never keeps them",
     ),
-    "zero": (Rule("0, 1, 2 or 3", lambda value: 0 <= value <= 3), "ZeRO stage, for data-parallel ranks"),
+    "zero": (
+        Rule("0, 1, 2 or 3", lambda value: 0 <= value <= 3),
+        "what data-parallel ranks divide: 1 the optimizer's state, 3 parameters and gradients too; 2 is not run",
+    ),
     "sequence_parallel": (FREE, "sequence parallelism, for tensor-parallel ranks"),
 }
 _OPTIMIZER: dict[str, tuple[Rule, str]] = {

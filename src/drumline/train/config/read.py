@@ -15,6 +15,7 @@ from drumline.core.files import MIB, Kind, read_text
 from drumline.core.parsed import shown
 from drumline.plan.device.plan import Plan
 from drumline.plan.launch.launch import FORMAT, VERSION
+from drumline.train.config import mesh_relations as _meshes  # noqa: F401 - registers its relations
 from drumline.train.config import optimizers as _optimizers  # noqa: F401 - registers its relation
 from drumline.train.config.functions import function_named, is_function
 from drumline.train.config.lines import Path, lines_of

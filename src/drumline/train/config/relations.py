@@ -65,54 +65,6 @@ def related(judged: Judged, bad: set[str]) -> Iterator[Problem]:
                 yield problem
 
 
-@relation("mesh.expert")
-def _axes_that_run(judged: Judged) -> Iterator[Problem]:
-    if (size := judged.settings.mesh.expert) > 1:
-        yield judged.problem(
-            "mesh.expert", f"is {size}, and drumline train has no model with experts",
-            "1; the other axes may be above 1", "plan with --expert 1, or set it to 1",
-        )  # fmt: skip
-
-
-@relation("memory.zero", "mesh.data")
-def _state_is_divided(judged: Judged) -> Iterator[Problem]:
-    zero, data = judged.settings.memory.zero, judged.settings.mesh.data
-    if zero == 2:
-        yield judged.problem("memory.zero", "is 2", "0, 1 or 3", "use 1, or 3 to divide parameters too")
-    elif zero and data == 1:
-        yield judged.problem("memory.zero", f"is {zero}, and mesh.data is 1", "0", "raise mesh.data, or set it to 0")
-
-
-@relation("mesh.context", "batch.sequence", "lengths.how", "evaluation.sample_every")
-def _sequences_divide(judged: Judged) -> Iterator[Problem]:
-    settings, context = judged.settings, judged.settings.mesh.context
-    if context == 1:
-        return
-    if settings.batch.sequence % context:
-        yield judged.problem(
-            "batch.sequence", f"is {settings.batch.sequence}", f"a multiple of mesh.context, {context}"
-        )
-    if settings.lengths.how != "blocks":
-        yield judged.problem(
-            "lengths.how", f'is "{settings.lengths.how}", and mesh.context is {context}', '"blocks"',
-            "masks of documents and padding are made for whole sequences: set mesh.context = 1 for them",
-        )  # fmt: skip
-    if settings.evaluation.sample_every:
-        yield judged.problem(
-            "evaluation.sample_every", f"is {settings.evaluation.sample_every}, and mesh.context is {context}", "0"
-        )
-
-
-@relation("failures.elastic", "mesh.data", "mesh.context", "mesh.tensor")
-def _elastic_is_one_line(judged: Judged) -> Iterator[Problem]:
-    mesh = judged.settings.mesh
-    if judged.settings.failures.elastic and (lines := mesh.data * mesh.context * mesh.tensor) > 1:
-        yield judged.problem(
-            "failures.elastic", f"is true, and the mesh has {lines} lines",
-            "one line: the pipeline alone is planned again for fewer ranks", "leave it out, and use failures.restarts",
-        )  # fmt: skip
-
-
 @relation("batch.sequences", "batch.microbatch", "batch.accumulate", "mesh.data")
 def _batch_divides(judged: Judged) -> Iterator[Problem]:
     batch, data = judged.settings.batch, judged.settings.mesh.data
@@ -347,13 +299,6 @@ def _folder_is_safe(judged: Judged) -> Iterator[Problem]:
     out = judged.settings.run.out
     if wrong := names.problem_with(out):
         yield judged.problem("run.out", f"is {shown(out)}, whose name {wrong}", names.EXPECTED, "use another name")
-
-
-@relation("failures.min_ranks", "failures.elastic", "mesh.pipeline")
-def _fewest_are_fewer(judged: Judged) -> Iterator[Problem]:
-    failures, ranks = judged.settings.failures, judged.settings.mesh.pipeline
-    if failures.elastic and failures.min_ranks > ranks:
-        yield judged.problem("failures.min_ranks", f"is {failures.min_ranks}", f"at most mesh.pipeline, {ranks}")
 
 
 @relation("learning_rate.warmup_steps", "learning_rate.decay_steps", "run.steps")

@@ -44,6 +44,7 @@ class ModelSettings:
     rotary_base: float = 10000.0
     biased: bool = True
     dropout: float = 0.0  # a plan's `true` is 0.1, its `false` 0
+    attention_dropout: float | None = None  # None: as dropout
     qk_norm: bool = False
     qkv_bias: bool = False
     inputs: int = 16
@@ -102,13 +103,28 @@ class LengthSettings:
 
 @dataclass(frozen=True, slots=True)
 class MeshSettings:
-    """How many ranks each kind of parallelism has."""
+    """How many ranks each kind of parallelism has; those of `expert` are some of those of `data`."""
 
     tensor: int = 1
     pipeline: int = 2
     data: int = 1
     context: int = 1
     expert: int = 1
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The mesh as `dl.Pipeline` takes it, in which experts have an axis of their own.
+
+        >>> MeshSettings(pipeline=2, data=4, expert=2).axes
+        {'pp': 2, 'dp': 2, 'cp': 1, 'ep': 2, 'tp': 1}
+        """
+        dp = self.data // self.expert
+        return {"pp": self.pipeline, "dp": dp, "cp": self.context, "ep": self.expert, "tp": self.tensor}
+
+    @property
+    def num_lines(self) -> int:
+        """Pipelines side by side."""
+        return self.tensor * self.data * self.context
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,8 +278,7 @@ class TrainSettings:
     @property
     def num_ranks(self) -> int:
         """Processes in all."""
-        mesh = self.mesh
-        return mesh.tensor * mesh.pipeline * mesh.data * mesh.context
+        return self.mesh.pipeline * self.mesh.num_lines
 
     @property
     def folder(self) -> str:

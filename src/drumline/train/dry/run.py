@@ -162,7 +162,7 @@ def states(settings: TrainSettings, parts: Parts, model: Any) -> Callable[[str, 
     optimizer: OptimizerSettings = settings.optimizer
     shapes = {name: one.shape for name, one in model.named_parameters() if one.requires_grad}
     masters = settings.precision.master_weights
-    lines = settings.mesh.data if settings.memory.zero else 1  # that divide it
+    lines = settings.mesh.axes["dp"] if settings.memory.zero else 1  # that divide it
     chosen: Mapping[str, Any] = {name: one for one in parts.optimizers(shapes, optimizer) for name in one.names}
 
     def state_of(name: str, parameter: Tensor) -> int:

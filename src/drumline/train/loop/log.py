@@ -87,7 +87,7 @@ class Log:
         line = {
             "step": step,
             "lost": max(self._reached - step, 0),
-            "ranks": self._pipe.num_ranks,
+            "ranks": self._pipe.num_ranks * self._pipe.axes.num_lines,
             "schedule": self._pipe.program.name,
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
         }

@@ -22,6 +22,7 @@ from torch import nn
 from drumline.core.errors import UsageError, counted
 from drumline.pipeline.model.blocks import guesses, is_chain
 from drumline.report.run.follow import needed
+from drumline.runtime.axes.axes import Axes
 from drumline.train.config.settings import TrainSettings
 from drumline.train.data.batch import Batch
 from drumline.train.models.built import Built, Tokenizer
@@ -29,22 +30,20 @@ from drumline.train.models.built import Built, Tokenizer
 MakeModel = Callable[..., Built]
 _LARGE = 2**31  # bytes of parameters from which on each process makes only its own
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_NOT_YET = ("expert",)  # kinds of parallelism
 
 
 def check(settings: TrainSettings) -> None:
     """Refuse what the loop cannot do, alike on all ranks and before anything is built.
 
-    >>> from drumline.train.config.settings import MeshSettings
-    >>> check(TrainSettings(mesh=MeshSettings(expert=2)))
+    >>> from drumline.train.config.settings import MemorySettings
+    >>> check(TrainSettings(memory=MemorySettings(recompute="some")))
     Traceback (most recent call last):
-    drumline.core.errors.UsageError: mesh.expert is 2; expected 1: drumline train has no model with experts
+    drumline.core.errors.UsageError: memory.recompute is 'some'; expected "none" or "full": single operations ...
     """
-    for name in _NOT_YET:
-        if getattr(settings.mesh, name) != 1:
-            raise UsageError(
-                f"mesh.{name} is {getattr(settings.mesh, name)}", expected="1: drumline train has no model with experts"
-            )
+    if settings.mesh.data % settings.mesh.expert:
+        raise UsageError(
+            f"mesh.expert is {settings.mesh.expert}", expected=f"a divisor of mesh.data, {settings.mesh.data}"
+        )
     if settings.memory.recompute not in ("none", "full"):
         raise UsageError(
             f"memory.recompute is {settings.memory.recompute!r}",
@@ -133,11 +132,11 @@ def pipeline_arguments(
             "checkpoint": settings.memory.recompute,
             **_cut(settings, built.model),
         }
-    if (mesh := settings.mesh).data * mesh.context * mesh.tensor > 1:
+    if settings.mesh.num_lines > 1:
         found |= {
-            "mesh": {"pp": mesh.pipeline, "dp": mesh.data, "cp": mesh.context, "tp": mesh.tensor},
+            "mesh": settings.mesh.axes,
             "zero": settings.memory.zero,
-            "sequence_parallel": settings.memory.sequence_parallel and mesh.tensor > 1,
+            "sequence_parallel": settings.memory.sequence_parallel and settings.mesh.tensor > 1,
         }
     if counts:
         found["programs"] = {program_name(one): one for one in counts}
@@ -155,13 +154,14 @@ def pipeline_arguments(
 def rows_of(settings: TrainSettings) -> tuple[int, int]:
     """Return which part of the data's rows this process reads: its number, and how many parts there are.
 
-    Ranks are numbered as `Pipeline(mesh=...)` does: the pipeline's stages are furthest apart.
+    It is `pipe.axes.rows`, which is needed before there is a pipeline.
 
     >>> rows_of(TrainSettings())
     (0, 1)
     """
-    mesh = settings.mesh
-    return int(os.environ.get("RANK", "0")) // (mesh.context * mesh.tensor) % mesh.data, mesh.data
+    sizes = settings.mesh.axes
+    ranks = np.arange(settings.num_ranks).reshape(tuple(sizes.values()))
+    return Axes(ranks, tuple(sizes), int(os.environ.get("RANK", "0")), timeout=0.0, store=None).rows
 
 
 def _wants_example(model: nn.Module) -> bool:
@@ -176,7 +176,7 @@ def _cut(settings: TrainSettings, model: nn.Module) -> dict[str, Any]:
             f"pipeline.{chosen[0]} and pipeline.{chosen[1]} both say where to cut", expected="one of the two"
         )
     if given.layers:
-        return {"cuts": layer_cuts(model, given.layers)}
+        return {"cuts": layer_cuts(model, given.layers) or None}
     return {"cuts": list(given.cuts) or None, "balance": given.balance or None}
 
 

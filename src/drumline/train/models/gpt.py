@@ -47,6 +47,7 @@ class GPTSizes:
     rotary_base: float = 10000.0
     biased: bool = True
     dropout: float = 0.0
+    attention_dropout: float | None = None
     qk_norm: bool = False
     qkv_bias: bool = False
 
@@ -64,6 +65,8 @@ class GPTSizes:
             object.__setattr__(self, "feedforward", inner)
         if not self.head_width:
             object.__setattr__(self, "head_width", max(self.hidden // self.num_heads, 1))
+        if self.attention_dropout is None:
+            object.__setattr__(self, "attention_dropout", self.dropout)
         self._check()
 
     def _check(self) -> None:
@@ -78,8 +81,9 @@ class GPTSizes:
                 expected="an even width, whose halves are rotated",
                 fix="change model.hidden, model.num_heads or model.head_width",
             )
-        if not 0 <= self.dropout < 1:
-            raise ModelError(f"model.dropout is {self.dropout}", expected="0 or more, and below 1")
+        for name, share in (("dropout", self.dropout), ("attention_dropout", self.attention_dropout or 0.0)):
+            if not 0 <= share < 1:
+                raise ModelError(f"model.{name} is {share}", expected="0 or more, and below 1")
         if self.rotary_base <= 0:
             raise ModelError(f"model.rotary_base is {self.rotary_base}", expected="a number above 0, such as 10000")
 
@@ -206,7 +210,7 @@ class Attention(nn.Module):
             key.transpose(1, 2),
             value.transpose(1, 2),
             attn_mask=mask,
-            dropout_p=self.sizes.dropout if self.training else 0.0,
+            dropout_p=(self.sizes.attention_dropout or 0.0) if self.training else 0.0,
             is_causal=mask is None,
             enable_gqa=self.sizes.num_key_value_heads != self.sizes.num_heads,
         )
