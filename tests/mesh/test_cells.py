@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,17 @@ from drumline.core.errors import DrumlineError
 from drumline.runtime.axes.slices import put_together, slice_of
 from matrices import ALL, thinned
 from mesh.cells import BEGIN, END, WAYS, WHATS, Cell, cells, table
-from mesh.small import LENGTH, MICROBATCHES, PLAN, ROWS, WORDS, alone, batch, decoder, loss_fn
+from mesh.small import LENGTH, MICROBATCHES, PLAN, ROWS, alone, batch, decoder, loss_fn
 from some import some
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.matrix]
 
 DOCS = Path(__file__).parents[2] / "docs" / "meshes.md"
 CELLS = {one.name: one for one in cells()}
-# `make matrices` runs all of them, other runs the refusals and diagonals in which every row and column occurs.
-SHORT = {f"{row} x {column}".replace("`", "") for row, column in thinned([list(WHATS), list(WAYS)], 1)}
+# `make matrices` runs all of them, other runs the refusals and a diagonal in which every row and column occurs, without
+# compiling, which takes longer than all the others together.
+KEPT = [row for row, what in WHATS.items() if "compile" not in what.options]
+SHORT = {f"{row} x {column}".replace("`", "") for row, column in thinned([KEPT, list(WAYS)], 1)}
 RUNS = {name: one for name, one in CELLS.items() if not one.refusal and (ALL or name in SHORT)}
 REFUSED = {name: one for name, one in CELLS.items() if one.refusal}
 
@@ -125,7 +128,9 @@ def refusals(weights: Path) -> list[dict[str, str]]:
 def test_a_combination_trains_as_one_process_does(ranks: list[dict[str, Any]], name: str) -> None:
     cell = RUNS[name]
     mesh, near = cell.options["mesh"], cell.what.near
-    wanted = alone(cell.what, mesh.get("dp", 1) * mesh.get("ep", 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about products in bf16 on some processors
+        wanted = alone(cell.what, mesh.get("dp", 1) * mesh.get("ep", 1))
     for rank in some(ranks):
         assert rank[name]["losses"] == pytest.approx(wanted["losses"], rel=near)
         assert rank[name]["losses"] == ranks[0][name]["losses"]
@@ -160,7 +165,6 @@ def test_the_docs_have_the_table_that_is_tested() -> None:
     text = DOCS.read_text(encoding="utf-8")
     assert text.partition(BEGIN)[2].partition(END)[0].strip() == table()
     assert len(CELLS) > len(WAYS) * (len(WHATS) - 4)
-    assert WORDS % 2 == 0
 
 
 if __name__ == "__main__":
