@@ -226,16 +226,20 @@ class ModelCheck:
         self._intake.cut(step)
         return step, self._parts.first(step.shares, self._intake.device)
 
-    def _with_sequences(self, given: Slice) -> Slice:
-        """Return a microbatch with whole sequences, if lines of a mesh have parts of them."""
+    def _with_sequences(self, given: Slice, order: Sequence[int]) -> Slice:
+        """Return a microbatch with whole sequences, if lines of a mesh have parts of them.
+
+        `order` says which of the given microbatches runs in each slot, if that was chosen.
+        """
         if self._sequences is None:
             return given
         batch, target = self._sequences
-        inputs = None if given.inputs is None else self._intake.cut_batch(batch)[given.microbatch]
+        at = order[given.microbatch] if order else given.microbatch
+        inputs = None if given.inputs is None else self._intake.cut_batch(batch)[at]
         if given.target is not None:
             own = batch if self._intake.own else target
             targets = self._intake.cut_batch(own, what="the batch" if self._intake.own else "the target")
-            given = replace(given, target=targets[given.microbatch])
+            given = replace(given, target=targets[at])
         # What part of the loss whole sequences are is known after the step, when all lines have counted theirs.
         return replace(given, inputs=inputs, share=1.0 / self._intake.num_microbatches, seen_share=None)
 
@@ -245,7 +249,7 @@ class ModelCheck:
             return None
         step, at = self._taken(number, called, target, {"first", "last"})
         given = step.inputs[at], step.targets[at], float(step.shares[at]), self._intake.factors_of(at)
-        return self._with_sequences(Slice(at, *given, seen_share=lambda: float(step.shares[at])))
+        return self._with_sequences(Slice(at, *given, seen_share=lambda: float(step.shares[at])), step.order)
 
     def _passed_on(self, number: int, called: Any, target: Any) -> Slice:
         """Return a microbatch of which ranks have only parts: the last stage's rank chooses it, the first's has it."""
@@ -254,13 +258,13 @@ class ModelCheck:
         chosen = None
         if "last" in ends:
             given = Slice(at, None, step.targets[at], float(step.shares[at]), self._intake.factors_of(at))
-            given = self._with_sequences(given)
+            given = self._with_sequences(given, step.order)
             chosen = at, moved(given.target, _HOST), given.share, given.factors
         told = self._all_told("check target", chosen)
         microbatch, wanted, share, factors = next(one for one in told if one is not None)
         first = None
         if "first" in ends:
-            given = self._with_sequences(Slice(microbatch, step.inputs[microbatch], None, share))
+            given = self._with_sequences(Slice(microbatch, step.inputs[microbatch], None, share), step.order)
             first = moved(given.inputs, _HOST)
         inputs = next(one for one in self._all_told("check input", first) if one is not None)
         return Slice(microbatch, inputs, wanted, share, factors)
@@ -342,7 +346,7 @@ class ModelCheck:
         for executor in self._engine.executors:
             executor.witness = None
         self.refuse()
-        if self.checked.unchecked and self._crew.rank == 0:
+        if self.checked.unchecked and self._crew.rank == self._crew.axes.number == 0:
             compared = "only in part checked" if self.checked.num_parameters else "not checked"
             print(
                 f"drumline: the first step was {compared} against the model by itself: {self.checked.unchecked}; "
