@@ -25,10 +25,10 @@ class Attention(nn.Module):
         self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        heads = (
+        query, key, value = (
             one(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for one in (self.query, self.key, self.value)
         )
-        made = functional.scaled_dot_product_attention(*heads, attn_mask=mask, is_causal=mask is None)
+        made = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
         out: Tensor = self.out(made.transpose(1, 2).flatten(2))
         return out
 

@@ -14,7 +14,7 @@ import drumline as dl
 from drumline.core.errors import ModelError
 from drumline.runtime.axes.slices import put_together, slice_of
 from drumline.runtime.axes.tensor.styles import _THEIRS, Plan, style_named
-from matrices import ALL
+from matrices import ALL, long
 from some import some
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.matrix]
@@ -60,7 +60,7 @@ MESHES: dict[str, dict[str, int]] = {
 DENSE = ("Olmo2",)
 CASES = [(name, mesh) for name in MODELS for mesh in MESHES if not (name in DENSE and "ep" in mesh)]
 if not ALL:  # `make matrices` tries all of them
-    CASES = [("Mixtral", "ep"), ("Qwen3Moe", "ep and tp"), ("DeepseekV2", "tp"), ("Mixtral", "tp")]
+    CASES = [("Mixtral", "ep"), ("DeepseekV2", "tp")]
 RECORDED = ("Mixtral", "ep")
 
 
@@ -194,6 +194,7 @@ def load_max(name: str) -> float:
     return max(float(one.max() / one.mean()) for one in some(counts.values()))
 
 
+@long
 def test_every_style_of_an_installed_plan_is_known() -> None:
     from transformers import CONFIG_MAPPING
 
@@ -215,7 +216,8 @@ class Odd(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.tokens(x)
-        return self.shared(self.stack(h, h.sigmoid().mean(-1, keepdim=True)), 2.0 * h)
+        made: Tensor = self.shared(self.stack(h, h.sigmoid().mean(-1, keepdim=True)), 2.0 * h)
+        return made
 
 
 class OddStack(nn.Module):
@@ -225,7 +227,7 @@ class OddStack(nn.Module):
         self.same = nn.Identity()
 
     def forward(self, h: Tensor, weight: Tensor) -> Tensor:
-        made = self.same(h)
+        made: Tensor = self.same(h)
         for up, down in zip(self.up, self.down, strict=True):
             gate, value = (h @ up).chunk(2, -1)
             made = made + (gate.sigmoid() * value) @ down
@@ -238,7 +240,10 @@ class OddShared(nn.Module):
         self.up, self.down = nn.Parameter(0.3 * torch.randn(2, 8, WIDTH)), nn.Parameter(0.3 * torch.randn(2, WIDTH, 8))
 
     def forward(self, h: Tensor, added: Tensor) -> Tensor:
-        return (torch.einsum("rlw,efw->rlef", h, self.up).tanh().unsqueeze(-2) @ self.down.mT).sum((-3, -2)) * added
+        made: Tensor = (torch.einsum("rlw,efw->rlef", h, self.up).tanh().unsqueeze(-2) @ self.down.mT).sum(
+            (-3, -2)
+        ) * added
+        return made
 
 
 ODD = {

@@ -94,7 +94,10 @@ def with_handling(costs: Costs, handling: Handling, program: Program) -> Costs:
     none = [0.0] * len(stages)
     copying = {"forward": forth, "backward": back, "backward_input": back, "backward_weight": none}
     more = {name: [handling.action + one for one in extra] for name, extra in copying.items()}
-    seconds = {name: list(map(sum, zip(costs.per_stage(name, len(stages)), more[name], strict=True))) for name in more}
+    seconds: dict[str, Any] = {
+        name: [one + other for one, other in zip(costs.per_stage(name, len(stages)), extra, strict=True)]
+        for name, extra in more.items()
+    }
     return replace(costs, **seconds, comm=handling.flight, edges={}, message_bytes=0.0)
 
 

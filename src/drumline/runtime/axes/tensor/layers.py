@@ -285,7 +285,7 @@ class _Latent:
     def after(self, module: nn.Module, args: Any, made: Tensor) -> Any:
         if not self._tensors.is_on or is_traced(made):
             return None
-        latent, rotary = made.split([made.shape[-1] - self.width, self.width], -1)
+        latent, rotary = made[..., : -self.width], made[..., -self.width :]
         return torch.cat([latent, self._tensors._copied(rotary)], -1)
 
 

@@ -55,11 +55,12 @@ class Sequenced:
         return [one for one in self.regions if one in within]
 
     def _check(self, found: Sequence[Divided]) -> None:
-        for one in (one for one in found if isinstance(one.style, Stacked)):
+        stacked = next((one.name for one in found if isinstance(one.style, Stacked)), None)
+        if stacked is not None:
             raise ModelError(
-                f"sequence_parallel is True, and tp divides the experts {one.name}, which would see a part of the rows",
+                f"sequence_parallel is True, and tp divides the experts {stacked}, which would see a part of the rows",
                 expected="whole experts, or whole rows",
-                fix=f'give {one.name} the style "whole", or {_FIX}',
+                fix=f'give {stacked} the style "whole", or {_FIX}',
             )
         if not self.modules:
             raise ModelError(
