@@ -1,6 +1,7 @@
 """Two pipelines of two ranks that sum their gradients: with and without overlap, and beside torch's own composition.
 
     python benchmarks/meshes.py [--rounds 15] [--width 1024] [--rows 32] [--schedules 1f1b zb-v] [--json FILE]
+                                [--timelines FILE]
 
 Four ranks of one thread, mesh pp2 x dp2, 8 blocks of Linear(D, D) + GELU. Contenders take turns, step by step:
 
@@ -11,8 +12,10 @@ Four ranks of one thread, mesh pp2 x dp2, 8 blocks of Linear(D, D) + GELU. Conte
                torch 2.11 sends between stages of one rank, which gloo refuses
 
 A step is timed from a barrier to the end of the last rank. "exposed" is what a rank spends in exchanges after its last
-compute, the mean over ranks. "simulated" uses the action times and the quickest exchanges just measured. Every
-contender's gradients are compared with one process.
+compute, the mean over ranks. "simulated" uses what was measured in the steps of "at end": actions, exchanges,
+handling of messages, and the executor's own work for each action; "bare" leaves out the last two. Every contender's
+gradients are compared with one process. With --timelines, the quickest step of each contender is written too, as
+the two ranks of the first line measured it: the docs draw it.
 """
 
 from __future__ import annotations
@@ -22,7 +25,6 @@ import copy
 import json
 import statistics
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,14 +113,6 @@ def furthest(gradients: dict[str, Any], model: Any) -> float:
     return max(float((one - wanted[key]).norm() / wanted[key].norm()) for key, one in gradients.items())
 
 
-def exchange_seconds(steps: list[Any], num_stages: int) -> list[float]:
-    """Return what each stage's exchange takes where nothing else runs."""
-    spans: dict[int, list[float]] = {}
-    for one in (one for timeline in steps for one in timeline.exchanges):
-        spans.setdefault(one.action.stage, []).append(one.end - one.start)
-    return [statistics.median(spans[stage]) for stage in range(num_stages)]
-
-
 def measure(names: list[str], width: int, depth: int, count: int, rounds: int) -> list[dict[str, Any]]:
     """Run every schedule on this rank."""
     import warnings
@@ -130,7 +124,7 @@ def measure(names: list[str], width: int, depth: int, count: int, rounds: int) -
 
     import drumline as dl
     from drumline.core.action import Op
-    from drumline.core.measured.costs import costs_of
+    from drumline.core.measured.costs import Handling, costs_of, with_handling
     from drumline.core.state import with_state
 
     warnings.simplefilter("ignore")
@@ -177,9 +171,11 @@ def measure(names: list[str], width: int, depth: int, count: int, rounds: int) -
         if their_gradients is not None:
             every["torch"] = their_gradients()
         off = {one: furthest(each, model) for one, each in every.items()}
-        reduce = exchange_seconds(steps["at end"], plain.num_stages)
-        costs = replace(costs_of(steps["at end"]), reduce=reduce)
-        simulated = {one: dl.simulate(programs[one], costs) for one in ("overlap", "at end")}
+        costs = costs_of(steps["at end"])
+        handled = with_handling(costs, Handling.measured(steps["at end"]), plain)
+        simulated, bare = (
+            {one: dl.simulate(programs[one], each) for one in ("overlap", "at end")} for each in (handled, costs)
+        )
         found.append({
             "schedule": name,
             "line": number,
@@ -189,12 +185,20 @@ def measure(names: list[str], width: int, depth: int, count: int, rounds: int) -
             "exposed_ms": {one: statistics.median(exposed(t) for t in steps[one]) * 1e3 for one in pipes},
             "simulated_ms": {one: t.makespan * 1e3 for one, t in simulated.items()},
             "simulated_exposed_ms": {one: exposed(t) * 1e3 for one, t in simulated.items()},
-            "reduce_ms": [one * 1e3 for one in reduce],
+            "without_handling_ms": {one: t.makespan * 1e3 for one, t in bare.items()},
+            "reduce_ms": [one * 1e3 for one in costs.per_stage("reduce", plain.num_stages)],
             "off": off,
+            "steps": {one: written(min(each, key=lambda step: step.makespan)) for one, each in steps.items()},
         })  # fmt: skip
         for pipe in pipes.values():
             pipe.close()
     return found
+
+
+def written(step: Any) -> dict[str, Any]:
+    """Return a measured step as JSON: its program, and what each rank recorded."""
+    records = [one.to_json() for one in step.records]
+    return {"name": step.program.name, "program": step.program.format(), "records": records}
 
 
 def _ratios(ours: list[float], theirs: list[float] | None) -> list[float]:
@@ -210,6 +214,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--schedules", nargs="*", default=["1f1b", "interleaved-1f1b", "zb-v", "dualpipe-v"])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--timelines", type=Path, help="a file for the quickest steps")
     args = parser.parse_args()
     import drumline as dl
 
@@ -217,16 +222,27 @@ def main() -> None:
     ranks = dl.launch(measure, *given, num_ranks=4)
     for at, row in enumerate(ranks[0]):
         print(f"\n{row['schedule']}: D = {args.width}, {args.microbatches} microbatches of {args.rows} rows, pp2 x dp2")
-        print("              step ms  makespan  simulated  exposed  simulated  to torch (quartiles)   gradients off")
+        print(
+            "              step ms  makespan  simulated     bare  exposed  simulated  to torch (quartiles)  gradients"
+        )
         for name, ms in row["ms"].items():
             ratios = row["ratios"].get(name)
             quarter = "" if not ratios else _quartiles(ratios)
             off = max(rank[at]["off"][name] for rank in ranks)
             cells = [
                 f"{row[kind][name]:9.2f}" if name in row.get(kind, {}) else " " * 9
-                for kind in ("makespan_ms", "simulated_ms", "exposed_ms", "simulated_exposed_ms")
+                for kind in (
+                    "makespan_ms",
+                    "simulated_ms",
+                    "without_handling_ms",
+                    "exposed_ms",
+                    "simulated_exposed_ms",
+                )
             ]
             print(f"  {name:10s} {ms:8.2f} {' '.join(cells)}  {quarter:22s}  {off:.1e}")
+    timelines = {row["schedule"]: row.pop("steps") for rank in reversed(ranks) for row in rank}
+    if args.timelines:
+        args.timelines.write_text(json.dumps(timelines) + "\n")
     if args.json:
         args.json.write_text(json.dumps(ranks, indent=2))
 

@@ -260,7 +260,7 @@ PIPELINE = (
     Bug(
         "first-microbatch-checked",
         "pipeline/verify/model_check.py",
-        "return step, next((at for at, one in enumerate(step.shares) if float(one)), 0)",
+        "return step, self._parts.first(step.shares, self._intake.device)",
         "return step, 0",
         "A microbatch that counts nothing is compared, in which every model is right.",
     ),
@@ -277,5 +277,19 @@ PIPELINE = (
         "settings = next(iter(theirs.values()), groups[0])",
         "settings = groups[0]",
         "Every group of a loaded optimizer gets the first one's learning rate.",
+    ),
+    Bug(
+        "parts-of-sequences-alone",
+        "pipeline/verify/lines.py",
+        "return (*partial, context.AXIS) if self.divides_sequences else partial",
+        "return partial",
+        "A line's part of each gradient is compared with that of whole sequences.",
+    ),
+    Bug(
+        "experts-of-one-line",
+        "pipeline/verify/lines.py",
+        "total = self._summed(own, parameter, (EXPERTS,))",
+        "total = own",
+        "An expert's gradient, of the tokens of all lines, is compared with that of one line's.",
     ),
 )

@@ -281,4 +281,25 @@ RUNTIME = (
         ".mean() if len(shares) else stacked.float().mean()",
         "An output without dimensions is divided by the number of microbatches once more.",
     ),
+    Bug(
+        "routers-of-one-line",
+        "runtime/axes/tensor/layers.py",
+        "return mapped((args, kwargs), self._copied)",
+        "return (self._copied(args[0]), *args[1:]), kwargs",
+        "Routers train on the gradient of one line's part of the experts.",
+    ),
+    Bug(
+        "rotary-keys-of-one-line",
+        "runtime/axes/tensor/layers.py",
+        "torch.cat([latent, self._tensors._copied(rotary)], -1)",
+        "torch.cat([latent, rotary], -1)",
+        "The rotary keys of latent attention train on the gradient of one line's heads.",
+    ),
+    Bug(
+        "coarse-pieces",
+        "runtime/axes/sharding.py",
+        "if precise is not None and precise is not piece.dtype:",
+        "if False:",
+        "Divided parameters in bfloat16 cannot take gradients in float32, so master weights fail.",
+    ),
 )

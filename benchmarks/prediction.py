@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +36,6 @@ def step_seconds(timeline: Any) -> float:
     return float(max(timeline.seconds(one.rank, one.end_ns) for one in timeline.records) - begin)
 
 
-def handled(costs: Any, handling: Any, program: Any) -> Any:
-    """Return the costs of actions with what goes with them: copying messages, and the executor's own work."""
-    stages, homes = range(program.num_stages), program.placement.homes
-    later = [stage + 1 in stages and homes[stage + 1] != homes[stage] for stage in stages]
-    earlier = [stage - 1 in stages and homes[stage - 1] != homes[stage] for stage in stages]
-    send, take = handling.send, handling.take
-    forth = [take * before + send * behind for before, behind in zip(earlier, later, strict=True)]
-    back = [take * behind + send * before for before, behind in zip(earlier, later, strict=True)]
-    none = [0.0] * len(stages)
-    copying = {"forward": forth, "backward": back, "backward_input": back, "backward_weight": none}
-    more = {name: [handling.action + one for one in extra] for name, extra in copying.items()}
-    seconds = {name: list(map(sum, zip(costs.per_stage(name, len(stages)), more[name], strict=True))) for name in more}
-    return replace(costs, **seconds, comm=costs.comm + handling.flight, message_bytes=0.0)
-
-
 def measure(sizes: Any, microbatches: int, names: Any, rounds: int, num_steps: int) -> list[dict[str, Any]]:
     """Run every case on this rank."""
     import torch
@@ -60,7 +44,7 @@ def measure(sizes: Any, microbatches: int, names: Any, rounds: int, num_steps: i
     from torch.nn import functional
 
     import drumline as dl
-    from drumline.core.measured.costs import Handling
+    from drumline.core.measured.costs import Handling, with_handling
     from drumline.profile.blocks import profile
 
     class Scaled(nn.Module):
@@ -104,7 +88,7 @@ def measure(sizes: Any, microbatches: int, names: Any, rounds: int, num_steps: i
             backward_weight=seconds("backward_weight"),
         )
         handling = Handling.measured(timelines(light, x, y, 5))
-        whole = dl.simulate(program, handled(costs, handling, program)).makespan
+        whole = dl.simulate(program, with_handling(costs, handling, program)).makespan
         return handling.begin + whole + handling.end, dl.simulate(program, costs).makespan
 
     rows = []

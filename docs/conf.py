@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from drumline.core.costs import Costs
+from drumline.core.measured.measured import Measured
+from drumline.core.measured.record import Record
 from drumline.core.placement import Placement
+from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
 from drumline.plan.cluster.hardware import cluster
@@ -27,7 +30,7 @@ project = "Drumline"
 author = "The Drumline authors"
 copyright = "The Drumline authors, Apache-2.0"
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
-exclude_patterns = ["_build", "scaling.json", "scaling-train.json"]
+exclude_patterns = ["_build", "mesh-steps.json", "scaling.json", "scaling-train.json"]
 html_theme = "furo"
 html_title = "Drumline"
 html_static_path = ["_static"]
@@ -36,6 +39,12 @@ myst_heading_anchors = 3
 add_module_names = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
+
+MESH_STEPS = {
+    "overlap": "PP2 x DP2: exchanges while other stages compute",
+    "at end": "PP2 x DP2: all exchanges at the end",
+    "zero 3": "PP2 x DP2 with zero=3: stages gathered ahead of their use",
+}
 
 here = Path(__file__).parent
 pictures = here / "pictures"
@@ -112,11 +121,24 @@ def eight_ranks(kind: str, title: str) -> str:
     )
 
 
+def mesh_steps() -> dict[str, str]:
+    """Draw steps of two lines, as `benchmarks/meshes.py --timelines` wrote them."""
+    given = json.loads((here / "mesh-steps.json").read_text(encoding="utf-8"))
+    found = {}
+    for name, title in MESH_STEPS.items():
+        step = given["interleaved-1f1b"][name]
+        records = tuple(Record.from_json(one) for one in step["records"])
+        measured = Measured(Program.parse(step["program"], step["name"]), records)
+        found[f"mesh-{name.replace(' ', '-')}"] = svg(measured, width=900, title=title)
+    return found
+
+
 drawn = {
     name: svg(simulate(schedule.build(4, 8)), width=900)
     for name, schedule in schedules().items()
 }
 drawn |= {"bubble-by-microbatches": bubble_by_microbatches(), "scaling": scaling()}
+drawn |= mesh_steps()
 drawn["scaling-strong"] = eight_ranks("strong", "The same GPT on more ranks")
 drawn["scaling-weak"] = eight_ranks("weak", "A GPT that grows with the ranks")
 pictures.mkdir(exist_ok=True)

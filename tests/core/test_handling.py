@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from drumline.core.action import Op
 from drumline.core.costs import Costs
-from drumline.core.measured.costs import Handling
+from drumline.core.measured.costs import Handling, costs_of, exchange_seconds, replay, with_handling
 from drumline.core.measured.measured import Measured
+from drumline.core.measured.record import Record
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
+from drumline.core.state import with_state
 from drumline.schedules import generate
-from prediction import handled
 from records import PROGRAM, two_ranks
+from simulated_runs import nanoseconds, records_of
 
 
 def test_handling_is_what_the_records_have_beside_computing() -> None:
@@ -23,7 +28,7 @@ def test_handling_is_what_the_records_have_beside_computing() -> None:
 
 def test_messages_are_part_of_the_actions_that_make_and_need_them() -> None:
     program = generate("1f1b", num_ranks=3, num_microbatches=4)
-    costs = handled(Costs(), Handling(send=0.1, flight=0.5, take=0.2, action=0.01), program)
+    costs = with_handling(Costs(), Handling(send=0.1, flight=0.5, take=0.2, action=0.01), program)
     assert costs.per_stage("forward", 3) == pytest.approx((1.11, 1.31, 1.21))
     assert costs.per_stage("backward", 3) == pytest.approx((2.21, 2.31, 2.11))
     assert costs.per_stage("backward_input", 3) == pytest.approx((1.21, 1.31, 1.11))
@@ -33,13 +38,51 @@ def test_messages_are_part_of_the_actions_that_make_and_need_them() -> None:
 
 def test_stages_of_one_rank_hand_on_for_nothing() -> None:
     program = generate("zb-v", num_ranks=2, num_microbatches=4)  # stages 1 and 2 are on rank 1
-    costs = handled(Costs(), Handling(send=0.1, take=0.2), program)
+    costs = with_handling(Costs(), Handling(send=0.1, take=0.2), program)
     assert costs.per_stage("forward", 4) == pytest.approx((1.1, 1.2, 1.1, 1.2))
     assert costs.per_stage("backward_input", 4) == pytest.approx((1.2, 1.1, 1.2, 1.1))
 
 
 def test_a_prediction_with_handling_waits_for_copies_and_flights() -> None:
     program = Program.parse("0F0,0B0\n1F0,1B0")
-    slower = handled(Costs(), Handling(send=0.1, flight=0.5, take=0.2, action=0.01), program)
+    slower = with_handling(Costs(), Handling(send=0.1, flight=0.5, take=0.2, action=0.01), program)
     # F, B and again: four actions in a row, two messages of 0.8 each.
     assert simulate(program, slower).makespan == pytest.approx(6 + 4 * 0.01 + 2 * 0.8)
+
+
+def exchanging(name: str, overhead: float) -> Measured:
+    """Return a step in which an executor takes so long for every action, and stages exchange their gradients."""
+    program = with_state(generate(name, num_ranks=2, num_microbatches=8), frozenset({Op.REDUCE_GRAD}))
+    each = 1.0 + overhead
+    step = simulate(program, Costs(each, each, each, backward=2.0 + overhead, comm=0.02, reduce=1.5))
+    records = []
+    for one in records_of(step, overhead=overhead):
+        spans = [span for span in step.exchanges if span.rank == one.rank]
+        rows = [
+            (span.action.stage, *(nanoseconds(at, one.begin_ns) for at in (span.start, span.end))) for span in spans
+        ]
+        records.append(replace(one, exchanges=[number for row in rows for number in row]))
+    return Measured(program, tuple(records))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-v"])
+def test_a_step_with_exchanges_is_predicted_from_its_own_costs(name: str) -> None:
+    exact, slow = exchanging(name, 0.0), exchanging(name, 0.1)
+    assert exchange_seconds([exact], exact.program.num_stages) == pytest.approx([1.5] * exact.program.num_stages)
+    assert simulate(exact.program, costs_of([exact])).makespan == pytest.approx(exact.makespan, rel=1e-6)
+    assert replay(exact).makespan == pytest.approx(exact.makespan, rel=1e-6)
+    costs = costs_of([slow])
+    handled = with_handling(costs, Handling.measured([slow]), slow.program)
+    bare, whole = (simulate(slow.program, one).makespan / slow.makespan for one in (costs, handled))
+    assert bare < 0.95 < whole < 1.0  # a part of it hides in waits
+
+
+def test_gathered_parameters_are_no_gradients() -> None:
+    program = Program.parse("0UNSHARD,0F0,0B0,0REDUCE_GRAD,0RESHARD")
+    record = Record(
+        0, begin_ns=0, end_ns=99, starts=[0, 10, 20, 50], ends=[2, 20, 40, 51], exchanges=[0, 1, 9, 0, 40, 60]
+    )
+    spans = Measured(program, (record,)).exchanges
+    assert [str(one.action) for one in spans] == ["0UNSHARD", "0REDUCE_GRAD"]
+    assert [one.start for one in spans] == pytest.approx([1e-9, 40e-9])
+    assert exchange_seconds([Measured(program, (record,))], 1) == pytest.approx([20e-9])

@@ -171,9 +171,8 @@ class Engine(Observer):
         """Run every rank of this process through its row, in eval mode if the step does not train."""
         randomness, executors, drafts = self.assembly.randomness, self.executors, step.drafts
         randomness.step = step.draw
-        axes, num_microbatches = self._crew.axes, self.assembly.program.num_microbatches
-        # Lines with other parts of the same sequences drop other elements.
-        randomness.first = (axes.rows[0] + axes.place("cp") * axes.rows[1]) * num_microbatches
+        axes = self._crew.axes
+        self.seed_lines()
         if not step.train:
             executors = self.evaluators
             drafts = step.drafts or [Draft(executor.rank) for executor in executors]
@@ -189,6 +188,12 @@ class Engine(Observer):
             self.assembly.precision.step(),
         ):
             self._crew.drive([one.run(step, draft) for one, draft in zip(executors, drafts, strict=True)])
+
+    def seed_lines(self) -> None:
+        """Let this line draw random numbers for its own microbatches; those with other parts of sequences, others."""
+        axes, num_microbatches = self._crew.axes, self.assembly.program.num_microbatches
+        first = (axes.rows[0] + axes.place("cp") * axes.rows[1]) * num_microbatches
+        self.assembly.randomness.first = first
 
     def weigh_next(self) -> None:
         """Count the bytes of the next step, in a pipeline that otherwise counts those of its first one alone."""

@@ -159,12 +159,13 @@ class Pipeline:
         step's share of the update's tokens, the same on every rank. `program` is a name out of `programs`, or a
         `Program` that places the same stages on the same ranks; the same on every rank.
         """
-        call, step = self._run.part_of(CalledWith(batch, named, target)), self._new_step()
+        given, step = CalledWith(batch, named, target), self._new_step()
+        call = self._run.part_of(given)
         step.wants_outputs, step.share = _switched(outputs), _shared(share)
         self._run.refuse(step)
         self._run.run_by(step, program)
         self._run.catch_up(step)
-        self._run.check_before(step, call)
+        self._run.check_before(step, call, given)
         tally = self._run.run(step, call)
         self._run.check_after(step)
         return StepResult(step.number, lambda: tally.loss, output_of(step))

@@ -6,8 +6,8 @@ options ──► program ──► crew ──► stages ──► assembly ─
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,6 @@ from drumline.pipeline.engine import CapturingEngine, Engine
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.lengths.arrange import Arranging
 from drumline.pipeline.lengths.programs import Programs, named_programs
-from drumline.pipeline.model.blocks import is_chain
 from drumline.pipeline.options import Options, device_named
 from drumline.pipeline.programs import program_for
 from drumline.pipeline.record.loads import ExpertLoads
@@ -43,10 +42,11 @@ from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.state.updates import Updates
 from drumline.pipeline.step import StepRun
 from drumline.pipeline.verify.agreement import Followed, agree_on_lines, code_of, first_difference, plan_of, weights_of
+from drumline.pipeline.verify.lines import LineParts
 from drumline.pipeline.verify.model_check import ModelCheck
 from drumline.pipeline.verify.watched import Watched
 from drumline.runtime.axes.axes import DATA, Axes
-from drumline.runtime.axes.context import positions_of
+from drumline.runtime.axes.context import WholeContext, positions_of
 from drumline.runtime.axes.experts.parallel import ExpertParallel
 from drumline.runtime.axes.reduce import share_values
 from drumline.runtime.axes.sharding import FullShards, StateShards
@@ -54,6 +54,7 @@ from drumline.runtime.axes.tensor.layers import TensorParallel
 from drumline.runtime.axes.tensor.styles import Plan
 from drumline.runtime.backward.compiled import compiler_for
 from drumline.runtime.blocks.cut import Block
+from drumline.runtime.blocks.script import Script
 from drumline.runtime.capture.cuda import clock_for
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
@@ -135,10 +136,13 @@ class _SetUp:
         assembled = self._assembled(frozen.program, stages, intake, numbers).named()
         copied = {name for one in assembled.ties.tensors if one.is_copied for name in one.names}
         # Tensors that several ranks hold get the values of the rank that owns them.
-        check = self._check(stages, intake, {name: one for name, one in values.items() if name not in copied}, tensors)
+        values = {name: one for name, one in values.items() if name not in copied}
+        experts = self._experts(stages)
+        check = self._check(stages, intake, values, LineParts(self.axes, tensors, experts))
         if tensors is not None:
             self._divide(tensors, stages)
-        self._divide_experts(stages)
+        if experts is not None:
+            self._divide_experts(experts, stages)
         engine = self._engine(assembled)
         programs = self._programs(frozen)
         holdings = Holdings(assembled.ties, crew, engine.executors, list(engine.copies.values()))
@@ -152,6 +156,7 @@ class _SetUp:
         updates = Updates(numbers, holdings, recording, check, master_weights=given.master_weights)
         intake.precise = any(one.dtype is torch.float64 for one in holdings.parameters())
         frozen.forget_all_but(engine.assembly.cuts)
+        loads = self._loads(engine, plan_of(block for stage in stages for block in stage))
         watched = Watched(given.model, stages)
         updates.follow(engine.parameters())
         holdings.share()
@@ -168,7 +173,6 @@ class _SetUp:
             crew, lambda: programs[engine.number] if engine.number else frozen.program, is_on=given.arrange
         )
         intake.order_of = arranging.order_of if given.arrange else None
-        loads = ExpertLoads((block.module for stage in engine.stages() for block in stage.blocks), self.axes)
         observers = [*([] if auto is None else [auto]), loads, engine, holdings, updates, shared, recording, arranging]
         return StepRun(
             crew, ledger, intake, frozen, engine, holdings, updates, recording, watched, followed, check,
@@ -180,7 +184,7 @@ class _SetUp:
         stages: Sequence[Sequence[Block]],
         intake: Intake,
         values: dict[str, bytes],
-        tensors: TensorParallel | None,
+        parts: LineParts,
     ) -> ModelCheck:
         """Return the check of the first step, after all ranks agree on the model's code and graph."""
         given, crew = self.options, self.crew
@@ -193,15 +197,7 @@ class _SetUp:
                 crew, "graph", [] if plan is None else [one for each in plan.written.values() for one in each]
             )
             different = first_difference(crew.collect("values", values))
-        is_on = given.check_model and self.axes.size("cp", "ep") == 1
-        skipped = given.check_model and not is_on and not is_chain(given.model)
-        if skipped and crew.rank == self.axes.number == 0:
-            what = "part of every sequence" if self.axes.size("cp") > 1 else "part of the experts"
-            print(
-                f"drumline: the first step is not checked against the model by itself: each line has a {what}",
-                file=sys.stderr,
-            )
-        return ModelCheck(given.model, blocks, crew, intake, is_on, different, tensors)
+        return ModelCheck(given.model, blocks, crew, intake, given.check_model, different, parts)
 
     def _tensors(self, stages: Sequence[Sequence[Block]]) -> TensorParallel | None:
         """Return how the axis tp divides the model's layers, after all ranks agree on it; None without that axis."""
@@ -209,6 +205,8 @@ class _SetUp:
         if axes.size("tp") == 1:
             return None
         plan = Plan.of(given.tensor_parallel, given.model)
+        if axes.size("ep") > 1:
+            plan = plan.without_experts()
         blocks = [block for stage in stages for block in stage]
         tensors = TensorParallel(axes, plan, blocks, sequence=given.sequence_parallel)
         self._agree({"tensor_parallel": tensors.described, "sequence_parallel": given.sequence_parallel})
@@ -231,24 +229,37 @@ class _SetUp:
         placement = self.program.placement
         return sorted({at for channel in self.crew.channels for at in placement.stages_of(channel.rank)})
 
-    def _divide_experts(self, stages: Sequence[Sequence[Block]]) -> None:
-        """Replace the experts of this process's stages by its part of them, if the mesh has an axis ep."""
+    def _experts(self, stages: Sequence[Sequence[Block]]) -> ExpertParallel | None:
+        """Return the experts that the axis ep divides, after all ranks agree on them; None without that axis."""
         if self.axes.size("ep") == 1:
-            return
-        blocks = [block for stage in stages for block in stage]
-        experts = ExpertParallel(self.axes, blocks)
+            return None
+        experts = ExpertParallel(self.axes, [block for stage in stages for block in stage])
         self._agree({"experts": experts.described, "weigh": self.options.weigh})
+        return experts
+
+    def _divide_experts(self, experts: ExpertParallel, stages: Sequence[Sequence[Block]]) -> None:
+        """Replace the experts of this process's stages by its part of them."""
         experts.divide([block for at in self._held() for block in stages[at]], self.device)
-        plan = plan_of(blocks)
+        plan = plan_of(block for stage in stages for block in stage)
         if plan is not None:
             plan.watch.has_changed()  # the exchanges are no change of the user's
+
+    def _loads(self, engine: Engine, plan: Script | None) -> ExpertLoads:
+        """Return what counts the loads of experts; hooks would not be part of compiled or captured code."""
+        given = self.options
+        modules = [block.module for stage in engine.stages() for block in stage.blocks]
+        loads = ExpertLoads(modules, self.axes, hooks=not given.compile and not given.capture)
+        if plan is not None:
+            plan.watch.has_changed()  # the hooks are no change of the user's
+        return loads
 
     def _stages(self, intake: Intake, numbers: Precision) -> tuple[list[tuple[Block, ...]], Balance | None]:
         """Return the blocks of every stage; those of this process have their parameters."""
         given = self.options
         stored = opened(given.weights)
         self._agree({"weights": stored and stored.described()})
-        stages, balance = chosen_stages(given, self.crew, self.program, intake, numbers)
+        with nullcontext() if self.axes.size("cp") == 1 else WholeContext(self.axes):  # which refuses masks
+            stages, balance = chosen_stages(given, self.crew, self.program, intake, numbers)
         intake.weigh_by(stages)
         stages[-1] = (*stages[-1], *loss_block(given.loss_fn))
         materialise(

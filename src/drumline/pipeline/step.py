@@ -142,8 +142,11 @@ class StepRun:
             self.updates.follow(self.engine.parameters())
             self.ledger.unused.begin()
 
-    def check_before(self, step: Step, call: CalledWith) -> None:
-        """Run a microbatch of the first step through the unsplit model, to compare the step with it."""
+    def check_before(self, step: Step, call: CalledWith, given: CalledWith) -> None:
+        """Run a microbatch of the first step through the unsplit model, to compare the step with it.
+
+        `given` is what the user called the step with, `call` this line's part of it.
+        """
         if not self.check.is_pending and step.number:
             return
         # A chain needs no check.
@@ -152,7 +155,11 @@ class StepRun:
             self.check.agree_on_weights()
             scale = 1.0 if self.updates.scaler is None else self.updates.scaler.scale
             called = self.intake.called(call.batch, call.named)
-            self.check.before(step, called, call.target, scale * step.share)
+            whole = None
+            if self.positions is not None:
+                args, named, target = context.placed(*given, self.positions, self.crew.axes)
+                whole = self.intake.called(args, named), target
+            self.check.before(step, called, call.target, scale * step.share, whole)
 
     def check_after(self, step: Step) -> None:
         """Compare the first step with that run."""

@@ -133,6 +133,7 @@ class Executor:
         self.witness: Witness | None = None  # of the first step
         self.takes_turns = False  # whether the halves of an overlapped pair run in turns, at their exchanges
         self.draft = Draft(rank)  # of the current step
+        self._gathering: dict[int, int] = {}  # since when each stage's parameters are gathered
         self._made: dict[tuple[int, int], Any] = {}
         self._gradients: dict[tuple[int, int], Gradients] = {}
         self.arrived: dict[Action, Delivery] = {}  # messages waiting for their job
@@ -391,19 +392,21 @@ class Executor:
     def _exchange(self, job: Job, step: Step) -> None:
         """Offer this stage's gradients to whoever else holds it; they are summed at the end of the row."""
         assert job.stage is not None
-        self.exchange.offer(job.action, job.stage, job.other, self.clock.now())
+        start = self.clock.now()
+        self.exchange.offer(job.action, job.stage, job.other, self.clock)
+        self.draft.spent(POST, start, self.clock.now())
 
     def _unshard(self, stage: int, _: int) -> None:
         """Begin to gather a stage's parameters, if lines of a mesh divide them."""
         if self.shards is not None:
+            self._gathering[stage] = self.clock.now()
             self.shards.unshard(stage)
 
     def _await_unshard(self, job: Job, step: Step) -> None:
         assert self.shards is not None
-        start = self.clock.now()
         self.shards.gathered(job.action.stage)
         self.stages[job.action.stage].refresh()
-        self.draft.exchanges.extend((job.action.stage, start, self.clock.now()))
+        self.draft.exchanges.extend((job.action.stage, self._gathering[job.action.stage], self.clock.now()))
 
     def _reshard(self, stage: int, _: int) -> None:
         """Free a stage's whole parameters."""

@@ -35,6 +35,7 @@ from drumline.core.costs import Costs, Edge
 from drumline.core.measured.account import NANO
 from drumline.core.measured.measured import Measured, stage_costs
 from drumline.core.measured.record import OVERHEADS, RECEIVES, Record
+from drumline.core.program import Program
 from drumline.core.simulate.graph import Floats
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.core.timeline.timeline import Timeline
@@ -60,7 +61,44 @@ def costs_of(steps: Sequence[Measured], *, quickest: bool = False) -> Costs:
         for key, values in step.action_seconds().items():
             seconds[key] += values
     middle = {key: _trimmed_mean(values) for key, values in seconds.items()}
-    return Costs(**stage_costs(middle, steps[0].program.num_stages), edges=latencies(steps, quickest=quickest))
+    num_stages = steps[0].program.num_stages
+    edges, reduce = latencies(steps, quickest=quickest), exchange_seconds(steps, num_stages)
+    return Costs(**stage_costs(middle, num_stages), edges=edges, reduce=reduce if any(reduce) else 0.0)
+
+
+def exchange_seconds(steps: Sequence[Timeline], num_stages: int) -> list[float]:
+    """Return the median time that the exchange of each stage's gradients took; 0 for stages that exchange nothing."""
+    spans: dict[int, list[float]] = defaultdict(list)
+    for one in (one for step in steps for one in step.exchanges if one.action.op is Op.REDUCE_GRAD):
+        spans[one.action.stage].append(one.end - one.start)
+    return [median(spans.get(stage, [0.0])) for stage in range(num_stages)]
+
+
+def with_handling(costs: Costs, handling: Handling, program: Program) -> Costs:
+    r"""Return the costs of actions with what goes with them: copying messages, and the executor's own work.
+
+    The time of an edge is that of the message's flight alone: copies occupy the ranks.
+
+    >>> from drumline.core.program import Program
+    >>> program = Program.parse("0F0,0B0\n1F0,1B0")
+    >>> handled = with_handling(Costs(), Handling(send=0.5, take=0.25, action=0.125, flight=1.0), program)
+    >>> handled.forward, handled.backward, handled.comm
+    ([1.625, 1.375], [2.375, 2.625], 1.0)
+    """
+    stages, homes = range(program.num_stages), program.placement.homes
+    later = [stage + 1 in stages and homes[stage + 1] != homes[stage] for stage in stages]
+    earlier = [stage - 1 in stages and homes[stage - 1] != homes[stage] for stage in stages]
+    send, take = handling.send, handling.take
+    forth = [take * before + send * behind for before, behind in zip(earlier, later, strict=True)]
+    back = [take * behind + send * before for before, behind in zip(earlier, later, strict=True)]
+    none = [0.0] * len(stages)
+    copying = {"forward": forth, "backward": back, "backward_input": back, "backward_weight": none}
+    more = {name: [handling.action + one for one in extra] for name, extra in copying.items()}
+    seconds: dict[str, Any] = {
+        name: [one + other for one, other in zip(costs.per_stage(name, len(stages)), extra, strict=True)]
+        for name, extra in more.items()
+    }
+    return replace(costs, **seconds, comm=handling.flight, edges={}, message_bytes=0.0)
 
 
 def latencies(steps: Sequence[Timeline], *, quickest: bool = False) -> dict[tuple[int, int], Edge]:
@@ -106,7 +144,8 @@ def replay(timeline: Timeline, *, transfers: bool = True) -> Simulation:
     """
     costs = Costs(**_UNITS)
     if transfers:
-        costs = replace(costs, edges=latencies([timeline]), message_bytes=_message_bytes(timeline))
+        reduce = exchange_seconds([timeline], timeline.program.num_stages)
+        costs = replace(costs, edges=latencies([timeline]), message_bytes=_message_bytes(timeline), reduce=reduce)
     found = simulate(timeline.program, costs, factors=_action_seconds(timeline))
     return replace(found, weighed=timeline.memory)  # same actions in the same order, so the same memory
 

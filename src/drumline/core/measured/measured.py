@@ -146,12 +146,21 @@ class Measured(Timeline):
 
     @cached_property
     def exchanges(self) -> Sequence[Span]:
-        """The gradient exchanges."""
+        """The gradient exchanges, and the gatherings of parameters that lines of a mesh divide."""
         return [
-            Span(one.rank, Action(stage, Op.REDUCE_GRAD), *self._both(one.rank, start, end), SpanLane.EXCHANGE)
+            Span(one.rank, self._exchanged(one, stage, end), *self._both(one.rank, start, end), SpanLane.EXCHANGE)
             for one in self.records
             for stage, start, end in one.rows("exchanges")
         ]
+
+    def _exchanged(self, record: Record, stage: int, end: int) -> Action:
+        """Return what a rank exchanged for a stage until some moment: parameters before its first compute."""
+        row = self.program.timed_rows[record.rank]
+        if not any(action.op is Op.UNSHARD and action.stage == stage for action in row):
+            return Action(stage, Op.REDUCE_GRAD)
+        computes = (at for at, action in enumerate(row) if action.is_compute)
+        first = next(at for at in computes if stage in {one.stage for one in row[at].work})
+        return Action(stage, Op.UNSHARD if end <= record.starts[first] else Op.REDUCE_GRAD)
 
     def _both(self, rank: int, start: int, end: int) -> tuple[float, float]:
         return self.seconds(rank, start), self.seconds(rank, end)

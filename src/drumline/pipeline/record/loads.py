@@ -1,24 +1,53 @@
-"""How evenly routers load their experts: a metric of each step of models with dl.MoE."""
+"""How evenly routers load their experts: a metric of each step of models with dl.MoE, or experts of transformers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from drumline.pipeline.observer import Observer
 from drumline.pipeline.record.tally import Told
 from drumline.runtime.axes.axes import DATA, Axes
-from drumline.runtime.axes.experts.moe import MoE
+from drumline.runtime.axes.experts.moe import Experts, MoE
+from drumline.runtime.axes.experts.parallel import is_experts, taken
+from drumline.runtime.axes.experts.routing import is_traced
 from drumline.runtime.executor import Step
 
 
-class ExpertLoads(Observer):
-    """Counts what the mixtures of experts of this process's stages do in a step, over all lines of a mesh."""
+class _Counted:
+    """Counts what a router sends to a module of experts, of which this line may hold a part."""
 
-    def __init__(self, modules: Iterable[nn.Module], axes: Axes) -> None:
-        self._blocks = [one for module in modules for one in module.modules() if isinstance(one, MoE)]
+    def __init__(self, module: nn.Module, num_experts: int) -> None:
+        self._num_experts = num_experts
+        self.load: Tensor | None = None  # as in MoE: what each expert got, and behind it what none got
+        # First of all hooks: lines that divide the experts exchange tokens in another one.
+        module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
+
+    @torch.no_grad()
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        index = taken(args, kwargs)[1]
+        if module.training and not is_traced(index):
+            counts = torch.bincount(index.reshape(-1), minlength=self._num_experts + 1)
+            self.load = counts if self.load is None else self.load + counts
+
+
+class ExpertLoads(Observer):
+    """Counts what the mixtures of experts of this process's stages do in a step, over all lines of a mesh.
+
+    With `hooks`, experts that are not dl.MoE's are counted too.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], axes: Axes, *, hooks: bool = True) -> None:
         self._axes = axes
+        self._blocks: list[MoE | _Counted] = []
+        for one in dict.fromkeys(one for module in modules for one in module.modules()):
+            if isinstance(one, MoE):
+                self._blocks.append(one)
+            elif hooks and is_experts(one) and not isinstance(one, Experts):
+                self._blocks.append(_Counted(one, int(vars(one)["num_experts"]) * axes.size("ep")))
 
     def begin(self, step: Step) -> None:
         """Forget what was counted before."""

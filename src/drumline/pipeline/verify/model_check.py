@@ -32,12 +32,12 @@ from drumline.pipeline.model.blocks import is_chain
 from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.verify.agreement import Given, agree_on_batch, first_difference, samples_of
 from drumline.pipeline.verify.comparing import few, off, outputs_off
+from drumline.pipeline.verify.lines import LineParts
 from drumline.pipeline.verify.plain import Plain
 from drumline.pipeline.verify.plain_step import Slice, Wanted, plain_step
 from drumline.pipeline.verify.relay import GaveUp, Places, Relay
 from drumline.pipeline.verify.sketched import Expected, Found, differences, found_by, unsettled
 from drumline.pipeline.verify.verdict import Checked, Outcome, allowed_off, verdict
-from drumline.runtime.axes.tensor.layers import TensorParallel, is_partial
 from drumline.runtime.blocks.cut import Block, Model
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.gradients.clip import Witness
@@ -69,10 +69,10 @@ class ModelCheck:
         intake: Intake,
         is_on: bool,
         different: tuple[int, int, str] | None,
-        tensors: TensorParallel | None = None,
+        parts: LineParts,
     ) -> None:
-        self.is_pending = is_on and (tensors is not None or not is_chain(model))  # else nothing was traced
-        self._tensors = tensors
+        self.is_pending = is_on and (parts.divides_layers or not is_chain(model))  # else nothing was traced
+        self._parts = parts
         self.checked: Checked | None = None
         self.refusal: DrumlineError | None = None
         self._crew, self._intake = crew, intake
@@ -91,7 +91,9 @@ class ModelCheck:
         self._again: Wanted | None = None  # what the model made when it was run once more
         self._named: dict[str, nn.Parameter] = {}  # the model's own
         self._held: list[tuple[Executor, dict[str, nn.Parameter]]] = []  # what the stages here train
-        self._is_rescaled = False  # whether it became known only in the step how much the microbatch counts
+        self._totals: dict[nn.Parameter, Tensor] = {}  # gradients of experts that tokens of all lines go through
+        self._ratio = 1.0  # what it counts more in the step than was known before
+        self._sequences: tuple[Any, Any] | None = None  # batch and target with whole sequences
         self._seconds = 0.0
 
     def attach(self, engine: Engine, holdings: Holdings) -> None:
@@ -125,20 +127,22 @@ class ModelCheck:
 
     # ---- before the step ---------------------------------------------------------------------------------------------
 
-    def before(self, step: Step, called: Any, target: Any, factor: float) -> None:
+    def before(self, step: Step, called: Any, target: Any, factor: float, whole: tuple[Any, Any] | None = None) -> None:
         """Run one microbatch through the model by itself, and have the step watched; all ranks call it.
 
-        `factor` is what the step will multiply the loss's gradient by.
+        `factor` is what the step will multiply the loss's gradient by. `whole` are batch and target with whole
+        sequences, if lines of a mesh have parts of them.
         """
         if not self.is_pending:
             return
         assert self._plain is not None
         started = time.perf_counter()
         self._held = [(one, dict(self._holdings.named_on(one, pieces=False))) for one in self._engine.executors]
+        self._sequences = whole
         with self._whole() as parts:
             given = self._asked(step, called, target, factor)
         self._wanted = parts(self._wanted)
-        if self._tensors is not None:
+        if self._parts.is_on:
             self._named = self._own()
         if self._wanted is not None:
             self._expected = Expected.of(self._wanted.sketches, self._allowed)
@@ -151,28 +155,31 @@ class ModelCheck:
             for name, one in held.items():
                 own = self._named.get(name)
                 # Else it sees parts of a sum.
-                if own is not None and own in limits and uses[one] == 1 and not is_partial(one):
+                is_whole = uses[one] == 1 and not self._parts.is_settled_later(one)
+                if own is not None and own in limits and is_whole:
                     executor.witness.expected[one] = self._expected.sketches[own], limits[own]
         self._seconds = time.perf_counter() - started
 
     @contextmanager
     def _whole(self) -> Iterator[Callable[[Wanted | None], Wanted | None]]:
         """Have the model as one process has it inside; what is given turns what was wanted of it into that of parts."""
-        if self._tensors is None or self._plain is None:
+        if not self._parts.is_on or self._plain is None:
             yield lambda wanted: wanted
             return
         wholes: dict[str, nn.Parameter] = {}
-        tensors = self._tensors
+        lines = self._parts
 
         def parts(wanted: Wanted | None) -> Wanted | None:
             if wanted is None:
                 return None
             own, gradients = self._own(), wanted.gradients
-            named = [(own[name], gradients[one]) for name, one in wholes.items() if one in gradients]
-            each = {one: tensors.part_of(one, gradient) for one, gradient in named}
-            return replace(wanted, gradients=each, sketches={one: sketch(part) for one, part in each.items()})
+            each = {own[name]: gradients[one] for name, one in wholes.items() if one in gradients}
+            # Those of experts stay whole until all lines have added up theirs.
+            each = {one: whole if lines.is_summed(one) else lines.part_of(one, whole) for one, whole in each.items()}
+            compared = {one: sketch(part) for one, part in each.items() if not lines.is_summed(one)}
+            return replace(wanted, gradients=each, sketches=compared)
 
-        with tensors.whole():
+        with lines.whole():
             yield parts
             wholes.update(self._plain.named_parameters())
 
@@ -218,7 +225,24 @@ class ModelCheck:
         step = Step(number)
         self._intake.take(step, called, target, ends, self._crew.called.one(self._crew.rank))
         self._intake.cut(step)
-        return step, next((at for at, one in enumerate(step.shares) if float(one)), 0)
+        return step, self._parts.first(step.shares, self._intake.device)
+
+    def _with_sequences(self, given: Slice, order: Sequence[int]) -> Slice:
+        """Return a microbatch with whole sequences, if lines of a mesh have parts of them.
+
+        `order` says which of the given microbatches runs in each slot, if that was chosen.
+        """
+        if self._sequences is None:
+            return given
+        batch, target = self._sequences
+        at = order[given.microbatch] if order else given.microbatch
+        inputs = None if given.inputs is None else self._intake.cut_batch(batch)[at]
+        if given.target is not None:
+            own = batch if self._intake.own else target
+            targets = self._intake.cut_batch(own, what="the batch" if self._intake.own else "the target")
+            given = replace(given, target=targets[at])
+        # What part of the loss whole sequences are is known after the step, when all lines have counted theirs.
+        return replace(given, inputs=inputs, share=1.0 / self._intake.num_microbatches, seen_share=None)
 
     def _cut(self, number: int, called: Any, target: Any) -> Slice | None:
         """Return a microbatch that counts, where this rank was given all of it."""
@@ -226,7 +250,7 @@ class ModelCheck:
             return None
         step, at = self._taken(number, called, target, {"first", "last"})
         given = step.inputs[at], step.targets[at], float(step.shares[at]), self._intake.factors_of(at)
-        return Slice(at, *given, seen_share=lambda: float(step.shares[at]))
+        return self._with_sequences(Slice(at, *given, seen_share=lambda: float(step.shares[at])), step.order)
 
     def _passed_on(self, number: int, called: Any, target: Any) -> Slice:
         """Return a microbatch of which ranks have only parts: the last stage's rank chooses it, the first's has it."""
@@ -234,10 +258,15 @@ class ModelCheck:
         step, at = self._taken(number, called, target, ends)
         chosen = None
         if "last" in ends:
-            chosen = at, moved(step.targets[at], _HOST), float(step.shares[at]), self._intake.factors_of(at)
+            given = Slice(at, None, step.targets[at], float(step.shares[at]), self._intake.factors_of(at))
+            given = self._with_sequences(given, step.order)
+            chosen = at, moved(given.target, _HOST), given.share, given.factors
         told = self._all_told("check target", chosen)
         microbatch, wanted, share, factors = next(one for one in told if one is not None)
-        first = moved(step.inputs[microbatch], _HOST) if "first" in ends else None
+        first = None
+        if "first" in ends:
+            given = self._with_sequences(Slice(microbatch, step.inputs[microbatch], None, share), step.order)
+            first = moved(given.inputs, _HOST)
         inputs = next(one for one in self._all_told("check input", first) if one is not None)
         return Slice(microbatch, inputs, wanted, share, factors)
 
@@ -263,8 +292,9 @@ class ModelCheck:
         assert self._plain is not None
         assembly = self._engine.assembly
         assembly.randomness.step = draw
+        self._engine.seed_lines()
         mine = dict.fromkeys(self._named[name] for _, held in self._held for name in held if name in self._named)
-        if self._tensors is not None:  # parts are cut out of whole gradients
+        if self._parts.is_on:  # parts are cut out of whole gradients
             in_full = [one for one in mine if one.requires_grad]
         try:
             with nullcontext() if self._relay is None else self._relay.running():
@@ -279,7 +309,7 @@ class ModelCheck:
                     precision=assembly.precision,
                     scale=factor,
                     multiplying=self._intake.multiplying(given.inputs, given.factors),
-                    listens=assembly.compiler is not None,
+                    listens=assembly.compiler is not None or self._parts.divides_sequences,
                 )
         except GaveUp as error:
             self._reason = f"each rank has only its own stages in memory, and they could not run it together: {error}"
@@ -289,6 +319,8 @@ class ModelCheck:
             return None
         if wanted.drew_elsewhere:
             self._reason = "the model draws random numbers of Python's or numpy's, which no rank seeds"
+        elif wanted.drew and self._parts.divides_sequences:
+            self._reason = "the model draws random numbers, which are others for each part of a sequence"
         elif wanted.drew:
             self._reason = "the model draws random numbers, which are others once it is compiled"
         return None if self._reason else wanted
@@ -302,19 +334,21 @@ class ModelCheck:
         started = time.perf_counter()
         self.is_pending = False
         self._rescale(step)
+        self._add_up()
         outcome = self._outcome(step)
-        if outcome.is_wrong(self._allowed) and self._wanted is not None and self._relay is None:
+        runs_again = self._wanted is not None and self._relay is None and not self._parts.is_on
+        if outcome.is_wrong(self._allowed) and runs_again:
             outcome.has_moods = self._has_moods(step)
         outcome.seconds = self._seconds + time.perf_counter() - started
         told = self._crew.all_told("checked", [outcome] + [Outcome()] * (len(self._crew.channels) - 1))
         order = self._engine.assembly.order
         self.checked, self.refusal = verdict(told, self._allowed, order, self._homes, self._crew.called)
-        self._plain = self._wanted = self._again = self._expected = self._given = self._relay = None
-        self._named, self._held = {}, []
+        self._plain = self._wanted = self._again = self._expected = self._given = self._relay = self._sequences = None
+        self._named, self._held, self._totals = {}, [], {}
         for executor in self._engine.executors:
             executor.witness = None
         self.refuse()
-        if self.checked.unchecked and self._crew.rank == 0:
+        if self.checked.unchecked and self._crew.rank == self._crew.axes.number == 0:
             compared = "only in part checked" if self.checked.num_parameters else "not checked"
             print(
                 f"drumline: the first step was {compared} against the model by itself: {self.checked.unchecked}; "
@@ -325,19 +359,36 @@ class ModelCheck:
     def _rescale(self, step: Step) -> None:
         """Give the wanted gradients the share that the step took: some losses must be seen before it is known."""
         assert self._given is not None
-        own = float(step.shares[self._given.microbatch]) if self._given.microbatch in step.losses else None
+        own = None
+        if self._given.microbatch in step.losses:
+            own = self._parts.total(step.shares[self._given.microbatch], self._intake.device)
         share = next(one for one in self._all_told("check share", own) if one is not None)
         if self._wanted is not None and self._expected is not None and share != self._wanted.share:
-            ratio = share / self._wanted.share
-            self._expected = self._expected.rescaled(ratio)
-            self._is_rescaled = True
+            self._ratio = share / self._wanted.share
+            self._expected = self._expected.rescaled(self._ratio)
         self._given = replace(self._given, share=share, seen_share=None)
+
+    def _add_up(self) -> None:
+        """Complete what is wanted of experts: tokens of all lines went through them, and each line has run its own."""
+        known: dict[nn.Parameter, Tensor] = {} if self._expected is None else dict(self._expected.sketches)
+        for one in (one for _, held in self._held for one in held.values() if one.requires_grad):
+            if self._parts.is_summed(one):
+                own = None if self._wanted is None else self._wanted.gradients.get(one)
+                if self._wanted is not None and own is None:  # no token of this line chose any of them
+                    own = self._parts.nothing(one)
+                total, all_ran = self._parts.wanted(None if own is None else own * self._ratio, one)
+                if self._wanted is not None and all_ran:
+                    self._totals[one], known[one] = total, sketch(total)
+                elif self._wanted is not None:
+                    self._reason = "another line of the mesh could not run the model by itself"
+        if self._expected is not None:
+            self._expected = Expected.of(known, self._allowed)
 
     def _outcome(self, step: Step) -> Outcome:
         outcome = Outcome(unchecked=self._reason, in_parts=frozenset(self._in_parts))
         outcome.changed = "" if self._relay is None else self._relay.changed
         found = self._found()
-        if self._is_rescaled:
+        if self._ratio != 1.0:
             found = unsettled(found)
         ties, alone = self._engine.assembly.ties, self._crew.alone
         shared = {one.name for one in ties.tensors if one.is_copied and not alone}
@@ -363,13 +414,17 @@ class ModelCheck:
         apart = differences(made, expected, partial(self._in_full, step))
         outcome.differences = {compared[one]: each for one, each in apart.items()}
         if self._given.microbatch in step.losses:
-            loss = step.losses[self._given.microbatch].detach().cpu()
-            outcome.others["loss"] = off(loss, self._wanted.loss)
-            outcome.others["output"] = outputs_off(self._output(), self._wanted.output)
+            outcome.others["loss"] = off(self._loss(step), self._wanted.loss)
+            made = self._output()
+            outcome.others["output"] = outputs_off(made, self._parts.part_of_output(self._wanted.output, made))
         return outcome
 
     def _in_full(self, step: Step, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """Run the model once more, and return gradients in full, of those that come out as they did before."""
+        if self._parts.is_on:  # all were kept; another line may have no doubt, and would not run again
+            assert self._wanted is not None
+            whole = {one: each * self._ratio for one, each in self._wanted.gradients.items()} | self._totals
+            return {one: whole[one] for one in parameters if one in whole}
         again = self._once_more(step, list(parameters)) if self._relay is None else None
         if again is None or self._expected is None:
             return {}
@@ -379,21 +434,27 @@ class ModelCheck:
     def _once_more(self, step: Step, in_full: Collection[nn.Parameter] = ()) -> Wanted | None:
         assert self._given is not None
         if self._again is None:
-            with self._whole() as parts:
-                self._again = self._run(self._given, step.draw, step.factor, in_full=in_full)
-            self._again = parts(self._again)
+            self._again = self._run(self._given, step.draw, step.factor, in_full=in_full)
         return self._again
 
     def _found(self) -> dict[str, Found]:
         """Return what the witnesses saw, by name, with the parts of other lines where each sees a part."""
         found = found_by(self._held)
         for name, one in ((name, one) for _, held in self._held for name, one in held.items()):
-            if self._tensors is not None and is_partial(one):
+            if self._parts.seen_over(one) and one.requires_grad:
                 seen = found.get(name)
-                own = torch.zeros_like(one, device=_HOST) if seen is None or seen.full is None else seen.full
-                total = self._tensors.sum_of(own, one)
+                total = self._parts.seen(None if seen is None else seen.full, one)
                 found[name] = Found(sketch(total), total)
         return found
+
+    def _loss(self, step: Step) -> Tensor:
+        """Return the microbatch's loss in the step, over whole sequences."""
+        assert self._given is not None
+        loss, share = (each[self._given.microbatch] for each in (step.losses, step.shares))
+        if not self._parts.divides_sequences or not self._given.share:
+            return loss.detach().cpu()
+        total = self._parts.total(loss.detach().double() * share, self._intake.device)
+        return torch.tensor(total / self._given.share, dtype=loss.dtype)
 
     def _output(self) -> Any:
         outputs = [one.witness.output for one in self._engine.executors if one.witness is not None]

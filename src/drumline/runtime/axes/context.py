@@ -10,7 +10,7 @@ found by its call: `torch.nn.functional.scaled_dot_product_attention` inside a s
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from drumline.core.errors import BatchError, ModelError
 from drumline.runtime.axes.axes import Axes
+from drumline.runtime.microbatches import Microbatches, has_microbatches
 from drumline.runtime.values import mapped, pack
 
 AXIS = "cp"
@@ -111,12 +112,12 @@ def _is_traced(tensor: Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
-def own_part(values: Any, length: int, axes: Axes) -> Any:
-    """Return this line's part of every tensor whose second dimension is a sequence of this length."""
+def own_part(values: Any, lengths: Collection[int], axes: Axes) -> Any:
+    """Return this line's part of every tensor whose second dimension is a sequence of one of these lengths."""
     size, place = axes.size(AXIS), axes.place(AXIS)
 
     def part(one: Tensor) -> Tensor:
-        return one.chunk(size, 1)[place] if one.dim() > 1 and one.shape[1] == length else one
+        return one.chunk(size, 1)[place] if one.dim() > 1 and one.shape[1] in lengths else one
 
     return mapped(values, part)
 
@@ -141,23 +142,40 @@ def positions_of(model: object) -> tuple[str, int]:
     )
 
 
+def placed(
+    args: tuple[Any, ...], named: dict[str, Any], target: Any, positions: tuple[str, int], axes: Axes
+) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """Return a step's arguments with the positions of all tokens, unless they are given."""
+    batch = _sequences(*args, *named.values())
+    for one in batch or _sequences(target):
+        if one.shape[1] % axes.size(AXIS):
+            raise BatchError(
+                f"sequences of {one.shape[1]} tokens are divided over cp = {axes.size(AXIS)}",
+                expected="a multiple of it",
+                fix="pad the sequences, or choose another size of cp",
+            )
+    name, place = positions
+    if not batch or named.get(name) is not None or place < len(args):  # ranks without the first stage may have no batch
+        return args, named, target
+    every = [torch.arange(one.shape[1], device=one.device)[None].expand(one.shape[0], -1) for one in batch]
+    is_apart = any(has_microbatches(one) for one in (*args, *named.values()))
+    return args, {**named, name: Microbatches(every) if is_apart else every[0]}, target
+
+
+def _sequences(*values: Any) -> list[Tensor]:
+    """Return the sequences of the first value that has any: one tensor, or one of each microbatch."""
+    for value in values:
+        each = value if isinstance(value, Microbatches) else [value]
+        found = [next((one for one in pack(part)[0] if one.dim() > 1), None) for part in each]
+        if all(one is not None for one in found):
+            return [one for one in found if one is not None]
+    return []
+
+
 def divided(
     args: tuple[Any, ...], named: dict[str, Any], target: Any, positions: tuple[str, int], axes: Axes
 ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """Return a step's arguments with this line's part of every sequence, and its positions unless they are given."""
-    batch, others = ([one for one in pack(given)[0] if one.dim() > 1] for given in ((args, named), target))
-    tensors = batch or others
-    if not tensors:
-        return args, named, target
-    rows, length = tensors[0].shape[:2]
-    if length % axes.size(AXIS):
-        raise BatchError(
-            f"sequences of {length} tokens are divided over cp = {axes.size(AXIS)}",
-            expected="a multiple of it",
-            fix="pad the sequences, or choose another size of cp",
-        )
-    name, place = positions
-    if batch and named.get(name) is None and place >= len(args):  # ranks without the first stage may have no batch
-        every = torch.arange(length, device=tensors[0].device)[None].expand(rows, -1)
-        named = {**named, name: every}
-    return own_part(args, length, axes), own_part(named, length, axes), own_part(target, length, axes)
+    args, named, target = placed(args, named, target, positions, axes)
+    lengths = {one.shape[1] for one in _sequences(*args, *named.values()) or _sequences(target)}
+    return own_part(args, lengths, axes), own_part(named, lengths, axes), own_part(target, lengths, axes)

@@ -11,8 +11,9 @@ as in one process; a line that did not reach it contributes zeros.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ class Bucket:
     flat: Tensor
     work: Work
     axes: tuple[str, ...]
+    ended: int = 0  # when it had its sums, if that is known
 
 
 def summed_over(parameter: Tensor) -> tuple[str, ...]:
@@ -58,9 +60,15 @@ class Reducer:
         self.axes = axes
         self._bucket_bytes = bucket_bytes
 
-    def start(self, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
-        """Start to sum the gradients of these parameters; all ranks along the axes call it in the same order."""
-        return [self._begun(axes, each) for axes, each in self._divided(parameters)]
+    def start(self, parameters: Sequence[nn.Parameter], now: Callable[[], int] = lambda: 0) -> list[Bucket]:
+        """Start to sum the gradients of these parameters; all ranks along the axes call it in the same order.
+
+        A clock, `now`, notes when each bucket had its sums, on a host.
+        """
+        buckets = [self._begun(axes, each) for axes, each in self._divided(parameters)]
+        for one in (one for one in buckets if one.flat.is_cpu):
+            one.work.get_future().add_done_callback(partial(_note_end, one, now))
+        return buckets
 
     def finish(self, buckets: Sequence[Bucket], what: str) -> None:
         """Wait for the sums, and give them to the parameters."""
@@ -106,6 +114,10 @@ class Reducer:
         work = dist.all_reduce(flat, group=self.axes.group(*axes), async_op=True)
         assert work is not None
         return Bucket(parameters, flat, work, axes)
+
+
+def _note_end(bucket: Bucket, now: Callable[[], int], _: object) -> None:
+    bucket.ended = now()
 
 
 @torch.no_grad()

@@ -54,6 +54,15 @@ def piece_of(whole: nn.Parameter, axes: Axes, owner: int | None = None) -> tuple
     return found, found.local(whole.detach(), axes.place(AXIS), axes.size(AXIS))
 
 
+def _marked(piece: nn.Parameter, whole: nn.Parameter, found: FlatSlice) -> nn.Parameter:
+    """Return a piece that knows where it lies, with gradients as precise as those of its whole."""
+    setattr(piece, "slice", found)  # noqa: B010 - an attribute that torch's class does not declare
+    precise = getattr(whole, "grad_dtype", None)
+    if precise is not None and precise is not piece.dtype:
+        piece.grad_dtype = precise
+    return piece
+
+
 class StateShards:
     """ZeRO-1: the pieces that this line's optimizers update, by parameter."""
 
@@ -76,8 +85,7 @@ class StateShards:
                 self._held[owner] += one.numel()
             found, view = piece_of(one, self._axes, owner)
             piece = nn.Parameter(view.view(one.shape) if owner is not None and view.numel() else view)
-            setattr(piece, "slice", found)  # noqa: B010 - an attribute that torch's class does not declare
-            self._pieces[one] = piece
+            self._pieces[one] = _marked(piece, one, found)
 
     def take(self, parameters: Sequence[nn.Parameter]) -> None:
         """Before an optimizer steps, give the pieces their parts of the gradients."""
@@ -172,8 +180,7 @@ class FullShards:
     def _piece(self, parameter: nn.Parameter) -> nn.Parameter:
         found, view = piece_of(parameter, self._axes)
         piece = nn.Parameter(view.clone(), requires_grad=parameter.requires_grad)
-        setattr(piece, "slice", found)  # noqa: B010 - an attribute that torch's class does not declare
-        self.pieces[parameter] = piece
+        self.pieces[parameter] = _marked(piece, parameter, found)
         return piece
 
     def shown(self, parameter: nn.Parameter) -> nn.Parameter:

@@ -23,7 +23,7 @@ from drumline.core.placement import Placement
 from drumline.runtime.axes.reduce import Bucket, Reducer
 from drumline.runtime.axes.sharding import FullShards, ShardSum
 from drumline.runtime.channel.channel import Channel, Delivery, Wait
-from drumline.runtime.draft import Clock, Draft
+from drumline.runtime.draft import POST, Clock, Draft
 from drumline.runtime.stage import Stage
 from drumline.runtime.values import pack, unpack
 from drumline.runtime.weights.catalogue import Place, places_in
@@ -89,11 +89,12 @@ class GradientExchange:
         self._reduced.clear()
         self._marks = self._seen()
 
-    def offer(self, action: Action, stage: Stage, other: int, now: int) -> None:
+    def offer(self, action: Action, stage: Stage, other: int, clock: Clock) -> None:
         """Offer a stage's gradients to other lines, and to its other copy in this one, if there is one."""
+        now = clock.now()
         if self.reducer is not None:
             divided = {} if self.shards is None else self.shards.pieces
-            buckets = self.reducer.start([one for one in stage.parameters if one not in divided])
+            buckets = self.reducer.start([one for one in stage.parameters if one not in divided], clock.now)
             sums = [] if self.shards is None else self.shards.start(stage.index)
             self._reduced.append((action, buckets, sums, now))
         if other >= 0:
@@ -131,11 +132,17 @@ class GradientExchange:
         if self.reducer is None:
             return
         for action, buckets, sums, since in self._reduced:
+            asked = clock.now()
             what = f"{action}, the sum of stage {action.stage}'s gradients"
             self.reducer.finish(buckets, what)
             if self.shards is not None:
                 self.shards.finish(sums, what)
-            draft.exchanges.extend((action.stage, since, clock.now()))
+            # Sums that were there before they were asked for ended then; copying them back is the rank's own time.
+            ended = [asked + 1 if sums or not buckets else 0, *(one.ended or asked + 1 for one in buckets)]
+            took = clock.now()
+            draft.exchanges.extend((action.stage, since, max(ended) if max(ended) < asked else took))
+            if max(ended) < asked:
+                draft.spent(POST, asked, took)
         for action, stage, other, _ in self._offered:
             self._send(action, other, self._own(stage))
 

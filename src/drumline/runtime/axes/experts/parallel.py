@@ -13,7 +13,8 @@ forward takes tokens (T, h), the chosen experts (T, k) and their weights (T, k).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +28,9 @@ from drumline.runtime.axes.experts.moe import Experts
 from drumline.runtime.axes.experts.routing import Sorted, is_traced
 from drumline.runtime.axes.experts.turns import hand_over
 from drumline.runtime.axes.reduce import share_values
-from drumline.runtime.axes.slices import Slice
+from drumline.runtime.axes.slices import Slice, slice_of
 from drumline.runtime.blocks.cut import Block
+from drumline.runtime.patches import put_in
 
 AXIS = "ep"
 _TAKES = ["hidden_states", "top_k_index", "top_k_weights"]  # what experts of transformers take
@@ -74,14 +76,15 @@ class _Divided:
 
     def __init__(self, axes: Axes, module: nn.Module, num_experts: int) -> None:
         self._axes, self._num_experts = axes, num_experts
+        self.is_on = True  # while off, the module is as in one process
         self._call: _Call | None = None
         module.register_forward_pre_hook(self.before, with_kwargs=True)
         module.register_forward_hook(self.after, prepend=True)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Replace the tokens of this line by those of all lines that chose its experts."""
-        tokens, index, weights = [*args] + [kwargs[name] for name in _TAKES if name in kwargs]
-        if is_traced(tokens):
+        tokens, index, weights = taken(args, kwargs)
+        if is_traced(tokens) or not self.is_on:
             return None
         size, own = self._axes.size(AXIS), self._num_experts // self._axes.size(AXIS)
         pairs = Sorted.of(index, self._num_experts)
@@ -111,8 +114,11 @@ class ExpertParallel:
 
     def __init__(self, axes: Axes, blocks: Sequence[Block]) -> None:
         self.axes = axes
+        # Entries of modules and of our own, with what they are in one process; of divided parameters, the part.
+        self._entries: list[tuple[dict[str, Any], str, Any]] = []
+        self._parts: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         named = {module: name for block in blocks for name, module in block.module.named_modules(prefix=block.name)}
-        self.found = {module: name for module, name in named.items() if _is_experts(module)}
+        self.found = {module: name for module, name in named.items() if is_experts(module)}
         if not self.found:
             raise ModelError(
                 f"the mesh divides experts by {axes.size(AXIS)} (ep), and the model has none that can be divided",
@@ -139,9 +145,24 @@ class ExpertParallel:
             num_experts = int(vars(module)["num_experts"])
             for key, whole in module._parameters.items():
                 if whole is not None:
-                    module._parameters[key] = self._local(whole, device)
+                    local = module._parameters[key] = self._local(whole, device)
+                    self._parts.append((module._parameters, key, local))
             vars(module)["num_experts"] = num_experts // self.axes.size(AXIS)
-            _Divided(self.axes, module, num_experts)
+            divided = _Divided(self.axes, module, num_experts)
+            self._entries += [(vars(module), "num_experts", num_experts), (vars(divided), "is_on", False)]
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Have the modules as in one process inside, with all experts; all lines call it alike."""
+        entries = list(self._entries)
+        for table, key, local in self._parts:
+            part = slice_of(local)
+            assert part is not None
+            whole = nn.Parameter(part.whole(self.axes.gathered(local.detach(), AXIS)), local.requires_grad)
+            whole._backward_hooks = local._backward_hooks
+            entries.append((table, key, whole))
+        with put_in(entries):
+            yield
 
     @torch.no_grad()
     def _local(self, whole: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -156,10 +177,15 @@ class ExpertParallel:
         return local
 
 
-def _is_experts(module: nn.Module) -> bool:
+def taken(args: Any, kwargs: Any) -> list[Tensor]:
+    """Return what experts are called with: tokens, the chosen experts and their weights."""
+    return [*args] + [kwargs[name] for name in _TAKES if name in kwargs]
+
+
+def is_experts(module: nn.Module) -> bool:
     """Whether a module has stacked experts and takes tokens, the chosen experts and their weights.
 
-    >>> _is_experts(Experts(8, 16, 4)), _is_experts(nn.Linear(8, 16))
+    >>> is_experts(Experts(8, 16, 4)), is_experts(nn.Linear(8, 16))
     (True, False)
     """
     number = vars(module).get("num_experts")

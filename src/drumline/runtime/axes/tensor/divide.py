@@ -11,7 +11,18 @@ from torch import nn
 from drumline.core.errors import ModelError
 from drumline.runtime.axes.slices import Slice
 from drumline.runtime.axes.tensor.passing import AXIS
-from drumline.runtime.axes.tensor.styles import Colwise, Partial, Plan, Rowwise, Style, Vocabulary, Whole
+from drumline.runtime.axes.tensor.styles import (
+    Colwise,
+    Latent,
+    Once,
+    Partial,
+    Plan,
+    Rowwise,
+    Stacked,
+    Style,
+    Vocabulary,
+    Whole,
+)
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.blocks.pieces import Piece
 
@@ -25,12 +36,13 @@ _WIDTHS = ("head_dim", "head_size", "head_width", "attention_head_size")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Divided:
-    """A module that a plan names: its names, its style, and the module around it."""
+    """A module that a plan names: its names, its style, the module around it, and styles of its own parameters."""
 
     name: str
     module: nn.Module
     style: Style
     parent: nn.Module
+    own: tuple[tuple[str, Colwise | Rowwise], ...] = ()
 
     @property
     def slices(self) -> dict[str, Slice]:
@@ -39,12 +51,26 @@ class Divided:
         >>> Divided("q", nn.Linear(2, 2), Rowwise(), nn.Module()).slices
         {'weight': Slice(axis='tp', dim=1, parts=1)}
         """
+        if self.own:
+            return {key: _slice_of_stack(self.module._parameters[key], style) for key, style in self.own}
+        if isinstance(self.style, Colwise) and isinstance(self.module, nn.Embedding):
+            return {"weight": Slice(AXIS, 1, self.style.parts)}
         if isinstance(self.style, Colwise):
             one = Slice(AXIS, 0, self.style.parts)
             return {"weight": one} if self.module._parameters.get("bias") is None else {"weight": one, "bias": one}
         if isinstance(self.style, Rowwise):
             return {"weight": Slice(AXIS, 1, self.style.parts)}
         return {"weight": Slice(AXIS, 0)} if isinstance(self.style, Vocabulary) else {}
+
+
+def _slice_of_stack(stack: nn.Parameter | None, style: Colwise | Rowwise) -> Slice:
+    """Return how a stack of matrices is divided: each of them like a layer's weight.
+
+    >>> _slice_of_stack(nn.Parameter(torch.ones(4, 6, 2)), Colwise(parts=2))
+    Slice(axis='tp', dim=1, parts=2)
+    """
+    assert stack is not None
+    return Slice(AXIS, stack.dim() - (2 if isinstance(style, Colwise) else 1), style.parts)
 
 
 def divided_by(plan: Plan, blocks: Sequence[Block], size: int) -> list[Divided]:
@@ -59,12 +85,15 @@ def divided_by(plan: Plan, blocks: Sequence[Block], size: int) -> list[Divided]:
     drumline.core.errors.ModelError: 0.weight of shape (9, 4) is divided by 2 (tp) along dimension 0; expected a ...
     """
     named = list(_named(blocks))
-    plan.check(name for name, _, _ in named)
+    plan.check(
+        [*(name for name, _, _ in named), *(f"{name}.{key}" for name, one, _ in named for key in one._parameters)]
+    )
     found: dict[nn.Module, Divided] = {}
     for name, module, parent in named:
         style = plan.style_of(name)
         if style is not None and module not in found:
-            found[module] = Divided(name, module, _fitting(name, module, style), parent)
+            own = _own_styles(plan, name, module) if isinstance(style, Stacked) else ()
+            found[module] = Divided(name, module, _fitting(name, module, style), parent, own)
     for one in _tied(named, found):
         found[one.module] = one
     chosen = [one for one in found.values() if not isinstance(one.style, Whole)]
@@ -85,14 +114,30 @@ def _named(blocks: Sequence[Block]) -> Iterator[tuple[str, nn.Module, nn.Module]
             yield name, module, there.get(name.rpartition(".")[0], block.module)
 
 
+def _own_styles(plan: Plan, name: str, module: nn.Module) -> tuple[tuple[str, Colwise | Rowwise], ...]:
+    """Return the styles of the parameters that a module uses itself; refuse one that would be added up unseen."""
+    found = []
+    for key in (key for key, one in module._parameters.items() if one is not None):
+        style = plan.style_of(f"{name}.{key}")
+        if not isinstance(style, Colwise | Rowwise):
+            raise ModelError(
+                f"tensor_parallel divides {name} as stacked experts, and gives {name}.{key} no style",
+                expected="colwise or rowwise for each of its parameters: the lines' outputs are added up",
+                fix=f'name it: {{"{name}.{key}": "colwise"}}, or leave {name} whole',
+            )
+        found.append((key, style))
+    return tuple(found)
+
+
 def _fitting(name: str, module: nn.Module, style: Style) -> Style:
     """Return the style for a module's kind; refuse kinds that cannot be divided."""
-    if isinstance(style, Whole | Partial):
+    if isinstance(style, Whole | Partial | Stacked | Latent | Once):
         return style
     if isinstance(module, nn.Embedding):
-        if isinstance(style, Colwise):
+        if isinstance(style, Colwise) and not style.gather:
             raise ModelError(
-                f"tensor_parallel divides the embedding {name} by columns", expected='"embedding", by rows'
+                f"tensor_parallel divides the embedding {name} by columns",
+                expected='"embedding", by rows, or "colwise_gather"',
             )
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise ModelError(
@@ -100,7 +145,7 @@ def _fitting(name: str, module: nn.Module, style: Style) -> Style:
                 expected="a plain embedding",
                 fix=f'keep it whole: {{{name!r}: "whole"}}',
             )
-        return Vocabulary()
+        return style if isinstance(style, Colwise) else Vocabulary()
     if not isinstance(module, nn.Linear) or isinstance(style, Vocabulary):
         raise ModelError(
             f"tensor_parallel divides {name}, a {type(module).__name__}, as {style}",
@@ -117,7 +162,7 @@ def _fitting(name: str, module: nn.Module, style: Style) -> Style:
 
 def _tied(named: Sequence[tuple[str, nn.Module, nn.Module]], found: dict[nn.Module, Divided]) -> Iterator[Divided]:
     """Yield modules that share a divided weight without being named: an embedding and its head are divided alike."""
-    weights = {id(one.module.weight): one for one in found.values() if one.slices}
+    weights = {id(one.module.weight): one for one in found.values() if "weight" in one.slices}
     for name, module, parent in named:
         first = weights.get(id(module._parameters.get("weight")))
         if first is None or first.module is module:

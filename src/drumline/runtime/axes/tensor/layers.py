@@ -27,10 +27,11 @@ from drumline.runtime.axes.tensor import passing
 from drumline.runtime.axes.tensor.divide import Divided, divided_by, head_counts
 from drumline.runtime.axes.tensor.passing import AXIS, is_traced
 from drumline.runtime.axes.tensor.sequence import Sequenced, mark_partial
-from drumline.runtime.axes.tensor.styles import Colwise, Partial, Plan, Rowwise
+from drumline.runtime.axes.tensor.styles import Colwise, Latent, Once, Partial, Plan, Rowwise, Stacked
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.patches import put_in
 from drumline.runtime.randomness import generator_states
+from drumline.runtime.values import mapped
 from drumline.runtime.weights.catalogue import places_in
 
 
@@ -125,10 +126,14 @@ class TensorParallel:
     def _attach(self, one: Divided) -> None:
         """Add the exchanges of a layer, and let its attributes tell the sizes that it has."""
         module, size = one.module, self.axes.size(AXIS)
-        if isinstance(one.style, Colwise):
-            assert isinstance(module, nn.Linear)
-            self._set(module, "out_features", module.out_features // size)
-            module.register_forward_pre_hook(self._before_columns, with_kwargs=True)
+        if isinstance(one.style, Stacked | Latent | Once):
+            self._attach_inner(one)
+        elif isinstance(one.style, Colwise):
+            if isinstance(module, nn.Linear):
+                self._set(module, "out_features", module.out_features // size)
+                module.register_forward_pre_hook(self._before_columns, with_kwargs=True)
+            elif isinstance(module, nn.Embedding):
+                self._set(module, "embedding_dim", module.embedding_dim // size)
             if one.style.gather:
                 module.register_forward_hook(_Gathering(self, one.style.parts).after, prepend=True)
         elif isinstance(one.style, Rowwise):
@@ -146,6 +151,16 @@ class TensorParallel:
                 self._set(module, "padding_idx", looking.local(module.padding_idx))
             module.register_forward_pre_hook(looking.before, with_kwargs=True)
             module.register_forward_hook(looking.after, prepend=True)
+
+    def _attach_inner(self, one: Divided) -> None:
+        """Add the exchanges of a module that is no plain layer."""
+        if isinstance(one.style, Stacked):
+            one.module.register_forward_pre_hook(self._before_stack, with_kwargs=True)
+            one.module.register_forward_hook(self._after_stack, prepend=True)
+        elif isinstance(one.style, Latent):
+            one.module.register_forward_hook(_Latent(self, rotary_width(one)).after, prepend=True)
+        else:
+            one.module.register_forward_pre_hook(self._before_once)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -191,6 +206,23 @@ class TensorParallel:
         if last is None or last[0] is not given or last[1] != given._version:
             self._last = last = (given, given._version, passing.copied(given, self.axes))
         return replaced_in(args, kwargs, last[2])
+
+    def _before_stack(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Let the gradients of all inputs be summed, those of a router's weights too."""
+        if not self.is_on:
+            return None
+        return mapped((args, kwargs), self._copied)
+
+    def _copied(self, given: Tensor) -> Tensor:
+        needed = given.requires_grad and torch.is_grad_enabled() and not is_traced(given)
+        return passing.copied(given, self.axes) if needed else given
+
+    def _after_stack(self, module: nn.Module, args: Any, made: Tensor) -> Any:
+        return passing.summed(made, self.axes) if self.is_on else None
+
+    def _before_once(self, module: nn.Module, args: Any) -> Any:
+        """Divide what all lines keep alike, since their outputs are added up."""
+        return (args[0] / self.axes.size(AXIS), *args[1:]) if self.is_on else None
 
     @property
     def _is_inside(self) -> bool:
@@ -240,6 +272,21 @@ class _Gathering:
         self._tensors._last, self._tensors._states = None, []
         whole = passing.gathered(made, axes, -1)
         return whole if self.parts == 1 else _sorted(whole, axes.size(AXIS), self.parts)
+
+
+class _Latent:
+    """After a whole layer: of its last outputs, which go to this line's heads, the gradients of all lines."""
+
+    __slots__ = ("_tensors", "width")
+
+    def __init__(self, tensors: TensorParallel, width: int) -> None:
+        self._tensors, self.width = tensors, width
+
+    def after(self, module: nn.Module, args: Any, made: Tensor) -> Any:
+        if not self._tensors.is_on or is_traced(made):
+            return None
+        latent, rotary = made[..., : -self.width], made[..., -self.width :]
+        return torch.cat([latent, self._tensors._copied(rotary)], -1)
 
 
 class _Splitting:
@@ -299,6 +346,18 @@ class _Lookup:
         apart, self._apart = self._apart, None
         assert apart is not None
         return passing.summed(made.masked_fill(apart.unsqueeze(-1), 0.0), self._tensors.axes)
+
+
+def rotary_width(one: Divided) -> int:
+    """Return how many of a latent attention's joint outputs are rotary keys, which all heads share."""
+    for place in (one.parent, getattr(one.parent, "config", None)):
+        width = getattr(place, "qk_rope_head_dim", None)
+        if isinstance(width, int):
+            return width
+    raise ModelError(
+        f"tensor_parallel gives {one.name} the style latent, and {type(one.parent).__name__} has no qk_rope_head_dim",
+        expected="that number: how many of its last outputs go to the heads directly",
+    )
 
 
 def given_in(args: Any, kwargs: Any) -> Tensor:

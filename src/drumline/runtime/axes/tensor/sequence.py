@@ -27,7 +27,7 @@ from drumline.runtime.axes.axes import Axes
 from drumline.runtime.axes.tensor import passing
 from drumline.runtime.axes.tensor.divide import Divided
 from drumline.runtime.axes.tensor.passing import AXIS
-from drumline.runtime.axes.tensor.styles import Colwise, Rowwise
+from drumline.runtime.axes.tensor.styles import Colwise, Rowwise, Stacked
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.blocks.pieces import Piece
 
@@ -55,6 +55,13 @@ class Sequenced:
         return [one for one in self.regions if one in within]
 
     def _check(self, found: Sequence[Divided]) -> None:
+        stacked = next((one.name for one in found if isinstance(one.style, Stacked)), None)
+        if stacked is not None:
+            raise ModelError(
+                f"sequence_parallel is True, and tp divides the experts {stacked}, which would see a part of the rows",
+                expected="whole experts, or whole rows",
+                fix=f'give {stacked} the style "whole", or {_FIX}',
+            )
         if not self.modules:
             raise ModelError(
                 "sequence_parallel is True, and no block has its colwise and rowwise layers in a module of their own",

@@ -61,11 +61,32 @@ class Partial:
 
 
 @dataclass(frozen=True, slots=True)
+class Stacked:
+    """A module that uses its own weights, such as stacked experts; the plan gives each of its parameters a style.
+
+    Its inputs are whole, and all lines get the whole output, the sum of theirs.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """A whole layer whose last outputs go to this line's heads directly: the rotary keys of latent attention.
+
+    Their gradient is summed over the lines; that of the other outputs is whole, as a layer by columns follows.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Once:
+    """A module inside stacked experts that keeps what it gets: its lines' outputs add up to one."""
+
+
+@dataclass(frozen=True, slots=True)
 class Whole:
     """A module that stays as it is, although a later pattern matches it."""
 
 
-Style = Colwise | Rowwise | Vocabulary | Partial | Whole
+Style = Colwise | Rowwise | Vocabulary | Partial | Stacked | Latent | Once | Whole
 
 STYLES: dict[str, Style] = {
     "colwise": Colwise(),
@@ -74,6 +95,8 @@ STYLES: dict[str, Style] = {
     "rowwise_split": Rowwise(split=True),
     "embedding": Vocabulary(),
     "partial": Partial(),
+    "experts": Stacked(),
+    "latent": Latent(),
     "whole": Whole(),
 }
 # What transformers calls them.
@@ -87,6 +110,11 @@ _THEIRS: dict[str, Style] = {
     "embedding_rowwise": Vocabulary(),
     "replicated_with_grad_allreduce": Partial(),
     "replicate": Whole(),
+    "embedding_colwise": Colwise(gather=True),
+    "moe_tp_experts": Stacked(),
+    "all_reduce": Stacked(),
+    "moe_identity_expert": Once(),
+    "mla_kv_a_proj": Latent(),
 }
 _EXPECTED = f"one of {', '.join(STYLES)}, dl.Colwise(...), dl.Rowwise(...), or torch's ColwiseParallel, RowwiseParallel"
 _FIX = "pass tensor_parallel={PATTERN: STYLE, ...}, such as {'*.q_proj': 'colwise', '*.o_proj': 'rowwise'}"
@@ -117,7 +145,7 @@ def style_named(pattern: str, given: Any) -> Style:
 
 
 def _hint(given: str) -> str:
-    if "moe" in given or "ep_" in given or "gemm" in given or "expert" in given:
+    if "ep_" in given or "gemm" in given:
         return "leave experts out of the plan: the axis ep divides them"
     return nearest(given, STYLES)
 
@@ -192,8 +220,12 @@ class Plan:
         # In a model's own plan a star stands for a layer's number.
         return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name) is not None
 
+    def without_experts(self) -> Plan:
+        """Return the plan without stacked experts, which the axis ep divides."""
+        return Plan(tuple(pair for pair in self.styles if not isinstance(pair[1], Stacked | Once)), self.is_own)
+
     def check(self, names: Iterable[str]) -> None:
-        """Refuse a user's pattern that matches no module."""
+        """Refuse a user's pattern that matches no module and no parameter."""
         known = [name for name in names if name]
         for pattern, _ in () if self.is_own else self.styles:
             if not any(self._matches(name, pattern) for name in known):
