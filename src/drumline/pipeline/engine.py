@@ -134,11 +134,6 @@ class Engine(Observer):
         """The program that evaluations run."""
         return self._lineups[self.number].forwards
 
-    def take_up(self, program: Program) -> None:
-        """Switch to another program with the same stages on the same ranks; all ranks call it."""
-        self._lineups = {}
-        self.run_by(0, program)
-
     def run_by(self, number: int, program: Program) -> None:
         """Run the next steps with the program of a number; all ranks call it. Executors are created once."""
         lineup = self._lineups.get(number)
@@ -159,13 +154,17 @@ class Engine(Observer):
         if number:
             for executor in executors:
                 executor.code = int(digest_of(program)[:2], 16)
+        self.refuse(program)
+        return lineup
+
+    def refuse(self, program: Program) -> None:
+        """Refuse a program that this process's stages cannot run."""
         compiled = self.assembly.compiler is not None
-        if compiled and any(lineup.split[one.index] and not one.split for one in self.stages()):
+        if compiled and any(split_of(program, one.index) and not one.split for one in self.stages()):
             raise UsageError(
                 f"the program {program.name!r} splits the backward of stages that were compiled without a split",
                 expected="backwards that the pipeline's own program splits too, or compile=False",
             )
-        return lineup
 
     def run(self, step: Step) -> None:
         """Run every rank of this process through its row, in eval mode if the step does not train."""
@@ -245,9 +244,9 @@ class CapturingEngine(Engine):
         recorder, agree = recorder_for(self.assembly.device), partial(self._crew.collect, "capture")
         return Capture(self.executors, self.assembly.randomness, recorder, agree)
 
-    def take_up(self, program: Program) -> None:
+    def run_by(self, number: int, program: Program) -> None:
         """Switch to another program, and capture it again."""
-        super().take_up(program)
+        super().run_by(number, program)
         self.captured = self._capture()
 
     def called(self, step: Step) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from drumline.core.errors import UsageError, counted
 from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
-from drumline.pipeline.auto_schedule import Searched
+from drumline.pipeline.adapting.auto_schedule import Searched
 from drumline.pipeline.lengths.arrange import SearchedSizes
 from drumline.pipeline.options import Options, made_with
 from drumline.pipeline.saving.loader import Loaded
@@ -93,6 +93,8 @@ class Pipeline:
     - `tensor_parallel`: how an axis tp divides layers, as a dict from patterns of their names to styles, such as
       `{"*.q_proj": "colwise", "*.o_proj": "rowwise"}`. Default: the model's own `tensor_parallel_plan` or `tp_plan`.
     - `sequence_parallel`: between layers that tp divides, also divide the tokens of each row.
+    - `adapt`: change the program, the cut or the number of microbatches during training, where measured steps show that
+      it pays: True, or a dict of settings, such as `{"rebalance": "half"}`. See the page on adapting.
     - `record`: True keeps the last step's timeline (default), False records nothing, a folder stores the whole run.
     - `continue_record`: let the folder of `record` hold a run already, which this one continues: see `load`.
     """
@@ -162,6 +164,7 @@ class Pipeline:
         call, step = self._run.part_of(CalledWith(batch, named, target)), self._new_step()
         step.wants_outputs, step.share = _switched(outputs), _shared(share)
         self._run.refuse(step)
+        self._run.adapt(step)
         self._run.run_by(step, program)
         self._run.catch_up(step)
         self._run.check_before(step, call)
@@ -238,6 +241,19 @@ class Pipeline:
             clip.scale(self.parameters(), total, max_norm)
             self._recording.note(grad_norm=total)
             return total
+
+    def take_program(self, program: str | Path | Program, num_microbatches: int | None = None) -> Program:
+        """Run by another program from the next step on: a schedule's name, a `Program` or a CSV file.
+
+        Call it on every rank, between two steps. It must place the same stages on the same ranks. It is proven first,
+        and refused if it holds more than `adapt` allows. With a schedule's name, `num_microbatches` is that of now
+        unless given. Returns the program as it runs.
+
+        >>> pipe = Pipeline([nn.Linear(1, 1), nn.Linear(1, 1)], num_microbatches=4, num_ranks=2)
+        >>> pipe.take_program("gpipe", num_microbatches=2).num_microbatches
+        2
+        """
+        return self._run.take_program(program, num_microbatches)
 
     def search(self, sizes: Iterable[Any], *, seconds: float = 2.0, num_steps: int = 1000) -> SearchedSizes:
         """Search a program for steps whose microbatches have these sizes: lengths, or (rows, length) for each.
@@ -401,6 +417,8 @@ class Pipeline:
     def _close(self, most_seconds: float | None = None) -> None:
         self._state.finish(most_seconds)
         self._recording.close()
+        if self._run.adapting is not None:
+            self._run.adapting.close()
         self._crew.close()
 
     def __repr__(self) -> str:

@@ -27,6 +27,7 @@ from drumline.core.errors import UsageError
 from drumline.core.measured.record import COLUMNS, Record
 from drumline.core.measured.run import (
     CONFIG,
+    DECISIONS,
     ENDED,
     ENVIRONMENT,
     FORMAT,
@@ -107,6 +108,13 @@ class RunFolder:
     def add_metrics(self, step: int, metrics: dict[str, Any]) -> None:
         """Add the line for all ranks."""
         self._add(METRICS, {"run": self.run, "step": step, **metrics})
+
+    def add_decision(self, step: int, line: Mapping[str, Any]) -> None:
+        """Add what was decided before a step, or what came of it."""
+        if DECISIONS not in self._files:
+            self._files[DECISIONS] = os.open(self.path / DECISIONS, _ADDING | os.O_CREAT, 0o666)
+            self._lines[DECISIONS] = []
+        self._add(DECISIONS, {"run": self.run, "step": step, **line})
 
     def _add(self, name: str, line: dict[str, Any]) -> None:
         self._lines[name].append(_encode(line).encode() + b"\n")
