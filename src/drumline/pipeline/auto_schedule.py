@@ -93,6 +93,10 @@ class AutoSchedule(Observer):
                 self._recording.settle()
                 self._engine.take_up(self._frozen.pruned(program))
 
+    def moved(self) -> None:
+        """Forget what was measured of other stages."""
+        self._seen.clear()
+
     def _better(self, number: int) -> Program | None:
         """Search on rank 0 and return the result on all ranks; None if nothing is better."""
         mine, crew, program = None, self._crew, self._frozen.program

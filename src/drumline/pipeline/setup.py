@@ -141,7 +141,7 @@ class _SetUp:
         self._divide_experts(stages)
         engine = self._engine(assembled)
         programs = self._programs(frozen)
-        holdings = Holdings(assembled.ties, crew, engine.executors, list(engine.copies.values()))
+        holdings = Holdings(assembled.ties, crew, engine.executors, list(engine.copies.values()), engine.chain)
         ledger = Ledger(given.unused, unused_in(stages) if crew.rank == 0 and self.axes.number == 0 else None)
         clocks = [one.clock for one in engine.executors]
         recording = Recording(self._record, crew, ledger, holdings, clocks, continues=given.continue_record)
@@ -160,7 +160,7 @@ class _SetUp:
         if given.zero:
             self._divide_state(engine, holdings, updates)
         watched.begin()
-        shared = Shared(assembled.ties, list(engine.stages()))
+        shared = Shared(engine)
         check.attach(engine, holdings)
         followed = Followed(block for stage in engine.stages() for block in stage.blocks)
         auto = AutoSchedule(crew, ledger, frozen, engine, recording) if given.schedule == AUTO else None
@@ -168,7 +168,7 @@ class _SetUp:
             crew, lambda: programs[engine.number] if engine.number else frozen.program, is_on=given.arrange
         )
         intake.order_of = arranging.order_of if given.arrange else None
-        loads = ExpertLoads((block.module for stage in engine.stages() for block in stage.blocks), self.axes)
+        loads = ExpertLoads(engine, self.axes)
         observers = [*([] if auto is None else [auto]), loads, engine, holdings, updates, shared, recording, arranging]
         return StepRun(
             crew, ledger, intake, frozen, engine, holdings, updates, recording, watched, followed, check,

@@ -4,6 +4,7 @@
     rank0.jsonl  rank1.jsonl  ...                              a line per step, each by its own rank
     metrics.jsonl                                              a line per step, by rank 0
     program-1.csv  program-2.csv  ...                          if steps used other programs: their lines say which
+    decisions.jsonl                                            a line per change while it ran, by rank 0
     ended.json                                                 written when rank 0 closes the run
 
 Only complete lines count, so the unfinished line of a killed rank is ignored. A step exists once all ranks wrote it.
@@ -32,7 +33,7 @@ from drumline.core.prove.validate import validate
 FORMAT = 1
 _STEPS_AROUND = 8  # used to find clock drift, which matters only within a step: enough to know it well
 CONFIG, PLAN, PROGRAM, ENVIRONMENT = "config.json", "plan.json", "program.csv", "environment.json"
-METRICS, ENDED = "metrics.jsonl", "ended.json"
+METRICS, DECISIONS, ENDED = "metrics.jsonl", "decisions.jsonl", "ended.json"
 OPENING = re.compile(rb'\{"run":"([^"]*)","step":(\d{1,15}),')
 
 

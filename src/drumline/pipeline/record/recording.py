@@ -303,6 +303,11 @@ class Recording(Observer):
         if self._waiting:
             self._waiting[-1][1].update(metrics)
 
+    def decide(self, decision: Mapping[str, Any]) -> None:
+        """Write that the run was changed between two steps; rank 0 does so."""
+        if 0 in self._ranks and self.folder is not None and self.folder.is_open:
+            self.folder.add_decision(decision)
+
     def failed(self) -> None:
         """Write everything that is known."""
         self.flush()
