@@ -1,1 +1,1 @@
-"""Decisions about a pipeline that runs: what has changed, and which program, cut or number of microbatches to take."""
+"""Decisions about a running pipeline, as values and pure functions: they know neither pipelines nor training loops."""

@@ -206,6 +206,10 @@ class Decider:
         self.stop()
         self._begin_again()
 
+    def stay(self) -> None:
+        """Hear that layers cannot move."""
+        self._layers = None
+
     def stop(self) -> None:
         """End a search that is under way."""
         if self._aside is not None:

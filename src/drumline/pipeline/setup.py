@@ -143,7 +143,7 @@ class _SetUp:
         self._divide_experts(stages)
         engine = self._engine(assembled)
         programs = self._programs(frozen)
-        holdings = Holdings(assembled.ties, crew, engine.executors, list(engine.copies.values()))
+        holdings = Holdings(assembled.ties, crew, engine.executors, list(engine.copies.values()), engine.chain)
         ledger = Ledger(given.unused, unused_in(stages) if crew.rank == 0 and self.axes.number == 0 else None)
         clocks = [one.clock for one in engine.executors]
         recording = Recording(self._record, crew, ledger, holdings, clocks, continues=given.continue_record)
@@ -162,17 +162,18 @@ class _SetUp:
         if given.zero:
             self._divide_state(engine, holdings, updates)
         watched.begin()
-        shared = Shared(assembled.ties, list(engine.stages()))
+        shared = Shared(engine)
         check.attach(engine, holdings)
         followed = Followed(block for stage in engine.stages() for block in stage.blocks)
         auto = AutoSchedule(crew, ledger, frozen) if given.schedule == AUTO else None
-        adapting = self._adapting(stages, balance, ledger, recording, assembled)
+        adapting = self._adapting(stages, balance, ledger, recording, engine)
         arranging = Arranging(
             crew, lambda: programs[engine.number] if engine.number else frozen.program, is_on=given.arrange
         )
         intake.order_of = arranging.order_of if given.arrange else None
-        loads = ExpertLoads((block.module for stage in engine.stages() for block in stage.blocks), self.axes)
-        observers = [loads, engine, holdings, updates, shared, recording, arranging]
+        loads = ExpertLoads(engine, self.axes)
+        changing = [one for one in (auto, adapting) if one is not None]
+        observers = [*changing, loads, engine, holdings, updates, shared, recording, arranging]
         return StepRun(
             crew, ledger, intake, frozen, engine, holdings, updates, recording, watched, followed, check,
             observers, auto, adapting, balance, given.check_finite, programs, arranging, positions,
@@ -184,7 +185,7 @@ class _SetUp:
         balance: Balance | None,
         ledger: Ledger,
         recording: Recording,
-        assembled: Assembly,
+        engine: Engine,
     ) -> Adapting | None:
         """Return what adapts the pipeline, if it shall; the first rank decides."""
         given, crew = self.options, self.crew
@@ -194,9 +195,9 @@ class _SetUp:
         decider = None
         if crew.rank == crew.axes.number == 0:
             names = {block.name for stage in stages for block in stage}
-            recompute = bool(names) and names <= assembled.checkpointed
+            recompute = bool(names) and names <= engine.assembly.checkpointed
             decider = decider_for(settings, self.program, stages, balance, given.schedule, recompute=recompute)
-        return Adapting(settings, crew, ledger, recording, decider)
+        return Adapting(settings, crew, ledger, recording, engine, decider)
 
     def _check(
         self,

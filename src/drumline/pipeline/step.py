@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from drumline.adapt.move import Move
 from drumline.core.errors import DrumlineError, MismatchError, ModelError, RunError, UsageError
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
@@ -127,12 +128,12 @@ class StepRun:
         self.engine.run_by(number, program)
         self.intake.num_microbatches = program.num_microbatches
 
-    def adapt(self, step: Step) -> None:
+    def adapt(self, step: Step, move: Callable[..., Move]) -> None:
         """Change the program or the cut before a step, where `schedule="auto"` or `adapt` find that it pays."""
         if self.auto is not None and not self.auto.is_over:
             self.auto.before(step, self.take)
         elif self.adapting is not None:
-            self.adapting.before(step, self)
+            self.adapting.before(step, self.take, move)
 
     def take(self, program: Program) -> None:
         """Run by another program from the next step on; all ranks call it with the same one, which is proven."""
@@ -141,7 +142,7 @@ class StepRun:
         self.frozen.pruned(program)
         self._switch(self.programs.own)
         if self.adapting is not None:
-            self.adapting.taken(program)
+            self.adapting.took_up(program)
 
     def take_program(self, given: Any, num_microbatches: int | None) -> Program:
         """Run by another program from the next step on, once all ranks have proven the same one."""

@@ -13,46 +13,51 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
-from drumline.adapt.decide import Arrangement, Decider, Proposal
+from drumline.adapt.decide import CUT, Arrangement, Decider, Proposal
+from drumline.adapt.move import Move
 from drumline.adapt.rebalance import Layers, guessed
 from drumline.adapt.seen import Seen
 from drumline.adapt.settings import Adapt
-from drumline.core.errors import DrumlineError, RunError
+from drumline.core.errors import DrumlineError, ModelError, RunError, UsageError
 from drumline.core.program import Program
 from drumline.pipeline.assembly import LossHolder
 from drumline.pipeline.balance import Balance
 from drumline.pipeline.crew import Crew
+from drumline.pipeline.engine import Engine
+from drumline.pipeline.observer import Observer
 from drumline.pipeline.record.recording import Recording
 from drumline.pipeline.record.tally import Ledger
 from drumline.runtime.blocks.cut import Block, guessed_costs
 from drumline.runtime.executor import Step
 from drumline.schedules import generate, schedules
 
+Take = Callable[[Program], None]
+Moving = Callable[..., Move]
 _EVERY = 4  # steps between two looks if several lines of a mesh have to agree
 
 
-class Takes(Protocol):
-    """What a pipeline lets itself be changed by; all ranks call it alike."""
-
-    def take(self, program: Program) -> None:
-        """Run by another program from the next step on."""
-
-
-class Adapting:
+class Adapting(Observer):
     """Watches the steps of a pipeline on the first rank, and changes it on all of them."""
 
     def __init__(
-        self, settings: Adapt, crew: Crew, ledger: Ledger, recording: Recording, decider: Decider | None
+        self,
+        settings: Adapt,
+        crew: Crew,
+        ledger: Ledger,
+        recording: Recording,
+        engine: Engine,
+        decider: Decider | None,
     ) -> None:
         self.settings = settings
-        self._crew, self._ledger, self._recording, self._decider = crew, ledger, recording, decider
+        self._crew, self._ledger, self._recording, self._engine = crew, ledger, recording, engine
+        self._decider = decider
         self._every = _EVERY if crew.axes.is_mesh else 1
         self._seen = -1  # the last step that was looked at
         self._num_judged = 0
 
-    def before(self, step: Step, pipe: Takes) -> None:
+    def before(self, step: Step, take: Take, move: Moving) -> None:
         """Change what the first rank decides, before a step."""
         if not step.draw or step.draw % self._every:
             return
@@ -62,7 +67,7 @@ class Adapting:
             first = self._crew.axes.lines[0][0] if self._crew.axes.is_mesh else 0
             proposal: Proposal | None = told[first]
             if proposal is not None:
-                self._change(proposal, pipe)
+                self._change(proposal, take, move)
 
     def _decided(self, decider: Decider) -> Proposal | None:
         """Look at the last step, if it is a new one; return what to change."""
@@ -85,17 +90,36 @@ class Adapting:
 
     def _tell(self, step: int, text: str, line: dict[str, Any]) -> None:
         print(f"adapt: step {step}: {text}", file=sys.stderr, flush=True)
-        self._recording.decided(step, line)
+        if line:
+            self._recording.decide(line)
 
-    def _change(self, proposal: Proposal, pipe: Takes) -> None:
-        pipe.take(proposal.after.program)
+    def _change(self, proposal: Proposal, take: Take, move: Moving) -> None:
+        """Take up what was decided; layers that cannot move stay where they are for good."""
+        seconds, num_bytes = 0.0, 0
+        if proposal.kind == CUT:
+            try:
+                moved = move(None, list(proposal.after.counts))
+            except (UsageError, ModelError) as error:  # the same on all ranks, before anything has moved
+                if self._decider is not None:
+                    self._tell(proposal.step, f"layers stay where they are: {error}", {})
+                    self._decider.stay()
+                return
+            seconds, num_bytes = moved.total_seconds, moved.bytes_moved
+        else:
+            take(proposal.after.program)
         if self._decider is not None:
-            self._decider.took(proposal, proposal.after)
+            self._decider.took(proposal, proposal.after, seconds=seconds, num_bytes=num_bytes)
 
-    def taken(self, program: Program) -> None:
+    def took_up(self, program: Program) -> None:
         """Hear that another program was taken up, whoever decided so."""
         if self._decider is not None and program != self._decider.now.program:
             self._decider.changed(replace(self._decider.now, program=program))
+
+    def moved(self) -> None:
+        """Hear that layers have moved, whoever decided so."""
+        if self._decider is not None:
+            chain = self._engine.chain
+            self._decider.changed(replace(self._decider.now, counts=chain.balance(chain.counts)))
 
     def close(self) -> None:
         """End a search that is under way."""

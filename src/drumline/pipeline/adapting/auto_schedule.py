@@ -22,6 +22,7 @@ from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
 from drumline.pipeline.crew import Crew
+from drumline.pipeline.observer import Observer
 from drumline.pipeline.record.tally import Ledger
 from drumline.pipeline.state.frozen import Frozen
 from drumline.plan.search.search import search
@@ -66,7 +67,7 @@ class Searched:
         return None if self.after is None else 1 - self.after / self.before
 
 
-class AutoSchedule:
+class AutoSchedule(Observer):
     """Counts steps and switches to a better program when it is time."""
 
     def __init__(self, crew: Crew, ledger: Ledger, frozen: Frozen) -> None:
@@ -88,6 +89,10 @@ class AutoSchedule:
                 self._conclude()
             elif (program := self._better(step.number)) is not None:
                 take(program)
+
+    def moved(self) -> None:
+        """Forget what was measured of other stages."""
+        self._seen.clear()
 
     def _better(self, number: int) -> Program | None:
         """Search on rank 0 and return the result on all ranks; None if nothing is better."""

@@ -136,6 +136,11 @@ class Programs:
         """Those that have names."""
         return {name: self._listed[number] for name, number in self._numbers.items()}
 
+    def renew(self) -> None:
+        """Prune all of them again, because stages have other blocks now."""
+        given = dict(reversed(self._known.values()))  # the first of each number
+        self._listed = [self._prune(given[number]) for number in range(len(self._listed))]
+
     def number_of(self, given: str | Program | None) -> int:
         """Return the number of the program that a step names, or brings."""
         if given is None:

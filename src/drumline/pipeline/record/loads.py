@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from torch import nn
-
+from drumline.pipeline.engine import Engine
 from drumline.pipeline.observer import Observer
 from drumline.pipeline.record.tally import Told
 from drumline.runtime.axes.axes import DATA, Axes
@@ -16,9 +15,15 @@ from drumline.runtime.executor import Step
 class ExpertLoads(Observer):
     """Counts what the mixtures of experts of this process's stages do in a step, over all lines of a mesh."""
 
-    def __init__(self, modules: Iterable[nn.Module], axes: Axes) -> None:
-        self._blocks = [one for module in modules for one in module.modules() if isinstance(one, MoE)]
+    def __init__(self, engine: Engine, axes: Axes) -> None:
+        self._engine = engine
         self._axes = axes
+        self.moved()
+
+    def moved(self) -> None:
+        """Find the mixtures of the stages here."""
+        modules = (block.module for stage in self._engine.stages() for block in stage.blocks)
+        self._blocks = [one for module in modules for one in module.modules() if isinstance(one, MoE)]
 
     def begin(self, step: Step) -> None:
         """Forget what was counted before."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
+from drumline.pipeline.engine import Engine
 from drumline.pipeline.observer import Observer
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.executor import Step
@@ -35,7 +36,16 @@ class _Kept(NamedTuple):
 class Shared(Observer):
     """The buffers that this process's stages share with others, and the attributes of stages with several copies."""
 
-    def __init__(self, ties: Ties, stages: Sequence[Stage]) -> None:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._num_steps = 0
+        self._before: list[tuple[Tensor | None, int, Tensor | None]] = []
+        self._attributes: list[dict[str, Any]] = []
+        self.moved()
+
+    def moved(self) -> None:
+        """Find what the stages here share with others."""
+        ties, stages = self._engine.assembly.ties, list(self._engine.stages())
         self._kept = list(_kept(ties, stages))
         self._doubled = [
             (block.name, module)
@@ -44,9 +54,6 @@ class Shared(Observer):
             for block in stage.blocks
             for module in block.module.modules()
         ]
-        self._num_steps = 0
-        self._before: list[tuple[Tensor | None, int, Tensor | None]] = []
-        self._attributes: list[dict[str, Any]] = []
 
     def begin(self, step: Step) -> None:
         """Record the state before a step."""
