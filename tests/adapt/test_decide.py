@@ -6,12 +6,12 @@ from functools import partial
 
 import pytest
 
-from adapt.virtual import Virtual, one_f_one_b, profile, settings
 from drumline.adapt.decide import CUT, NUMBER, PROGRAM
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import simulate
 from drumline.schedules import generate
 from some import some
+from virtual_pipeline import Virtual, one_f_one_b, profile, settings
 
 
 def test_nothing_happens_while_nothing_changes() -> None:

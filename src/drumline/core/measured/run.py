@@ -190,6 +190,26 @@ class Run:
                     found[name] = None  # treat it like infinity
         return found
 
+    def decisions(self) -> list[dict[str, Any]]:
+        """Return what was changed while the run went on, and what came of it, in order; empty if nothing was."""
+        path = self.path / DECISIONS
+        if not is_there(path, _FILE):
+            return []
+        with opened(path, _FILE) as file:
+            text = file.read(LINE.max_bytes)
+        found = []
+        for line in text.splitlines(keepends=True):
+            if not line.endswith(b"\n"):
+                break  # a killed rank's
+            with named(path, _FILE):
+                one = parse_object(line, _FILE)
+                table = Parsed(one, _FILE)
+                _check_run(path, table["run"].text(), self.id)
+                table["step"].whole()
+                table["kind"].text()
+            found.append(one)
+        return found
+
     @property
     def has_ended(self) -> bool:
         """Whether rank 0 has closed the run; a run that was killed never has."""

@@ -10,7 +10,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,12 @@ def check(settings: TrainSettings) -> None:
             raise UsageError(
                 f"mesh.{name} is {getattr(settings.mesh, name)}", expected="1: drumline train has no model with experts"
             )
+    if settings.pipeline.schedule == "auto":
+        raise UsageError(
+            "pipeline.schedule is 'auto'",
+            expected="a schedule to begin with",
+            fix="name one and set adapt.on, which searches other programs while the run goes on",
+        )
     if settings.memory.recompute not in ("none", "full"):
         raise UsageError(
             f"memory.recompute is {settings.memory.recompute!r}",
@@ -139,6 +145,8 @@ def pipeline_arguments(
             "zero": settings.memory.zero,
             "sequence_parallel": settings.memory.sequence_parallel and mesh.tensor > 1,
         }
+    if settings.adapt.on:
+        found["adapt"] = {name: value for name, value in asdict(settings.adapt).items() if name != "on"}
     if counts:
         found["programs"] = {program_name(one): one for one in counts}
     if _wants_example(built.model) or found.get("balance") == "auto":
