@@ -180,7 +180,7 @@ def test_another_number_of_microbatches_is_taken_up() -> None:
         ("no-such", None, DrumlineError, "no-such"),
         (program("1f1b"), 8, ProgramError, "has 4 microbatches"),
         (dl.Program.parse("0F0,0B0\n1B0,1F0"), None, InvalidProgram, "1B0 runs before 1F0"),
-        (program("gpipe"), None, InvalidProgram, "holds"),
+        (program("gpipe"), None, InvalidProgram, "hold 3 pairs, over the limit of 2"),
     ],
 )
 def test_what_cannot_be_taken_up_is_refused_and_changes_nothing(given: Any, number: Any, kind: Any, said: str) -> None:
