@@ -77,18 +77,23 @@ def trained(
     make: Callable[[], nn.Module],
     moves: Moves,
     *,
+    first: int = 0,
+    folder: str = "",
     steps_per_update: int = 1,
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train with AdamW and clipping, taking other cuts on the way; return all that came of it on this process."""
+    """Train with AdamW and clipping, taking other cuts on the way; return all that came of it on this process.
+
+    A later `first` step goes on from what an earlier run saved in the folder before it moved.
+    """
     seen = []
     with made(make() if dtype is None else make().to(dtype), **options) as pipe:
         optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         if first:
             pipe.load(folder)
-        for step in range(first, last):
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 1.0 if folder else 0.9)
+        for step in range(first, STEPS):
             if folder and not first and step in moves:
                 pipe.save(folder, wait=True)
             if step in moves:
@@ -283,7 +288,9 @@ def test_moves_between_processes(tmp_path: Path) -> None:
     assert all(min(loaded[name], others[name]) > 15 for name in some(OTHER_SUMS))
     for name in some(CASES):
         assert min(first[name], second[name]) > 15, name
-        assert first[f"{name}, bytes"] == second[f"{name}, bytes"] > 1000, name
+        num_bytes = first[f"{name}, bytes"]
+        assert num_bytes == second[f"{name}, bytes"], name
+        assert num_bytes > 1000 or (name == "two copies" and num_bytes == 0), name  # both ranks hold all there
     for name, kind in some(
         {
             "wrong cut": ModelError,
