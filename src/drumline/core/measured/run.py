@@ -4,7 +4,7 @@
     rank0.jsonl  rank1.jsonl  ...                              a line per step, each by its own rank
     metrics.jsonl                                              a line per step, by rank 0
     program-1.csv  program-2.csv  ...                          if steps used other programs: their lines say which
-    decisions.jsonl                                            a line per change while it ran, by rank 0
+    decisions.jsonl                                            if the run adapts: what was changed, and what came of it
     ended.json                                                 written when rank 0 closes the run
 
 Only complete lines count, so the unfinished line of a killed rank is ignored. A step exists once all ranks wrote it.

@@ -121,6 +121,12 @@ class Mover:
                 expected="optimizers from pipe.optimizer: their state moves too",
                 fix=f"use pipe.optimizer(torch.optim.{kind}, ...)",
             )
+        if run.recording.folder is not None and run.frozen.would_change(counts):
+            raise UsageError(
+                "repartition: stages would have other backwards, because of frozen parameters",
+                expected="the same program in a recorded run",
+                fix="keep a trainable block in each stage that has one now, or pass record=True",
+            )
         run.engine.assembly.ties.recut(counts)  # refuses statistics that several stages would share
 
     # ---- send --------------------------------------------------------------------------------------------------------
@@ -234,5 +240,6 @@ class Mover:
 
     def _noted(self, move: Move) -> Move:
         self.moves.append(move)
-        self._run.recording.decide({"kind": "move", **move.to_json()})
+        if self._run.crew.rank == self._run.crew.axes.number == 0:
+            self._run.recording.decided(move.step, {"kind": "move", **move.to_json()})
         return move

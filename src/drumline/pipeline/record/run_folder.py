@@ -109,12 +109,12 @@ class RunFolder:
         """Add the line for all ranks."""
         self._add(METRICS, {"run": self.run, "step": step, **metrics})
 
-    def add_decision(self, decision: Mapping[str, Any]) -> None:
-        """Add a line about a change while the run goes on; the file appears with the first of them."""
+    def add_decision(self, step: int, line: Mapping[str, Any]) -> None:
+        """Add what was decided before a step, or what came of it."""
         if DECISIONS not in self._files:
             self._files[DECISIONS] = os.open(self.path / DECISIONS, _ADDING | os.O_CREAT, 0o666)
             self._lines[DECISIONS] = []
-        self._add(DECISIONS, {"run": self.run, "step": decision["step"], **decision})
+        self._add(DECISIONS, {"run": self.run, "step": step, **line})
 
     def _add(self, name: str, line: dict[str, Any]) -> None:
         self._lines[name].append(_encode(line).encode() + b"\n")

@@ -58,10 +58,18 @@ class Frozen:
         self._cuts = cuts
 
     def _lay_out(self, counts: Sequence[int]) -> None:
-        spans = list(pairwise(accumulate(counts, initial=0)))
-        self._trained = [any(self._block_trains[first:last]) for first, last in spans]
+        self._trained = self._trained_by(counts)
         each = self._block_parameters
+        spans = pairwise(accumulate(counts, initial=0))
         self._parameters = [[pair for one in each[first:last] for pair in one] for first, last in spans]
+
+    def _trained_by(self, counts: Sequence[int]) -> list[bool]:
+        """Return, for each stage with so many blocks, whether it trained when the pipeline was created."""
+        return [any(self._block_trains[first:last]) for first, last in pairwise(accumulate(counts, initial=0))]
+
+    def would_change(self, counts: Sequence[int]) -> bool:
+        """Whether stages with so many blocks need other backwards than now."""
+        return self._trained_by(counts) != self._trained
 
     def pruned(self, program: Program) -> Program:
         """Switch to another program for the same stages, and return it without the backwards that they do not need."""
