@@ -1,6 +1,6 @@
 """What adapting does for a pipeline of two ranks while one rank or the link gets slow: bubble, pause, throughput.
 
-    python benchmarks/adapt.py [--cases slowing sudden noisy link number] [--runs 3] [--blocks 24] [--rows 64]
+    PYTHONPATH=tests python benchmarks/adapt.py [--cases slowing sudden noisy link number] [--runs 3] [--blocks 24]
 
 Rank 1 is slowed by real extra compute in everything that it computes, wherever layers are: part of every product runs
 again. 1f1b, 32 microbatches, one thread a rank.
@@ -8,7 +8,8 @@ again. 1f1b, 32 microbatches, one thread a rank.
 slowing    1% a step up to 1.5 times; every step is the median of several runs
 sudden     1.5 times from step 50 on, until step 100: moved, and moved back
 noisy      one step takes three times as long: nothing moves
-link       every message takes 20 ms longer from step 20 on (gloo; the receiver holds messages): another program
+link       every message takes 20 ms longer from step 25 on (gloo): another program. Two namespaces are joined by a
+           relay that holds packets; where these cannot be made, the receiver holds messages
 number     every action gets a fixed cost midway: another number of microbatches, against every static one
 
 A step's bubble counts the pause of a move before it. `beside` is the throughput beside the best static cut at that
@@ -20,7 +21,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -204,20 +206,30 @@ def static_cuts(given: dict[str, Any], steps: int) -> dict[int, float]:
     return {at: median(each) for at, each in taken.items()}
 
 
-def slow_link(steps: int, given: dict[str, Any], record: str | None) -> dict[str, Any]:
+def slow_link(steps: int, given: dict[str, Any], record: str | None, link: Any) -> dict[str, Any]:
     """Run with a link that gets slow; return the steps, and the optimum for its delay."""
+    import os
+
     torch.set_num_threads(1)
-    now = [0.0]
-    hold_messages(lambda: now[0])
+    now, rank = [0.0], int(os.environ["RANK"])
+    if link is None:
+        hold_messages(lambda: now[0])
+    else:
+        torch.distributed.destroy_process_group()
+        for name in ("GLOO_SOCKET_IFNAME", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+        os.environ.update({"MASTER_ADDR": link.hosts.addresses[0], "MASTER_PORT": "29507"})
+        link.hosts.enter(rank)
     microbatches = given["microbatches"] // 2
-    x = torch.randn(given["rows"] * microbatches, _WIDTH, generator=torch.Generator().manual_seed(1))
-    half = given["blocks"] // 2
+    # Messages of 24 KiB travel in one packet with their header.
+    x = torch.randn(16 * microbatches, _WIDTH, generator=torch.Generator().manual_seed(1))
+    blocks = 4 * given["blocks"]
     found, told = [], {}
     with dl.Pipeline(
-        model_of(given["blocks"]),
+        model_of(blocks),
         loss_fn=nn.functional.mse_loss,
         schedule="zb-h1",
-        balance=[half, given["blocks"] - half],
+        balance=[blocks // 2, blocks - blocks // 2],
         num_microbatches=microbatches,
         transport="gloo",
         adapt={"rebalance": "keep", "max_activations": 8},
@@ -227,16 +239,24 @@ def slow_link(steps: int, given: dict[str, Any], record: str | None) -> dict[str
         seen = []
         for step in range(steps):
             now[0] = DELAY if step >= given["since"] // 2 else 0.0
+            if link is not None and rank == 0:
+                link.hold(now[0])
             found.append(stepped(pipe, x, optimizer))
             seen.append(pipe.timeline())
-        from drumline.core.measured.costs import costs_of
-
-        costs = costs_of(seen[-5:], quickest=True)
         if pipe.rank == 0:
-            limit = dl.Limit(max_activations=8)
-            best = dl.search(costs, pipe.program.placement, num_microbatches=microbatches, limit=limit, seconds=10.0)
-            told = {"optimum": best.value, "bound": float(best.bound.value)}
+            told = optimum(seen[-5:], pipe.program, microbatches)
     return {"steps": found, **told}
+
+
+def optimum(seen: list[Any], program: dl.Program, microbatches: int) -> dict[str, float]:
+    """Return the shortest step that a search finds for what was measured, and what none can go below."""
+    from drumline.core.measured.costs import costs_of
+
+    costs = costs_of(seen, quickest=True)
+    limit = dl.Limit(max_activations=8)
+    best = dl.search(costs, program.placement, num_microbatches=microbatches, limit=limit, seconds=10.0)
+    delay = max(edge.latency for edge in costs.edges.values())
+    return {"optimum": best.value, "bound": float(best.bound.value), "delay": delay}
 
 
 def number_of_microbatches(steps: int, given: dict[str, Any], fixed: int | None) -> list[dict[str, Any]]:
@@ -309,6 +329,22 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure.savefig(path)
 
 
+@contextmanager
+def link_between_hosts() -> Iterator[Any]:
+    """Play two hosts with a relay between them, if that is possible here; else give None."""
+    try:
+        from held_link import held_link
+        from hosts.namespaces import why_not
+    except ImportError:
+        yield None
+        return
+    if why_not():
+        yield None
+        return
+    with held_link() as link:
+        yield link
+
+
 def ranked(run: Any, *given: Any) -> Any:
     return dl.launch(run, *given, num_ranks=2)[0]
 
@@ -334,8 +370,11 @@ def measured(case: str, args: argparse.Namespace, given: dict[str, Any]) -> dict
             print(f"  throughput beside it {told['beside']:.1%}")
         return {**told, "steps": found}
     if case == "link":
-        told = ranked(slow_link, since + 20, given, folder)
-        figures = show(case, told["steps"], since // 2)
+        with link_between_hosts() as link:
+            told = ranked(slow_link, since + 20, given, folder, link)
+        how = "the receiver holds messages" if link is None else "a relay holds packets"
+        figures = {**show(case, told["steps"], since // 2), "how": how}
+        print(f"  {how}; a message takes {told['delay'] * 1e3:.1f} ms")
         last = median(one["makespan"] for one in told["steps"][-5:])
         print(f"  last steps {last * 1e3:.1f} ms, {last / told['optimum']:.3f} of the simulated optimum")
         return {**figures, **told, "beside_optimum": last / told["optimum"]}
