@@ -174,7 +174,7 @@ def rank_slowed(case: str, steps: int, given: dict[str, Any], record: str | None
 def slowness(case: str, step: int, given: dict[str, Any]) -> float:
     """Return how much slower rank 1 is in a step."""
     if case == "slowing":
-        return min(1.0 + 0.01 * max(step - given["since"] // 5, 0), SLOW)
+        return float(min(1.0 + 0.01 * max(step - given["since"] // 5, 0), SLOW))
     if case == "sudden":
         return SLOW if given["since"] <= step < 2 * given["since"] else 1.0
     return 3.0 if case == "noisy" and step == given["since"] // 2 else 1.0

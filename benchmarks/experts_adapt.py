@@ -37,7 +37,8 @@ class Dense(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x with what the network made of it."""
-        return x + self.down(nn.functional.gelu(self.up(x)))
+        made: Tensor = x + self.down(nn.functional.gelu(self.up(x)))
+        return made
 
 
 class Sparse(nn.Module):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
+import time
 
 import pytest
 
 from drumline.adapt.decide import CUT, NUMBER, PROGRAM
+from drumline.adapt.repair import Aside, Repair
+from drumline.core.costs import Costs
+from drumline.core.program import Program
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import simulate
-from drumline.schedules import generate
+from drumline.core.timeline.idle import Limit
 from some import some
 from virtual_pipeline import Virtual, one_f_one_b, profile, settings
 
@@ -104,9 +107,13 @@ def test_a_slow_link_is_seen_and_gets_a_proven_program(name: str) -> None:
 
 def test_the_number_of_microbatches_follows_what_an_action_costs() -> None:
     """Actions have a fixed cost of 0.01 ms, then of 8 ms: at first many microbatches are best, later few."""
-    build = partial(generate, "1f1b", num_ranks=2)
-    made = lambda number: build(num_microbatches=number)  # noqa: E731
-    costs = lambda step: 1e-5 if step < 40 else 8e-3  # noqa: E731
+
+    def made(number: int) -> Program:
+        return one_f_one_b(number)
+
+    def costs(step: int) -> float:
+        return 1e-5 if step < 40 else 8e-3
+
     given = settings(microbatches="batch", rebalance="keep", program=False, max_activations=16)
     run = Virtual(one_f_one_b(8), (8, 8), settings=given, build=made, fixed=costs, rows=64).run(80)
 
@@ -122,3 +129,20 @@ def test_the_number_of_microbatches_follows_what_an_action_costs() -> None:
         assert run.steps[step].makespan <= 1.05 * best
     assert {one.kind for one in run.proposals} == {NUMBER}
     assert run.steps[39].program.num_microbatches > 8 > run.steps[79].program.num_microbatches
+
+
+def test_a_search_runs_beside_and_ends_with_its_pipeline() -> None:
+    program = one_f_one_b(8)
+    costs = Costs(forward=0.01, backward_input=0.02, backward_weight=0.0, comm=0.02)
+    beside = Aside(costs, program, Limit(max_activations=4), seconds=0.5)
+    until = time.monotonic() + 120
+    while (found := beside.result()) is None:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert isinstance(found, Repair)
+    assert not validate(found.program, limit=Limit(max_activations=4))
+    assert found.seconds < simulate(program, costs).makespan
+    stopped = Aside(costs, program, Limit(max_activations=4), seconds=60.0)
+    stopped.stop()
+    assert stopped._process is not None
+    assert stopped._process.poll() is not None

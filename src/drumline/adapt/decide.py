@@ -254,7 +254,10 @@ class Decider:
             self._aside = self._search(self._costs, self.now.program, self._limit, seconds=self.settings.seconds)
             return None
         why, self._why = self._why, []
-        return None if best is None else replace(best, why=why[-1])
+        if best is None:
+            self._rest = self.settings.cooldown // 2  # the same would be found again
+            return None
+        return replace(best, why=why[-1])
 
     @property
     def _limit(self) -> Limit:

@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from drumline.core.action import B, Op
@@ -109,8 +109,17 @@ class Aside:
             "max_bytes": limit.max_bytes,
             "seconds": seconds,
         }
+        self._process: subprocess.Popen[bytes] | None = None
+        self._problem = ""
+        try:
+            self._process = self._started(json.dumps(told).encode())
+        except OSError as error:
+            self._problem = f"the search could not start: {error}"  # training goes on without
+
+    @staticmethod
+    def _started(told: bytes) -> subprocess.Popen[bytes]:
         path = os.pathsep.join(one for one in sys.path if one)
-        self._process = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-c", f"from {__name__} import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -118,15 +127,16 @@ class Aside:
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             start_new_session=True,  # Ctrl-C is for training, which ends this
         )
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(told).encode())
-            self._process.stdin.close()
-        except OSError:
-            pass  # it has ended already, and `result` says so
+        assert process.stdin is not None
+        with suppress(OSError):  # it has ended already, and `result` says so
+            process.stdin.write(told)
+            process.stdin.close()
+        return process
 
     def result(self) -> Repair | str | None:
         """Return what was found, or why nothing was; None while the search goes on. It never waits."""
+        if self._process is None:
+            return self._problem
         if self._process.poll() is None:
             if time.monotonic() < self._until:
                 return None
@@ -143,6 +153,8 @@ class Aside:
 
     def stop(self) -> None:
         """End the search."""
+        if self._process is None:
+            return
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait(5.0)
@@ -150,11 +162,7 @@ class Aside:
             self._process.stdout.close()
 
     def __del__(self) -> None:
-        if self._process.poll() is None:
-            self.stop()
-
-
-Search = Callable[..., Aside]
+        self.stop()
 
 
 def main() -> None:

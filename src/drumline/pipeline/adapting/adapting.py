@@ -80,7 +80,13 @@ class Adapting(Observer):
         if number == self._seen or last is None:
             return None
         self._seen = number
-        proposal = decider.see(Seen(number, measured), max((one.num_rows for one in last.told), default=0))
+        try:
+            proposal = decider.see(Seen(number, measured), max((one.num_rows for one in last.told), default=0))
+        except DrumlineError as error:  # training does not depend on this
+            self._tell(number, f"nothing changes from here on: {error}", {})
+            self.close()
+            self._decider = None
+            return None
         for judged in decider.judged[self._num_judged :]:
             self._tell(judged.step, str(judged), judged.to_json())
         self._num_judged = len(decider.judged)
@@ -91,7 +97,7 @@ class Adapting(Observer):
     def _tell(self, step: int, text: str, line: dict[str, Any]) -> None:
         print(f"adapt: step {step}: {text}", file=sys.stderr, flush=True)
         if line:
-            self._recording.decide(line)
+            self._recording.decided(step, line)
 
     def _change(self, proposal: Proposal, take: Take, move: Moving) -> None:
         """Take up what was decided; layers that cannot move stay where they are for good."""
