@@ -11,7 +11,7 @@ another cut beats what any program of this cut could reach, layers move; else a 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -20,7 +20,7 @@ from drumline.adapt.drift import Change, Drift, Uneven
 from drumline.adapt.microbatches import Build, Sizing
 from drumline.adapt.rebalance import Layers
 from drumline.adapt.repair import Aside, Repair, is_split, least_seconds
-from drumline.adapt.seen import Seen
+from drumline.adapt.seen import NAMED_QUEUE, Seen
 from drumline.adapt.settings import BATCH, HALF, KEEP, Adapt
 from drumline.core.costs import Costs
 from drumline.core.errors import DrumlineError
@@ -194,7 +194,9 @@ class Decider:
         self.now = now
         if num_bytes and seconds > 0:
             self._bytes_per_second = num_bytes / seconds
-        self._begin_again()
+        # Another program changes queues, but not what actions and messages take.
+        levels = self._drift.levels if proposal.kind == PROGRAM else {}
+        self._begin_again({name: one for name, one in levels.items() if not name.startswith(NAMED_QUEUE)})
         self._skip, self._rest = _SETTLING, self.settings.cooldown
         self._trial = None if proposal.is_back else proposal
         if proposal.is_trial:
@@ -216,9 +218,9 @@ class Decider:
             self._aside.stop()
             self._aside = None
 
-    def _begin_again(self) -> None:
+    def _begin_again(self, planned: Mapping[str, float] | None = None) -> None:
         self._recent.clear()
-        self._drift.begin()
+        self._drift.begin(planned)
         self._uneven.begin()
         self._why, self._slow = [], None
 

@@ -112,6 +112,11 @@ class Drift:
         """Begin again, because something was changed: against what is planned now, or the steps that follow."""
         self._series = {name: _Series(value) for name, value in (planned or {}).items()}
 
+    @property
+    def levels(self) -> dict[str, float]:
+        """The references that are known."""
+        return {name: series.reference for name, series in self._series.items() if series.reference > 0}
+
     def see(self, step: int, values: Mapping[str, float]) -> list[Change]:
         """Add the values of a step, and return the series that have changed."""
         found = []

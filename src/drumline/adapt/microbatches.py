@@ -19,18 +19,19 @@ from drumline.core.simulate.simulate import simulate
 from drumline.plan.device.overheads import Line, fitted
 
 _FIXED = 0.15  # share of an action that a smaller microbatch does not save, until it is measured
+_MOST = 128  # microbatches: more gain little, and take long to simulate
 _OPS = ("forward", "backward_input", "backward_weight")
 
 Build = Callable[[int], Program | None]
 
 
-def numbers(rows: int, least: int = 1) -> list[int]:
-    """Return the numbers of microbatches that divide a batch's rows.
+def numbers(rows: int) -> list[int]:
+    """Return the numbers of microbatches that divide a batch's rows, up to 128.
 
-    >>> numbers(12, least=2)
-    [2, 3, 4, 6, 12]
+    >>> numbers(12), numbers(512)[-1]
+    ([1, 2, 3, 4, 6, 12], 128)
     """
-    return [one for one in range(max(least, 1), rows + 1) if rows % one == 0]
+    return [one for one in range(1, min(rows, _MOST) + 1) if rows % one == 0]
 
 
 @dataclass
