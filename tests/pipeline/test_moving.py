@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import drumline as dl
-from drumline.core.errors import DrumlineError, MismatchError, ModelError, UsageError
+from drumline.core.errors import DrumlineError, MismatchError, ModelError, RankFailed, UsageError
 from drumline.pipeline.pipeline import Pipeline
+from drumline.runtime.weights import transfer
 from some import some
 
 pytestmark = pytest.mark.torch
@@ -275,6 +277,20 @@ def troubles(folder: str) -> dict[str, Any]:
     with made(Residual(), example=batch(0)[0]) as pipe:
         found["before the check"] = told(lambda: pipe.repartition(balance=[3, 5]))
     return found
+
+
+def dies() -> None:
+    """Leave without a word in the middle of a move."""
+    with made(chain(), timeout=20.0) as pipe:
+        pipe.step(batch(0)[0], target=batch(0)[1])
+        if pipe.rank == 1:
+            transfer._messages = lambda *_: os._exit(7)
+        pipe.repartition(balance=[6, 2])
+
+
+def test_a_rank_that_dies_in_a_move_is_named() -> None:
+    with pytest.raises(RankFailed, match=r"rank 1 .*exit code 7"):
+        dl.launch(dies, num_ranks=2, timeout=60.0)
 
 
 def on_ranks(folder: str) -> tuple[dict[str, int], dict[str, int], dict[str, Any]]:
