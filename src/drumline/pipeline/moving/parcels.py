@@ -12,10 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from drumline.core.errors import UsageError
 from drumline.pipeline.moving.chain import Chain
 from drumline.pipeline.state.updates import Handed, Kept, Updates
 from drumline.runtime.watch.fingerprint import PLAIN
@@ -78,12 +76,6 @@ def packed(freight: Freight, held: Mapping[str, Tensor], chain: Chain, updates: 
     handed = dict(zip(parameters, updates.handed_over([_parameter(held[name]) for name in parameters]), strict=True))
     for name in freight.names:
         for key, one in _tensors_of(held[name], handed.get(name)):
-            if one.layout is not torch.strided:
-                raise UsageError(
-                    f"{name} cannot move: its {' '.join(map(str, key))} is a {one.layout} tensor",
-                    expected="dense tensors",
-                    fix="for gradients, move after optimizer.zero_grad()",
-                )
             parcel.tensors.append((name, key, Shape.of(one)))
             tensors.append(one)
         if name in handed:
