@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from drumline.pipeline.moving.chain import Chain
 from drumline.pipeline.state.updates import Handed, Kept, Updates
-from drumline.runtime.watch.fingerprint import PLAIN
+from drumline.runtime.watch.fingerprint import plain_in
 from drumline.runtime.weights.tied import Ties
 from drumline.runtime.weights.transfer import Shape
 
@@ -82,10 +82,7 @@ def packed(freight: Freight, held: Mapping[str, Tensor], chain: Chain, updates: 
             parcel.trains[name] = held[name].requires_grad
             parcel.kept[name] = [None if one is None else (one.group, _plain(one.state)) for one in handed[name].kept]
     for number in freight.blocks:
-        modules = chain.block(number).module.modules()
-        parcel.attributes[number] = [
-            {key: one for key, one in vars(module).items() if type(one) in PLAIN} for module in modules
-        ]
+        parcel.attributes[number] = [plain_in(vars(module)) for module in chain.block(number).module.modules()]
     return parcel, tensors
 
 
