@@ -63,7 +63,7 @@ def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class _Seen(NamedTuple):
-    """The user's module when its copy last followed: plain attributes, which include its mode, and what else changes."""
+    """The user's module when its copy last followed: plain attributes with its mode, and what else may change."""
 
     plain: dict[str, Any]
     containers: list[Any]
