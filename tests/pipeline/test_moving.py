@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import drumline as dl
-from drumline.core.errors import DrumlineError, MismatchError, ModelError, UsageError
+from drumline.core.errors import DrumlineError, MismatchError, ModelError, RankFailed, UsageError
 from drumline.pipeline.pipeline import Pipeline
+from drumline.runtime.weights import transfer
+from host_recorder import HostRecorder
 from some import some
 
 pytestmark = pytest.mark.torch
@@ -277,6 +281,20 @@ def troubles(folder: str) -> dict[str, Any]:
     return found
 
 
+def dies() -> None:
+    """Leave without a word in the middle of a move."""
+    with made(chain(), timeout=20.0) as pipe:
+        pipe.step(batch(0)[0], target=batch(0)[1])
+        if pipe.rank == 1:
+            transfer._messages = lambda *_: os._exit(7)
+        pipe.repartition(balance=[6, 2])
+
+
+def test_a_rank_that_dies_in_a_move_is_named() -> None:
+    with pytest.raises(RankFailed, match=r"rank 1 .*exit code 7"):
+        dl.launch(dies, num_ranks=2, timeout=60.0)
+
+
 def on_ranks(folder: str) -> tuple[dict[str, int], dict[str, int], dict[str, Any]]:
     kept = [name for name in CASES if name != "dropout, statistics"]
     there_and_back = moved_and_not(kept) | moved_and_not(["dropout, statistics"], transport="gloo")
@@ -327,3 +345,32 @@ def test_moves_between_processes(tmp_path: Path) -> None:
 
 
 PARAMETERS = ("0.weight", "0.bias", "1.weight", "1.bias")
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_compiled_stages_are_compiled_again() -> None:
+    still, moved = (
+        trained(chain_of_norms, moves, compile="aot_eager", schedule="zb-h1", **HERE) for moves in ({}, {2: [3, 5]})
+    )
+    assert len(moved.pop("moves")) == 1
+    still.pop("moves")
+    moved.pop("blocks")
+    still.pop("blocks")
+    assert compare(still, moved, "compiled") > 40
+
+
+def test_captured_steps_are_captured_again() -> None:
+    recorder = HostRecorder()
+    losses: dict[int, list[float]] = {}
+    with mock.patch("drumline.pipeline.engine.recorder_for", return_value=recorder):
+        for balance in ([4, 4], [3, 5]):
+            pipe = made(chain_of_norms(), capture=True, **HERE)
+            for step in range(6):
+                if step == 3:
+                    before = recorder.num_captures
+                    pipe.repartition(balance=balance)
+                loss = pipe.step(*batch(step)[:1], target=batch(step)[1]).loss
+                assert loss is not None
+                losses.setdefault(step, []).append(loss.item())
+            assert recorder.num_captures > before
+    assert all(first == second for first, second in some(losses.values()))

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from drumline.adapt.move import Move
@@ -127,6 +128,14 @@ class Mover:
                 expected="the same program in a recorded run",
                 fix="keep a trainable block in each stage that has one now, or pass record=True",
             )
+        for name, one in run.engine.chain.tensors(self._numbers(run.engine.chain.counts)).items():
+            for what, tensor in (("value", one), ("gradient", one.grad)):
+                if tensor is not None and tensor.layout is not torch.strided:
+                    raise UsageError(
+                        f"repartition: the {what} of {name} is a {tensor.layout} tensor",
+                        expected="dense tensors",
+                        fix="move after optimizer.zero_grad()" if what == "gradient" else "",
+                    )
         run.engine.assembly.ties.recut(counts)  # refuses statistics that several stages would share
 
     # ---- send --------------------------------------------------------------------------------------------------------

@@ -12,13 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from drumline.core.errors import UsageError
 from drumline.pipeline.moving.chain import Chain
 from drumline.pipeline.state.updates import Handed, Kept, Updates
-from drumline.runtime.watch.fingerprint import PLAIN
+from drumline.runtime.watch.fingerprint import plain_in
 from drumline.runtime.weights.tied import Ties
 from drumline.runtime.weights.transfer import Shape
 
@@ -78,22 +76,13 @@ def packed(freight: Freight, held: Mapping[str, Tensor], chain: Chain, updates: 
     handed = dict(zip(parameters, updates.handed_over([_parameter(held[name]) for name in parameters]), strict=True))
     for name in freight.names:
         for key, one in _tensors_of(held[name], handed.get(name)):
-            if one.layout is not torch.strided:
-                raise UsageError(
-                    f"{name} cannot move: its {' '.join(map(str, key))} is a {one.layout} tensor",
-                    expected="dense tensors",
-                    fix="for gradients, move after optimizer.zero_grad()",
-                )
             parcel.tensors.append((name, key, Shape.of(one)))
             tensors.append(one)
         if name in handed:
             parcel.trains[name] = held[name].requires_grad
             parcel.kept[name] = [None if one is None else (one.group, _plain(one.state)) for one in handed[name].kept]
     for number in freight.blocks:
-        modules = chain.block(number).module.modules()
-        parcel.attributes[number] = [
-            {key: one for key, one in vars(module).items() if type(one) in PLAIN} for module in modules
-        ]
+        parcel.attributes[number] = [plain_in(vars(module)) for module in chain.block(number).module.modules()]
     return parcel, tensors
 
 

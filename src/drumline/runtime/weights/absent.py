@@ -6,7 +6,7 @@
 A tensor stays the same object whether its block is here or elsewhere: only its memory comes and goes. So hooks, tied
 tensors and whatever refers to a parameter stay as they are. Copies of blocks that were never here are made once, when
 the pipeline is, because the user may then let go of the model. While the model lives, copies that are in use follow its
-modes and what is frozen in it.
+modes, its plain attributes, and what is frozen in it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -25,7 +25,9 @@ from drumline.runtime.blocks.cut import Block
 from drumline.runtime.blocks.pieces import Piece
 from drumline.runtime.follow.refusals import HOOKS
 from drumline.runtime.follow.skeleton import copied
+from drumline.runtime.watch.fingerprint import fingerprint, plain_in
 from drumline.runtime.weights.catalogue import places_in
+from drumline.runtime.weights.tied import containers_in
 
 
 def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -60,26 +62,55 @@ def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
     return made
 
 
+class _Seen(NamedTuple):
+    """The user's module when its copy last followed: plain attributes with its mode, and what else may change."""
+
+    plain: dict[str, Any]
+    containers: list[Any]
+    trains: list[bool]
+
+    @staticmethod
+    def of(module: nn.Module) -> _Seen:
+        space = vars(module)
+        return _Seen(plain_in(space), containers_in(space), [one.requires_grad for one in _parameters(module)])
+
+
+def _parameters(module: nn.Module) -> list[nn.Parameter]:
+    return [one for one in module._parameters.values() if one is not None]
+
+
 @dataclass(slots=True)
 class _Pair:
-    """A module of the user's and its copy here, and the user's mode and frozen parameters when they last followed."""
+    """A module of the user's, its copy here, and the user's when the copy began to be used or last followed."""
 
     theirs: ref[nn.Module]
     ours: nn.Module
-    seen: tuple[bool, list[bool]]
+    seen: _Seen | None = None
 
-    def follow(self) -> None:
+    def begin(self) -> None:
         original = self.theirs()
-        if original is None or (now := _state(original)) == self.seen:
+        self.seen = None if original is None else _Seen.of(original)
+
+    def follow(self, block: str) -> None:
+        original, before = self.theirs(), self.seen
+        if original is None or before is None:
             return
+        now = _Seen.of(original)
+        if now.containers != before.containers:
+            raise ModelError(
+                f"a list, dict or set in an attribute of block {block!r} has changed since the block moved here",
+                expected="unchanged contents: this rank runs a copy of the block",
+                fix="change it before the move, or create a new pipeline",
+            )
+        if fingerprint(now.plain) != fingerprint(before.plain):
+            own, old = vars(self.ours), before.plain
+            own.update((key, one) for key, one in now.plain.items() if key not in old or old[key] is not one)
+            for key in before.plain.keys() - now.plain.keys():
+                own.pop(key, None)
+        if now.trains != before.trains:
+            for one, flag in zip(_parameters(self.ours), now.trains, strict=True):
+                one.requires_grad_(flag)
         self.seen = now
-        self.ours.training, trains = now
-        for one, flag in zip(self.ours.parameters(recurse=False), trains, strict=False):
-            one.requires_grad_(flag)
-
-
-def _state(module: nn.Module) -> tuple[bool, list[bool]]:
-    return module.training, [one.requires_grad for one in module.parameters(recurse=False)]
 
 
 class Absent:
@@ -129,7 +160,7 @@ class Absent:
             else:
                 space = vars(original)
                 vars(ours).update({kind: space[kind] for kind in HOOKS if kind in space})  # both share their hooks
-                pairs.append(_Pair(ref(original), ours, _state(original)))
+                pairs.append(_Pair(ref(original), ours))
         self._made[number] = replace(block, module=made)
 
     def block(self, number: int) -> Block:
@@ -141,11 +172,10 @@ class Absent:
     def arrived(self, number: int) -> None:
         """Begin to follow the user's block from its current state."""
         for pair in self._pairs.get(number, ()):
-            if (original := pair.theirs()) is not None:
-                pair.seen = _state(original)
+            pair.begin()
 
     def follow(self, numbers: Iterable[int]) -> None:
-        """Let the copies of these blocks follow the user's modes, and what the user freezes."""
+        """Let the copies of these blocks follow the user's modes and plain attributes, and what the user freezes."""
         for number in numbers:
             for pair in self._pairs.get(number, ()):
-                pair.follow()
+                pair.follow(self._made[number].name)

@@ -29,7 +29,7 @@ from drumline.core.placement import Placement
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.blocks.pieces import Piece
 from drumline.runtime.follow.refusals import HOOKS
-from drumline.runtime.watch.fingerprint import PLAIN, fingerprint
+from drumline.runtime.watch.fingerprint import fingerprint, plain_in
 from drumline.runtime.weights.catalogue import Place, named_tensors, places_in
 
 
@@ -246,7 +246,7 @@ class Copies:
             if not isinstance(original, Piece):  # which is not the user's
                 space, copied = vars(original), vars(ours)
                 copied.update({kind: space[kind] for kind in HOOKS if kind in space})  # both share their hooks
-                self._attributes.append((block.name, space, copied, _plain(space), _changing(space)))
+                self._attributes.append((block.name, space, copied, plain_in(space), containers_in(space)))
             for theirs, own in ((original._parameters, ours._parameters), (original._buffers, ours._buffers)):
                 common = frozenset(key for key, tensor in theirs.items() if tensor is own[key])
                 self._tables.append((block.name, theirs, own, common))
@@ -263,13 +263,13 @@ class Copies:
 
     def _follow_attributes(self, at: int) -> None:
         block, theirs, own, plain, changing = self._attributes[at]
-        now = _plain(theirs)
+        now = plain_in(theirs)
         if fingerprint(now) != fingerprint(plain):
             for key in plain.keys() - now.keys():
                 own.pop(key, None)
             own.update((key, one) for key, one in now.items() if key not in plain or plain[key] is not one)
             self._attributes[at] = (block, theirs, own, now, changing)
-        if changing and _changing(theirs) != changing:
+        if changing and containers_in(theirs) != changing:
             raise ModelError(
                 f"a list, dict or set in an attribute of block {block!r} has changed since the pipeline was created",
                 expected="unchanged contents, because ranks in this process hold copies of the block",
@@ -293,11 +293,8 @@ class Copies:
                     _follow(own[key], tensor)
 
 
-def _plain(attributes: Table) -> Table:
-    return {key: one for key, one in attributes.items() if type(one) in PLAIN}
-
-
-def _changing(attributes: Table) -> list[Any]:
+def containers_in(attributes: Table) -> list[Any]:
+    """Return the states of lists, dicts and sets among a module's attributes."""
     kinds = (list, dict, set)
     return [fingerprint(one) for key, one in attributes.items() if type(one) in kinds and key not in _OWN]
 
