@@ -90,6 +90,8 @@ bench: $(VENV)/full.stamp
 	$(BIN)/python benchmarks/train_gpt.py --json out/train_gpt.json
 	$(BIN)/python benchmarks/saving.py --json out/saving.json
 	$(BIN)/python benchmarks/soak.py --json out/soak.json
+	PYTHONPATH=tests $(BIN)/python benchmarks/adapt.py --out out/adapt --json out/adapt.json
+	$(BIN)/python benchmarks/experts_adapt.py --out out/adapt --json out/experts_adapt.json
 	$(BIN)/python benchmarks/meshes.py --json out/meshes.json
 	$(BIN)/python benchmarks/planted.py --json out/planted.json
 

@@ -169,8 +169,8 @@ PIPELINE = (
     Bug(
         "captured-once-more-after-another-program",
         "pipeline/engine.py",
-        "        super().take_up(program)\n        self.captured = self._capture()\n",
-        "        super().take_up(program)\n",
+        "        super().run_by(number, program)\n        self.captured = self._capture()\n",
+        "        super().run_by(number, program)\n",
         "A pipeline that takes up a searched program goes on by the graphs of the one before.",
     ),
     Bug(

@@ -48,13 +48,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_printed_config_reads_back_as_the_same_settings(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--steps 7 --lr 0.01 --ranks 4 -m 4 --schedule zb-h1 --seed 3 --out here --set optimizer.settings.eps=1e-6"
-    code, out, err = run(capsys, f"{flags} --print-config")
+    code, out, err = run(capsys, f"{flags} --adapt --print-config")
     assert (code, err) == (0, "")
     Path("mine.toml").write_text(out)
     found = read_settings("mine.toml")
     assert (found.run.steps, found.optimizer.lr, found.num_ranks, found.num_microbatches) == (7, 0.01, 4, 4)
     assert (found.pipeline.schedule, found.run.seed, found.run.out) == ("zb-h1", 3, "here")
     assert found.optimizer.settings == {"eps": 1e-6}
+    assert found.adapt.on
     assert run(capsys, "mine.toml --print-config")[1] == out
     told = json.loads(run(capsys, "--print-config --json")[1])
     assert told["batch"] == {"sequences": 32, "microbatch": 4, "sequence": 256, "accumulate": 1}

@@ -52,6 +52,12 @@ def kill_publishing(lab: Lab) -> None:
     _kill(lab, BASE, 0, "publishing")
 
 
+@fault("kill-moving", "SIGKILL of rank 1 while layers move from it to rank 0")
+def kill_moving(lab: Lab) -> None:
+    """The checkpoint is of another cut than the one with which the run goes on."""
+    _kill(lab, DROPOUT, 1, "moving")
+
+
 @fault("kill-middle-of-3", "SIGKILL of rank 1 of 3; resumed on 3")
 def kill_middle(lab: Lab) -> None:
     """The rank in the middle has two neighbours."""

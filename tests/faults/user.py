@@ -118,11 +118,38 @@ def _watched(name: str, at: str) -> None:
     setattr(os, name, call)
 
 
+def _moves_layers() -> None:
+    """Move a layer from rank 0 to rank 1 before the fifth step, and back before that of the fault; sending is a moment.
+
+    Checkpoints in between are of the other cut. Rank 0 gets nothing but a promise where rank 1 is killed.
+    """
+    from drumline.pipeline.pipeline import Pipeline
+    from drumline.runtime.weights import transfer
+
+    step, messages = Pipeline.step, transfer._messages
+    wanted = {4: [3, 4], int(_GIVEN["step"]): [4, 3]}  # of seven blocks
+
+    def moves(pipe: Any, *args: Any, **kwargs: Any) -> Any:
+        if _steps in wanted:
+            move = pipe.repartition(balance=wanted.pop(_steps))
+            assert move.bytes_moved, "nothing has moved"
+        return step(pipe, *args, **kwargs)
+
+    def sends(*args: Any) -> Any:
+        moment("moving")
+        return messages(*args)
+
+    setattr(Pipeline, "step", moves)  # noqa: B010
+    setattr(transfer, "_messages", sends)  # noqa: B010
+
+
 if _GIVEN:
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_count)
     _watched("fsync", "saving")
     _watched("rename", "publishing")
+    if _GIVEN.get("at") == "moving":
+        _moves_layers()
 
 
 class Moment(torch.autograd.Function):

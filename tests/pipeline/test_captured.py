@@ -283,7 +283,7 @@ def test_another_program_is_captured_anew() -> None:
     (other,) = programs("zb-h1", 2, (4,))
     with mock.patch("drumline.pipeline.engine.recorder_for", return_value=pair.recorder):
         for pipe in (pair.captured, pair.plain):
-            pipe._engine.take_up(other)
+            pipe.take_program(other)
     pair.step(data(8, seed=2), data(8, seed=3), data(8, seed=4))
     captures, replays = pair.counts()
     assert replays == 2 * captures > 0

@@ -17,6 +17,7 @@ from torch import nn
 import drumline as dl
 from drumline.core.errors import BatchError, RankFailed, UsageError
 from drumline.train.config.settings import (
+    AdaptSettings,
     BatchSettings,
     CheckpointSettings,
     EvaluationSettings,
@@ -103,6 +104,14 @@ def test_the_curve_equals_a_plain_loop_over_all_tokens(
     assert [one.step for one in found.evaluations] == [3, 6]
     assert found.evaluations[-1].loss == pytest.approx(held_out, rel=near)
     assert found.losses[-1] < found.losses[0]
+
+
+def test_a_run_that_adapts_keeps_to_the_same_curve_whatever_it_decides(tmp_path: Path) -> None:
+    plain = trained(settings(tmp_path / "plain")).losses
+    eager = AdaptSettings(on=True, program=False, threshold=0.01, patience=1, cooldown=1, least_gain=0.0)
+    adapted = trained(settings(tmp_path / "adapted", adapt=eager)).losses
+    assert adapted == plain
+    assert dl.read_run(tmp_path / "adapted").config["settings"]["adapt"]["threshold"] == 0.01
 
 
 def test_low_precision_keeps_to_the_same_curve(tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-m", "--microbatches", type=_WHOLE, metavar="M", help=meaning)
     for name, (_, kind, word, meaning) in _FLAGS.items():
         add(f"--{name.replace('_', '-')}", type=kind, metavar=word, help=meaning)
+    add("--adapt", action="store_true", help="change program and cut while training, where it pays ([adapt] says how)")
     add("--elastic", action="store_true", help="go on with fewer ranks if some do not come back")
     add("--tensorboard", action="store_true", help="write TensorBoard's files to the run's folder")
     meaning = "folder of the run (default out/train/NAME, or NAME-2 and so on if that holds a run)"
@@ -140,6 +141,7 @@ def _overrides(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]
         ("run.out", None if args.out is None else str(args.out), "--out"),
         ("run.tensorboard", args.tensorboard or None, "--tensorboard"),
         ("failures.elastic", args.elastic or None, "--elastic"),
+        ("adapt.on", args.adapt or None, "--adapt"),
     ):
         if given is not None:
             found[key] = given, flag

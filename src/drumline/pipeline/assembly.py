@@ -95,8 +95,13 @@ class Assembly:
         trained = {self.ties.first(name): one.shape for name, one in named if one.requires_grad}
         return replace(self, order=order, trained=trained)
 
-    def stages_of(self, rank: int, copies: Copies | None = None) -> dict[int, Stage]:
-        """Return a rank's stages, with copies of blocks that belong to another rank of this process."""
+    def stages_of(
+        self, rank: int, copies: Copies | None = None, known: Mapping[int, Stage] | None = None
+    ) -> dict[int, Stage]:
+        """Return a rank's stages, with copies of blocks that belong to another rank of this process.
+
+        Those of `known` that have the same blocks and the same backwards are taken as they are.
+        """
         placement = self.program.placement
         found: dict[int, Stage] = {}
         for index in placement.stages_of(rank):
@@ -110,19 +115,34 @@ class Assembly:
             for block in blocks:
                 block.module.to(self.device)
             self.ties.join([*(block for stage in found.values() for block in stage.blocks), *blocks])
-            found[index] = Stage(
-                index,
-                blocks,
-                self.randomness,
-                checkpointed=self.checkpointed,
-                loss=held_loss(self.loss, blocks[-1]) if index == self.program.num_stages - 1 else None,
-                split=split_of(self.program, index),
-                precision=self.precision,
-                kind=self.program.backwards[index],
-                trained_below=index > self.program.backwards.count(Backward.NONE),
-                compiler=self.compiler,
-            )
+            before = None if known is None else known.get(index)
+            found[index] = self._stage(index, blocks) if before is None else self._again(before, blocks)
         return found
+
+    def _trained_below(self, index: int) -> bool:
+        return index > self.program.backwards.count(Backward.NONE)
+
+    def _again(self, stage: Stage, blocks: tuple[Block, ...]) -> Stage:
+        """Return a stage again, if nothing that it was built from has changed; else a new one."""
+        kind = self.program.backwards[stage.index], self._trained_below(stage.index)
+        if stage.blocks != blocks or kind != (stage.kind, stage.trained_below):
+            return self._stage(stage.index, blocks)
+        stage.split_only(split_of(self.program, stage.index))
+        return stage
+
+    def _stage(self, index: int, blocks: tuple[Block, ...]) -> Stage:
+        return Stage(
+            index,
+            blocks,
+            self.randomness,
+            checkpointed=self.checkpointed,
+            loss=held_loss(self.loss, blocks[-1]) if index == self.program.num_stages - 1 else None,
+            split=split_of(self.program, index),
+            precision=self.precision,
+            kind=self.program.backwards[index],
+            trained_below=self._trained_below(index),
+            compiler=self.compiler,
+        )
 
     def described(self, **more: Any) -> dict[str, Any]:
         """Return the settings that must be the same on all ranks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -20,6 +20,7 @@ from drumline.pipeline.assembly import Assembly, split_of
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.lengths.programs import digest_of
 from drumline.pipeline.model.blocks import evaluating
+from drumline.pipeline.moving.chain import Chain
 from drumline.pipeline.observer import Observer
 from drumline.pipeline.programs import forwards_of
 from drumline.runtime.axes.axes import DATA
@@ -29,11 +30,11 @@ from drumline.runtime.axes.sharding import FullShards
 from drumline.runtime.capture.capture import Capture
 from drumline.runtime.capture.cuda import clock_for, recorder_for
 from drumline.runtime.channel.channel import Channel
-from drumline.runtime.draft import Draft, NoClock
+from drumline.runtime.draft import Clock, Draft, NoClock
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
-from drumline.runtime.weights.tied import Copies
+from drumline.runtime.weights.tied import Copies, Ties
 
 Weighs = Literal["never", "first", "always"]  # in which steps executors count the bytes they hold
 
@@ -65,9 +66,12 @@ class Engine(Observer):
         self._crew = crew
         self._ahead = ahead
         self._weigh = weigh
+        self._merge = merge
         self.assembly = assembly
         self.copies = self._copies()  # by rank, if all ranks are in this process
-        self.executors = [self._executor(channel, merge, measure) for channel in crew.channels]
+        clocks = [clock_for(assembly.device) if measure else NoClock() for _ in crew.channels]
+        self.executors = [self._executor(*each) for each in zip(crew.channels, clocks, strict=True)]
+        self.chain = self._chained()
         self.assembly = assembly.of_ranks(channel.rank for channel in crew.channels)
         self._lineups = {0: Lineup(self.assembly.program, list(self.executors))}
         self.number = 0  # of the program that runs
@@ -84,19 +88,43 @@ class Engine(Observer):
         ties, cuts = self.assembly.ties, self.assembly.cuts
         return {one.rank: Copies(one.rank, ties, cuts) for one in self._crew.channels}
 
-    def _executor(self, channel: Channel, merge: bool, measure: bool) -> Executor:
-        stages = self.assembly.stages_of(channel.rank, self.copies.get(channel.rank))
+    def _chained(self) -> Chain:
+        """Return all blocks of the model, those of other processes without their memory."""
+        cuts, placement = self.assembly.cuts, self.assembly.program.placement
+        held = {stage for one in self._crew.channels for stage in placement.stages_of(one.rank)}
+        return Chain(cuts, held, self.assembly.ties.first, self.assembly.device)
+
+    def _executor(self, channel: Channel, clock: Clock, known: Mapping[int, Stage] | None = None) -> Executor:
+        stages = self.assembly.stages_of(channel.rank, self.copies.get(channel.rank), known)
         return Executor(
             self.assembly.program,
             channel.rank,
             stages,
             channel,
-            clock_for(self.assembly.device) if measure else NoClock(),
-            merge_weight_gradients=merge,
+            clock,
+            merge_weight_gradients=self._merge,
             scale=None if self._weigh == "never" else Scale(stages.values()),
             ties=self.assembly.ties,
             reducer=Reducer(self._crew.axes) if self._sums(stages.values()) else None,
         )
+
+    def recut(self, counts: Sequence[int], program: Program, ties: Ties, number: int) -> None:
+        """Give the stages so many blocks each, and run by the program of a number; all ranks call it.
+
+        What comes here has its memory already.
+        """
+        ranks = [channel.rank for channel in self._crew.channels]
+        held = {stage for rank in ranks for stage in program.placement.stages_of(rank)}
+        cuts = self.chain.cut(counts, held)
+        self.assembly = replace(self.assembly, program=lower(program, ahead=self._ahead), cuts=cuts, ties=ties)
+        self.copies = self._copies()
+        before = list(self.executors)
+        for at, (channel, old) in enumerate(zip(self._crew.channels, before, strict=True)):
+            self.executors[at] = self._executor(channel, old.clock, old.stages)
+            if old.scale is None:
+                self.executors[at].scale = None
+        self._lineups = {number: self._coded(Lineup(self.assembly.program, list(self.executors)), number)}
+        self.number = number
 
     def divide(self, shards: FullShards) -> None:
         """Divide the parameters of some stages between the lines of a mesh."""
@@ -134,11 +162,6 @@ class Engine(Observer):
         """The program that evaluations run."""
         return self._lineups[self.number].forwards
 
-    def take_up(self, program: Program) -> None:
-        """Switch to another program with the same stages on the same ranks; all ranks call it."""
-        self._lineups = {}
-        self.run_by(0, program)
-
     def run_by(self, number: int, program: Program) -> None:
         """Run the next steps with the program of a number; all ranks call it. Executors are created once."""
         lineup = self._lineups.get(number)
@@ -154,18 +177,24 @@ class Engine(Observer):
             executor.scale = scale
 
     def _lined_up(self, program: Program, number: int) -> Lineup:
-        executors = [one.running(program) for one in self.executors]
-        lineup = Lineup(program, executors)
-        if number:
-            for executor in executors:
-                executor.code = int(digest_of(program)[:2], 16)
+        self.refuse(program)
+        return self._coded(Lineup(program, [one.running(program) for one in self.executors]), number)
+
+    @staticmethod
+    def _coded(lineup: Lineup, number: int) -> Lineup:
+        """Let every message say by which program it was sent, unless that is the first."""
+        for executor in lineup.executors if number else ():
+            executor.code = int(digest_of(lineup.program)[:2], 16)
+        return lineup
+
+    def refuse(self, program: Program) -> None:
+        """Refuse a program that this process's stages cannot run."""
         compiled = self.assembly.compiler is not None
-        if compiled and any(lineup.split[one.index] and not one.split for one in self.stages()):
+        if compiled and any(split_of(program, one.index) and not one.split for one in self.stages()):
             raise UsageError(
                 f"the program {program.name!r} splits the backward of stages that were compiled without a split",
                 expected="backwards that the pipeline's own program splits too, or compile=False",
             )
-        return lineup
 
     def run(self, step: Step) -> None:
         """Run every rank of this process through its row, in eval mode if the step does not train."""
@@ -250,9 +279,14 @@ class CapturingEngine(Engine):
         recorder, agree = recorder_for(self.assembly.device), partial(self._crew.collect, "capture")
         return Capture(self.executors, self.assembly.randomness, recorder, agree)
 
-    def take_up(self, program: Program) -> None:
+    def run_by(self, number: int, program: Program) -> None:
         """Switch to another program, and capture it again."""
-        super().take_up(program)
+        super().run_by(number, program)
+        self.captured = self._capture()
+
+    def recut(self, counts: Sequence[int], program: Program, ties: Ties, number: int) -> None:
+        """Give the stages other blocks, and capture them again."""
+        super().recut(counts, program, ties, number)
         self.captured = self._capture()
 
     def called(self, step: Step) -> None:

@@ -82,6 +82,12 @@ class Intake:
         if self.own and self.weigh is None and isinstance(last, Piece):
             self._own_shares = OwnShares(last.script, last, len(stages[-1]))
 
+    def recut(self, num_last: int, num_microbatches: int) -> None:
+        """Follow a move of layers: so many blocks are in the last stage now, and the next step has its own program."""
+        self.num_microbatches = num_microbatches
+        if self._own_shares is not None:
+            self._own_shares.recut(num_last)
+
     @property
     def counts_labels(self) -> bool:
         """Whether the shares depend on the targets' values, so that every step counts them."""

@@ -1,6 +1,7 @@
 """Observers of a pipeline's steps: adaptation, recording, capture, and saved state.
 
     called ── taken ── begin ── waiting, waiting, ... ── end ── tell ── told       failed, at any time
+                                                                               moved, between two steps
 
 The code that runs a step calls all observers at each moment, and knows nothing else about them.
 """
@@ -37,3 +38,6 @@ class Observer(CrewObserver):
 
     def told(self, step: Step, tally: Tally, each: Sequence[Told]) -> None:
         """React after they have told it; the tally will hold what all ranks tell."""
+
+    def moved(self) -> None:
+        """React to layers having moved between ranks since the last step; the stages here are others now."""

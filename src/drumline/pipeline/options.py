@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from drumline.adapt.settings import Adapt
 from drumline.core.errors import ModelError, UsageError, counted
 from drumline.core.program import Program
 from drumline.pipeline import transports
@@ -121,6 +122,7 @@ class Options:
     zero: int | Mapping[int, int] = 0
     tensor_parallel: Mapping[str, Any] | None = None
     sequence_parallel: bool = False
+    adapt: bool | Mapping[str, Any] | Adapt = False
 
     def decided(self) -> Options:
         """Return the options with the plan's decisions applied and every value checked.
@@ -144,6 +146,7 @@ class Options:
                 raise UsageError(f"{name} is {value!r:.80}", expected=expected)
         if self.schedule == "auto":
             self._check_auto()
+        self._check_adapt()
         if self.arrange and self.capture:
             raise UsageError(
                 "arrange is True and capture is True", expected="one of the two: captured steps stay as they are"
@@ -192,17 +195,22 @@ class Options:
             styles.Plan.of(self.tensor_parallel, self.model)
 
     def _check_auto(self) -> None:
-        """Refuse to search if nothing is measured, or if a recorded run would have two programs."""
+        """Refuse to search if nothing is measured, or if steps may name programs."""
         if self.programs:
             raise UsageError("programs are named and schedule is 'auto'", expected="only one of them")
         if self.record is False:
             raise UsageError("record is False and schedule is 'auto'", expected="record=True, to measure steps")
-        if self.record is not True:
+
+    def _check_adapt(self) -> None:
+        """Refuse to adapt if nothing is measured."""
+        if Adapt.of(self.adapt) is None:
+            return
+        if self.record is False:
+            raise UsageError("record is False and adapt is set", expected="record=True, to measure steps")
+        if self.capture:
             raise UsageError(
-                f"record is {str(self.record)!r} and schedule is 'auto'",
-                expected="one program for the whole recorded run",
-                fix="save the program that the search finds, pipe.program.save(FILE.csv), and record a run with"
-                " schedule=FILE.csv",
+                "capture is True and adapt is set",
+                expected="one of the two: the actions of a captured step have no times",
             )
 
     def decided_plan(self) -> Plan | None:

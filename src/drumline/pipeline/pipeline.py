@@ -10,11 +10,13 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
+from drumline.adapt.move import Move
 from drumline.core.errors import UsageError, counted
 from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
-from drumline.pipeline.auto_schedule import Searched
+from drumline.pipeline.adapting.auto_schedule import Searched
 from drumline.pipeline.lengths.arrange import SearchedSizes
+from drumline.pipeline.moving.mover import Mover
 from drumline.pipeline.options import Options, made_with
 from drumline.pipeline.saving.loader import Loaded
 from drumline.pipeline.saving.saver import Saving
@@ -93,6 +95,8 @@ class Pipeline:
     - `tensor_parallel`: how an axis tp divides layers, as a dict from patterns of their names to styles, such as
       `{"*.q_proj": "colwise", "*.o_proj": "rowwise"}`. Default: the model's own `tensor_parallel_plan` or `tp_plan`.
     - `sequence_parallel`: between layers that tp divides, also divide the tokens of each row.
+    - `adapt`: change the program, the cut or the number of microbatches during training, where measured steps show that
+      it pays: True, or a dict of settings, such as `{"rebalance": "half"}`. See the page on adapting.
     - `record`: True keeps the last step's timeline (default), False records nothing, a folder stores the whole run.
     - `continue_record`: let the folder of `record` hold a run already, which this one continues: see `load`.
     """
@@ -103,6 +107,7 @@ class Pipeline:
         self.device, self.balance = self._run.intake.device, self._run.balance
         self._crew, self._engine, self._ledger = self._run.crew, self._run.engine, self._run.ledger
         self._state = State(self._run)
+        self._mover = Mover(self._run)
         self._recording, self._holdings, self._updates = self._run.recording, self._run.holdings, self._run.updates
 
     @property
@@ -163,6 +168,7 @@ class Pipeline:
         call = self._run.part_of(given)
         step.wants_outputs, step.share = _switched(outputs), _shared(share)
         self._run.refuse(step)
+        self._run.adapt(step, self._mover.repartition)
         self._run.run_by(step, program)
         self._run.catch_up(step)
         self._run.check_before(step, call, given)
@@ -241,6 +247,19 @@ class Pipeline:
             self._recording.note(grad_norm=total)
             return total
 
+    def take_program(self, program: str | Path | Program, num_microbatches: int | None = None) -> Program:
+        """Run by another program from the next step on: a schedule's name, a `Program` or a CSV file.
+
+        Call it on every rank, between two steps. It must place the same stages on the same ranks. It is proven first,
+        and refused if it holds more than `adapt` allows. With a schedule's name, `num_microbatches` is that of now
+        unless given. Returns the program as it runs.
+
+        >>> pipe = Pipeline([nn.Linear(1, 1), nn.Linear(1, 1)], num_microbatches=4, num_ranks=2)
+        >>> pipe.take_program("gpipe", num_microbatches=2).num_microbatches
+        2
+        """
+        return self._run.take_program(program, num_microbatches)
+
     def search(self, sizes: Iterable[Any], *, seconds: float = 2.0, num_steps: int = 1000) -> SearchedSizes:
         """Search a program for steps whose microbatches have these sizes: lengths, or (rows, length) for each.
 
@@ -259,6 +278,37 @@ class Pipeline:
     def searched(self) -> Searched | None:
         """On rank 0 with schedule="auto", the result of the search and its gain; None before the search."""
         return None if self._run.auto is None else self._run.auto.searched
+
+    @property
+    def blocks(self) -> list[list[str]]:
+        """The names of the blocks in each stage, of the whole model."""
+        chain = self._engine.chain
+        return [
+            [chain.names[number] for number in chain.numbers(chain.counts, [at])] for at in range(len(chain.counts))
+        ]
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """What `repartition` has moved so far."""
+        return tuple(self._mover.moves)
+
+    def repartition(
+        self, cuts: Sequence[str] | str | None = None, *, balance: Sequence[int] | str | None = None
+    ) -> Move:
+        """Cut the model elsewhere and move layers between ranks, in the running processes; call it on every rank.
+
+        Pass `cuts`, the names of the first blocks of stages 1, 2, ..., or `balance`, the number of blocks in each
+        stage or "even", as to `Pipeline`. Call it between two steps. Parameters, buffers, gradients, float32 copies and
+        the state of optimizers from `pipe.optimizer` move with their blocks, and training goes on as if nothing had
+        moved. Parameters that `parameters()` returned before may have left this rank: do not keep them.
+
+        >>> blocks = [nn.Linear(1, 1) for _ in range(4)]
+        >>> pipe = Pipeline(blocks, loss_fn=nn.functional.mse_loss, num_microbatches=2, num_ranks=2)
+        >>> move = pipe.repartition(["3"])
+        >>> move.before, move.after, pipe.blocks
+        (('2',), ('3',), [['0', '1', '2'], ['3']])
+        """
+        return self._mover.repartition(cuts, balance)
 
     def timeline(self, what: str = "train") -> Measured:
         """Return the measured timeline of the last training step on all ranks, or with "evaluate" of `eval_step`."""
@@ -403,6 +453,8 @@ class Pipeline:
     def _close(self, most_seconds: float | None = None) -> None:
         self._state.finish(most_seconds)
         self._recording.close()
+        if self._run.adapting is not None:
+            self._run.adapting.close()
         self._crew.close()
 
     def __repr__(self) -> str:

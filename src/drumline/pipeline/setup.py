@@ -16,14 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from drumline.adapt.settings import KEEP, Adapt
 from drumline.core.action import Op
 from drumline.core.errors import DrumlineError, UsageError
 from drumline.core.lower import lower
 from drumline.core.program import Program
 from drumline.core.state import with_state
 from drumline.pipeline import assembly, transports
+from drumline.pipeline.adapting.adapting import Adapting, decider_for
+from drumline.pipeline.adapting.auto_schedule import AUTO, AutoSchedule, first_schedule
 from drumline.pipeline.assembly import Assembly, loss_block
-from drumline.pipeline.auto_schedule import AUTO, AutoSchedule, first_schedule
 from drumline.pipeline.balance import Balance, chosen_stages
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.engine import CapturingEngine, Engine
@@ -145,7 +147,7 @@ class _SetUp:
             self._divide_experts(experts, stages)
         engine = self._engine(assembled)
         programs = self._programs(frozen)
-        holdings = Holdings(assembled.ties, crew, engine.executors, list(engine.copies.values()))
+        holdings = Holdings(assembled.ties, crew, engine.executors, list(engine.copies.values()), engine.chain)
         ledger = Ledger(given.unused, unused_in(stages) if crew.rank == 0 and self.axes.number == 0 else None)
         clocks = [one.clock for one in engine.executors]
         recording = Recording(self._record, crew, ledger, holdings, clocks, continues=given.continue_record)
@@ -165,19 +167,41 @@ class _SetUp:
         if given.zero:
             self._divide_state(engine, holdings, updates)
         watched.begin()
-        shared = Shared(assembled.ties, list(engine.stages()))
+        shared = Shared(engine)
         check.attach(engine, holdings)
         followed = Followed(block for stage in engine.stages() for block in stage.blocks)
-        auto = AutoSchedule(crew, ledger, frozen, engine, recording) if given.schedule == AUTO else None
+        auto = AutoSchedule(crew, ledger, frozen) if given.schedule == AUTO else None
+        adapting = self._adapting(stages, balance, ledger, recording, engine)
         arranging = Arranging(
             crew, lambda: programs[engine.number] if engine.number else frozen.program, is_on=given.arrange
         )
         intake.order_of = arranging.order_of if given.arrange else None
-        observers = [*([] if auto is None else [auto]), loads, engine, holdings, updates, shared, recording, arranging]
+        changing = [one for one in (auto, adapting) if one is not None]
+        observers = [*changing, loads, engine, holdings, updates, shared, recording, arranging]
         return StepRun(
             crew, ledger, intake, frozen, engine, holdings, updates, recording, watched, followed, check,
-            observers, auto, balance, given.check_finite, programs, arranging, positions,
+            observers, auto, adapting, balance, given.check_finite, programs, arranging, positions,
         )  # fmt: skip
+
+    def _adapting(
+        self,
+        stages: Sequence[Sequence[Block]],
+        balance: Balance | None,
+        ledger: Ledger,
+        recording: Recording,
+        engine: Engine,
+    ) -> Adapting | None:
+        """Return what adapts the pipeline, if it shall; the first rank decides."""
+        given, crew = self.options, self.crew
+        settings = Adapt.of(given.adapt) or (Adapt(rebalance=KEEP) if given.schedule == AUTO else None)
+        if settings is None:
+            return None
+        decider = None
+        if crew.rank == crew.axes.number == 0:
+            names = {block.name for stage in stages for block in stage}
+            recompute = bool(names) and names <= engine.assembly.checkpointed
+            decider = decider_for(settings, self.program, stages, balance, given.schedule, recompute=recompute)
+        return Adapting(settings, crew, ledger, recording, engine, decider)
 
     def _check(
         self,
@@ -247,11 +271,7 @@ class _SetUp:
     def _loads(self, engine: Engine, plan: Script | None) -> ExpertLoads:
         """Return what counts the loads of experts; hooks would not be part of compiled or captured code."""
         given = self.options
-        modules = [block.module for stage in engine.stages() for block in stage.blocks]
-        loads = ExpertLoads(modules, self.axes, hooks=not given.compile and not given.capture)
-        if plan is not None:
-            plan.watch.has_changed()  # the hooks are no change of the user's
-        return loads
+        return ExpertLoads(engine, self.axes, plan, hooks=not given.compile and not given.capture)
 
     def _stages(self, intake: Intake, numbers: Precision) -> tuple[list[tuple[Block, ...]], Balance | None]:
         """Return the blocks of every stage; those of this process have their parameters."""
@@ -289,6 +309,7 @@ class _SetUp:
             compiler_for(given.compile, self.device),
         )
         more = {name: getattr(given, name) for name in _ALIKE}
+        more["adapt"] = repr(Adapt.of(given.adapt))
         more["record"] = given.record if isinstance(given.record, bool) else str(given.record)
         self._agree(assembled.described(**more))
         self.crew.connect(assembled.ties.edges)

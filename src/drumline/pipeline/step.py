@@ -15,14 +15,20 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from drumline.core.errors import ModelError, RunError, UsageError
+from drumline.adapt.move import Move
+from drumline.core.errors import DrumlineError, MismatchError, ModelError, RunError, UsageError
 from drumline.core.program import Program
-from drumline.pipeline.auto_schedule import AutoSchedule
+from drumline.core.prove.validate import validate
+from drumline.core.prove.violation import InvalidProgram
+from drumline.core.timeline.idle import Limit
+from drumline.pipeline.adapting.adapting import Adapting
+from drumline.pipeline.adapting.auto_schedule import AutoSchedule
 from drumline.pipeline.balance import Balance
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.engine import Engine
@@ -31,6 +37,7 @@ from drumline.pipeline.launch.stop import asked
 from drumline.pipeline.lengths.arrange import Arranging
 from drumline.pipeline.lengths.programs import Programs, digest_of
 from drumline.pipeline.observer import Observer
+from drumline.pipeline.programs import program_for
 from drumline.pipeline.record.recording import Recording
 from drumline.pipeline.record.tally import Ledger, Tally, Told
 from drumline.pipeline.state.frozen import Frozen
@@ -92,6 +99,7 @@ class StepRun:
     check: ModelCheck
     observers: Sequence[Observer]
     auto: AutoSchedule | None
+    adapting: Adapting | None
     balance: Balance | None
     check_finite: bool
     programs: Programs
@@ -100,20 +108,78 @@ class StepRun:
 
     def run_by(self, step: Step, program: str | Program | None) -> None:
         """Have a step run by the program that it names, or by the pipeline's own; all ranks call it alike."""
-        if program is None and self.engine.number == 0:
+        own = step.program = self.programs.own
+        if program is None and self.engine.number == own:
             return
         with self.crew.together("the choice of a program"):
             number = self.programs.number_of(program)
-            if number and (why := self.engine.runs_one_program or ("schedule='auto'" if self.auto is not None else "")):
+            why = self.engine.runs_one_program or ("schedule='auto'" if self.auto is not None else "")
+            if number != own and why:
                 raise UsageError(
                     f"a step names a program, and the pipeline was made with {why}",
                     expected="one program in all steps there",
                 )
             step.program = number
             if number != self.engine.number:
-                program = self.programs[number] if number else self.frozen.program
-                self.engine.run_by(number, program)
-                self.intake.num_microbatches = program.num_microbatches
+                self._switch(number)
+
+    def _switch(self, number: int) -> None:
+        program = self.programs[number]
+        self.engine.run_by(number, program)
+        self.intake.num_microbatches = program.num_microbatches
+
+    def adapt(self, step: Step, move: Callable[..., Move]) -> None:
+        """Change the program or the cut before a step, where `schedule="auto"` or `adapt` find that it pays."""
+        if self.auto is not None and not self.auto.is_over:
+            self.auto.before(step, self.take)
+        elif self.adapting is not None:
+            self.adapting.before(step, self.take, move)
+
+    def take(self, program: Program) -> None:
+        """Run by another program from the next step on; all ranks call it with the same one, which is proven."""
+        self.recording.settle()
+        self.programs.own = self.programs.number_of(program)
+        self.frozen.pruned(program)
+        self._switch(self.programs.own)
+        if self.adapting is not None:
+            self.adapting.took_up(program)
+
+    def take_program(self, given: Any, num_microbatches: int | None) -> Program:
+        """Run by another program from the next step on, once all ranks have proven the same one."""
+        mine: str | DrumlineError
+        try:
+            program = self._proven(given, num_microbatches)
+            mine = digest_of(program)
+        except DrumlineError as error:
+            mine = error
+        with self.crew.together("taking up a program"):
+            told = self.crew.everywhere("program", mine)
+        for one in told:
+            if isinstance(one, DrumlineError):
+                raise one
+        if len(set(told)) > 1:
+            raise MismatchError("ranks were given different programs to take up", expected="the same on every rank")
+        with self.crew.together("taking up a program"):
+            self.take(program)
+        return self.frozen.program
+
+    def _proven(self, given: Any, num_microbatches: int | None) -> Program:
+        """Return the program that a user means, if these stages can run it and it stays within the limit."""
+        now = self.programs[self.programs.own]
+        if not isinstance(given, str | Path | Program):
+            raise UsageError(f"the program to take up is {given!r:.60}", expected="a schedule, a Program or a CSV file")
+        named = isinstance(given, str) and not given.endswith(".csv")
+        program = program_for(
+            given,
+            num_ranks=now.num_ranks,
+            num_microbatches=now.num_microbatches if named and num_microbatches is None else num_microbatches,
+            stages_per_rank=now.num_stages // now.num_ranks,
+        )
+        limit = None if self.adapting is None else Limit(self.adapting.settings.max_activations)
+        if violations := validate(program, limit=limit or None):
+            raise InvalidProgram(program.name, violations)
+        self.engine.refuse(self.programs[self.programs.number_of(program)])
+        return program
 
     def part_of(self, call: CalledWith) -> CalledWith:
         """Return this line's part of a step's arguments, if the lines of a mesh divide sequences."""

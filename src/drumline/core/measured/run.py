@@ -4,6 +4,7 @@
     rank0.jsonl  rank1.jsonl  ...                              a line per step, each by its own rank
     metrics.jsonl                                              a line per step, by rank 0
     program-1.csv  program-2.csv  ...                          if steps used other programs: their lines say which
+    decisions.jsonl                                            if the run adapts: what was changed, and what came of it
     ended.json                                                 written when rank 0 closes the run
 
 Only complete lines count, so the unfinished line of a killed rank is ignored. A step exists once all ranks wrote it.
@@ -32,7 +33,7 @@ from drumline.core.prove.validate import validate
 FORMAT = 1
 _STEPS_AROUND = 8  # used to find clock drift, which matters only within a step: enough to know it well
 CONFIG, PLAN, PROGRAM, ENVIRONMENT = "config.json", "plan.json", "program.csv", "environment.json"
-METRICS, ENDED = "metrics.jsonl", "ended.json"
+METRICS, DECISIONS, ENDED = "metrics.jsonl", "decisions.jsonl", "ended.json"
 OPENING = re.compile(rb'\{"run":"([^"]*)","step":(\d{1,15}),')
 
 
@@ -187,6 +188,26 @@ class Run:
                     )
                 if not -LARGEST <= value <= LARGEST:
                     found[name] = None  # treat it like infinity
+        return found
+
+    def decisions(self) -> list[dict[str, Any]]:
+        """Return what was changed while the run went on, and what came of it, in order; empty if nothing was."""
+        path = self.path / DECISIONS
+        if not is_there(path, _FILE):
+            return []
+        with opened(path, _FILE) as file:
+            text = file.read(LINE.max_bytes)
+        found = []
+        for line in text.splitlines(keepends=True):
+            if not line.endswith(b"\n"):
+                break  # a killed rank's
+            with named(path, _FILE):
+                one = parse_object(line, _FILE)
+                table = Parsed(one, _FILE)
+                _check_run(path, table["run"].text(), self.id)
+                table["step"].whole()
+                table["kind"].text()
+            found.append(one)
         return found
 
     @property

@@ -62,7 +62,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A period between two steps: "data", "update", "clip", "hear", "tell", "write", "evaluate", "check" or "save"."""
+    """A period between two steps, of a kind: "data", "update", "clip" or another of `core.measured.record.BETWEEN`."""
 
     rank: int
     kind: str

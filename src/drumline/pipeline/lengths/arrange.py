@@ -150,6 +150,12 @@ class Arranging(Observer):
             found = self._known[key] = arranged(program, self.costs, sizes)
         return found
 
+    def moved(self) -> None:
+        """Forget what was measured and found for other stages."""
+        self._costs = None
+        for kept in (self._seen, self._known, self._searched):
+            kept.clear()
+
     def told(self, step: Step, tally: Tally, each: Sequence[Told]) -> None:
         """Keep what is measured of a step whose sizes are known, on the rank that searches."""
         if step.train and step.sizes and self._crew.rank == 0:

@@ -103,7 +103,7 @@ def check_fits(program: Program, first: Program, name: str) -> None:
 
 
 class Programs:
-    """The programs as they run, by number and name: number 0 is the pipeline's own.
+    """The programs as they run, by number and name: number 0 is the one that the pipeline was made with.
 
     `prune` takes out of a program what the pipeline does not need of it.
     """
@@ -118,6 +118,7 @@ class Programs:
         # By id; they are kept, so that no others get theirs.
         self._known = {id(one): (number, one) for number, one in enumerate(given)}
         self._edges = set(edges_of(first)).union(*map(edges_of, named.values()))
+        self.own = 0  # the number of the program of steps that name none
 
     def __iter__(self) -> Iterator[Program]:
         return iter(self._listed)
@@ -135,10 +136,15 @@ class Programs:
         """Those that have names."""
         return {name: self._listed[number] for name, number in self._numbers.items()}
 
+    def renew(self) -> None:
+        """Prune all of them again, because stages have other blocks now."""
+        given = dict(reversed(self._known.values()))  # the first of each number
+        self._listed = [self._prune(given[number]) for number in range(len(self._listed))]
+
     def number_of(self, given: str | Program | None) -> int:
         """Return the number of the program that a step names, or brings."""
         if given is None:
-            return 0
+            return self.own
         if isinstance(given, str):
             if given not in self._numbers:
                 fix = nearest(given, self._numbers) if self._numbers else "name programs: Pipeline(..., programs={...})"

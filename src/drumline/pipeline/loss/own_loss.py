@@ -105,10 +105,14 @@ class OwnShares:
     def __init__(self, script: Script, piece: Any, num_last: int) -> None:
         self.script = script
         self.piece = piece  # the last piece, which holds class weights
-        self._first = len(script.names) - num_last  # first block of the last stage
+        self.recut(num_last)
         self.across: Across | None = None  # what all lines of a mesh count together
         self._looked_at = False
         self._apart: set[int] = set()  # the parts that mix the rows of a microbatch
+
+    def recut(self, num_last: int) -> None:
+        """Have so many blocks in the last stage."""
+        self._first = len(self.script.names) - num_last  # the first of them
 
     def __call__(self, microbatches: Sequence[Inputs], rows: Sequence[int], *, train: bool) -> Weighing:
         """Return the microbatches' shares of the loss, and factors for its parts if one share is not enough."""

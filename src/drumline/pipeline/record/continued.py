@@ -18,11 +18,11 @@ from pathlib import Path
 
 from drumline.core.errors import RecordError, UsageError
 from drumline.core.files import Kind, read_object
-from drumline.core.measured.run import CONFIG, ENDED, ENVIRONMENT, METRICS, OPENING, PLAN
+from drumline.core.measured.run import CONFIG, DECISIONS, ENDED, ENVIRONMENT, METRICS, OPENING, PLAN
 
 EARLIER = "earlier"
 _MOVED = re.compile(r"rank\d+\.jsonl|program-\d+\.csv")
-_COPIED = re.compile("|".join(map(re.escape, (CONFIG, PLAN, ENVIRONMENT, METRICS))) + r"|program\.csv")
+_COPIED = re.compile("|".join(map(re.escape, (CONFIG, PLAN, ENVIRONMENT, METRICS, DECISIONS))) + r"|program\.csv")
 _CONFIG = Kind("run", RecordError, "the file as the run wrote it")
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from drumline.pipeline.engine import Engine
 from drumline.pipeline.observer import Observer
 from drumline.pipeline.record.tally import Told
 from drumline.runtime.axes.axes import DATA, Axes
 from drumline.runtime.axes.experts.moe import Experts, MoE
 from drumline.runtime.axes.experts.parallel import is_experts, taken
 from drumline.runtime.axes.experts.routing import is_traced
+from drumline.runtime.blocks.script import Script
 from drumline.runtime.executor import Step
 
 
@@ -37,17 +39,30 @@ class _Counted:
 class ExpertLoads(Observer):
     """Counts what the mixtures of experts of this process's stages do in a step, over all lines of a mesh.
 
-    With `hooks`, experts that are not dl.MoE's are counted too.
+    With `hooks`, experts that are not dl.MoE's are counted too; `plan` is the script of a model that was traced.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], axes: Axes, *, hooks: bool = True) -> None:
-        self._axes = axes
+    def __init__(self, engine: Engine, axes: Axes, plan: Script | None, *, hooks: bool = True) -> None:
+        self._engine, self._axes, self._plan, self._hooks = engine, axes, plan, hooks
+        self._counted: dict[nn.Module, _Counted] = {}
+        self.moved()
+
+    def moved(self) -> None:
+        """Find the mixtures of the stages here."""
+        modules = (block.module for stage in self._engine.stages() for block in stage.blocks)
         self._blocks: list[MoE | _Counted] = []
         for one in dict.fromkeys(one for module in modules for one in module.modules()):
             if isinstance(one, MoE):
                 self._blocks.append(one)
-            elif hooks and is_experts(one) and not isinstance(one, Experts):
-                self._blocks.append(_Counted(one, int(vars(one)["num_experts"]) * axes.size("ep")))
+            elif self._hooks and is_experts(one) and not isinstance(one, Experts):
+                self._blocks.append(self._counter(one))
+        if self._plan is not None:
+            self._plan.watch.has_changed()  # the hooks are no change of the user's
+
+    def _counter(self, module: nn.Module) -> _Counted:
+        if module not in self._counted:
+            self._counted[module] = _Counted(module, int(vars(module)["num_experts"]) * self._axes.size("ep"))
+        return self._counted[module]
 
     def begin(self, step: Step) -> None:
         """Forget what was counted before."""

@@ -298,6 +298,11 @@ class Recording(Observer):
                 self._dials, self._read_until = self._ledger.dials(tally), time.monotonic() + _SECONDS_TO_READ
             folder.add_metrics(tally.number, tally.metrics(noted, self._dials))
 
+    def decided(self, step: int, line: Mapping[str, Any]) -> None:
+        """Write what was decided before a step, or what came of it; rank 0 calls it."""
+        if self.folder is not None and self.folder.is_open:
+            self.folder.add_decision(step, line)
+
     def note(self, **metrics: Any) -> None:
         """Add metrics to the last step."""
         if self._waiting:

@@ -27,6 +27,7 @@ from drumline.core.errors import UsageError
 from drumline.core.measured.record import COLUMNS, Record
 from drumline.core.measured.run import (
     CONFIG,
+    DECISIONS,
     ENDED,
     ENVIRONMENT,
     FORMAT,
@@ -108,6 +109,13 @@ class RunFolder:
         """Add the line for all ranks."""
         self._add(METRICS, {"run": self.run, "step": step, **metrics})
 
+    def add_decision(self, step: int, line: Mapping[str, Any]) -> None:
+        """Add what was decided before a step, or what came of it."""
+        if DECISIONS not in self._files:
+            self._files[DECISIONS] = os.open(self.path / DECISIONS, _ADDING | os.O_CREAT, 0o666)
+            self._lines[DECISIONS] = []
+        self._add(DECISIONS, {"run": self.run, "step": step, **line})
+
     def _add(self, name: str, line: dict[str, Any]) -> None:
         self._lines[name].append(_encode(line).encode() + b"\n")
 
@@ -135,6 +143,8 @@ class RunFolder:
         for name in [one for one in self._files if cut_lines(self.path / one, number)]:
             os.close(self._files.pop(name))
             self._files[name] = os.open(self.path / name, _ADDING)
+        if METRICS in self._files and DECISIONS not in self._files and (self.path / DECISIONS).exists():
+            cut_lines(self.path / DECISIONS, number)  # of processes before these
 
     def close(self) -> None:
         """Write all lines and close the files; then rank 0 marks the run as ended."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from weakref import ref
 
 from torch import nn
@@ -47,17 +48,39 @@ class Frozen:
     """
 
     def __init__(self, program: Program, cuts: Cuts, completed: Callable[[Program], Program] = lambda one: one) -> None:
-        self._trained = trainable(cuts)
+        blocks = [block for stage in cuts for block in stage]
+        self._block_trains = [block.trains for block in blocks]  # when the pipeline was created
+        self._block_parameters = [[(name, ref(one)) for name, one in block.named_parameters()] for block in blocks]
         self._completed = completed
-        self.program = self.pruned_too(program)
+        self._lay_out([len(stage) for stage in cuts])
+        self.pruned(program)
         self._is_whole = True
         self._cuts = cuts
-        self._parameters = [[(name, ref(one)) for name, one in _parameters(stage)] for stage in cuts]
+
+    def _lay_out(self, counts: Sequence[int]) -> None:
+        self._trained = self._trained_by(counts)
+        each = self._block_parameters
+        spans = pairwise(accumulate(counts, initial=0))
+        self._parameters = [[pair for one in each[first:last] for pair in one] for first, last in spans]
+
+    def _trained_by(self, counts: Sequence[int]) -> list[bool]:
+        """Return, for each stage with so many blocks, whether it trained when the pipeline was created."""
+        return [any(self._block_trains[first:last]) for first, last in pairwise(accumulate(counts, initial=0))]
+
+    def would_change(self, counts: Sequence[int]) -> bool:
+        """Whether stages with so many blocks need other backwards than now."""
+        return self._trained_by(counts) != self._trained
 
     def pruned(self, program: Program) -> Program:
         """Switch to another program for the same stages, and return it without the backwards that they do not need."""
+        self._whole = program
         self.program = self.pruned_too(program)
         return self.program
+
+    def recut(self, counts: Sequence[int]) -> Program:
+        """Have so many blocks in each stage from now on, and return the same program without backwards they lack."""
+        self._lay_out(counts)
+        return self.pruned(self._whole)
 
     def pruned_too(self, program: Program) -> Program:
         """Return another program for the same stages, to be run beside the first, without those backwards."""

@@ -12,14 +12,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drumline.core.errors import ModelError
+from drumline.pipeline.engine import Engine
 from drumline.pipeline.observer import Observer
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.executor import Step
 from drumline.runtime.stage import Stage
-from drumline.runtime.watch.fingerprint import PLAIN
+from drumline.runtime.watch.fingerprint import plain_in
 from drumline.runtime.weights.catalogue import Place, places_in
 from drumline.runtime.weights.tied import HeldTensor, Ties
 
@@ -35,7 +36,16 @@ class _Kept(NamedTuple):
 class Shared(Observer):
     """The buffers that this process's stages share with others, and the attributes of stages with several copies."""
 
-    def __init__(self, ties: Ties, stages: Sequence[Stage]) -> None:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._num_steps = 0
+        self._before: list[tuple[Tensor | None, int, Tensor | None]] = []
+        self._attributes: list[dict[str, Any]] = []
+        self.moved()
+
+    def moved(self) -> None:
+        """Find what the stages here share with others."""
+        ties, stages = self._engine.assembly.ties, list(self._engine.stages())
         self._kept = list(_kept(ties, stages))
         self._doubled = [
             (block.name, module)
@@ -44,9 +54,6 @@ class Shared(Observer):
             for block in stage.blocks
             for module in block.module.modules()
         ]
-        self._num_steps = 0
-        self._before: list[tuple[Tensor | None, int, Tensor | None]] = []
-        self._attributes: list[dict[str, Any]] = []
 
     def begin(self, step: Step) -> None:
         """Record the state before a step."""
@@ -56,7 +63,7 @@ class Shared(Observer):
             (one, 0 if one is None else _version(one), None if one is None or not by_value else one.detach().clone())
             for one in tensors
         ]
-        self._attributes = [_plain(module) for _, module in self._doubled] if by_value else []
+        self._attributes = [plain_in(vars(module)) for _, module in self._doubled] if by_value else []
         self._num_steps += 1
 
     def end(self, step: Step) -> None:
@@ -67,7 +74,7 @@ class Shared(Observer):
             if changed or (copy is not None and now is not None and not torch.equal(copy, now)):
                 self._refuse(one)
         for (name, module), attributes in zip(self._doubled, self._attributes, strict=False):
-            for key in (key for key, value in _plain(module).items() if attributes.get(key) != value):
+            for key in (key for key, value in plain_in(vars(module)).items() if attributes.get(key) != value):
                 raise ModelError(
                     f"block {name!r} changes its attribute {key!r} in its forward",
                     expected="no changes under this schedule: each of its two copies of a stage sees half of the batch",
@@ -97,10 +104,6 @@ def _kept(ties: Ties, stages: Sequence[Stage]) -> Iterator[_Kept]:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _plain(module: nn.Module) -> dict[str, Any]:
-    return {key: one for key, one in vars(module).items() if type(one) in PLAIN}
 
 
 def refuse_hidden(cuts: Iterable[Sequence[Block]]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from drumline.core.errors import DrumlineError, ModelError, nearest
 from drumline.pipeline.crew import Crew
+from drumline.pipeline.moving.chain import Chain
 from drumline.pipeline.observer import Observer
 from drumline.runtime.axes.sharding import FullShards
 from drumline.runtime.axes.slices import FlatSlice, Slice, cut_out, put_together, sharded_over, slice_of
@@ -30,14 +31,22 @@ Named = list[tuple[str, nn.Parameter]]
 class Holdings(Observer):
     """The tensors of this process's ranks; `copies` are those of ranks that take turns here."""
 
-    def __init__(self, ties: Ties, crew: Crew, executors: Sequence[Executor], copies: Sequence[Copies]) -> None:
-        self.ties = ties
+    def __init__(
+        self, ties: Ties, crew: Crew, executors: Sequence[Executor], copies: Sequence[Copies], chain: Chain
+    ) -> None:
         self.crew = crew
         self.executors = executors
-        self.copies = copies
+        self.chain = chain
+        self.recut(ties, copies)
         self.shards: FullShards | None = None  # if the lines of a mesh divide parameters
         self._named: Named | None = None
         self._earlier: list[tuple[nn.Parameter, Tensor | None]] = []  # gradients of earlier steps
+
+    def recut(self, ties: Ties, copies: Sequence[Copies]) -> None:
+        """Take note of who holds what, at first and whenever layers have moved."""
+        self.ties = ties
+        self.copies = copies
+        self.renew()
 
     def share(self) -> None:
         """Give all copies of tensors that several ranks hold the values of the rank that owns them."""
@@ -49,6 +58,7 @@ class Holdings(Observer):
         """Update the copies in this process from their originals."""
         for copies in self.copies:
             copies.follow()
+        self.chain.follow()
 
     def renew(self) -> None:
         """Read the parameters again, because some were replaced."""

@@ -3,27 +3,26 @@
 `Pipeline.optimizer` returns the requested torch optimizer. If its steps may be skipped, or update copies, this instance
 gets its own `step` and `zero_grad`, which wrap torch's.
 
-A guard stops optimizers from stepping on gradients that are not finite on some rank. torch runs one global hook before
-any optimizer's step. The hook checks whether the optimizer holds a pipeline's parameters. If so, that pipeline first
-settles its last step, which raises NonFiniteError on every rank if any of them saw a NaN. The hook stays registered
-next to others; without a pipeline it does nothing.
+When layers move between ranks, the optimizer objects stay: each drops what has left, with its state, and takes over
+what has come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from drumline.core.errors import ModelError, RunError
 from drumline.pipeline.observer import Observer
 from drumline.pipeline.record.recording import Recording
+from drumline.pipeline.state.guard import Guard, guarded_by
+from drumline.pipeline.state.masters import Masters
 from drumline.pipeline.state.optimizer_state import NamedTensors, StateByName
 from drumline.pipeline.state.scaler import LossScaler, multiplied
 from drumline.pipeline.state.tensors import Holdings
@@ -32,6 +31,20 @@ from drumline.pipeline.verify.model_check import ModelCheck
 from drumline.runtime.axes.sharding import StateShards, by_element
 from drumline.runtime.executor import Step
 from drumline.runtime.precision import LOW, Precision
+
+
+class Kept(NamedTuple):
+    """What one optimizer keeps of a parameter: the number of its group, and its state."""
+
+    group: int
+    state: dict[str, Any]
+
+
+class Handed(NamedTuple):
+    """What optimizers keep of a parameter: its float32 copy if it has one, and what each of them keeps, if anything."""
+
+    master: Tensor | None
+    kept: list[Kept | None]
 
 
 class Updates(Observer):
@@ -49,6 +62,7 @@ class Updates(Observer):
         self.wholes = WholeMatrices(holdings.crew.axes, precise=master_weights)
         self._own: WeakSet[Optimizer] = WeakSet()
         self._made: list[ref[Optimizer]] = []  # in the order in which they were asked for
+        self._parameters: WeakKeyDictionary[Optimizer, list[nn.Parameter]] = WeakKeyDictionary()
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
         """Record the parameters of all stages here, and guard them against optimizers."""
@@ -141,13 +155,77 @@ class Updates(Observer):
         copied = any(one is not other for one, other in zip(updated, parameters, strict=True))
         StateByName(named).attach(made)
         self._made.append(ref(made))
+        self._parameters[made] = list(parameters)
         if self.scaler is not None or self.masters is not None or copied or not parameters:
-            # No guard finds an optimizer without parameters here, and it must not step where others are held back.
-            self._own.add(made)
-            # Use bound methods, because learning-rate schedulers wrap the function of what they find here.
-            setattr(made, "step", MethodType(self._step(parameters), made))  # noqa: B010 - a method of this one instance
-            setattr(made, "zero_grad", MethodType(self._zero_grad(parameters), made))  # noqa: B010
+            self._wrap(made)
         return made
+
+    def _wrap(self, made: Optimizer) -> None:
+        """Give an optimizer its own `step` and `zero_grad`.
+
+        No guard finds an optimizer without parameters here, and it must not step where others are held back.
+        """
+        self._own.add(made)
+        # Use bound methods, because learning-rate schedulers wrap the function of what they find here.
+        listed = self._parameters[made]
+        setattr(made, "step", MethodType(self._step(listed), made))  # noqa: B010 - a method of this one instance
+        setattr(made, "zero_grad", MethodType(self._zero_grad(listed), made))  # noqa: B010
+
+    def strangers(self) -> list[Optimizer]:
+        """Return optimizers that have stepped on parameters here and were not made here."""
+        made = set(map(id, self.optimizers()))
+        return [one for one in guarded_by(self._guard) if id(one) not in made]
+
+    def handed_over(self, parameters: Sequence[nn.Parameter]) -> list[Handed]:
+        """Return what optimizers keep of parameters, for another rank."""
+        if self.masters is not None:
+            self.masters.catch_up()
+        groups = [
+            {id(one): at for at, group in enumerate(optimizer.param_groups) for one in group["params"]}
+            for optimizer in self.optimizers()
+        ]
+        found = []
+        for one in parameters:
+            updated = self.updated(one)
+            kept = [
+                Kept(at[id(updated)], dict(optimizer.state.get(updated, {}))) if id(updated) in at else None
+                for optimizer, at in zip(self.optimizers(), groups, strict=True)
+            ]
+            found.append(Handed(None if updated is one else updated.detach(), kept))
+        return found
+
+    def drop(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Forget parameters that have left."""
+        gone, updated = set(map(id, parameters)), [self.updated(one) for one in parameters]
+        gone_too = set(map(id, updated))
+        for optimizer in self.optimizers():
+            for group in optimizer.param_groups:
+                group["params"][:] = [one for one in group["params"] if id(one) not in gone_too]
+            self._parameters[optimizer][:] = [one for one in self._parameters[optimizer] if id(one) not in gone]
+            for one in updated:
+                optimizer.state.pop(one, None)
+            if not self._parameters[optimizer] and optimizer not in self._own:
+                self._wrap(optimizer)
+        if self.masters is not None:
+            for parameter in parameters:
+                self.masters.drop(parameter)
+
+    def take_over(self, handed: Mapping[nn.Parameter, Handed], order: Sequence[nn.Parameter]) -> None:
+        """Update parameters that have come, with what other ranks' optimizers kept of them; keep all in this order."""
+        for parameter, (master, each) in handed.items():
+            if master is not None and self.masters is not None:
+                self.masters.adopt(parameter, master)
+            updated = self.updated(parameter)
+            for optimizer, kept in zip(self.optimizers(), each, strict=True):
+                if kept is not None:
+                    optimizer.param_groups[kept.group]["params"].append(updated)
+                    self._parameters[optimizer].append(parameter)
+                    if kept.state:
+                        optimizer.state[updated] = dict(kept.state)
+        places = {id(self.updated(one)): at for at, one in enumerate(order)}
+        for optimizer in self.optimizers():
+            for group in optimizer.param_groups:
+                group["params"].sort(key=lambda one: places.get(id(one), -1))
 
     def piece(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return what an optimizer updates of a parameter, before precision: a whole copy, this line's part, or it."""
@@ -200,118 +278,3 @@ class Updates(Observer):
             self.forget()
 
         return zero_grad
-
-
-class Masters:
-    """The float32 copies of this process's low-precision parameters, which the optimizer updates in their place.
-
-    A bfloat16 weight cannot take an update much smaller than itself: 1 + 0.001 is 1. So gradients accumulate over
-    microbatches and steps in float32, the optimizer updates float32 copies, and the parameters follow, rounded.
-
-    >>> weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    >>> masters = Masters(); masters.follow([weight])
-    >>> optimizer = torch.optim.SGD([masters.of(weight)], lr=1e-3)
-    >>> (weight * 1.0).sum().backward()
-    >>> masters.take([weight]); optimizer.step(); masters.give([weight])
-    >>> masters.of(weight), weight
-    (Parameter containing:
-    tensor([0.9990, 0.9990], requires_grad=True), Parameter containing:
-    tensor([1., 1.], dtype=torch.bfloat16, requires_grad=True))
-    """
-
-    def __init__(self) -> None:
-        self._copies: dict[nn.Parameter, nn.Parameter] = {}
-        self._seen: dict[nn.Parameter, tuple[int, int]] = {}  # a parameter's address and version
-
-    def follow(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Accumulate the gradients of these parameters in float32."""
-        for one in parameters:
-            if one.dtype in LOW and one.requires_grad:
-                one.grad_dtype = torch.float32
-
-    def of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the tensor that the optimizer updates for a parameter: its copy, or itself if it is precise enough."""
-        if parameter.dtype not in LOW:
-            return parameter
-        if parameter not in self._copies:
-            self._copies[parameter] = nn.Parameter(parameter.detach().float())
-            self._seen[parameter] = _mark(parameter)
-        return self._copies[parameter]
-
-    def named(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the updated tensor of each of these parameters, by name."""
-        self.catch_up()
-        return ((name, self.of(one)) for name, one in parameters)
-
-    def take(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Before an optimizer steps, give the copies of its parameters the gradients and any outside changes."""
-        self.catch_up()
-        for parameter in parameters:
-            if parameter in self._copies:
-                self._copies[parameter].grad = parameter.grad
-
-    @torch.no_grad()
-    def give(self, parameters: Iterable[nn.Parameter]) -> None:
-        """After the optimizer steps, copy the results to its parameters."""
-        stepped = {one: self._copies[one] for one in parameters if one in self._copies}
-        if stepped:
-            torch._foreach_copy_(list(stepped), list(stepped.values()))
-        for parameter, copy in stepped.items():
-            copy.grad = None
-            self._seen[parameter] = _mark(parameter)
-
-    @torch.no_grad()
-    def catch_up(self) -> None:
-        """Adopt parameters that other code has changed, such as a loaded state or an initialisation."""
-        for parameter, copy in self._copies.items():
-            if _mark(parameter) != self._seen[parameter]:
-                copy.copy_(parameter)
-                self._seen[parameter] = _mark(parameter)
-
-
-def _mark(parameter: Tensor) -> tuple[int, int]:
-    return parameter.data_ptr(), parameter._version
-
-
-_guards: WeakSet[Guard] = WeakSet()
-_found: WeakKeyDictionary[Optimizer, tuple[int, list[ref[Guard]]]] = WeakKeyDictionary()  # by number of parameters
-_hooks: list[Any] = []
-
-
-class Guard:
-    """Calls `before` and `after` around each step of any optimizer that holds one of `parameters`."""
-
-    def __init__(
-        self, parameters: Sequence[Tensor], before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]
-    ) -> None:
-        self.before = before
-        self.after = after
-        self._parameters = [ref(one) for one in parameters]  # not ids: those of freed objects are reused
-        _guards.add(self)
-        _found.clear()
-        if not _hooks:
-            _hooks.append(register_optimizer_step_pre_hook(_before_step))
-            _hooks.append(register_optimizer_step_post_hook(_after_step))
-
-    def guards(self, held: Collection[int]) -> bool:
-        """Whether any of its living parameters is among the living ones with these ids."""
-        return any(id(one) in held for seen in self._parameters if (one := seen()) is not None)
-
-
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    size = sum(len(group["params"]) for group in optimizer.param_groups)
-    if optimizer not in _found or _found[optimizer][0] != size:
-        held = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        _found[optimizer] = size, [ref(guard) for guard in _guards if guard.guards(held)]
-    for guard in _found_for(optimizer):
-        guard.before(optimizer)
-
-
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for guard in _found_for(optimizer):
-        guard.after(optimizer)
-
-
-def _found_for(optimizer: Optimizer) -> list[Guard]:
-    _, guards = _found.get(optimizer, (0, ()))
-    return [guard for seen in guards if (guard := seen()) is not None]

@@ -22,6 +22,7 @@ _KINDS = {
     "write": "writing records",
     "evaluate": "evaluating",
     "save": "saving a checkpoint",
+    "move": "moving layers between ranks",
     "outside": "your own code",
 }
 _WAYS = {

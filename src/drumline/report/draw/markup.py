@@ -121,8 +121,16 @@ class Curve(NamedTuple):
     points: Sequence[tuple[int, float]]
 
 
-def curves(name: str, lines: Sequence[Curve], written: Callable[[float], str], *, low: float, high: float) -> str:
-    """Return curves over steps in one frame from `low` to `high`; `written` writes a value.
+def curves(
+    name: str,
+    lines: Sequence[Curve],
+    written: Callable[[float], str],
+    *,
+    low: float,
+    high: float,
+    marks: Sequence[int] = (),
+) -> str:
+    """Return curves over steps in one frame from `low` to `high`; `written` writes a value, `marks` are steps to mark.
 
     >>> text = curves("loss", [Curve("one", "run", [(0, 2.0), (1, 1.0)])], "{:.1f}".format, low=1, high=2)
     >>> text.count("<path"), "step 1: 1.0" in text
@@ -135,6 +143,9 @@ def curves(name: str, lines: Sequence[Curve], written: Callable[[float], str], *
         for line in lines
         if line.points
     ]
+    inside = [one for one in marks if first <= one <= last]
+    places = (_Frame(first, last, low, high).place(one, low)[0] for one in inside)
+    paths += [f'<path class="line mark" d="M{at:.1f} 0V{_HEIGHT}"/>' for at in places]
     drawn = "".join(paths) + _titles(lines, written, _Frame(first, last, low, high))
     frame = (
         f'<svg class="curve" viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" role="img" '

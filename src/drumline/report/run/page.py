@@ -26,6 +26,7 @@ from drumline.report.draw.markup import (
 )
 from drumline.report.draw.palette import run_class
 from drumline.report.draw.scene import document
+from drumline.report.run.changes import HEADER, cells
 from drumline.report.run.follow import PARTS
 from drumline.report.run.report import RunReport
 from drumline.report.run.text import fullest
@@ -105,7 +106,7 @@ def _below(runs: Sequence[Figures]) -> str:
 
     With several runs, the details of each are folded.
     """
-    parts = [_steps(runs)]
+    parts = [_steps(runs), *map(_changes, runs)]
     for order, run in enumerate(runs):
         details = f'<div class="pair">{_ranks(run) + _causes(run) + _stages(run) + _held(run)}</div>'
         if len(runs) > 1:
@@ -249,13 +250,23 @@ def _steps(runs: Sequence[Figures]) -> str:
         values = [value for line in lines for _, value in line.points]
         if len(values) > 1:
             high, low = max(values), 0.0 if from_zero else min(values)
-            figures.append(curves(name, lines, written, low=low, high=high))
+            marks = [one["step"] for run in runs for one in run["changes"]]
+            figures.append(curves(name, lines, written, low=low, high=high, marks=marks))
     if not figures:
         return ""
     keys = legend_html((run_class(number), run["name"]) for number, run in enumerate(runs)) if len(runs) > 1 else ""
     return (
         f'<section class="report" id="steps"><h2>Steps</h2>{keys}<div class="curves">{"".join(figures)}</div></section>'
     )
+
+
+def _changes(run: Figures) -> str:
+    """Return what was changed while the run went on, as a table; empty if nothing was."""
+    if not run["changes"]:
+        return ""
+    rows = [cells(one) for one in run["changes"]]
+    table = table_html(HEADER, rows, words=(1, 2, 3, 4))
+    return f'<section class="report">{card("What was changed while it ran", table, wide=True)}</section>'
 
 
 def _blocks(names: Sequence[str]) -> str:

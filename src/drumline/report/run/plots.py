@@ -132,6 +132,8 @@ def _causes(axis: Any, report: RunReport) -> None:
 def _steps(axis: Any, report: RunReport) -> None:
     points = [(one["step"], 100 * one["utilisation"]) for one in report.steps if one["utilisation"] is not None]
     axis.plot([step for step, _ in points], [share for _, share in points], color="#0b6aa8", linewidth=1)
+    for one in report.changes:
+        axis.axvline(one["step"], color=MUTED, linewidth=0.8, linestyle="--")
     axis.set_ylim(0, 100)
     axis.set_title("utilisation by step, %", loc="left", fontsize=8)
     axis.set_xlabel("step")

@@ -22,6 +22,7 @@ from drumline.core.timeline.timeline import Timeline
 from drumline.plan.advice import Advice
 from drumline.report.advise.adviser import advise
 from drumline.report.advise.evidence import OPS, Evidence
+from drumline.report.run.changes import changes_of
 from drumline.report.summary import peak_queues, summarize
 
 MAKESPAN = "pp/makespan_seconds"
@@ -174,6 +175,11 @@ class RunReport:
             found.append({"step": line["step"], **one, "utilisation": None if bubble is None else 1.0 - bubble})
         return found
 
+    @cached_property
+    def changes(self) -> list[dict[str, Any]]:
+        """What was changed while the run went on: the first step after it, why, predicted and real seconds."""
+        return changes_of(self.run.decisions())
+
     @property
     def _runs_several(self) -> bool:
         return any(_program_in(line) for line in self.seen.metrics)
@@ -220,6 +226,7 @@ class RunReport:
             "per_rank": self.ranks,
             "per_stage": self.stages,
             "per_step": self.steps,
+            "changes": self.changes,
             "measured": _timeline_figures(seen.measured),
             "simulated": _timeline_figures(seen.simulated),
         }

@@ -8,6 +8,7 @@ from typing import Any
 
 from drumline.core.errors import counted
 from drumline.report.draw.grid import grid
+from drumline.report.run.changes import HEADER, cells
 from drumline.report.run.follow import PARTS
 from drumline.report.run.report import RunReport
 from drumline.report.table import table
@@ -38,8 +39,17 @@ def report_text(report: RunReport, *, width: int = 100, colour: bool = False) ->
     ]
     picture = grid(seen.measured, width=width, colour=colour, figures=False)
     advice = [report.advice.sentence, *(f"- {one}" for one in report.advice.others)]
-    parts = (_wrapped(head, width), ranks_table(report, width=width), picture, _wrapped(advice, width))
-    return "\n\n".join(parts)
+    parts = [_wrapped(head, width), ranks_table(report, width=width), picture, *_changed(report, width)]
+    return "\n\n".join([*parts, _wrapped(advice, width)])
+
+
+def _changed(report: RunReport, width: int) -> Iterator[str]:
+    """Yield the table of what was changed while the run went on, if anything was."""
+    if report.changes:
+        rows = [[cell for name, cell in zip(HEADER, cells(one), strict=True) if name != "why"]
+                for one in report.changes]  # fmt: skip
+        header = [name for name in HEADER if name != "why"]
+        yield table(header, rows, width=width, left=4, keep=("predicted", "real"))
 
 
 def slow_link(report: RunReport, stage_seconds: float) -> Iterator[str]:

@@ -110,6 +110,10 @@ class Piece(nn.Module):
             )
         home._buffers[last] = buffer if before is None else buffer.to(before.device)
 
+    def join(self) -> None:
+        """Have buffers that the user replaces handed to this piece too, which is a copy of another."""
+        self.script.exchanges.append(WeakMethod(self.exchange))
+
     def _shell(self, path: Sequence[str]) -> nn.Module:
         """Return the module at a path, with empty modules on the way for those that are not here."""
         home: nn.Module = self

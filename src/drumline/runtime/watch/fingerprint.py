@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Mapping
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
@@ -56,6 +57,15 @@ class _Entries:
         return isinstance(other, _Entries) and list(map(id, self.kept)) == list(map(id, other.kept))
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def plain_in(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a module's attributes that are plain values.
+
+    >>> plain_in({"scale": 2.0, "names": ["a"]})
+    {'scale': 2.0}
+    """
+    return {key: one for key, one in attributes.items() if type(one) in PLAIN}
 
 
 def fingerprint(value: Any, depth: int = _DEPTH) -> Any:

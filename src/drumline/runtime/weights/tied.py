@@ -19,7 +19,7 @@ import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from drumline.core.placement import Placement
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.blocks.pieces import Piece
 from drumline.runtime.follow.refusals import HOOKS
-from drumline.runtime.watch.fingerprint import PLAIN, fingerprint
+from drumline.runtime.watch.fingerprint import fingerprint, plain_in
 from drumline.runtime.weights.catalogue import Place, named_tensors, places_in
 
 
@@ -60,6 +60,16 @@ class HeldTensor:
         return len(self.ranks) > 1
 
 
+class _Use(NamedTuple):
+    """A tensor and the numbers of the blocks that hold it, wherever the model is cut."""
+
+    names: tuple[str, ...]
+    blocks: tuple[int, ...]
+    num_places: int
+    is_parameter: bool
+    is_statistic: bool
+
+
 class Ties:
     """All tensors of a model that is cut into stages, and which of them are held more than once.
 
@@ -78,35 +88,60 @@ class Ties:
             for name, one in named_tensors(model):
                 self._known.setdefault(id(one), []).append(name)
         found: dict[int, list[tuple[int, Place]]] = {}
-        for stage, blocks in enumerate(cuts):
-            for place in (one for block in blocks for one in places_in(block)):
-                found.setdefault(id(place.tensor), []).append((stage, place))
-        self.tensors = [self._held(where) for where in found.values()]
-        self._by_name = {name: one for one in self.tensors for name in one.names}
-        self._refuse_statistics(cuts)
+        for number, block in enumerate(block for blocks in cuts for block in blocks):
+            for place in places_in(block):
+                found.setdefault(id(place.tensor), []).append((number, place))
+        self._uses = [self._use(where) for where in found.values()]
+        self._lay_out([len(blocks) for blocks in cuts])
 
-    def _held(self, where: Sequence[tuple[int, Place]]) -> HeldTensor:
-        stages = tuple(dict.fromkeys(stage for stage, _ in where))
+    def _use(self, where: Sequence[tuple[int, Place]]) -> _Use:
         known = self._known.get(id(where[0][1].tensor), [])
-        return HeldTensor(
+        return _Use(
             tuple(dict.fromkeys((*known, *(place.name for _, place in where)))),
+            tuple(dict.fromkeys(number for number, _ in where)),
+            len(where),
+            where[0][1].is_parameter,
+            any(isinstance(one.module, nn.modules.batchnorm._NormBase) and not one.is_parameter for _, one in where),
+        )
+
+    def _lay_out(self, counts: Sequence[int]) -> None:
+        """Find who holds what, with so many blocks in each stage."""
+        stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
+        self.tensors = [self._held(one, stage_of) for one in self._uses]
+        self._by_name = {name: one for one in self.tensors for name in one.names}
+        self._refuse_statistics()
+
+    def recut(self, counts: Sequence[int]) -> Ties:
+        """Return the same tensors with other numbers of blocks in the stages.
+
+        >>> layer = nn.Linear(2, 2, bias=False)
+        >>> ties = Ties([[Block("0", layer)], [Block("1", layer), Block("2", nn.ReLU())]], Placement.linear(2))
+        >>> ties.find("0.weight").ranks, ties.recut([2, 1]).find("0.weight").ranks
+        ((0, 1), (0,))
+        """
+        made = copy.copy(self)
+        made._lay_out(counts)
+        return made
+
+    def _held(self, use: _Use, stage_of: Sequence[int]) -> HeldTensor:
+        stages = tuple(dict.fromkeys(stage_of[number] for number in use.blocks))
+        return HeldTensor(
+            use.names,
             stages,
             tuple(sorted({rank for stage in stages for rank in self.placement.ranks_of(stage)})),
             self.placement.homes[stages[0]],
-            where[0][1].is_parameter,
-            len(where),
+            use.is_parameter,
+            use.num_places,
         )
 
-    def _refuse_statistics(self, cuts: Sequence[Sequence[Block]]) -> None:
+    def _refuse_statistics(self) -> None:
         """Refuse running statistics that several stages change: each would see part of the batch, or another order."""
-        for place in (one for blocks in cuts for block in blocks for one in places_in(block)):
-            if isinstance(place.module, nn.modules.batchnorm._NormBase) and not place.is_parameter:
-                held = self._by_name[place.name]
-                if held.is_tied:
-                    raise ModelError(
-                        f"stages {', '.join(map(str, held.stages))} share running statistics, {held.name}",
-                        expected="a separate normalisation layer in each stage, or one without running statistics",
-                    )
+        for use, held in zip(self._uses, self.tensors, strict=True):
+            if use.is_statistic and held.is_tied:
+                raise ModelError(
+                    f"stages {', '.join(map(str, held.stages))} share running statistics, {held.name}",
+                    expected="a separate normalisation layer in each stage, or one without running statistics",
+                )
 
     @property
     def described(self) -> list[str]:
@@ -211,7 +246,7 @@ class Copies:
             if not isinstance(original, Piece):  # which is not the user's
                 space, copied = vars(original), vars(ours)
                 copied.update({kind: space[kind] for kind in HOOKS if kind in space})  # both share their hooks
-                self._attributes.append((block.name, space, copied, _plain(space), _changing(space)))
+                self._attributes.append((block.name, space, copied, plain_in(space), containers_in(space)))
             for theirs, own in ((original._parameters, ours._parameters), (original._buffers, ours._buffers)):
                 common = frozenset(key for key, tensor in theirs.items() if tensor is own[key])
                 self._tables.append((block.name, theirs, own, common))
@@ -228,13 +263,13 @@ class Copies:
 
     def _follow_attributes(self, at: int) -> None:
         block, theirs, own, plain, changing = self._attributes[at]
-        now = _plain(theirs)
+        now = plain_in(theirs)
         if fingerprint(now) != fingerprint(plain):
             for key in plain.keys() - now.keys():
                 own.pop(key, None)
             own.update((key, one) for key, one in now.items() if key not in plain or plain[key] is not one)
             self._attributes[at] = (block, theirs, own, now, changing)
-        if changing and _changing(theirs) != changing:
+        if changing and containers_in(theirs) != changing:
             raise ModelError(
                 f"a list, dict or set in an attribute of block {block!r} has changed since the pipeline was created",
                 expected="unchanged contents, because ranks in this process hold copies of the block",
@@ -258,11 +293,8 @@ class Copies:
                     _follow(own[key], tensor)
 
 
-def _plain(attributes: Table) -> Table:
-    return {key: one for key, one in attributes.items() if type(one) in PLAIN}
-
-
-def _changing(attributes: Table) -> list[Any]:
+def containers_in(attributes: Table) -> list[Any]:
+    """Return the states of lists, dicts and sets among a module's attributes."""
     kinds = (list, dict, set)
     return [fingerprint(one) for key, one in attributes.items() if type(one) in kinds and key not in _OWN]
 

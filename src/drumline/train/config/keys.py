@@ -63,6 +63,7 @@ TABLES = {
     "precision": "in which numbers the model computes",
     "evaluation": "held-out loss, and a sample text",
     "checkpoint": "when the state is saved, in the run's folder, and from where a run continues",
+    "adapt": "what may change while the run goes on, where measured steps show that it pays",
     "failures": "what a run survives",
     "run": "how long, where to, and what is logged",
 }
@@ -196,6 +197,23 @@ _CHECKPOINT: dict[str, tuple[Rule, str]] = {
     "keep": (COUNT, "number of checkpoints to keep, the newest"),
     "resume": (FREE, 'folder of a run or of one of its checkpoints, to continue from; "": start anew'),
 }
+_ADAPT: dict[str, tuple[Rule, str]] = {
+    "on": (FREE, "whether to adapt"),
+    "program": (FREE, "whether to search another program if actions or messages take other times than before"),
+    "rebalance": (
+        one_of("solve", "half", "keep"),
+        "how to move layers: to the best cut, half of a slow stage's to its neighbour, or not at all",
+    ),
+    "microbatches": (one_of("keep", "batch"), "keep their number, or choose it at the same batch"),
+    "threshold": (POSITIVE, "share by which a rank must be slower than its neighbour, or an action than before"),
+    "patience": (COUNT, "steps in a row for which a rank must be too slow"),
+    "cooldown": (COUNT, "steps between two changes"),
+    "within": (COUNT, "steps within which a change must pay for itself"),
+    "least_gain": (PART, "least share of a step that a change must save"),
+    "max_activations": (COUNT, "pairs of stage and microbatch that a rank may hold; not set: as at the start"),
+    "max_bytes": (POSITIVE, "bytes that a rank may hold after a move of layers; not set: no limit"),
+    "seconds": (POSITIVE, "seconds of a search, which runs beside training"),
+}
 _FAILURES: dict[str, tuple[Rule, str]] = {
     "max_skipped": (
         COUNT_OR_0,
@@ -228,6 +246,7 @@ _ALL: dict[str, dict[str, tuple[Rule, str]]] = {
     "precision": _PRECISION,
     "evaluation": _EVALUATION,
     "checkpoint": _CHECKPOINT,
+    "adapt": _ADAPT,
     "failures": _FAILURES,
     "run": _RUN,
     "optimizer.groups": _GROUP,

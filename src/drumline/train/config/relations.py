@@ -96,8 +96,8 @@ def _schedule_exists(judged: Judged) -> Iterator[Problem]:
     name = judged.settings.pipeline.schedule
     if name == "auto":
         yield judged.problem(
-            "pipeline.schedule", 'is "auto"', "one program in all of a recorded run",
-            "name a schedule, or search one: `drumline search`, then its CSV file",
+            "pipeline.schedule", 'is "auto"', "a schedule to begin with",
+            "name one and set adapt.on, which searches other programs while the run goes on",
         )  # fmt: skip
     elif not name.endswith(".csv"):
         try:

@@ -7,7 +7,7 @@
     [mesh]           how many ranks of each     [run]            steps, seed, folder, what is logged
     [pipeline]       schedule and cut
     [memory]         what is recomputed         [checkpoint]     when the state is saved
-                                                [failures]       what a run survives
+    [adapt]          what changes meanwhile     [failures]       what a run survives
 
 `drumline plan` writes [model], [batch], [mesh], [pipeline] and [memory]; every other key has a default. A default of
 None means that the model, the data or the plan decides.
@@ -233,6 +233,24 @@ class FailureSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class AdaptSettings:
+    """What may change while a run goes on; `drumline.adapt.settings.Adapt` says what each means."""
+
+    on: bool = False
+    program: bool = True
+    rebalance: str = "solve"
+    microbatches: str = "keep"
+    threshold: float = 0.1
+    patience: int = 3
+    cooldown: int = 8
+    within: int = 100
+    least_gain: float = 0.02
+    max_activations: int | None = None
+    max_bytes: float | None = None
+    seconds: float = 3.0
+
+
+@dataclass(frozen=True, slots=True)
 class RunSettings:
     """How long, where to, and what is logged."""
 
@@ -267,6 +285,7 @@ class TrainSettings:
     precision: PrecisionSettings = field(default_factory=PrecisionSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    adapt: AdaptSettings = field(default_factory=AdaptSettings)
     failures: FailureSettings = field(default_factory=FailureSettings)
     run: RunSettings = field(default_factory=RunSettings)
 

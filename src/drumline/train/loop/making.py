@@ -10,7 +10,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,12 @@ def check(settings: TrainSettings) -> None:
     if settings.mesh.data % settings.mesh.expert:
         raise UsageError(
             f"mesh.expert is {settings.mesh.expert}", expected=f"a divisor of mesh.data, {settings.mesh.data}"
+        )
+    if settings.pipeline.schedule == "auto":
+        raise UsageError(
+            "pipeline.schedule is 'auto'",
+            expected="a schedule to begin with",
+            fix="name one and set adapt.on, which searches other programs while the run goes on",
         )
     if settings.memory.recompute not in ("none", "full"):
         raise UsageError(
@@ -138,6 +144,8 @@ def pipeline_arguments(
             "zero": settings.memory.zero,
             "sequence_parallel": settings.memory.sequence_parallel and settings.mesh.tensor > 1,
         }
+    if settings.adapt.on:
+        found["adapt"] = {name: value for name, value in asdict(settings.adapt).items() if name != "on"}
     if counts:
         found["programs"] = {program_name(one): one for one in counts}
     if _wants_example(built.model) or found.get("balance") == "auto":

@@ -4,6 +4,7 @@
     steps 2-6      measured
     before step 7  rank 0 searches within that schedule's memory; all ranks switch to its result
     steps 9-13     measured again; rank 0 prints the gain on stderr
+    then           adapting.py watches whether costs change
 
 Gradients are exact before and after, because a program only orders the work.
 """
@@ -11,6 +12,7 @@ Gradients are exact before and after, because a program only orders the work.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
@@ -20,9 +22,7 @@ from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
 from drumline.pipeline.crew import Crew
-from drumline.pipeline.engine import Engine
 from drumline.pipeline.observer import Observer
-from drumline.pipeline.record.recording import Recording
 from drumline.pipeline.record.tally import Ledger
 from drumline.pipeline.state.frozen import Frozen
 from drumline.plan.search.search import search
@@ -68,19 +68,17 @@ class Searched:
 
 
 class AutoSchedule(Observer):
-    """Counts steps and switches the engine to a better program when it is time."""
+    """Counts steps and switches to a better program when it is time."""
 
-    def __init__(self, crew: Crew, ledger: Ledger, frozen: Frozen, engine: Engine, recording: Recording) -> None:
+    def __init__(self, crew: Crew, ledger: Ledger, frozen: Frozen) -> None:
         self.searched: Searched | None = None
-        self._crew, self._ledger, self._frozen, self._engine, self._recording = crew, ledger, frozen, engine, recording
+        self.is_over = False
+        self._crew, self._ledger, self._frozen = crew, ledger, frozen
         self._seen: list[Measured] = []
         self._changed: int | None = None  # the first step of the new program
-        self._is_over = False
 
-    def called(self, step: Step) -> None:
-        """Record the previous step, and switch the program if it is time."""
-        if self._is_over:
-            return
+    def before(self, step: Step, take: Callable[[Program], None]) -> None:
+        """Record the previous step, and take another program if it is time."""
         with self._crew.together("the search for a program"):
             begun = step.number - (self._changed or 0)
             if begun > _WARM_UPS and self._crew.rank == 0 and self._crew.axes.number == 0:
@@ -90,8 +88,11 @@ class AutoSchedule(Observer):
             if self._changed is not None:
                 self._conclude()
             elif (program := self._better(step.number)) is not None:
-                self._recording.settle()
-                self._engine.take_up(self._frozen.pruned(program))
+                take(program)
+
+    def moved(self) -> None:
+        """Forget what was measured of other stages."""
+        self._seen.clear()
 
     def _better(self, number: int) -> Program | None:
         """Search on rank 0 and return the result on all ranks; None if nothing is better."""
@@ -116,12 +117,12 @@ class AutoSchedule(Observer):
         told: Program | None = crew.collect("search", mine)[0]
         if crew.axes.is_mesh:
             told = crew.axes.exchanged("drumline/search", told)[crew.axes.lines[0][0]]
-        self._seen, self._changed, self._is_over = [], number, told is None
+        self._seen, self._changed, self.is_over = [], number, told is None
         return told
 
     def _conclude(self) -> None:
         """Print the measured gain."""
-        self._is_over = True
+        self.is_over = True
         if self._crew.rank == 0 and self._crew.axes.number == 0:
             assert self.searched is not None, "the program was changed to one that was found"
             self.searched.after = median(one.makespan for one in self._seen)

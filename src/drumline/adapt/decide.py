@@ -1,0 +1,393 @@
+"""Decide what to change about a running pipeline, one step after another; rank 0 asks, and all ranks do the same.
+
+    a step is seen ──► has anything changed? is a rank too slow? ──► candidates, simulated ──► the best, if it pays
+          ▲                                                                                          │
+          └───────── a few steps later: has the gain come? if not, take it back ◄────────────────────┘
+
+The cheapest mend comes first. Another program costs nothing to take up, but no program makes a rank compute less. So if
+another cut beats what any program of this cut could reach, layers move; else a program is searched first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from drumline.adapt.drift import Change, Drift, Uneven
+from drumline.adapt.microbatches import Build, Sizing
+from drumline.adapt.rebalance import Layers
+from drumline.adapt.repair import Aside, Repair, is_split, least_seconds
+from drumline.adapt.seen import NAMED_QUEUE, Seen
+from drumline.adapt.settings import BATCH, HALF, KEEP, Adapt
+from drumline.core.costs import Costs
+from drumline.core.errors import DrumlineError
+from drumline.core.measured.costs import costs_of
+from drumline.core.program import Program
+from drumline.core.simulate.simulate import simulate
+from drumline.core.timeline.idle import Limit
+from drumline.plan.cut.cuts import Counts
+
+PROGRAM, CUT, NUMBER = "program", "cut", "microbatches"
+_WARM_UPS = 2  # steps after the start that are not looked at
+_SETTLING = 1  # the same after a change
+_RECENT = 3  # steps by which costs are judged
+_BYTES_PER_SECOND = 5e8  # of a move, until one was measured
+_SECONDS_TO_CHANGE = 0.02  # of taking up a program
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """How a pipeline runs now: its program, and the blocks of every stage if they are known."""
+
+    program: Program
+    counts: Counts = ()
+
+    @property
+    def words(self) -> str:
+        """What it is, for the log."""
+        cut = f", {' | '.join(map(str, self.counts))} blocks" if self.counts else ""
+        return f"{self.program.name} with {self.program.num_microbatches} microbatches{cut}"
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A change: what to take up in place of what, why, and the seconds of a step before and, as predicted, after.
+
+    `is_back` says that it takes back a change whose gain did not come.
+    """
+
+    step: int
+    kind: str
+    why: str
+    before: Arrangement
+    after: Arrangement
+    seconds: float
+    predicted: float
+    is_back: bool = False
+    is_trial: bool = False  # to learn what another size takes
+    scale: float = 1.0  # what a measured step took for each second of a simulated one, before
+
+    @property
+    def gain(self) -> float:
+        """The share of a step that it should save."""
+        return 1.0 - self.predicted / self.seconds
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a line of the run's decisions."""
+        return {
+            "step": self.step,
+            "kind": self.kind,
+            "why": self.why,
+            "before": self.before.words,
+            "after": self.after.words,
+            "seconds": self.seconds,
+            "predicted": self.predicted,
+            "back": self.is_back,
+            "trial": self.is_trial,
+        }
+
+    def __str__(self) -> str:
+        what = f"back to {self.after.words}" if self.is_back else f"from {self.before.words} to {self.after.words}"
+        ms = f"{self.seconds * 1e3:.1f} ms a step, predicted {self.predicted * 1e3:.1f} ms ({-self.gain:+.1%})"
+        return f"{self.kind}: {what} because {self.why}; {ms}"
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What came of a change: the step as measured, and what it would take by now without the change."""
+
+    step: int
+    proposal: Proposal
+    real: float
+    without: float
+    kept: bool
+
+    @property
+    def gain(self) -> float:
+        """The share of a step that it saves."""
+        return 1.0 - self.real / self.without
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a line of the run's decisions."""
+        decided = self.proposal
+        return {
+            "step": self.step,
+            "kind": decided.kind,
+            "of": decided.step,
+            "predicted": decided.predicted,
+            "real": self.real,
+            "without": self.without,
+            "kept": self.kept,
+        }
+
+    def __str__(self) -> str:
+        ms = f"{self.real * 1e3:.1f} ms a step instead of {self.without * 1e3:.1f} ms ({-self.gain:+.1%})"
+        return f"{self.proposal.kind} of step {self.proposal.step}: {ms}, {'kept' if self.kept else 'taken back'}"
+
+
+SearchAside = Callable[..., Any]
+
+
+class Decider:
+    """Sees every step of a pipeline and proposes changes.
+
+    `layers` are the model's layers, if cuts may change. `build` makes the program of a number of microbatches, and
+    `rows` is how many rows a batch has, if that number may change. `search` is replaced by tests.
+    """
+
+    def __init__(
+        self,
+        settings: Adapt,
+        now: Arrangement,
+        *,
+        layers: Layers | None = None,
+        build: Build | None = None,
+        search: SearchAside = Aside,
+    ) -> None:
+        self.settings, self.now = settings, now
+        self.judged: list[Judged] = []
+        self._layers = layers if settings.rebalance != KEEP and now.counts else None
+        self._build, self._search = build, search
+        self._sizing: Sizing | None = None
+        self._drift = Drift(threshold=settings.threshold)
+        self._uneven = Uneven(threshold=settings.threshold, patience=settings.patience)
+        self._recent: deque[Seen] = deque(maxlen=_RECENT)
+        self._skip = _WARM_UPS
+        self._rest = 0  # steps until another change may come
+        self._why: list[str] = []  # what has changed since the last decision
+        self._slow: tuple[int, int] | None = None
+        self._has_drifted = False  # since the last search
+        self._aside: Any = None
+        self._instead: Proposal | None = None  # the cut to take if the search finds nothing as good
+        self._trial: Proposal | None = None  # the change that is being judged
+        self._refused: set[tuple[str, Any]] = set()
+        self._most_pairs = settings.max_activations or max(simulate(now.program).peak_activations)
+        self._bytes_per_second = _BYTES_PER_SECOND
+
+    # ---- what is seen ------------------------------------------------------------------------------------------------
+
+    def see(self, seen: Seen, rows: int | None = None) -> Proposal | None:
+        """Look at a step, with so many rows in its batch; return what to change before the next one."""
+        if seen.measured.program.num_microbatches != self.now.program.num_microbatches or self._skip > 0:
+            self._skip -= 1
+            return None
+        self._recent.append(seen)
+        self._rest -= 1
+        self._notice(seen)
+        if self._trial is not None:
+            return self._judge(seen.step)
+        if self._aside is not None:
+            return self._found(seen.step)
+        if self._rest > 0 or len(self._recent) < _RECENT:
+            return None
+        if self._sizing is None and rows and self.settings.microbatches == BATCH and self._build is not None:
+            most = self._most_pairs * rows / self.now.program.num_microbatches
+            self._sizing = Sizing(rows, self._build, most)
+            self._why.append("no other number was tried yet")
+        return self._propose(seen.step) if self._why else None
+
+    def took(self, proposal: Proposal, now: Arrangement, *, seconds: float = 0.0, num_bytes: int = 0) -> None:
+        """Hear that all ranks have taken up a proposal, how they run now, and what that took."""
+        self.now = now
+        if num_bytes and seconds > 0:
+            self._bytes_per_second = num_bytes / seconds
+        # Another program changes queues, but not what actions and messages take.
+        levels = self._drift.levels if proposal.kind == PROGRAM else {}
+        self._begin_again({name: one for name, one in levels.items() if not name.startswith(NAMED_QUEUE)})
+        self._skip, self._rest = _SETTLING, self.settings.cooldown
+        self._trial = None if proposal.is_back else proposal
+        if proposal.is_trial:
+            self._rest = 0
+
+    def changed(self, now: Arrangement) -> None:
+        """Hear that something was changed by hand, and begin again."""
+        self.now, self._trial, self._skip = now, None, _SETTLING
+        self.stop()
+        self._begin_again()
+
+    def stay(self) -> None:
+        """Hear that layers cannot move."""
+        self._layers = None
+
+    def stop(self) -> None:
+        """End a search that is under way."""
+        if self._aside is not None:
+            self._aside.stop()
+            self._aside = None
+
+    def _begin_again(self, planned: Mapping[str, float] | None = None) -> None:
+        self._recent.clear()
+        self._drift.begin(planned)
+        self._uneven.begin()
+        self._why, self._slow = [], None
+
+    def _notice(self, seen: Seen) -> None:
+        changes: Sequence[Change] = self._drift.see(seen.step, seen.series)
+        if changes:
+            self._has_drifted = True
+            self._why += [str(max(changes, key=lambda one: max(one.ratio, 1 / one.ratio)))]
+            self._refused.clear()
+            if self._sizing is not None:
+                self._sizing.forget(0)
+        if (slow := self._uneven.see(seen.loads)) is not None:
+            self._slow = slow
+            longer = seen.loads[slow[0]] / max(seen.loads[slow[1]], 1e-12) - 1.0
+            self._why.append(f"rank {slow[0]} computes {longer:.0%} longer than rank {slow[1]}")
+
+    # ---- candidates --------------------------------------------------------------------------------------------------
+
+    @property
+    def _costs(self) -> Costs:
+        return costs_of([one.measured for one in self._recent], quickest=True)
+
+    @property
+    def _seconds(self) -> float:
+        return median(one.seconds for one in self._recent)
+
+    def _propose(self, step: int) -> Proposal | None:
+        """Return the best change that pays at once, or begin to search a program."""
+        moved, number = self._cut(step), self._number(step)
+        best = min((one for one in (moved, number) if one is not None), key=lambda one: one.predicted, default=None)
+        if self.settings.program and self._search_pays(best):
+            self._instead, self._has_drifted = best, False
+            self._aside = self._search(self._costs, self.now.program, self._limit, seconds=self.settings.seconds)
+            return None
+        why, self._why = self._why, []
+        if best is None:
+            self._rest = self.settings.cooldown // 2  # the same would be found again
+            return None
+        return replace(best, why=why[-1])
+
+    @property
+    def _limit(self) -> Limit:
+        return Limit(max_activations=self._most_pairs)
+
+    def _search_pays(self, other: Proposal | None) -> bool:
+        """Whether a program could save enough, and more than the other change would."""
+        if not self._has_drifted or any(action.parts for row in self.now.program.rows for action in row):
+            return False  # overlapped pairs are not timed apart
+        costs = self._costs
+        least = least_seconds(costs, self.now.program, self._limit) * self._scale(costs)
+        if other is not None and other.predicted <= least:
+            return False
+        return 1.0 - least / self._seconds >= self.settings.least_gain
+
+    def _scale(self, costs: Costs) -> float:
+        """Return what a measured step takes for each second of a simulated one."""
+        return self._seconds / max(simulate(self.now.program, costs).makespan, 1e-12)
+
+    def _found(self, step: int) -> Proposal | None:
+        """Return what the search has found, if it pays more than the other change; None while it goes on."""
+        result = self._aside.result()
+        if result is None or len(self._recent) < _RECENT:
+            return None
+        self._aside = None
+        why, self._why = (self._why or ["costs have changed"])[-1], []
+        other = None if self._instead is None else self._cut(step) or self._number(step)
+        self._instead = None
+        found = None
+        if isinstance(result, Repair):
+            costs = self._costs
+            scale = self._scale(costs)
+            predicted = simulate(result.program, costs).makespan * scale
+            after = replace(self.now, program=result.program)
+            found = Proposal(step, PROGRAM, why, self.now, after, self._seconds, predicted, scale=scale)
+            found = self._paying(found)
+        if found is None or (other is not None and other.predicted < found.predicted * (1 - self.settings.least_gain)):
+            return None if other is None else replace(other, why=why)
+        return found
+
+    def _cut(self, step: int) -> Proposal | None:
+        """Return another cut that pays."""
+        if self._layers is None:
+            return None
+        layers = self._measured()
+        counts = self._chosen(layers)
+        if counts is None or counts == self.now.counts:
+            return None
+        scale = self._seconds / layers.seconds(self.now.counts)
+        after = replace(self.now, counts=counts)
+        cost = layers.moved_bytes(self.now.counts, counts) / self._bytes_per_second
+        predicted = scale * layers.seconds(counts)
+        return self._paying(Proposal(step, CUT, "", self.now, after, self._seconds, predicted, scale=scale), cost=cost)
+
+    def _measured(self) -> Layers:
+        assert self._layers is not None
+        each = zip(*(one.stage_seconds for one in self._recent), strict=True)
+        latency = max((edge.latency for edge in self._costs.edges.values()), default=0.0)
+        layers = replace(self._layers, program=self.now.program)
+        return layers.measured(self.now.counts, [median(stage) for stage in each], latency=latency)
+
+    def _chosen(self, layers: Layers) -> Counts | None:
+        if self.settings.rebalance != HALF:
+            try:
+                return layers.best().counts
+            except DrumlineError:
+                return None  # nothing fits the memory: stay
+        if self._slow is None:
+            return None
+        counts = layers.half(self.now.counts, slow=self._slow[0], beside=self._slow[1])
+        return counts if counts is not None and layers.fits(counts) else None
+
+    def _number(self, step: int) -> Proposal | None:
+        """Return another number of microbatches that pays, or that is worth a try."""
+        if self._sizing is None:
+            return None
+        now = self.now.program.num_microbatches
+        self._sizing.see(now, self._costs)
+        is_trial = len(self._sizing.known) == 1
+        number = self._sizing.next(now, least_gain=self.settings.least_gain)
+        program, times = self._sizing.program(number), [self._sizing.seconds(one) for one in (now, number)]
+        if number == now or program is None or None in times:
+            return None
+        scale = self._seconds / (times[0] or 1.0)
+        after = replace(self.now, program=program)
+        predicted = scale * (times[1] or 0.0)
+        found = Proposal(step, NUMBER, "", self.now, after, self._seconds, predicted, is_trial=is_trial, scale=scale)
+        return found if is_trial else self._paying(found)
+
+    def _paying(self, one: Proposal, *, cost: float = _SECONDS_TO_CHANGE) -> Proposal | None:
+        """Return a proposal if it gains enough, soon enough, and was not taken back since things changed."""
+        saved = (one.seconds - one.predicted) * self.settings.within
+        pays = one.gain >= self.settings.least_gain and saved > cost
+        return one if pays and _target(one) not in self._refused else None
+
+    # ---- what came of it ---------------------------------------------------------------------------------------------
+
+    def _judge(self, step: int) -> Proposal | None:
+        """Compare a change with what a step would take by now without it; propose to take back what does not pay."""
+        trial = self._trial
+        assert trial is not None
+        if len(self._recent) < (1 if trial.is_trial else _RECENT):
+            return None
+        self._trial = None
+        if trial.is_trial:
+            self._why.append("another number was tried")
+            return self._propose(step) if len(self._recent) else None
+        without = self._without(trial)
+        kept = 1.0 - self._seconds / without >= self.settings.least_gain / 2
+        self.judged.append(Judged(step, trial, self._seconds, without, kept))
+        if kept:
+            return None
+        self._refused.add(_target(trial))
+        why = f"a step takes {self._seconds * 1e3:.1f} ms, predicted were {trial.predicted * 1e3:.1f} ms"
+        return Proposal(step, trial.kind, why, self.now, trial.before, self._seconds, without, is_back=True)
+
+    def _without(self, trial: Proposal) -> float:
+        """Return what a step would take now without a change: by the times of now, and the scale of before."""
+        if trial.kind == CUT and self._layers is not None:
+            return trial.scale * self._measured().seconds(trial.before.counts)
+        costs = self._costs
+        if trial.kind == PROGRAM and is_split(trial.before.program) == is_split(self.now.program):
+            return trial.scale * simulate(trial.before.program, costs).makespan
+        if trial.kind == NUMBER and self._sizing is not None:
+            self._sizing.see(self.now.program.num_microbatches, costs)
+            return trial.scale * (self._sizing.seconds(trial.before.program.num_microbatches) or 0.0)
+        return trial.seconds
+
+
+def _target(one: Proposal) -> tuple[str, Any]:
+    return one.kind, one.after.counts if one.kind == CUT else one.after.program

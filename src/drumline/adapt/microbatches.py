@@ -1,0 +1,138 @@
+"""How many microbatches a step should have, from what actions take at the sizes that were tried.
+
+    fixed batch     8 microbatches of 4 rows, or 16 of 2, ...     seconds of an action = a + b * rows, fitted
+    fixed size      1 step of 16 microbatches, or 2 of 8          as many as memory allows: fewer steps fill and drain
+
+With one size known, the fixed part of an action is a guess, so a neighbouring size is tried first. With two or more,
+the simulator times every number of microbatches by its own program, and the best is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from drumline.core.costs import Costs
+from drumline.core.program import Program
+from drumline.core.simulate.simulate import simulate
+from drumline.plan.device.overheads import Line, fitted
+
+_FIXED = 0.15  # share of an action that a smaller microbatch does not save, until it is measured
+_MOST = 128  # microbatches: more gain little, and take long to simulate
+_OPS = ("forward", "backward_input", "backward_weight")
+
+Build = Callable[[int], Program | None]
+
+
+def numbers(rows: int) -> list[int]:
+    """Return the numbers of microbatches that divide a batch's rows, up to 128.
+
+    >>> numbers(12), numbers(512)[-1]
+    ([1, 2, 3, 4, 6, 12], 128)
+    """
+    return [one for one in range(1, min(rows, _MOST) + 1) if rows % one == 0]
+
+
+@dataclass
+class Sizing:
+    """What is known of a batch of `rows` rows at several numbers of microbatches.
+
+    `build` returns the program of a number, None where there is none. `most_rows` is what a rank may hold: pairs of
+    stage and microbatch, times the rows of a microbatch.
+
+    >>> from drumline.schedules import generate
+    >>> sizing = Sizing(64, lambda number: generate("1f1b", num_ranks=2, num_microbatches=number), most_rows=64)
+    >>> at = lambda rows: Costs(forward=[0.1 + rows] * 2, backward_input=[0.1 + 2 * rows] * 2, backward_weight=0)
+    >>> sizing.see(4, at(16)); sizing.next(4, least_gain=0.02)
+    8
+    >>> sizing.see(8, at(8)); sizing.next(8, least_gain=0.02)
+    32
+    """
+
+    rows: int
+    build: Build
+    most_rows: float
+    known: dict[int, Costs] = field(default_factory=dict)
+    _programs: dict[int, Program | None] = field(default_factory=dict)
+
+    def see(self, number: int, costs: Costs) -> None:
+        """Add what was measured at a number of microbatches; earlier figures of it are replaced."""
+        self.known[number] = costs
+
+    def forget(self, number: int) -> None:
+        """Keep what was measured at one number alone: the others are of before a change."""
+        self.known = {number: self.known[number]} if number in self.known else {}
+
+    def program(self, number: int) -> Program | None:
+        """Return the program of a number of microbatches, if it has one that fits the memory."""
+        if number not in self._programs:
+            made = self.build(number)
+            held = 0 if made is None else max(simulate(made).peak_activations) * (self.rows / number)
+            self._programs[number] = None if held > self.most_rows * (1 + 1e-9) else made
+        return self._programs[number]
+
+    def seconds(self, number: int) -> float | None:
+        """Return the simulated step at a number of microbatches; None if it has no program that fits."""
+        program = self.program(number)
+        return None if program is None else simulate(program, self._costs(number)).makespan
+
+    def _costs(self, number: int) -> Costs:
+        if number in self.known:
+            return self.known[number]
+        nearest = self.known[min(self.known, key=lambda one: abs(one - number))]
+        program = self.program(number)
+        assert program is not None, "only numbers with a program are timed"
+        return replace(nearest, **self._fitted(self.rows / number, program.num_stages))
+
+    def _fitted(self, rows: float, num_stages: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name in _OPS:
+            points = {self.rows / number: costs.per_stage(name, num_stages) for number, costs in self.known.items()}
+            each = ({size: seconds[stage] for size, seconds in points.items()} for stage in range(num_stages))
+            found[name] = [_line(one).at(rows) for one in each]
+        return found
+
+    def next(self, now: int, *, least_gain: float) -> int:
+        """Return the number to take next: a neighbour while only one is known, else the best; `now` to stay."""
+        timed = {one: seconds for one in numbers(self.rows) if (seconds := self.seconds(one)) is not None}
+        if now not in timed:
+            return now
+        others = [one for one in timed if one != now]
+        if len(self.known) == 1:
+            beside = [
+                *(one for one in others if one < now and not any(one < other < now for other in others)),
+                *(one for one in others if one > now and not any(now < other < one for other in others)),
+            ]
+            return min(beside, key=timed.__getitem__, default=now)
+        best = min(timed, key=lambda one: (timed[one], one))
+        return best if timed[best] < timed[now] * (1 - least_gain) else now
+
+
+def _line(points: Mapping[float, float]) -> Line:
+    """Return the seconds of an action by its rows; with one size known, part of them is taken as fixed."""
+    if len(points) > 1:
+        seen = [(size, seconds) for size, seconds in points.items() if seconds > 0]
+        return fitted(seen) if len(seen) > 1 else Line()
+    ((size, seconds),) = points.items()
+    return Line(_FIXED * seconds, (1 - _FIXED) * seconds / size)
+
+
+def at_fixed_size(now: int, accumulate: int, build: Build, costs: Costs, *, most_pairs: float) -> tuple[int, int]:
+    """Return microbatches of a step and steps of an update that together are the same and take least.
+
+    >>> from drumline.schedules import generate
+    >>> build = lambda number: generate("gpipe", num_ranks=2, num_microbatches=number)
+    >>> at_fixed_size(4, 4, build, Costs(), most_pairs=8)
+    (8, 2)
+    """
+    found = []
+    for number in numbers(now * accumulate):
+        program = build(number)
+        if program is not None and max(simulate(program).peak_activations) <= most_pairs:
+            steps = now * accumulate // number
+            found.append((simulate(program, costs).makespan * steps, steps, number))
+    if not found:
+        return now, accumulate
+    _, steps, number = min(found)
+    return number, steps

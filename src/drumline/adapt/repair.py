@@ -1,0 +1,179 @@
+"""Another program for the same stages: searched for measured costs, within a limit, in this process or beside it.
+
+Training keeps its ranks' processors busy, and a search in the same process would hold up its rank. So a search has a
+process of its own, with a lower priority:
+
+    rank 0    step ── step ── step ── step ── take up
+                 │                      ▲
+    search       └── costs as JSON ─────┘ program as CSV
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+from drumline.core.action import B, Op
+from drumline.core.costs import Costs
+from drumline.core.errors import DrumlineError
+from drumline.core.program import Program
+from drumline.core.prove.validate import validate
+from drumline.core.simulate.simulate import simulate
+from drumline.core.timeline.idle import Limit
+from drumline.plan.search.bounds.lower_bounds import lower_bound
+from drumline.plan.search.instance import Instance
+from drumline.plan.search.search import search
+
+_NICE = 5  # below training, and above nothing
+_SECONDS_TO_START = 60.0  # beyond those of the search itself, on a busy machine
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """A proven program, and the simulated seconds of its step; `bound` is what no program can go below."""
+
+    program: Program
+    seconds: float
+    bound: float
+
+
+def is_split(program: Program) -> bool:
+    r"""Whether any backward of a program is split into I and W.
+
+    >>> is_split(Program.parse("0F0,0B0")), is_split(Program.parse("0F0,0I0,0W0"))
+    (False, True)
+    """
+    return any(part.op is Op.BACKWARD_INPUT for part in program.work())
+
+
+def joined(program: Program) -> Program:
+    """Return the program with every I and its W as one B, where the I is.
+
+    >>> print(joined(Program.parse("0F0,0F1,0I0,0I1,0W0,0W1")))
+    0F0,0F1,0B0,0B1
+    """
+    rows = [
+        [
+            B(one.stage, one.microbatch) if one.op is Op.BACKWARD_INPUT and one.microbatch is not None else one
+            for one in row
+            if one.op is not Op.BACKWARD_WEIGHT
+        ]
+        for row in program.rows
+    ]
+    return Program.of(rows, program.name)
+
+
+def repaired(costs: Costs, program: Program, limit: Limit, *, seconds: float) -> Repair:
+    """Return the best program found for a program's stages and these costs; whole backwards stay whole.
+
+    >>> from drumline.schedules import generate
+    >>> program = generate("1f1b", num_ranks=2, num_microbatches=8)
+    >>> slow = Costs(backward_input=2.0, backward_weight=0.0, comm=2.0)
+    >>> found = repaired(slow, program, Limit(max_activations=4), seconds=1.0)
+    >>> simulate(program, slow).makespan, found.seconds, is_split(found.program)
+    (43.0, 31.0, False)
+    """
+    found = search(costs, program.placement, num_microbatches=program.num_microbatches, limit=limit, seconds=seconds)
+    made = found.program if is_split(program) else joined(found.program)
+    assert not validate(made), "a program with joined backwards breaks a rule"
+    return Repair(made, simulate(made, costs).makespan, float(found.bound.value))
+
+
+def least_seconds(costs: Costs, program: Program, limit: Limit) -> float:
+    """Return what no program with the same stages on the same ranks can go below, within a limit.
+
+    >>> from drumline.schedules import generate
+    >>> program = generate("1f1b", num_ranks=2, num_microbatches=4)
+    >>> least_seconds(Costs(backward_input=2, backward_weight=0), program, Limit(max_activations=2))
+    15.0
+    """
+    instance = Instance(costs, program.placement, program.num_microbatches, limit)
+    return float(lower_bound(instance, "makespan").value)
+
+
+class Aside:
+    """A search in a process of its own; `result` is None until it has ended, and an error's text if it failed."""
+
+    def __init__(self, costs: Costs, program: Program, limit: Limit, *, seconds: float) -> None:
+        self._program = program
+        self._until = time.monotonic() + seconds + _SECONDS_TO_START
+        told = {
+            "costs": costs.to_json(),
+            "program": program.compute_only().format(),
+            "max_activations": limit.max_activations,
+            "max_bytes": limit.max_bytes,
+            "seconds": seconds,
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+        self._problem = ""
+        try:
+            self._process = self._started(json.dumps(told).encode())
+        except OSError as error:
+            self._problem = f"the search could not start: {error}"  # training goes on without
+
+    @staticmethod
+    def _started(told: bytes) -> subprocess.Popen[bytes]:
+        path = os.pathsep.join(one for one in sys.path if one)
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import main; main()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            start_new_session=True,  # Ctrl-C is for training, which ends this
+        )
+        assert process.stdin is not None
+        with suppress(OSError):  # it has ended already, and `result` says so
+            process.stdin.write(told)
+            process.stdin.close()
+        return process
+
+    def result(self) -> Repair | str | None:
+        """Return what was found, or why nothing was; None while the search goes on. It never waits."""
+        if self._process is None:
+            return self._problem
+        if self._process.poll() is None:
+            if time.monotonic() < self._until:
+                return None
+            self.stop()
+            return "the search did not end in time"
+        assert self._process.stdout is not None
+        text = self._process.stdout.read()
+        self._process.stdout.close()
+        try:
+            found = json.loads(text)
+            return Repair(Program.parse(found["program"], "searched"), found["seconds"], found["bound"])
+        except (ValueError, KeyError, TypeError):
+            return f"the search ended with {self._process.returncode}"
+
+    def stop(self) -> None:
+        """End the search."""
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait(5.0)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def __del__(self) -> None:
+        self.stop()
+
+
+def main() -> None:
+    """Search for what stdin says, and write what is found to stdout."""
+    if hasattr(os, "nice"):
+        os.nice(_NICE)
+    told = json.loads(sys.stdin.read())
+    limit = Limit(told["max_activations"], told["max_bytes"])
+    try:
+        costs = Costs.from_json(json.dumps(told["costs"]))
+        found = repaired(costs, Program.parse(told["program"]), limit, seconds=told["seconds"])
+    except DrumlineError as error:
+        raise SystemExit(f"drumline: {error}") from None
+    print(json.dumps({"program": found.program.format(), "seconds": found.seconds, "bound": found.bound}))

@@ -1,0 +1,142 @@
+"""What travels with a block that moves: its tensors, their gradients, what optimizers keep of them, and plain values.
+
+    rank 0 ── told to all: names, dtypes and shapes, groups, counts of steps, modes ──► rank 1
+           ── over the channel: the tensors, one after the other ─────────────────────►
+
+A tensor that several blocks hold travels once, and only to a rank that has none of them yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from drumline.pipeline.moving.chain import Chain
+from drumline.pipeline.state.updates import Handed, Kept, Updates
+from drumline.runtime.watch.fingerprint import plain_in
+from drumline.runtime.weights.tied import Ties
+from drumline.runtime.weights.transfer import Shape
+
+_VALUE, _GRADIENT, _MASTER = "value", "gradient", "master"
+Key = tuple[Any, ...]  # what a tensor is to a parameter: one of these, or an optimizer's number and its name there
+
+
+@dataclass(slots=True)
+class Freight:
+    """What goes from one rank to another: tensors by their first names, and blocks by number."""
+
+    names: list[str] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+
+
+def freights(before: Ties, after: Ties, counts: Sequence[Sequence[int]]) -> dict[tuple[int, int], Freight]:
+    """Return what moves, by the ranks that send and receive; `counts` are blocks per stage, before and after.
+
+    >>> from drumline.core.placement import Placement
+    >>> from drumline.runtime.blocks.cut import Block
+    >>> blocks = [Block(str(number), nn.Linear(1, 1)) for number in range(4)]
+    >>> ties = Ties([blocks[:2], blocks[2:]], Placement.linear(2))
+    >>> freights(ties, ties.recut([1, 3]), [[2, 2], [1, 3]])
+    {(0, 1): Freight(names=['1.weight', '1.bias'], blocks=[1])}
+    """
+    found: dict[tuple[int, int], Freight] = {}
+    for old, new in zip(before.tensors, after.tensors, strict=True):
+        for target in (rank for rank in new.ranks if rank not in old.ranks):
+            found.setdefault((old.home, target), Freight()).names.append(old.name)
+    placement = before.placement
+    stages = [[stage for stage, count in enumerate(each) for _ in range(count)] for each in counts]
+    for number, (old_stage, new_stage) in enumerate(zip(*stages, strict=True)):
+        for target in (one for one in placement.ranks_of(new_stage) if one not in placement.ranks_of(old_stage)):
+            found.setdefault((placement.homes[old_stage], target), Freight()).blocks.append(number)
+    return dict(sorted(found.items()))
+
+
+@dataclass(slots=True)
+class Parcel:
+    """What a rank tells about its freight to another: all but the tensors' values."""
+
+    tensors: list[tuple[str, Key, Shape]] = field(default_factory=list)
+    trains: dict[str, bool] = field(default_factory=dict)
+    kept: dict[str, list[tuple[int, dict[str, Any]] | None]] = field(default_factory=dict)  # groups and plain state
+    attributes: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the tensors."""
+        return sum(shape.num_bytes for _, _, shape in self.tensors)
+
+
+def packed(freight: Freight, held: Mapping[str, Tensor], chain: Chain, updates: Updates) -> tuple[Parcel, list[Tensor]]:
+    """Return what to tell about a freight, and its tensors; `held` are those here by name."""
+    parcel, tensors = Parcel(), []
+    parameters = [name for name in freight.names if isinstance(held[name], nn.Parameter)]
+    handed = dict(zip(parameters, updates.handed_over([_parameter(held[name]) for name in parameters]), strict=True))
+    for name in freight.names:
+        for key, one in _tensors_of(held[name], handed.get(name)):
+            parcel.tensors.append((name, key, Shape.of(one)))
+            tensors.append(one)
+        if name in handed:
+            parcel.trains[name] = held[name].requires_grad
+            parcel.kept[name] = [None if one is None else (one.group, _plain(one.state)) for one in handed[name].kept]
+    for number in freight.blocks:
+        parcel.attributes[number] = [plain_in(vars(module)) for module in chain.block(number).module.modules()]
+    return parcel, tensors
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    assert isinstance(tensor, nn.Parameter)
+    return tensor
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: one for key, one in state.items() if not isinstance(one, Tensor)}
+
+
+def _tensors_of(tensor: Tensor, handed: Handed | None) -> Iterator[tuple[Key, Tensor]]:
+    yield (_VALUE,), tensor.detach()
+    if tensor.grad is not None:
+        yield (_GRADIENT,), tensor.grad
+    if handed is None:
+        return
+    if handed.master is not None:
+        yield (_MASTER,), handed.master
+    for number, kept in enumerate(handed.kept):
+        for key, one in ({} if kept is None else kept.state).items():
+            if isinstance(one, Tensor):
+                yield (number, key), one.detach()
+
+
+@dataclass(slots=True)
+class Unpacked:
+    """What has come of one tensor."""
+
+    value: Tensor
+    gradient: Tensor | None
+    trains: bool | None  # None of buffers
+    handed: Handed
+
+
+def unpacked(parcel: Parcel, tensors: Sequence[Tensor]) -> dict[str, Unpacked]:
+    """Return what has come, by name."""
+    found: dict[str, dict[Key, Tensor]] = {}
+    for (name, key, _), one in zip(parcel.tensors, tensors, strict=True):
+        found.setdefault(name, {})[key] = one
+    made = {}
+    for name, each in found.items():
+        kept: list[Kept | None] = []
+        for number, plain in enumerate(parcel.kept.get(name, ())):
+            state = {key[1]: one for key, one in each.items() if key[0] == number}
+            kept.append(None if plain is None else Kept(plain[0], {**state, **plain[1]}))
+        handed = Handed(each.get((_MASTER,)), kept)
+        made[name] = Unpacked(each[_VALUE,], each.get((_GRADIENT,)), parcel.trains.get(name), handed)
+    return made
+
+
+def put_attributes(parcel: Parcel, chain: Chain) -> None:
+    """Give the modules of blocks that have come their modes and plain attributes."""
+    for number, each in parcel.attributes.items():
+        for module, values in zip(chain.block(number).module.modules(), each, strict=True):
+            vars(module).update(values)

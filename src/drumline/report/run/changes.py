@@ -1,0 +1,87 @@
+"""What was changed while a run went on: each decision with what was predicted, what moved, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from drumline.report.units import duration, size_text
+
+Line = Mapping[str, Any]
+
+
+def changes_of(decisions: Sequence[Line]) -> list[dict[str, Any]]:
+    """Return the changes of a run from the lines of `decisions.jsonl`, in order.
+
+    `step` is the first step after a change. A move by hand has no reason and no prediction.
+
+    >>> decided = {"step": 7, "kind": "cut", "why": "rank 1 is slow", "seconds": 2.0, "predicted": 1.5}
+    >>> moved = {"step": 8, "kind": "move", "balance_before": [4, 4], "balance_after": [5, 3], "bytes_moved": 64,
+    ...          "seconds": {"send": 0.25, "rebuild": 0.5}}
+    >>> came = {"step": 12, "kind": "cut", "of": 7, "predicted": 1.5, "real": 1.6, "without": 2.0, "kept": True}
+    >>> (found,) = changes_of([decided, moved, came])
+    >>> found["step"], found["after"], found["pause"], found["real"], found["kept"]
+    (8, '5 | 3 blocks', 0.75, 1.6, True)
+    """
+    found: list[dict[str, Any]] = []
+    for line in decisions:
+        if "of" in line:
+            for one in found:
+                if one["decided"] == line["of"] and one["kind"] == line["kind"]:
+                    one |= {name: line.get(name) for name in ("real", "without", "kept")}
+        elif line.get("kind") == "move":
+            before, after = (_blocks(line.get(f"balance_{when}")) for when in ("before", "after"))
+            seconds = line.get("seconds")
+            pause = sum(seconds.values()) if isinstance(seconds, Mapping) else None
+            moved = {"before": before, "after": after, "pause": pause, "bytes": line.get("bytes_moved")}
+            if found and found[-1]["kind"] == "cut" and found[-1]["step"] == line["step"]:
+                found[-1] |= moved
+            else:
+                found.append(_change({**line, "step": line["step"] - 1, "kind": "cut", "seconds": None}) | moved)
+        else:
+            found.append(_change(line))
+    return found
+
+
+def _change(line: Line) -> dict[str, Any]:
+    named = ("kind", "why", "before", "after", "seconds", "predicted", "back", "trial")
+    empty: dict[str, Any] = dict.fromkeys(("real", "without", "kept", "pause", "bytes"))
+    decided = line["step"]
+    return {"step": decided + 1, "decided": decided, **{name: line.get(name) for name in named}, **empty}
+
+
+def _blocks(counts: Any) -> str:
+    return f"{' | '.join(map(str, counts))} blocks" if isinstance(counts, list | tuple) else ""
+
+
+HEADER = (
+    "before step",
+    "what",
+    "from",
+    "to",
+    "why",
+    "step before",
+    "predicted",
+    "real",
+    "without it",
+    "pause",
+    "moved",
+)
+
+
+def cells(change: Line) -> list[str]:
+    """Return a change as cells below `HEADER`.
+
+    >>> cells(changes_of([{"step": 7, "kind": "program", "seconds": 2.0, "predicted": 1.5}])[0])[5:8]
+    ['2 s', '1.5 s', '']
+    """
+    what = f"{change['kind']}, taken back" if change["kept"] is False else str(change["kind"])
+    what = f"{what} (back)" if change["back"] else f"{what} (a try)" if change["trial"] else what
+    times = [_time(change[name]) for name in ("seconds", "predicted", "real", "without", "pause")]
+    texts = [str(change[name] or "") for name in ("before", "after", "why")]
+    moved = "" if not change["bytes"] else size_text(change["bytes"])
+    return [str(change["step"]), what, *texts, *times, moved]
+
+
+def _time(seconds: Any) -> str:
+    return duration(seconds) if isinstance(seconds, int | float) else ""

@@ -1,0 +1,129 @@
+"""Send tensors of any kind from rank to rank, in messages of a few sizes.
+
+    weight | bias | exp_avg | step ──► bytes, one after the other ──► messages of 4 MiB, the last one smaller
+
+Messages of few sizes keep the channel's memory small and its list of layouts short. The receiver knows dtypes and
+shapes, and how many messages come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from drumline.core.action import Action, Op
+from drumline.runtime.channel.channel import Channel, Wait
+
+_MOST, _LEAST = 4 * 2**20, 64 * 2**10
+_BETWEEN_STEPS = -1
+
+
+class Shape(NamedTuple):
+    """What a receiver must know of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    on_host: bool  # whether it is on the host even if the stages are not
+
+    @staticmethod
+    def of(tensor: Tensor) -> Shape:
+        """Return it for a tensor."""
+        return Shape(tensor.dtype, tuple(tensor.shape), tensor.is_cpu)
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class Waiting(Wait):
+    """A rank waits for layers of another."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} waits for layers that rank {self.source} moves to it"
+
+
+def sizes_of(num_bytes: int) -> list[int]:
+    """Return the sizes of the messages that carry so many bytes.
+
+    >>> [size // 1024 for size in sizes_of(9 * 2**20)], sizes_of(1), sizes_of(0)
+    ([4096, 4096, 1024], [65536], [])
+    """
+    whole, rest = divmod(num_bytes, _MOST)
+    return [_MOST] * whole + ([max(_LEAST, 1 << (rest - 1).bit_length())] if rest else [])
+
+
+def transferred(
+    channel: Channel,
+    sent: Mapping[int, Sequence[Tensor]],
+    coming: Mapping[int, Sequence[Shape]],
+    device: torch.device,
+    arrived: dict[int, list[Tensor]],
+) -> Generator[Wait, None, None]:
+    """Send tensors to other ranks, and put what comes from them into `arrived`; yield to wait for a message."""
+    channel.begin(_BETWEEN_STEPS)
+    for source, shapes in coming.items():
+        for number in range(len(sizes_of(sum(one.num_bytes for one in shapes)))):
+            channel.post(_key(number), source)
+    for target, tensors in sent.items():
+        for number, message in enumerate(_messages(tensors, device)):
+            channel.send(_key(number), target, (message,), None)
+    for source, shapes in coming.items():
+        made = arrived[source] = [torch.empty(one.shape, dtype=one.dtype, device=_place(one, device)) for one in shapes]
+        places = _places(made)
+        for number in range(len(sizes_of(sum(one.num_bytes for one in shapes)))):
+            while (delivery := channel.take(_key(number), source)) is None:
+                yield Waiting(channel.rank, _key(number), _key(number), source)
+            _spread(delivery.tensors[0], places)
+
+
+def _key(number: int) -> Action:
+    return Action(number, Op.REDUCE_GRAD)
+
+
+def _place(shape: Shape, device: torch.device) -> torch.device:
+    return torch.device("cpu") if shape.on_host else device
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
+def _messages(tensors: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
+    """Yield the bytes of tensors in messages."""
+    parts = [_bytes(one) for one in tensors]
+    total = sum(one.numel() for one in parts)
+    whole = iter(parts)
+    rest = next(whole, None)
+    for size in sizes_of(total):
+        flat = torch.empty(size, dtype=torch.uint8, device=device)
+        at = 0
+        while rest is not None and at < size:
+            piece = rest[: size - at]
+            flat[at : at + piece.numel()].copy_(piece)
+            at += piece.numel()
+            rest = rest[piece.numel() :]
+            if not rest.numel():
+                rest = next(whole, None)
+        yield flat
+
+
+def _places(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors' memory as bytes, the last first."""
+    return [one.as_strided((one.numel(),), (1,)).view(torch.uint8) for one in reversed(tensors)]
+
+
+def _spread(flat: Tensor, places: list[Tensor]) -> None:
+    """Fill the next places with the bytes of a message."""
+    at = 0
+    while places and at < flat.numel():
+        place = places.pop()
+        piece = flat[at : at + place.numel()]
+        place[: piece.numel()].copy_(piece)
+        at += piece.numel()
+        if piece.numel() < place.numel():
+            places.append(place[piece.numel() :])

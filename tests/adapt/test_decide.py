@@ -1,0 +1,148 @@
+"""Decisions on pipelines that run in the simulator: what is proposed, when, and what comes of it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from drumline.adapt.decide import CUT, NUMBER, PROGRAM
+from drumline.adapt.repair import Aside, Repair
+from drumline.core.costs import Costs
+from drumline.core.program import Program
+from drumline.core.prove.validate import validate
+from drumline.core.simulate.simulate import simulate
+from drumline.core.timeline.idle import Limit
+from some import some
+from virtual_pipeline import Virtual, one_f_one_b, profile, settings
+
+
+def test_nothing_happens_while_nothing_changes() -> None:
+    run = Virtual(one_f_one_b(), (8, 8)).run(60)
+    assert run.proposals == []
+
+
+def test_one_noisy_step_moves_nothing() -> None:
+    run = Virtual(one_f_one_b(), (8, 8), slowness=lambda step: [1.0, 3.0 if step in (20, 40) else 1.0]).run(60)
+    assert run.proposals == []
+
+
+def test_a_sudden_slow_rank_gives_layers_away_and_gets_them_back() -> None:
+    slow = Virtual(one_f_one_b(), (8, 8), slowness=lambda step: [1.0, 1.5 if 50 <= step < 90 else 1.0]).run(140)
+    away, back = slow.proposals
+    assert (away.kind, away.before.counts, away.after.counts) == (CUT, (8, 8), (10, 6))
+    assert 50 < away.step <= 56
+    assert (back.kind, back.after.counts) == (CUT, (8, 8))
+    assert 90 < back.step <= 100
+    assert not back.is_back, "a change of its own: the first one paid"
+    assert [one.kept for one in slow.decider.judged] == [True, True]
+    for judged in some(slow.decider.judged):
+        assert judged.real == pytest.approx(judged.proposal.predicted, rel=0.02)
+
+
+def test_a_slowing_rank_stays_within_the_bounds_at_every_step() -> None:
+    run = Virtual(one_f_one_b(), (12, 12), slowness=lambda step: [1.0, min(1 + 0.01 * max(step - 10, 0), 1.5)]).run(90)
+    assert [one.kind for one in run.proposals] == [CUT] * len(run.proposals)
+    assert run.decider.now.counts == (14, 10)
+    assert all(one.kept for one in some(run.decider.judged))
+    assert max(step.bubble for step in some(run.steps)) < 0.12
+
+
+def test_half_of_a_slow_stage_goes_to_its_neighbour_and_comes_back_where_that_is_too_much() -> None:
+    run = Virtual(
+        one_f_one_b(),
+        (8, 8),
+        slowness=lambda step: [1.0, 1.5 if step >= 20 else 1.0],
+        settings=settings(rebalance="half"),
+    ).run(60)
+    assert run.proposals == [], "12 | 4 takes as long as 8 | 8 where rank 1 takes 1.5 times as long"
+    much = Virtual(one_f_one_b(), (8, 8), slowness=lambda step: [1.0, 4.0], settings=settings(rebalance="half")).run(30)
+    assert much.proposals[0].after.counts == (12, 4)
+
+
+def test_layers_that_were_timed_wrongly_are_found_by_moving() -> None:
+    """The first layers take twice as long as timed, wherever they are: rank 0 seems to be slow."""
+    run = Virtual(one_f_one_b(), (8, 8), truth=profile(16, dict.fromkeys(range(8), 2.0))).run(80)
+    layers = profile(16, dict.fromkeys(range(8), 2.0))
+    best = min(range(1, 16), key=lambda at: max(sum(one.times.forward for one in layers.layers[:at]),
+                                                sum(one.times.forward for one in layers.layers[at:])))  # fmt: skip
+    assert run.decider.now.counts == (best, 16 - best)
+
+
+def test_a_move_that_does_not_pay_in_time_is_not_made() -> None:
+    heavy = profile(16, weight=10**9)
+    run = Virtual(
+        one_f_one_b(), (8, 8), slowness=lambda step: [1.0, 1.5], timed=heavy, settings=settings(within=10)
+    ).run(40)
+    assert run.proposals == []
+
+
+def test_memory_limits_where_layers_go() -> None:
+    """Rank 0 has room for 9 of the blocks: weights, gradients, two states, and what it holds of microbatches."""
+    run = Virtual(
+        one_f_one_b(),
+        (8, 8),
+        slowness=lambda step: [1.0, 2.0],
+        settings=settings(max_bytes=9 * (4 * 4000 + 2 * 1000) + 500),
+    ).run(40)
+    assert run.decider.now.counts == (9, 7)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_slow_link_is_seen_and_gets_a_proven_program(name: str) -> None:
+    run = Virtual(
+        one_f_one_b(16, name=name),
+        (8, 8),
+        latency=lambda step: 0.02 if step >= 20 else 1e-5,
+        settings=settings(max_activations=6),
+    ).run(40)
+    first = run.proposals[0]
+    assert (first.kind, first.step <= 25) == (PROGRAM, True)
+    assert not validate(first.after.program)
+    assert "link" in first.why
+    assert max(simulate(first.after.program).peak_activations) <= 6
+    assert run.steps[-1].makespan < run.steps[22].makespan * 0.9
+    assert run.decider.judged[0].kept
+
+
+def test_the_number_of_microbatches_follows_what_an_action_costs() -> None:
+    """Actions have a fixed cost of 0.01 ms, then of 8 ms: at first many microbatches are best, later few."""
+
+    def made(number: int) -> Program:
+        return one_f_one_b(number)
+
+    def costs(step: int) -> float:
+        return 1e-5 if step < 40 else 8e-3
+
+    given = settings(microbatches="batch", rebalance="keep", program=False, max_activations=16)
+    run = Virtual(one_f_one_b(8), (8, 8), settings=given, build=made, fixed=costs, rows=64).run(80)
+
+    def static(number: int, step: int) -> float:
+        other = Virtual(made(number), (8, 8), settings=settings(program=False, rebalance="keep"))
+        other.timed, other.fixed = profile(16), costs
+        share = 8 / number
+        other.slowness = lambda step: [share, share]
+        return other.run(step + 1).steps[step].makespan
+
+    for step in (39, 79):
+        best = min(static(number, step) for number in (1, 2, 4, 8, 16, 32, 64))
+        assert run.steps[step].makespan <= 1.05 * best
+    assert {one.kind for one in run.proposals} == {NUMBER}
+    assert run.steps[39].program.num_microbatches > 8 > run.steps[79].program.num_microbatches
+
+
+def test_a_search_runs_beside_and_ends_with_its_pipeline() -> None:
+    program = one_f_one_b(8)
+    costs = Costs(forward=0.01, backward_input=0.02, backward_weight=0.0, comm=0.02)
+    beside = Aside(costs, program, Limit(max_activations=4), seconds=0.5)
+    until = time.monotonic() + 120
+    while (found := beside.result()) is None:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert isinstance(found, Repair)
+    assert not validate(found.program, limit=Limit(max_activations=4))
+    assert found.seconds < simulate(program, costs).makespan
+    stopped = Aside(costs, program, Limit(max_activations=4), seconds=60.0)
+    stopped.stop()
+    assert stopped._process is not None
+    assert stopped._process.poll() is not None

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from drumline.adapt.drift import Drift, Uneven
+from some import some
+
+
+def noisy(level: float, random_: random.Random, spread: float = 0.02) -> float:
+    return level * random_.uniform(1 - spread, 1 + spread)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_steady_series_with_noise_and_single_outliers_never_changes(seed: int) -> None:
+    dice = random.Random(seed)
+    drift = Drift(threshold=0.1)
+    for step in range(300):
+        level = 3.0 if step % 17 == 9 else 1.0
+        assert drift.see(step, {"F": noisy(level, dice, 0.04)}) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("level", [0.5, 0.75, 1.3, 1.5, 4.0])
+def test_a_sudden_change_is_told_within_six_steps_with_both_levels(seed: int, level: float) -> None:
+    dice = random.Random(seed)
+    drift = Drift(threshold=0.1)
+    told = [drift.see(step, {"F": noisy(1.0 if step < 50 else level, dice)}) for step in range(80)]
+    (change, *others), *_ = [one for one in told if one]
+    assert not others
+    assert 52 <= change.step <= 56
+    assert change.since in (49, 50, 51)
+    assert change.ratio == pytest.approx(level, rel=0.05)
+    assert sum(map(len, told)) == 1, "the new level is the reference from then on"
+
+
+def test_a_slow_change_is_told_before_it_reaches_fifteen_percent() -> None:
+    drift = Drift(threshold=0.1)
+    told = [drift.see(step, {"F": 1.0 + 0.01 * max(step - 10, 0)}) for step in range(26)]
+    assert [change.name for one in told for change in one] == ["F"]
+
+
+def test_a_planned_level_counts_from_the_first_step() -> None:
+    drift = Drift(threshold=0.1)
+    drift.begin({"F": 1.0, "link": 1.0})
+    told = [drift.see(step, {"F": 1.4, "link": 1.01}) for step in range(3)]
+    assert [[change.name for change in one] for one in told] == [[], [], ["F"]]
+
+
+def test_what_ends_is_told_as_well() -> None:
+    drift = Drift(threshold=0.1)
+    told = [drift.see(step, {"F": 1.5 if 20 <= step < 40 else 1.0}) for step in range(60)]
+    ratios = [change.ratio for one in told for change in one]
+    assert ratios == [pytest.approx(1.5), pytest.approx(1 / 1.5)]
+
+
+def test_values_that_mean_nothing_are_passed_over() -> None:
+    drift = Drift(threshold=0.1)
+    for step, value in enumerate(some([0.0, float("inf"), float("nan"), -1.0])):
+        assert drift.see(step, {"F": value}) == []
+
+
+def test_a_rank_must_be_too_slow_for_several_steps_in_a_row() -> None:
+    uneven = Uneven(threshold=0.1, patience=3)
+    told = [uneven.see([1.0, slow, 1.0]) for slow in (1.2, 1.2, 1.05, 1.2, 1.2, 1.2, 1.2, 1.2, 1.2)]
+    assert told == [None] * 5 + [(1, 2)] + [None] * 2 + [(1, 2)]
+    assert Uneven(threshold=0.1, patience=1).see([1.0]) is None
