@@ -39,6 +39,7 @@ from drumline.pipeline.record.tally import Ledger
 from drumline.pipeline.state.frozen import Frozen, unused_in
 from drumline.pipeline.state.materialise import opened
 from drumline.pipeline.state.shared_state import Shared, refuse_hidden
+from drumline.pipeline.state.stream import Stream, check_options, check_ties, rows_of
 from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.state.updates import Updates
 from drumline.pipeline.step import StepRun
@@ -81,7 +82,11 @@ def set_up(options: Options) -> StepRun:
             num_ranks=axes.size("pp"),
             num_microbatches=options.num_microbatches,
             stages_per_rank=options.stages_per_rank,
+            streams=True,
+            vertical_sync=options.vertical_sync,
         )
+        if program.num_updates:
+            check_options(options, program)
     except DrumlineError as error:
         program = error  # connect even with a wrong schedule, so that the others learn of it
     crew = Crew.gathered(
@@ -139,6 +144,8 @@ class _SetUp:
         if tensors is not None:
             self._divide(tensors, stages)
         self._divide_experts(stages)
+        if self.program.num_updates:
+            check_ties(assembled.ties, given, alone=crew.alone)
         engine = self._engine(assembled)
         programs = self._programs(frozen)
         holdings = Holdings(assembled.ties, crew, engine.executors, list(engine.copies.values()))
@@ -150,6 +157,10 @@ class _SetUp:
             recording.describe(given.settings(), frozen.program, assembled, balance)
             recording.runs_several(programs)
         updates = Updates(numbers, holdings, recording, check, master_weights=given.master_weights)
+        stream = None
+        if self.program.num_updates:
+            rows = rows_of(given, self.program, frozen.pruned_too)
+            stream = Stream(engine, updates, programs, rows, finite=given.check_finite)
         intake.precise = any(one.dtype is torch.float64 for one in holdings.parameters())
         frozen.forget_all_but(engine.assembly.cuts)
         watched = Watched(given.model, stages)
@@ -172,7 +183,7 @@ class _SetUp:
         observers = [*([] if auto is None else [auto]), loads, engine, holdings, updates, shared, recording, arranging]
         return StepRun(
             crew, ledger, intake, frozen, engine, holdings, updates, recording, watched, followed, check,
-            observers, auto, balance, given.check_finite, programs, arranging, positions,
+            observers, auto, balance, given.check_finite, programs, arranging, positions, stream,
         )  # fmt: skip
 
     def _check(
@@ -193,14 +204,14 @@ class _SetUp:
                 crew, "graph", [] if plan is None else [one for each in plan.written.values() for one in each]
             )
             different = first_difference(crew.collect("values", values))
-        is_on = given.check_model and self.axes.size("cp", "ep") == 1
+        is_on = given.check_model and self.axes.size("cp", "ep") == 1 and not self.program.num_updates
         skipped = given.check_model and not is_on and not is_chain(given.model)
         if skipped and crew.rank == self.axes.number == 0:
             what = "part of every sequence" if self.axes.size("cp") > 1 else "part of the experts"
-            print(
-                f"drumline: the first step is not checked against the model by itself: each line has a {what}",
-                file=sys.stderr,
+            why = (
+                f"{self.program.name} updates weights in it" if self.program.num_updates else f"each line has a {what}"
             )
+            print(f"drumline: the first step is not checked against the model by itself: {why}", file=sys.stderr)
         return ModelCheck(given.model, blocks, crew, intake, is_on, different, tensors)
 
     def _tensors(self, stages: Sequence[Sequence[Block]]) -> TensorParallel | None:

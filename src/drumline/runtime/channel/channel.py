@@ -95,11 +95,16 @@ class Channel(ABC):
         """Open more directed edges (source, target); call it with the same edges on all ranks."""
 
     @abstractmethod
-    def begin(self, step: int, *, train: bool = True, program: int = 0) -> None:
+    def begin(self, step: int, *, train: bool = True, program: int = 0, since: int | None = None) -> None:
         """Start a step, which trains or not: everything sent, posted and taken from here on belongs to it.
 
-        `program` is a byte that distinguishes its program from others.
+        `program` is a byte that distinguishes its program from others. Messages of earlier steps must have been taken,
+        or with `since` those of steps before that one.
         """
+
+    @abstractmethod
+    def belongs(self, step: int) -> None:
+        """Let what is sent, posted and taken from here on belong to another step than the one that runs."""
 
     @abstractmethod
     def send(self, receive: Action, target: int, tensors: Sequence[Tensor], form: Any) -> None:

@@ -67,8 +67,12 @@ class InProcessChannel(Channel):
         self.num_ranks = hub.num_ranks
         self.step = 0
 
-    def begin(self, step: int, *, train: bool = True, program: int = 0) -> None:
+    def begin(self, step: int, *, train: bool = True, program: int = 0, since: int | None = None) -> None:
         """Start a step."""
+        self.step = step
+
+    def belongs(self, step: int) -> None:
+        """Let messages belong to another step."""
         self.step = step
 
     def send(self, receive: Action, target: int, tensors: Sequence[Tensor], form: Any) -> None:
