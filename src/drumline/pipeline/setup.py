@@ -208,9 +208,9 @@ class _SetUp:
         skipped = given.check_model and not is_on and not is_chain(given.model)
         if skipped and crew.rank == self.axes.number == 0:
             what = "part of every sequence" if self.axes.size("cp") > 1 else "part of the experts"
-            why = (
-                f"{self.program.name} updates weights in it" if self.program.num_updates else f"each line has a {what}"
-            )
+            why = f"each line has a {what}"
+            if self.program.num_updates:
+                why = f"{self.program.name} updates weights in it"
             print(f"drumline: the first step is not checked against the model by itself: {why}", file=sys.stderr)
         return ModelCheck(given.model, blocks, crew, intake, is_on, different, tensors)
 

@@ -4,6 +4,7 @@
     training   masters/NAME                  float32 copies of parameters of lower precision
                optimizer.0/NAME/exp_avg      state of the first optimizer that `pipe.optimizer` made
                random.RANK/torch             where the process's own generators are
+               due.RANK.STEP.LAST/NAME/...   gradients of updates that a schedule without a flush has yet to make
 
 Random numbers inside blocks follow from the seed and the step's number alone, so the number is all they need.
 """

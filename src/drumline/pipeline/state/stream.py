@@ -10,6 +10,7 @@ that step was called. A checkpoint keeps the gradients of updates that are due, 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drumline.core.errors import ModelError, ProgramError, RunError, UsageError
+from drumline.core.errors import ModelError, ProgramError, RunError, UsageError, counted
 from drumline.core.program import Program
 from drumline.pipeline.engine import Engine
 from drumline.pipeline.lengths.programs import Programs
@@ -104,7 +105,7 @@ class Stream:
         self._engine, self._updates, self._programs = engine, updates, programs
         self.rows = rows
         self.executors = [one for one in engine.executors if isinstance(one, StreamExecutor)]
-        self._is_broken = False  # whether a step failed, so that nothing fits together any more
+        self.is_broken = False  # whether a step failed, so that nothing fits together any more
         updates.streams = True
         for one in self.executors:
             one.attach(rows, self, check_finite=finite)
@@ -139,9 +140,9 @@ class Stream:
             )
         first = self.executors[0]
         step.program = self._programs.added(self.rows.program(first.position, first.since))
-        self._is_broken = True
+        self.is_broken = True
         yield
-        self._is_broken = False
+        self.is_broken = False
 
     def pause(self) -> None:
         """Run the backwards in flight, so that the ranks may do something else; all ranks call it alike."""
@@ -155,12 +156,12 @@ class Stream:
         if self.is_empty:
             return
         self._check()
-        self._is_broken = True
+        self.is_broken = True
         self._engine.between(what)
-        self._is_broken = False
+        self.is_broken = False
 
     def _check(self) -> None:
-        if self._is_broken:
+        if self.is_broken:
             raise RunError("a step failed, and the steps in flight with it", fix="load a checkpoint: pipe.load(folder)")
 
     def need_drained(self, what: str) -> None:
@@ -197,49 +198,50 @@ class Stream:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def due(self, named: Mapping[str, nn.Parameter]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-        """Return the gradients of updates that are due, by name, and what is no tensor about them."""
+        """Return the gradients of updates that are due, by name, and for each rank what is no tensor about them."""
         names = {one: name for name, one in named.items()}
         tensors: dict[str, Tensor] = {}
         listed = []
         for rank in self.executors:
-            for (position, microbatch), group in sorted(rank.pending.items()):
-                head = f"due.{rank.rank}.{position}.{microbatch}"
+            groups = []
+            for place, group in sorted(rank.pending.items()):
                 for one, gradient in group.gradients.items():
-                    if one in names:
-                        tensors[f"{head}/{names[one]}/gradient"] = gradient
-                settings = [[{key: plain(one, key) for key, one in each.items()} for each in every]
-                            for every in group.settings]  # fmt: skip
-                listed.append({"rank": rank.rank, "at": [position, microbatch], "settings": settings})
+                    tensors[f"{_head(rank.rank, place)}/{names[one]}/gradient"] = gradient
+                groups.append({"at": list(place), "settings": _as_json(group.settings)})
+            versions = [one.number for one in rank.versions.values()]
+            listed.append({"rank": rank.rank, "versions": versions, "groups": groups})
         return tensors, listed
 
     def described(self) -> dict[str, Any]:
         """Return where the stream is, the same on all ranks."""
-        return {
-            "schedule": self.name,
-            "num_ranks": self._engine.assembly.program.num_ranks,
-            "num_microbatches": self.rows.num_microbatches,
-            "position": self.executors[0].position,
-            "versions": [one.number for rank in self.executors for one in rank.versions.values()],
-        }
+        return {**self._counts(), "position": self.executors[0].position}
+
+    def _counts(self) -> dict[str, Any]:
+        program = self._engine.assembly.program
+        rows = hashlib.blake2b(repr(self.rows.slices).encode(), digest_size=8).hexdigest()
+        counts = {"num_ranks": program.num_ranks, "num_microbatches": self.rows.num_microbatches}
+        return {"schedule": self.name, **counts, "rows": rows}
+
+    def goes_on(self, stored: Mapping[str, Any]) -> bool:
+        """Whether a stream that was stored goes on here: it has the same rows."""
+        return self._counts() == {key: value for key, value in stored.items() if key != "position"}
 
     def take(
         self,
         stored: Mapping[str, Any],
-        groups: Sequence[Mapping[str, Any]],
+        due: Sequence[Mapping[str, Any]],
         tensors: Mapping[str, Tensor],
         named: Mapping[str, nn.Parameter],
     ) -> None:
         """Go on from where a stream was."""
-        here = self.described()
-        for what in ("schedule", "num_ranks", "num_microbatches"):
-            if stored[what] != here[what]:
-                raise refusal(stored, f"{here[what]} as its {what}")
-        self.restart()
+        by_rank = {one["rank"]: one for one in due}
         for rank in self.executors:
             rank.position = int(stored["position"])
-            for group in (one for one in groups if one["rank"] == rank.rank):
+            for versions, number in zip(rank.versions.values(), by_rank[rank.rank]["versions"], strict=True):
+                versions.number = number
+            for group in by_rank[rank.rank]["groups"]:
                 position, microbatch = group["at"]
-                head = f"due.{rank.rank}.{position}.{microbatch}/"
+                head = f"{_head(rank.rank, (position, microbatch))}/"
                 found = {
                     named[name.removeprefix(head).rpartition("/")[0]]: one.clone()
                     for name, one in tensors.items()
@@ -250,19 +252,28 @@ class Stream:
 
     def restart(self) -> None:
         """Forget all that is in flight and due."""
-        self._is_broken = False
+        self.is_broken = False
         for one in self.executors:
             one.restart()
 
 
-def refusal(stored: Mapping[str, Any], instead: str) -> ModelError:
-    """Return the error for a checkpoint with updates that are due under another schedule."""
-    return ModelError(
-        f"the checkpoint has updates of {stored['schedule']} that are due, with {stored['num_ranks']} ranks and"
-        f" {stored['num_microbatches']} microbatches",
-        expected=f"the same here, not {instead}",
-        fix="go on with the same schedule and counts, or call pipe.drain() before pipe.save",
-    )
+def check_goes_on(stored: Mapping[str, Any], stream: Stream | None) -> None:
+    """Refuse a checkpoint with updates that are due, unless its schedule goes on here."""
+    if stream is None or not stream.goes_on(stored):
+        raise ModelError(
+            f"the checkpoint has updates of {stored['schedule']} that are due, with"
+            f" {counted(stored['num_ranks'], 'rank')} and {counted(stored['num_microbatches'], 'microbatch')}",
+            expected="the same schedule, ranks and microbatches here",
+            fix="go on as it was saved, or call pipe.drain() before pipe.save; optimizers=False loads the model alone",
+        )
+
+
+def _head(rank: int, place: tuple[int, int]) -> str:
+    return f"due.{rank}.{place[0]}.{place[1]}"
+
+
+def _as_json(settings: Settings) -> list[list[dict[str, Any]]]:
+    return [[{key: plain(one, key) for key, one in group.items()} for group in each] for each in settings]
 
 
 def _kept(value: Any) -> Any:

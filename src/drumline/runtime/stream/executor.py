@@ -52,12 +52,15 @@ class Group:
     is_summed: bool = False  # whether gradients of tied parameters have those of other ranks
 
 
+_NO_CELL, _NO_ACTION = Cell(Op.FORWARD, 0, 0, 0), Action(0, Op.FORWARD, 0)
+
+
 @dataclass(slots=True)
 class _SliceJob(Job):
     """A cell of a slice; `shown` is its action in the step's program, `target` the rank that gets what it makes."""
 
-    cell: Cell = Cell(Op.FORWARD, 0, 0, 0)
-    shown: Action = Action(0, Op.FORWARD, 0)
+    cell: Cell = _NO_CELL
+    shown: Action = _NO_ACTION
     sends: Action | None = None  # the message under which its result leaves
     target: int = -1
 
