@@ -201,6 +201,14 @@ class Pipeline:
         """
         self._recording.settle()
 
+    @property
+    def steps_in_flight(self) -> int:
+        """How many of the last steps other ranks may not have finished: 0 unless the schedule has no flush.
+
+        Reading the loss of one of these waits for them, and lets ranks run empty.
+        """
+        return 0 if self._run.stream is None else 1 + self._run.stream.num_ahead
+
     def drain(self) -> None:
         """Finish all steps of a schedule without a flush: run what is in flight, and make all updates that are due.
 
@@ -234,7 +242,7 @@ class Pipeline:
         'SIGTERM on rank 0'
         """
         with self._recording.between.during("hear"):
-            own = self._ledger.stop
+            own = self._ledger.stop(self.steps_in_flight)
             if not self.axes.is_mesh:
                 return own
             others = self.axes.summed(torch.tensor([float(bool(own))], device=self.device), *AXES[1:])

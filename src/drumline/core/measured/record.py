@@ -62,7 +62,8 @@ class Record:
     previous step, and `between` lists what happened since then. `held` and `stash` are the pairs and bytes held after
     each timed action. `versions` are the weights that each of them used, as the number of the stage's updates by then;
     an UPDATE's is the one that it makes. Only steps without a flush have them. `peaks` are the most bytes held while it
-    ran: after a recomputation, or between the halves of an overlapped pair. Bytes exist only if they were weighed. A message names the timed action that needed it. `made` and
+    ran: after a recomputation, or between the halves of an overlapped pair. Bytes exist only if they were
+    weighed. A message names the timed action that needed it. `made` and
     `sent` use the source's clock; the message could be used once it had `arrived`, and was copied between `from` and
     `to`. Clocks with the same number show the same time. With several clocks, `heard` holds the fastest packet from
     every other rank since the last step: when it left, by that rank's clock, and when it arrived.
