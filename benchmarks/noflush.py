@@ -156,8 +156,8 @@ def main() -> None:
     theirs = {name: simulated(name, each) for name, each in actions_of.items()}
     print(f"D = {given.width}, {given.rows} rows, M = P = 2, {given.rounds} pairs of {given.steps} steps")
     for name, each in seconds.items():
-        print(f"{name:14} {statistics.median(each) * 1e3:8.2f} ms a step, {min(each) * 1e3:.2f} to {max(each) * 1e3:.2f}"
-              f"; its actions alone, simulated: {theirs[name] * 1e3:.2f} ms")  # fmt: skip
+        middle, least, most = (pick(each) * 1e3 for pick in (statistics.median, min, max))
+        print(f"{name:14} {middle:8.2f} ms a step, {least:.2f} to {most:.2f}; simulated {theirs[name] * 1e3:.2f} ms")
     ratio = statistics.median(ratios)
     speed = theirs["pipedream-2bw"] / statistics.median(seconds["pipedream-2bw"])
     print(f"ratio          {ratio:8.3f}, {ratios[0]:.3f} to {ratios[-1]:.3f}   (bar: 1.25)")
