@@ -60,6 +60,7 @@ class Versions:
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
         self.number = 0  # how many updates have made the newest version
+        self.peak = 1  # most versions at once
         self.scale: Scale | None = None  # counts bytes, if given
         self._users: dict[Any, _User] = {}
         self._needed: Counter[int] = Counter()  # by address of memory, how many microbatches need it
@@ -124,6 +125,7 @@ class Versions:
             if self._needed[_place(one)]:
                 one.data = one.data.clone()
         self.number += 1
+        self.peak = max(self.peak, self.count)
 
     def clear(self) -> None:
         """Forget all microbatches in flight."""

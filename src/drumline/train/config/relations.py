@@ -221,13 +221,13 @@ def _without_flush(judged: Judged) -> Iterator[Problem]:
     for key, (value, wanted, why) in allowed.items():
         if value != wanted:
             yield judged.problem(
-                key, f"is {shown(value)}, and {name} has no flush", f"{shown(wanted)}{why and f': {why}'}"
+                key, f"is {shown(value)}", f"{shown(wanted)} with {name}, which has no flush{why and f': {why}'}"
             )
     for key, value, wrong in (
         ("precision.compute", settings.precision.compute, "fp16"), ("lengths.how", settings.lengths.how, "buckets"),
     ):  # fmt: skip
         if value == wrong:
-            yield judged.problem(key, f'is "{value}", and {name} has no flush', "another one")
+            yield judged.problem(key, f'is "{value}"', f"another one with {name}, which has no flush")
 
 
 @relation("pipeline.layers", "pipeline.balance", "pipeline.cuts", "pipeline.plan")
