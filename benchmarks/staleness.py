@@ -59,6 +59,7 @@ class Plus(nn.Module):
         self.matrix = nn.Parameter(torch.randn(size, size) / size)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Add it."""
         return x + self.matrix
 
 
@@ -105,6 +106,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Attend, then compute on every place."""
         rows, length, width = x.shape
         parts = (one.view(rows, length, -1, 32).transpose(1, 2) for one in self.qkv(self.first(x)).chunk(3, -1))
         mixed = functional.scaled_dot_product_attention(*parts, is_causal=True)
@@ -121,6 +123,7 @@ class Start(nn.Module):
         self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(length, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Add both."""
         made: Tensor = self.bytes(x) + self.places(torch.arange(x.shape[1], device=x.device))
         return made
 
