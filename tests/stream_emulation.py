@@ -55,6 +55,7 @@ def emulate(
     rate: Callable[[int], float] | None = None,
     first_step: int = 0,
     tied: tuple[str, str] | None = None,
+    max_norm: float | None = None,
 ) -> Emulated:
     """Train by the batches, one step each."""
     stages = [[(name, copy.deepcopy(one)) for name, one in stage] for stage in stages]
@@ -94,7 +95,12 @@ def emulate(
             if tied is not None:
                 sums[tied[0]] = sums[tied[1]] = sums[tied[0]] + sums[tied[1]]
             for key, parameter in newest.items():
-                parameter.grad = sums[key]
+                parameter.grad = sums[key].clone()
+            if max_norm is not None:
+                torch.nn.utils.clip_grad_norm_([one for key, one in newest.items() if tied is None or key != tied[1]],
+                                               max_norm)  # fmt: skip
+                if tied is not None:
+                    newest[tied[1]].grad = newest[tied[0]].grad
             for optimizer in made:
                 for group in optimizer.param_groups if rate is not None else ():
                     group["lr"] = rate(step)  # type: ignore[misc]

@@ -259,7 +259,8 @@ class Pipeline:
         if self._run.stream is not None:
             raise RunError(
                 f"clip_grad_norm_ was called, and {self._run.stream.name} has no flush",
-                expected="no clipping: the gradients of all ranks are never there at once",
+                expected="no call of it: the gradients of all ranks are never there at once",
+                fix="pass max_norm= to pipe.optimizer",
             )
         with self._recording.between.during("clip"):
             self.settle()
@@ -321,13 +322,28 @@ class Pipeline:
         return self._recording.data(loader)
 
     def optimizer(
-        self, kind: type[torch.optim.Optimizer], *, names: str | Sequence[str] | None = None, **settings: Any
+        self,
+        kind: type[torch.optim.Optimizer],
+        *,
+        names: str | Sequence[str] | None = None,
+        max_norm: float | None = None,
+        **settings: Any,
     ) -> torch.optim.Optimizer:
         """Create a torch optimizer over this process's trainable parameters, or their float32 copies.
 
         With `names`, it updates only parameters that match: names of the whole model, or patterns like `"*.bias"`. Its
         `state_dict` uses parameter names. Merge the states of all ranks to load them with any schedule and cut.
+
+        With a schedule without a flush, it steps inside of `step`, and `max_norm` clips all gradients of every update
+        together; with others, call `clip_grad_norm_`.
         """
+        if self._run.stream is not None:
+            self._run.stream.clip_to(max_norm)
+        elif max_norm is not None:
+            raise UsageError(
+                f"max_norm is {max_norm!r:.60}, and {self.program.name} does not update inside of a step",
+                fix="call pipe.clip_grad_norm_ before optimizer.step()",
+            )
         trained = [(name, one) for name, one in self.named_parameters() if one.requires_grad]
         if names is not None:
             chosen = matching(names, self.parameter_shapes(), others=self.parameter_aliases())

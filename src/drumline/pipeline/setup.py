@@ -160,7 +160,7 @@ class _SetUp:
         stream = None
         if self.program.num_updates:
             rows = rows_of(given, self.program, frozen.pruned_too)
-            stream = Stream(engine, updates, programs, rows, finite=given.check_finite)
+            stream = Stream(engine, updates, programs, rows, given)
         intake.precise = any(one.dtype is torch.float64 for one in holdings.parameters())
         frozen.forget_all_but(engine.assembly.cuts)
         watched = Watched(given.model, stages)

@@ -27,6 +27,7 @@ from drumline.pipeline.options import Options
 from drumline.pipeline.saving.snapshot import plain
 from drumline.pipeline.state.updates import Updates
 from drumline.runtime.executor import Step
+from drumline.runtime.gradients import clip
 from drumline.runtime.stream.executor import Group, StreamExecutor
 from drumline.runtime.stream.rows import StreamRows
 from drumline.runtime.weights.tied import Ties
@@ -90,7 +91,7 @@ def check_ties(ties: Ties, options: Options, *, alone: bool) -> None:
         raise UsageError(
             f"{what}, which take turns in this process", expected=f"with {options.schedule}, a process for every rank"
         )
-    if "vertical_sync" in find(options.schedule).options and not options.vertical_sync:
+    if not is_synchronous(options):
         raise UsageError(
             f"{what}, which {options.schedule} updates at different times",
             expected="an update at the same place in all rows",
@@ -98,17 +99,27 @@ def check_ties(ties: Ties, options: Options, *, alone: bool) -> None:
         )
 
 
+def is_synchronous(options: Options) -> bool:
+    """Whether an update comes at the same place in the rows of all ranks."""
+    assert isinstance(options.schedule, str)
+    return options.vertical_sync or "vertical_sync" not in find(options.schedule).options
+
+
 class Stream:
     """What a pipeline without a flush does beyond running steps; the optimizers as its executors see them."""
 
-    def __init__(self, engine: Engine, updates: Updates, programs: Programs, rows: StreamRows, *, finite: bool) -> None:
+    def __init__(
+        self, engine: Engine, updates: Updates, programs: Programs, rows: StreamRows, options: Options
+    ) -> None:
         self._engine, self._updates, self._programs = engine, updates, programs
         self.rows = rows
         self.executors = [one for one in engine.executors if isinstance(one, StreamExecutor)]
         self.is_broken = False  # whether a step failed, so that nothing fits together any more
+        self.max_norm: float | None = None  # largest norm of all gradients in an update
         updates.streams = True
         for one in self.executors:
-            one.attach(rows, self, check_finite=finite)
+            one.attach(rows, self, check_finite=options.check_finite)
+        self._is_synchronous = is_synchronous(options)
 
     @property
     def name(self) -> str:
@@ -173,6 +184,38 @@ class Stream:
             )
 
     # ---- optimizers --------------------------------------------------------------------------------------------------
+
+    def clip_to(self, max_norm: float | None) -> None:
+        """Clip the gradients of every update, those of all optimizers together."""
+        if max_norm is None:
+            return
+        clip.check(max_norm, 2.0)
+        if self.max_norm not in (None, float(max_norm)) or not self.is_empty:
+            raise UsageError(
+                f"max_norm is {max_norm}, and {self.max_norm} before",
+                expected="the same for all optimizers, before the first step",
+            )
+        if not self._is_synchronous:
+            raise UsageError(
+                f"max_norm is {max_norm}, and {self.name} makes an update at different times on different ranks",
+                expected="an update at the same place in all rows, so that ranks can add up their norms",
+                fix="pass vertical_sync=True to Pipeline",
+            )
+        self.max_norm = float(max_norm)
+
+    def norms(self, rank: int) -> dict[str, float]:
+        """Return the norms of the gradients that a rank's own parameters have now, by name."""
+        executor = next(one for one in self.executors if one.rank == rank)
+        named = self._updates.holdings.named_on(executor, at_home=True)
+        norms = clip.norms_of([one for _, one in named], 2.0)
+        return {name: norm for (name, _), norm in zip(named, norms, strict=True) if norm is not None}
+
+    def clip(self, norms: list[dict[str, float]], parameters: list[nn.Parameter]) -> None:
+        """Scale the gradients of these parameters, given the norms of all ranks."""
+        assert self.max_norm is not None
+        every = {name: norm for one in norms for name, norm in one.items()}
+        total = clip.total_norm([every[name] for name in self._engine.assembly.order if name in every], 2.0)
+        clip.scale(parameters, total, self.max_norm)
 
     def settings(self) -> Settings:
         """Return what the optimizers' groups say now."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import faulthandler
 import io
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ class Channel(ABC):
     name: str
     rank: int
     num_ranks: int
+    timeout: float = TIMEOUT
 
     @property
     def is_spread(self) -> bool:
@@ -132,6 +134,13 @@ class Channel(ABC):
     @abstractmethod
     def hear(self, topic: str, deadline_ns: int) -> list[Any]:
         """Return what every rank told under the topic, by rank, including this one; each topic is heard once."""
+
+    def hear_now(self, topic: str) -> list[Any] | None:
+        """Return what every rank told under the topic; None if that is not known yet and other ranks must go on first.
+
+        A rank that has a process of its own waits, as long as for anything else.
+        """
+        return self.hear(topic, time.perf_counter_ns() + int(self.timeout * 1e9))
 
     def compare_clocks(self, deadline_ns: int) -> None:  # noqa: B027 - ranks of one process share a clock
         """Exchange pings with all ranks to measure the offsets between clocks; all ranks call it."""

@@ -36,6 +36,14 @@ _BETWEEN_STEPS = -2  # a pause belongs to no step
 class Stepping(Protocol):
     """The optimizers, as an executor sees them."""
 
+    max_norm: float | None  # largest norm of all ranks' gradients in an update
+
+    def norms(self, rank: int) -> dict[str, float]:
+        """Return the norms of the gradients that a rank's own parameters have now, by name."""
+
+    def clip(self, norms: list[dict[str, float]], parameters: list[nn.Parameter]) -> None:
+        """Scale the gradients of these parameters, given the norms of all ranks."""
+
     def settings(self) -> Any:
         """Return the optimizers' settings now, such as learning rates: those of the step that begins."""
 
@@ -50,6 +58,7 @@ class Group:
     gradients: dict[nn.Parameter, Tensor]
     settings: Any
     is_summed: bool = False  # whether gradients of tied parameters have those of other ranks
+    is_told: bool = False  # whether other ranks know their norms
 
 
 _NO_CELL, _NO_ACTION = Cell(Op.FORWARD, 0, 0, 0), Action(0, Op.FORWARD, 0)
@@ -80,10 +89,12 @@ class StreamExecutor(Executor):
         self.stream, self.optimizers, self.check_finite = stream, optimizers, check_finite
         self.versions = {index: Versions(stage) for index, stage in self.stages.items()}
         self._cached: dict[tuple[int, int], list[_SliceJob]] = {}
+        self.num_begun = 0  # how often the stream began
         self.restart()
 
     def restart(self) -> None:
         """Begin the stream again, with nothing in flight and no update due."""
+        self.num_begun += 1
         self.position = 0  # of the next step
         self.since = 0  # how many of the steps before it began after the stream was last empty
         self.pending: dict[Place, Group] = {}
@@ -315,7 +326,9 @@ class StreamExecutor(Executor):
             self.channel.belongs(step.number)
             self.exchange.offer_tied(microbatch)
         made = {one: one.grad for one in self._parameters() if one.grad is not None}
-        self.pending[position, microbatch] = Group(made, settings, is_summed=not self.exchange.has_ties)
+        group = self.pending[position, microbatch] = Group(made, settings, is_summed=not self.exchange.has_ties)
+        if group.is_summed:
+            self._tell_norms(group, position, microbatch)
         for one in made:
             one.grad = None
 
@@ -328,15 +341,34 @@ class StreamExecutor(Executor):
         yield from self.exchange.sum_tied(self.clock, self.draft, self.clock.now(), microbatch)
         group.gradients = {one: one.grad for one in aside if one.grad is not None}
         group.is_summed = True
+        self._tell_norms(group, position, microbatch)
         for one, gradient in aside.items():
             one.grad = gradient
+
+    def _tell_norms(self, group: Group, position: int, microbatch: int) -> None:
+        """Tell all ranks the norms of an update's gradients, which the parameters have now, if they are clipped."""
+        if self.optimizers.max_norm is not None:
+            self.channel.tell(self._topic(position, microbatch), self.optimizers.norms(self.rank))
+            group.is_told = True
+
+    def _topic(self, position: int, microbatch: int) -> str:
+        return f"norms/{self.num_begun}/{position}/{microbatch}"
+
+    def _clip(
+        self, changing: list[nn.Parameter], action: Action, position: int, microbatch: int
+    ) -> Generator[Wait, None, None]:
+        """Scale the gradients of an update by the norm of all ranks' gradients."""
+        told = self.channel.hear_now(self._topic(position, microbatch))
+        while told is None:
+            yield Wait(self.rank, action, action, (self.rank + 1) % self.channel.num_ranks)
+            told = self.channel.hear_now(self._topic(position, microbatch))
+        self.optimizers.clip(told, changing)
 
     def _update(self, cell: Cell, position: int) -> Generator[Wait, None, None]:
         """Make an update of the stage."""
         group = self.pending.pop((position, cell.microbatch))
         if not group.is_summed:
             yield from self._sum(group, position, cell.microbatch)
-        start = self.clock.start(directly=False)
         gradients = list(group.gradients.values())
         if self.check_finite and not bool(all_finite(gradients)):
             raise NonFiniteError(
@@ -348,6 +380,11 @@ class StreamExecutor(Executor):
         for one in aside:
             one.grad = group.gradients.get(one)
         changing = [one for one in aside if one.grad is not None]
+        if self.optimizers.max_norm is not None:
+            if not group.is_told:  # it comes from a checkpoint
+                self._tell_norms(group, position, cell.microbatch)
+            yield from self._clip(changing, self.stream.action(cell), position, cell.microbatch)
+        start = self.clock.start(directly=False)
         self.optimizers.update(changing, group.settings, self.versions[cell.stage].update)
         for one, gradient in aside.items():
             one.grad = gradient

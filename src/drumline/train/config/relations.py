@@ -201,7 +201,7 @@ def _stages_fit(judged: Judged, num_stages: int) -> Iterator[Problem]:
 @relation(
     "pipeline.schedule", "pipeline.capture", "pipeline.compile", "optimizer.clip_norm", "batch.accumulate",
     "precision.compute", "lengths.how", "lengths.search", "mesh.data", "mesh.context", "mesh.tensor",
-    "failures.elastic",
+    "failures.elastic", "pipeline.vertical_sync",
 )  # fmt: skip
 def _without_flush(judged: Judged) -> Iterator[Problem]:
     """Without a flush, an update takes what one step of one line has, and all of it on its own rank."""
@@ -210,7 +210,6 @@ def _without_flush(judged: Judged) -> Iterator[Problem]:
     if name not in schedules() or find(name).flushed:
         return
     allowed = {
-        "optimizer.clip_norm": (settings.optimizer.clip_norm, 0, "the gradients of all ranks are never there at once"),
         "batch.accumulate": (settings.batch.accumulate, 1, "every step makes its own updates"),
         "pipeline.capture": (settings.pipeline.capture, False, ""),
         "pipeline.compile": (settings.pipeline.compile, False, ""),
@@ -218,6 +217,11 @@ def _without_flush(judged: Judged) -> Iterator[Problem]:
         "failures.elastic": (settings.failures.elastic, False, "updates that are due belong to their ranks"),
         **{f"mesh.{one}": (getattr(settings.mesh, one), 1, "") for one in ("data", "context", "tensor")},
     }
+    if "vertical_sync" in find(name).options and not settings.pipeline.vertical_sync and settings.optimizer.clip_norm:
+        yield judged.problem(
+            "optimizer.clip_norm", f"is {settings.optimizer.clip_norm}",
+            f"0 with {name}, which updates ranks at different times", "set pipeline.vertical_sync = true to clip",
+        )  # fmt: skip
     for key, (value, wanted, why) in allowed.items():
         if value != wanted:
             yield judged.problem(
