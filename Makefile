@@ -93,6 +93,8 @@ bench: $(VENV)/full.stamp
 	PYTHONPATH=tests $(BIN)/python benchmarks/adapt.py --out out/adapt --json out/adapt.json
 	$(BIN)/python benchmarks/experts_adapt.py --out out/adapt --json out/experts_adapt.json
 	$(BIN)/python benchmarks/meshes.py --json out/meshes.json
+	$(BIN)/python benchmarks/noflush.py --json out/noflush.json
+	$(BIN)/python benchmarks/staleness.py --json out/staleness.json
 	$(BIN)/python benchmarks/planted.py --json out/planted.json
 
 # The API reference imports what it describes, PyTorch included.

@@ -312,8 +312,6 @@ WITH_STATE = dl.Program.parse("0UNSHARD,0F0,0B0,0RESHARD\n1F0,1B0", name="for to
     ("settings", "error", "says"),
     [
         ({"schedule": "1f1v"}, dl.DrumlineError, "did you mean 1f1b"),
-        ({"schedule": "pipedream"}, ProgramError, "updates weights while it runs"),
-        ({"schedule": "pipedream-2bw"}, ProgramError, "updates weights while it runs"),
         ({"schedule": "forward-only"}, ProgramError, "no backward passes"),
         ({"schedule": WITH_WAITS, "num_microbatches": 1}, ProgramError, r"a program without WAITs.*compute_only\(\)"),
         ({"schedule": WITH_STATE, "num_microbatches": 1}, ProgramError, r"does not shard yet.*compute_only\(\)"),

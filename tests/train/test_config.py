@@ -114,8 +114,8 @@ WRONG = {
     "[[optimizer.groups]]\nnmes = ['a']": "line 2|optimizer.groups.nmes|unknown key||did you mean names?",
     "[pipeline]\nschedule = 'chimera'\n[mesh]\npipeline = 3": "line 2|pipeline.schedule|chimera cannot use 3 ranks: its"
     " two directions meet in the middle|an even number of ranks|use 2 or 4",
-    "[pipeline]\nschedule = 'pipedream'": "line 2|pipeline.schedule|program 'pipedream' updates weights while it runs"
-    "|a flushed schedule: the executor does not run programs with UPDATE yet|use 1f1b, the flushed form of pipedream",
+    "[pipeline]\nschedule = 'pipedream'": "|optimizer.clip_norm|is 1.0 (the default)|0 with pipedream, which "
+    "updates ranks at different times|set pipeline.vertical_sync = true to clip",
     "[pipeline]\nlayers = [3, 2]": "line 2|pipeline.layers|sums to 5|6, as model.num_layers says|",
     "[pipeline]\nlayers = [3, 2, 1]": "line 2|pipeline.layers|has 3 numbers|one for each of 2 stages|",
     "[pipeline]\nlayers = [3, 3]\nbalance = 'even'": "line 3|pipeline.balance|stands beside pipeline.layers|one way to "

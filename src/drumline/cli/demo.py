@@ -103,7 +103,8 @@ def _print(outcomes: Sequence[Outcome]) -> None:
         "\n"
         + wrapped(
             "bound: the most that the schedule allows with equal stages and free messages. Two flushed stages cannot"
-            " exceed M / (M + 1), 80% at M = 4; zb-h1 fills the drain with weight gradients. stash: activations held"
+            " exceed M / (M + 1), 80% at M = 4; zb-h1 fills the drain with weight gradients, and pipedream-2bw has no"
+            " flush: its gradients are one update old, so one process uses old weights too. stash: activations held"
             " at once for backwards, on rank 0 + rank 1. GPipe holds the whole batch for any M. 1F1B holds at most two"
             " microbatches on rank 0, and these get smaller. Recomputing keeps only the inputs of stages, plus the"
             " microbatch in its backward.",

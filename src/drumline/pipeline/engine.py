@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -34,6 +34,7 @@ from drumline.runtime.draft import Clock, Draft, NoClock
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
+from drumline.runtime.stream.executor import StreamExecutor
 from drumline.runtime.weights.tied import Copies, Ties
 
 Weighs = Literal["never", "first", "always"]  # in which steps executors count the bytes they hold
@@ -96,7 +97,7 @@ class Engine(Observer):
 
     def _executor(self, channel: Channel, clock: Clock, known: Mapping[int, Stage] | None = None) -> Executor:
         stages = self.assembly.stages_of(channel.rank, self.copies.get(channel.rank), known)
-        return Executor(
+        return (StreamExecutor if self.assembly.program.num_updates else Executor)(
             self.assembly.program,
             channel.rank,
             stages,
@@ -211,12 +212,24 @@ class Engine(Observer):
         with (
             nullcontext() if step.train else evaluating(modules),
             nullcontext() if axes.size("cp") == 1 else WholeContext(axes),
-            randomness.kept_aside(),
+            self._computing(),
+        ):
+            self._crew.drive([one.run(step, draft) for one, draft in zip(executors, drafts, strict=True)])
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        with (
+            self.assembly.randomness.kept_aside(),
             # Running the backward in this thread avoids two thread switches per action.
             torch.autograd.set_multithreading_enabled(False),
             self.assembly.precision.step(),
         ):
-            self._crew.drive([one.run(step, draft) for one, draft in zip(executors, drafts, strict=True)])
+            yield
+
+    def between(self, what: str) -> None:
+        """Pause or drain a program without a flush, on every rank of this process."""
+        with self._computing():
+            self._crew.drive([getattr(one, what)(Draft(one.rank)) for one in self.executors])
 
     def seed_lines(self) -> None:
         """Let this line draw random numbers for its own microbatches; those with other parts of sequences, others."""

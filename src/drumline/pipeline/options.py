@@ -57,7 +57,7 @@ _COUNT = "an integer of at least 1"
 _COUNTS = ("num_microbatches", "num_ranks", "stages_per_rank")
 _SWITCHES = (
     "master_weights", "check_finite", "check_model", "merge_weight_gradients", "capture", "weigh", "arrange",
-    "continue_record", "sequence_parallel",
+    "continue_record", "sequence_parallel", "vertical_sync",
 )  # fmt: skip
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_COUNTS, (lambda one: one is None or _is_count(one), _COUNT)),
@@ -90,6 +90,7 @@ class Options:
     num_microbatches: int | None = None
     num_ranks: int | None = None
     stages_per_rank: int | None = None
+    vertical_sync: bool = False
     balance: Sequence[int] | str | None = None
     cuts: Sequence[str] | None = None
     plan: Plan | Planned | str | Path | None = None

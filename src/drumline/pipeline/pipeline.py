@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.adapt.move import Move
-from drumline.core.errors import UsageError, counted
+from drumline.core.errors import RunError, UsageError, counted
 from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
 from drumline.pipeline.adapting.auto_schedule import Searched
@@ -54,6 +54,7 @@ class Pipeline:
     - `schedule`: a name (default "1f1b"), a `Program`, a CSV file, or "auto", which measures a few steps and then
       searches for a faster program.
     - `num_microbatches`, `num_ranks`, `stages_per_rank`: the counts that the schedule needs.
+    - `vertical_sync`: with "pipedream", let all ranks use the weights that rank 0 uses, as of the same update.
     - `example`, `example_target`: a batch and its target, like those you pass to `step` (a dict by name, a tuple in
       order). Drumline times the blocks with them and picks the best cut. Modules that are not a chain of blocks need an
       example, except Hugging Face models.
@@ -190,6 +191,7 @@ class Pipeline:
         """
         wanted, step = _switched(outputs), self._new_step(train=False)
         self._run.run_by(step, program)
+        self._run.pause("eval_step")
         with self._recording.between.during("evaluate"):
             self._run.catch_up(step)
             self._recording.evaluating(step)
@@ -205,6 +207,31 @@ class Pipeline:
         Optimizers call this before they step. Call it yourself before you change parameters by hand.
         """
         self._recording.settle()
+
+    @property
+    def steps_in_flight(self) -> int:
+        """How many of the last steps other ranks may not have finished: 0 unless the schedule has no flush.
+
+        Reading the loss of one of these waits for them, and lets ranks run empty.
+        """
+        return 0 if self._run.stream is None else 1 + self._run.stream.num_ahead
+
+    def drain(self) -> None:
+        """Finish all steps of a schedule without a flush: run what is in flight, and make all updates that are due.
+
+        Call it on every rank at the end of training, before you read the weights. The next step begins anew, with empty
+        ranks. Evaluations and checkpoints need no drain, and do not change what is trained. With flushed schedules this
+        does nothing.
+
+        >>> pipe = Pipeline([nn.Linear(1, 1)], loss_fn=nn.functional.mse_loss, schedule="pipedream", num_microbatches=1)
+        >>> optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+        >>> result = pipe.step(torch.ones(1, 1), target=torch.ones(1, 1))
+        >>> pipe.drain()
+        """
+        if self._run.stream is not None:
+            self.settle()
+            with self._crew.together("drain", lambda: self._engine.action):
+                self._run.stream.drain()
 
     def stopping(self) -> str:
         """Return why the run should stop, such as "SIGTERM on rank 1"; empty while it should not.
@@ -222,7 +249,7 @@ class Pipeline:
         'SIGTERM on rank 0'
         """
         with self._recording.between.during("hear"):
-            own = self._ledger.stop
+            own = self._ledger.stop(self.steps_in_flight)
             if not self.axes.is_mesh:
                 return own
             # Every rank of a line knows the same, so that those at one place of all lines know everything.
@@ -237,6 +264,12 @@ class Pipeline:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of all ranks so that their global norm is at most `max_norm`; return the norm before."""
         clip.check(max_norm, norm_type)
+        if self._run.stream is not None:
+            raise RunError(
+                f"clip_grad_norm_ was called, and {self._run.stream.name} has no flush",
+                expected="no call of it: the gradients of all ranks are never there at once",
+                fix="pass max_norm= to pipe.optimizer",
+            )
         with self._recording.between.during("clip"):
             self.settle()
             with self._crew.together("clip_grad_norm_"):
@@ -341,13 +374,28 @@ class Pipeline:
         return self._recording.data(loader)
 
     def optimizer(
-        self, kind: type[torch.optim.Optimizer], *, names: str | Sequence[str] | None = None, **settings: Any
+        self,
+        kind: type[torch.optim.Optimizer],
+        *,
+        names: str | Sequence[str] | None = None,
+        max_norm: float | None = None,
+        **settings: Any,
     ) -> torch.optim.Optimizer:
         """Create a torch optimizer over this process's trainable parameters, or their float32 copies.
 
         With `names`, it updates only parameters that match: names of the whole model, or patterns like `"*.bias"`. Its
         `state_dict` uses parameter names. Merge the states of all ranks to load them with any schedule and cut.
+
+        With a schedule without a flush, it steps inside of `step`, and `max_norm` clips all gradients of every update
+        together; with others, call `clip_grad_norm_`.
         """
+        if self._run.stream is not None:
+            self._run.stream.clip_to(max_norm)
+        elif max_norm is not None:
+            raise UsageError(
+                f"max_norm is {max_norm!r:.60}, and {self.program.name} does not update inside of a step",
+                fix="call pipe.clip_grad_norm_ before optimizer.step()",
+            )
         trained = [(name, one) for name, one in self.named_parameters() if one.requires_grad]
         if names is not None:
             chosen = matching(names, self.parameter_shapes(), others=self.parameter_aliases())
@@ -390,8 +438,10 @@ class Pipeline:
 
         Together, all processes return every tensor of the model once. One rank returns a tied tensor, by its first
         name. In a mesh each line returns all of it; tensors of which lines hold parts come whole, so that all ranks
-        must call this.
+        must call this. With a schedule without a flush, call `drain` first.
         """
+        if self._run.stream is not None:
+            self._run.stream.need_drained("state_dict")
         return self._holdings.whole_state_dict()
 
     def load_state_dict(self, mapping: Mapping[str, Any]) -> None:
@@ -399,6 +449,8 @@ class Pipeline:
 
         Names of other stages are ignored. A tied tensor may have any of its names, and reaches all ranks that hold it.
         """
+        if self._run.stream is not None:
+            self._run.stream.need_drained("load_state_dict")
         self._holdings.load_state_dict(mapping)
         self._run.check.loaded(mapping)
 

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from itertools import pairwise, permutations
 from pathlib import Path
+from typing import Any
 
 from drumline.core.action import WAIT_OPS, Op
 from drumline.core.errors import ProgramError, counted
 from drumline.core.program import Program
-from drumline.schedules import generate
+from drumline.schedules import find, generate
 
 
 def program_for(
-    schedule: str | Path | Program, *, num_ranks: int, num_microbatches: int | None, stages_per_rank: int | None = None
+    schedule: str | Path | Program,
+    *,
+    num_ranks: int,
+    num_microbatches: int | None,
+    stages_per_rank: int | None = None,
+    streams: bool = False,
+    vertical_sync: bool = False,
 ) -> Program:
     """Return the program that `schedule` means on these ranks, and check that the executor can run it.
+
+    With `streams`, it may be one step of a schedule without a flush.
 
     >>> program_for("1f1b", num_ranks=2, num_microbatches=4).num_microbatches
     4
@@ -26,18 +35,20 @@ def program_for(
     else:
         if num_microbatches is None:
             raise ProgramError("num_microbatches is missing", expected="the number of microbatches per batch")
-        program = generate(
-            schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=stages_per_rank
-        )
+        options: dict[str, Any] = {"num_steps": 1} if "num_steps" in find(schedule).options else {}
+        if vertical_sync:
+            options["vertical_sync"] = True
+        counts = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}
+        program = generate(schedule, **counts, **options)
     if program.num_ranks != num_ranks:
         raise ProgramError(
             f"program {program.name!r} is for {counted(program.num_ranks, 'rank')}",
             expected=f"a program for {num_ranks}",
         )
-    if program.num_updates:
+    if program.num_updates and not streams:
         raise ProgramError(
             f"program {program.name!r} updates weights while it runs",
-            expected="a flushed schedule: the executor does not run programs with UPDATE yet",
+            expected="a flushed schedule here",
             fix="use 1f1b, the flushed form of pipedream",
         )
     if num_microbatches not in (None, program.num_microbatches):

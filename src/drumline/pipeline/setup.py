@@ -6,6 +6,7 @@ options ──► program ──► crew ──► stages ──► assembly ─
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from drumline.pipeline.engine import CapturingEngine, Engine
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.lengths.arrange import Arranging
 from drumline.pipeline.lengths.programs import Programs, named_programs
+from drumline.pipeline.model.blocks import is_chain
 from drumline.pipeline.options import Options, device_named
 from drumline.pipeline.programs import program_for
 from drumline.pipeline.record.loads import ExpertLoads
@@ -40,6 +42,7 @@ from drumline.pipeline.record.tally import Ledger
 from drumline.pipeline.state.frozen import Frozen, unused_in
 from drumline.pipeline.state.materialise import opened
 from drumline.pipeline.state.shared_state import Shared, refuse_hidden
+from drumline.pipeline.state.stream import Stream, check_options, check_ties, rows_of
 from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.state.updates import Updates
 from drumline.pipeline.step import StepRun
@@ -84,7 +87,11 @@ def set_up(options: Options) -> StepRun:
             num_ranks=axes.size("pp"),
             num_microbatches=options.num_microbatches,
             stages_per_rank=options.stages_per_rank,
+            streams=True,
+            vertical_sync=options.vertical_sync,
         )
+        if program.num_updates:
+            check_options(options, program)
     except DrumlineError as error:
         program = error  # connect even with a wrong schedule, so that the others learn of it
     crew = Crew.gathered(
@@ -145,6 +152,8 @@ class _SetUp:
             self._divide(tensors, stages)
         if experts is not None:
             self._divide_experts(experts, stages)
+        if self.program.num_updates:
+            check_ties(assembled.ties, given, alone=crew.alone)
         engine = self._engine(assembled)
         programs = self._programs(frozen)
         holdings = Holdings(assembled.ties, crew, engine.executors, list(engine.copies.values()), engine.chain)
@@ -156,6 +165,10 @@ class _SetUp:
             recording.describe(given.settings(), frozen.program, assembled, balance)
             recording.runs_several(programs)
         updates = Updates(numbers, holdings, recording, check, master_weights=given.master_weights)
+        stream = None
+        if self.program.num_updates:
+            rows = rows_of(given, self.program, frozen.pruned_too)
+            stream = Stream(engine, updates, programs, rows, given)
         intake.precise = any(one.dtype is torch.float64 for one in holdings.parameters())
         frozen.forget_all_but(engine.assembly.cuts)
         loads = self._loads(engine, plan_of(block for stage in stages for block in stage))
@@ -180,7 +193,7 @@ class _SetUp:
         observers = [*changing, loads, engine, holdings, updates, shared, recording, arranging]
         return StepRun(
             crew, ledger, intake, frozen, engine, holdings, updates, recording, watched, followed, check,
-            observers, auto, adapting, balance, given.check_finite, programs, arranging, positions,
+            observers, auto, adapting, balance, given.check_finite, programs, arranging, positions, stream,
         )  # fmt: skip
 
     def _adapting(
@@ -221,7 +234,11 @@ class _SetUp:
                 crew, "graph", [] if plan is None else [one for each in plan.written.values() for one in each]
             )
             different = first_difference(crew.collect("values", values))
-        return ModelCheck(given.model, blocks, crew, intake, given.check_model, different, parts)
+        is_on = given.check_model and not self.program.num_updates
+        if given.check_model and not is_on and not is_chain(given.model) and crew.rank == self.axes.number == 0:
+            why = f"{self.program.name} updates weights in it"
+            print(f"drumline: the first step is not checked against the model by itself: {why}", file=sys.stderr)
+        return ModelCheck(given.model, blocks, crew, intake, is_on, different, parts)
 
     def _tensors(self, stages: Sequence[Sequence[Block]]) -> TensorParallel | None:
         """Return how the axis tp divides the model's layers, after all ranks agree on it; None without that axis."""

@@ -41,6 +41,7 @@ from drumline.pipeline.programs import program_for
 from drumline.pipeline.record.recording import Recording
 from drumline.pipeline.record.tally import Ledger, Tally, Told
 from drumline.pipeline.state.frozen import Frozen
+from drumline.pipeline.state.stream import Stream
 from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.state.updates import Updates
 from drumline.pipeline.verify.agreement import Followed, Given, begun
@@ -105,12 +106,17 @@ class StepRun:
     programs: Programs
     arranging: Arranging
     positions: tuple[str, int] | None  # how the model takes positions, if lines of a mesh divide sequences
+    stream: Stream | None  # of a schedule without a flush
 
     def run_by(self, step: Step, program: str | Program | None) -> None:
         """Have a step run by the program that it names, or by the pipeline's own; all ranks call it alike."""
         own = step.program = self.programs.own
         if program is None and self.engine.number == own:
             return
+        if self.stream is not None:
+            raise UsageError(
+                f"a step names a program, and {self.stream.name} has no flush", expected="one schedule in all steps"
+            )
         with self.crew.together("the choice of a program"):
             number = self.programs.number_of(program)
             why = self.engine.runs_one_program or ("schedule='auto'" if self.auto is not None else "")
@@ -175,11 +181,22 @@ class StepRun:
             num_microbatches=now.num_microbatches if named and num_microbatches is None else num_microbatches,
             stages_per_rank=now.num_stages // now.num_ranks,
         )
+        if self.stream is not None or program.num_updates:
+            raise UsageError(
+                f"the program to take up is {program.name}, after {now.name}",
+                expected="two flushed schedules: between their steps no microbatch is in flight",
+            )
         limit = None if self.adapting is None else Limit(self.adapting.settings.max_activations)
         if violations := validate(program, limit=limit or None):
             raise InvalidProgram(program.name, violations)
         self.engine.refuse(self.programs[self.programs.number_of(program)])
         return program
+
+    def pause(self, what: str) -> None:
+        """Before something else than a step, run what is in flight; all ranks call it alike."""
+        if self.stream is not None:
+            with self.crew.together(what, lambda: self.engine.action):
+                self.stream.pause()
 
     def part_of(self, call: CalledWith) -> CalledWith:
         """Return this line's part of a step's arguments, if the lines of a mesh divide sequences."""
@@ -199,7 +216,8 @@ class StepRun:
     def catch_up(self, step: Step) -> None:
         """Check the steps before the last one, and adopt changes of the model and its parameters since then."""
         # Raises the same error on all ranks, which may continue afterwards.
-        self.ledger.settle(until=step.number - 2, gradients_left=self.holdings.has_gradients)
+        ahead = 2 if self.stream is None else 2 + self.stream.num_ahead
+        self.ledger.settle(until=step.number - ahead, gradients_left=self.holdings.has_gradients)
         with self.crew.together("the start of a step"):
             self.watched.look()
         self.holdings.follow()
@@ -245,6 +263,12 @@ class StepRun:
 
     def run(self, step: Step, call: CalledWith) -> Tally:
         """Run a step on this process's ranks, and return a tally of what all ranks will tell about it."""
+        if self.stream is not None and step.train:
+            with self.stream.running(step):
+                return self._run(step, call)
+        return self._run(step, call)
+
+    def _run(self, step: Step, call: CalledWith) -> Tally:
         observers = self.observers if step.train else ()
         for observer in observers:
             observer.called(step)
@@ -304,6 +328,8 @@ class StepRun:
             checked.append(parts)
             told.dtype = str(losses.dtype).removeprefix("torch.")
             told.losses = parts.unbind() if alone else parts.tolist()
+        if self.stream is not None:
+            return told  # every update has checked its gradients, and kept none
         if step.train and (self.check_finite or scaler is not None):
             told.scale = None if scaler is None else step.scale
             finite = all_finite(checked)

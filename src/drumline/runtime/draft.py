@@ -39,6 +39,7 @@ class Draft:
         self.starts: list[int] = []
         self.ends: list[int] = []
         self.held: list[int] = []
+        self.versions: list[int] = []
         self.stash: list[int] = []
         self.peaks: list[int] = []
         self.waits: list[int] = []

@@ -18,7 +18,7 @@ from drumline.runtime.stage import Stage
 from drumline.runtime.values import pack
 
 
-class _Kept:
+class Kept:
     """A tensor kept by autograd; it tells the scale when it is freed."""
 
     __slots__ = ("scale", "tensor", "version")
@@ -77,7 +77,7 @@ class Scale:
         modules = [block.module for stage in self._stages for block in stage.blocks]
         states = (one for module in modules for one in (*module.parameters(), *module.buffers()))
         self._own = {one.untyped_storage().data_ptr() for one in states}
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Kept(self, tensor), _Kept.taken):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: Kept(self, tensor), Kept.taken):
             yield
 
     def weigh(self) -> int:

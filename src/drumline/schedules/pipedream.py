@@ -8,6 +8,9 @@
 
 A forward uses the newest weights of its rank, and its backward uses the same ones, so rank r keeps up to P-r versions.
 The program spans M optimizer steps, one per microbatch, and idles only at its very start and end.
+
+With vertical sync, all ranks use the version that rank 0 uses: the update of microbatch m comes before the forward of
+microbatch m+P in every row. Then rank r also keeps the gradients of up to r+1 microbatches.
 """
 
 from __future__ import annotations
@@ -20,12 +23,15 @@ from drumline.schedules.registry import schedule
 
 
 @schedule("pipedream", summary="asynchronous 1F1B: no flush, an update per microbatch, up to P weight versions")
-def pipedream(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
-    """Run 1F1B and update after every backward."""
+def pipedream(num_ranks: int, *, num_microbatches: int, vertical_sync: bool = False) -> Iterator[list[Action]]:
+    """Run 1F1B and update after every backward, or with vertical sync where rank 0 does."""
     for rank in range(num_ranks):
         row: list[Action] = []
+        updates = iter(range(num_microbatches))
         for action in alternating(rank, num_microbatches, ahead=num_ranks - 1 - rank):
+            if vertical_sync and action.op is Op.FORWARD and (action.microbatch or 0) >= num_ranks:
+                row.append(Action(rank, Op.UPDATE, next(updates)))
             row.append(action)
-            if action.op is Op.BACKWARD:
-                row.append(Action(rank, Op.UPDATE, action.microbatch))
-        yield row
+            if not vertical_sync and action.op is Op.BACKWARD:
+                row.append(Action(rank, Op.UPDATE, next(updates)))
+        yield row + [Action(rank, Op.UPDATE, microbatch) for microbatch in updates]

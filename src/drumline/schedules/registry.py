@@ -97,6 +97,15 @@ class Schedule:
         """Whether any backwards are split in two halves."""
         return self.example is not None and Op.BACKWARD_INPUT in self.example.columns.ops
 
+    @property
+    def options(self) -> Mapping[str, inspect.Parameter]:
+        """What its recipe takes, the counts too.
+
+        >>> "num_steps" in find("1f1b").options
+        False
+        """
+        return inspect.signature(self.recipe).parameters
+
     def layout(self, num_ranks: int, stages_per_rank: int) -> Placement:
         """Return the placement of the stages; with two directions, the second of two microbatches goes up.
 
@@ -165,7 +174,7 @@ class Schedule:
         stages = self.stages_per_rank if stages_per_rank is None else stages_per_rank
         if (refused := self.refusal(num_ranks, num_microbatches, stages)) is not None:
             raise refused
-        accepted = inspect.signature(self.recipe).parameters
+        accepted = self.options
         for option in options:
             if option not in accepted:
                 raise ScheduleError(f"{self.name} has no option {option!r}", fix=nearest(option, accepted))

@@ -21,12 +21,15 @@ from drumline.core.measured.run import CONFIG, ENVIRONMENT, METRICS, PLAN, PROGR
 from drumline.core.simulate.simulate import simulate
 from drumline.pipeline.launch.launch import launch
 from drumline.runtime.precision import one_thread
+from drumline.schedules import schedules
 from drumline.train.two_stages import NUM_RANKS, Build, Trained, Trial, train, train_unsplit
 
+STALE = next(name for name, one in schedules().items() if not one.flushed and "num_steps" in one.options)
 TRIALS = (
     Trial("gpipe", 4),
     Trial("1f1b", 4),
     Trial("zb-h1", 4),
+    Trial(STALE, 4),
     Trial("gpipe", 8),
     Trial("gpipe", 8, "full"),
     Trial("1f1b", 8),
@@ -60,12 +63,22 @@ class Outcome:
 
     @property
     def utilisation(self) -> float:
-        """The share of ranks x makespan in which something was computed."""
-        return 1 - self.metric("pp/bubble")
+        """The share of ranks x makespan in which something was computed.
+
+        Without a flush, steps overlap: what counts is the time in which a rank ran its part of a step.
+        """
+        return 1 - self.metric("pp/span_bubble" if self.run.program.num_updates else "pp/bubble")
+
+    @property
+    def step_seconds(self) -> float:
+        """The seconds of a step; without a flush, those from one step's end to the next one's."""
+        return self.metric("time_metrics/end_to_end(s)" if self.run.program.num_updates else "pp/makespan_seconds")
 
     @cached_property
     def bound(self) -> float:
         """The most that the schedule allows, with equal stages and free messages: M / (M + P - 1) if it is flushed."""
+        if self.run.program.num_updates:
+            return 1.0
         return 1 - simulate(self.run.program, Costs()).bubble
 
     @cached_property
@@ -77,6 +90,9 @@ class Outcome:
     @cached_property
     def simulated_utilisation(self) -> float:
         """The same in simulation, with the measured op times: anything below it is lost to messages and overhead."""
+        if self.run.program.num_updates:  # the busiest rank never waits
+            busy = [sum(track.ends) - sum(track.starts) for track in self.timeline.tracks]
+            return sum(busy) / len(busy) / max(busy)
         return 1 - simulate(self.run.program, self.timeline.measured_costs()).bubble
 
     @cached_property
@@ -93,7 +109,7 @@ class Outcome:
             "microbatches": self.trial.num_microbatches,
             "checkpoint": self.trial.checkpoint,
             "losses": self.losses,
-            "step_seconds": self.metric("pp/makespan_seconds"),
+            "step_seconds": self.step_seconds,
             "utilisation": self.utilisation,
             "bound": self.bound,
             "simulated_utilisation": self.simulated_utilisation,
@@ -112,12 +128,12 @@ def run_demo(
     folders = [folder / trial.name for trial in TRIALS]
     for one in folders:
         _clear(one)
-    counts = sorted({trial.num_microbatches for trial in TRIALS})
+    counts = sorted({(trial.num_microbatches, trial.schedule == STALE) for trial in TRIALS})
     unsplit, total = {}, build.num_steps * (len(counts) + len(TRIALS))
     with one_thread():
-        for at, count in enumerate(counts):
+        for at, (count, is_stale) in enumerate(counts):
             progress(at * build.num_steps, total, f"one process, {count} microbatches")
-            unsplit[count] = train_unsplit(build, count)
+            unsplit[count, is_stale] = train_unsplit(build, count, is_stale=is_stale)
     done = build.num_steps * len(counts)
     with _watched(folders, lambda steps, what: progress(done + steps, total, what)):
         ranks = launch(_train_all, build, [str(one) for one in folders], num_ranks=NUM_RANKS)
@@ -125,7 +141,7 @@ def run_demo(
     outcomes = []
     for at, (trial, path) in enumerate(zip(TRIALS, folders, strict=True)):
         parts = [one[at] for one in ranks]
-        difference = _difference(parts, unsplit[trial.num_microbatches])
+        difference = _difference(parts, unsplit[trial.num_microbatches, trial.schedule == STALE])
         outcomes.append(Outcome(build, trial, read_run(path), parts[0].losses, difference))
     return outcomes
 

@@ -4,11 +4,13 @@
                       rank 0          rank 1
 
 1024 points in batches of 64, each split into M microbatches; Adam. Each schedule is compared with the same loop without
-a pipeline: after all epochs, every weight must have the same bits.
+a pipeline: after all epochs, every weight must have the same bits. For a schedule without a flush, that loop uses the
+same old weights.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,27 +121,39 @@ def train(build: Build, trial: Trial, *, record: str | Path | bool = True) -> Tr
     losses: list[list[Tensor]] = [[] for _ in range(build.num_epochs)]
     with trial.pipeline(build, record=record) as pipe:
         optimizer = pipe.optimizer(torch.optim.Adam, lr=build.learning_rate)
+        results = []
         for epoch, x, y in build.batches():
-            result = pipe.step(x, target=y)
-            optimizer.step()
-            optimizer.zero_grad()
+            results.append((epoch, pipe.step(x, target=y)))
+            if not pipe.steps_in_flight:  # else optimizers step inside of steps
+                optimizer.step()
+                optimizer.zero_grad()
+        pipe.drain()
+        for epoch, result in results:
             assert result.loss is not None, "a step has a loss"
             losses[epoch].append(result.loss)
         weights = {name: one.detach().clone() for name, one in pipe.state_dict().items()}
     return Trained(_means(losses), weights)
 
 
-def train_unsplit(build: Build, num_microbatches: int) -> Trained:
-    """Train with a plain loop: one process that accumulates gradients over microbatches."""
+def train_unsplit(build: Build, num_microbatches: int, *, is_stale: bool = False) -> Trained:
+    """Train with a plain loop: one process that accumulates gradients over microbatches.
+
+    With `is_stale`, gradients are those of the weights one update ago, as in PipeDream-2BW.
+    """
     model = build.model()
+    seen = copy.deepcopy(model) if is_stale else model
     optimizer = torch.optim.Adam(model.parameters(), lr=build.learning_rate)
     losses: list[list[Tensor]] = [[] for _ in range(build.num_epochs)]
     for epoch, x, y in build.batches():
         parts = []
         for rows, wanted in zip(x.chunk(num_microbatches), y.chunk(num_microbatches), strict=True):
-            loss = functional.mse_loss(model(rows), wanted) * (len(rows) / len(x))
+            loss = functional.mse_loss(seen(rows), wanted) * (len(rows) / len(x))
             torch.autograd.backward(loss)
             parts.append(loss.detach())
+        if is_stale:
+            for newest, one in zip(model.parameters(), seen.parameters(), strict=True):
+                newest.grad, one.grad = one.grad, None
+            seen.load_state_dict(model.state_dict())
         optimizer.step()
         optimizer.zero_grad()
         losses[epoch].append(sum(parts[1:], parts[0]))

@@ -34,6 +34,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "starts": ("start",),
     "ends": ("end",),
     "held": ("pairs",),
+    "versions": ("number",),
     "stash": ("bytes",),
     "peaks": ("bytes",),
     "waits": ("message", "from", "to"),
@@ -59,8 +60,10 @@ class Record:
 
     The step lasts from the call of `step` until this rank only has to inform the others. `since_ns` is the end of the
     previous step, and `between` lists what happened since then. `held` and `stash` are the pairs and bytes held after
-    each timed action. `peaks` are the most bytes held while it ran: after a recomputation, or between the halves of an
-    overlapped pair. Bytes exist only if they were weighed. A message names the timed action that needed it. `made` and
+    each timed action. `versions` are the weights that each of them used, as the number of the stage's updates by then;
+    an UPDATE's is the one that it makes. Only steps without a flush have them. `peaks` are the most bytes held while it
+    ran: after a recomputation, or between the halves of an overlapped pair. Bytes exist only if they were
+    weighed. A message names the timed action that needed it. `made` and
     `sent` use the source's clock; the message could be used once it had `arrived`, and was copied between `from` and
     `to`. Clocks with the same number show the same time. With several clocks, `heard` holds the fastest packet from
     every other rank since the last step: when it left, by that rank's clock, and when it arrived.
@@ -77,6 +80,7 @@ class Record:
     starts: Sequence[int] = field(default_factory=list)
     ends: Sequence[int] = field(default_factory=list)
     held: Sequence[int] = field(default_factory=list)
+    versions: Sequence[int] = field(default_factory=list)
     stash: Sequence[int] = field(default_factory=list)
     peaks: Sequence[int] = field(default_factory=list)
     waits: Sequence[int] = field(default_factory=list)
@@ -175,7 +179,7 @@ LINE = Kind("record", RecordError, "the line as the run wrote it", 256 * 2**20)
 MOST_PROGRAMS = 10**6
 _MOMENT = 2**61  # nanoseconds, 73 years: the sum of two still fits in 64 bits
 _ANY_MOMENTS = ("start", "end", "from", "to", "made", "sent", "arrived", "left")
-_PER_ACTION = ("starts", "ends", "held", "stash", "peaks")
+_PER_ACTION = ("starts", "ends", "held", "versions", "stash", "peaks")
 
 
 def read_record(line: Mapping[str, Any], program: Program, rank: int, step: int) -> Record:
@@ -278,7 +282,9 @@ def _check_messages(table: str, flat: Sequence[int], first: int, program: Progra
 @once_per_program
 def _receives(program: Program) -> set[tuple[int, ...]]:
     """Return every message of a program as columns: what stages send, and the gradients they exchange."""
-    sent = (rules.message(action, program.num_stages) for action in program.work())
+    # A step without a flush takes messages that an earlier step has sent.
+    needed = [one[0] for action in program.work() for one in rules.needs(action, program.num_stages)]
+    sent = (rules.message(action, program.num_stages) for action in (*program.work(), *needed))
     exchanged = RECEIVES.index(Op.REDUCE_GRAD)
     received: set[tuple[int, ...]] = {coded(message.recv) for message in sent if message is not None}
     return received | {(stage, exchanged, -1) for stage in range(program.num_stages)}

@@ -232,7 +232,11 @@ class Run:
             program = Program.load(path)
         except DrumlineError as error:
             raise RecordError(error.error, expected="the program as the run wrote it") from None
-        if violations := validate(program):
+        if number and self.program.num_updates:
+            # What a step without a flush runs is a part of endless rows: only they make sense as a whole.
+            if program.placement.homes != self.program.placement.homes:
+                raise RecordError(f"{path} has stages on other ranks", expected="the program as the run wrote it")
+        elif violations := validate(program):
             raise RecordError(f"{path} cannot have run: {violations[0]}", expected="the program as the run wrote it")
         return Program(program.rows, self.name_of(number))
 
@@ -240,6 +244,8 @@ class Run:
         """Return what a program is called: the schedule, the name that the user gave it, or its number."""
         if not number:
             return str(self.plan.get("schedule"))
+        if self.program.num_updates:
+            return f"{self.program.name} step"
         settings = self.config.get("settings")
         named = settings.get("programs") if isinstance(settings, dict) else None
         names = list(named) if isinstance(named, dict) else []

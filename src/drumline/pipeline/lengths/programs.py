@@ -156,6 +156,13 @@ class Programs:
             self._known[id(given)] = self._added(given), given
         return self._known[id(given)][0]
 
+    def added(self, program: Program) -> int:
+        """Return the number of what a step of a schedule without a flush runs, which is no whole program."""
+        if id(program) not in self._known:
+            self._listed.append(program)
+            self._known[id(program)] = len(self._listed) - 1, program
+        return self._known[id(program)][0]
+
     def _added(self, program: Program) -> int:
         """Take in a program that a step brings; one with the same rows is the same."""
         first = self._listed[0]

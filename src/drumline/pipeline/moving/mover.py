@@ -102,6 +102,11 @@ class Mover:
         """Refuse what cannot move."""
         run = self._run
         axes = run.crew.axes
+        if run.stream is not None:
+            raise UsageError(
+                f"repartition: {run.stream.name} has no flush",
+                expected="a flushed schedule: between its steps no microbatch is in flight",
+            )
         for name, why in {"tp": "divides layers", "ep": "divides experts"}.items():
             if axes.size(name) > 1:
                 raise UsageError(

@@ -237,10 +237,13 @@ class Ledger:
         steps = [(one, each) for one, each in known if each is not None]
         return align([each for _, each in steps], [one for one, _ in steps].index(tally))
 
-    @property
-    def stop(self) -> str:
-        """Why some rank was asked to stop by the end of the last step, the same on all ranks; empty if none was."""
-        return next(filter(None, (self._stop, *(one.stop for one in self._open))), "")
+    def stop(self, in_flight: int = 0) -> str:
+        """Return why some rank was asked to stop by the end of the last step, the same on all ranks; "" if none was.
+
+        Steps that may be in flight are not waited for, if there may be any.
+        """
+        over = [one for one in self._open if one.number < self.number - in_flight]
+        return next(filter(None, (self._stop, *(one.stop for one in over))), "")
 
     def settle(self, *, until: int | None, gradients_left: Callable[[], bool]) -> None:
         """Check all steps, or those up to a number, and raise if one failed."""

@@ -229,6 +229,7 @@ def _complete(job: _Job) -> None:
         "tensors": {file: crcs for one in told for file, crcs in one["tensors"].items()},
         "optimizers": [joined_groups(each) for each in zip(*shares, strict=True)],
         "generators": [one["plain"]["generators"] for one in told],
+        "due": [due for one in told for due in one["plain"]["due"]],
     }
     weights = {name: file for file, crcs in content["tensors"].items() if file.startswith("model-") for name in crcs}
     size = sum(size for name, size in content["files"].items() if name.startswith("model-"))

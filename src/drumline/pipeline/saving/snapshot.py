@@ -4,6 +4,7 @@
     training   masters/NAME                  float32 copies of parameters of lower precision
                optimizer.0/NAME/exp_avg      state of the first optimizer that `pipe.optimizer` made
                random.RANK/torch             where the process's own generators are
+               due.RANK.STEP.LAST/NAME/...   gradients of updates that a schedule without a flush has yet to make
 
 Random numbers inside blocks follow from the seed and the step's number alone, so the number is all they need.
 """
@@ -56,17 +57,17 @@ def optimizer_share(number: int, optimizer: Optimizer) -> tuple[dict[str, Tensor
             if isinstance(value, Tensor):
                 tensors[f"optimizer.{number}/{name}/{key}"] = value.detach()
             else:
-                numbers.setdefault(name, {})[key] = _plain(value, f"{name}'s {key}")
-    groups = [{key: _plain(value, key) for key, value in one.items()} for one in state["param_groups"]]
+                numbers.setdefault(name, {})[key] = plain(value, f"{name}'s {key}")
+    groups = [{key: plain(value, key) for key, value in one.items()} for one in state["param_groups"]]
     return tensors, {"kind": type(optimizer).__name__, "groups": groups, "numbers": numbers}
 
 
-def _plain(value: Any, what: str) -> Any:
+def plain(value: Any, what: str) -> Any:
     """Return a setting as JSON has it."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, tuple | list):
-        return [_plain(one, what) for one in value]
+        return [plain(one, what) for one in value]
     if not isinstance(value, _PLAIN):
         raise RecordError(
             f"the optimizer's {what} is a {type(value).__name__}", expected="a number, a text or a tensor"

@@ -18,6 +18,7 @@ from drumline.pipeline.saving import snapshot
 from drumline.pipeline.saving.loader import Checkpoint, Loaded, agreed_paths, damage
 from drumline.pipeline.saving.saver import Saver, Saving
 from drumline.pipeline.saving.snapshot import Snapshot
+from drumline.pipeline.state.stream import check_goes_on
 from drumline.runtime.axes.axes import Axes
 from drumline.runtime.axes.slices import FlatSlice, Slice, cut_out, put_together, slice_of, writes
 
@@ -50,6 +51,7 @@ class State:
     def save(self, folder: str | Path, step: int | None, extra: Any, keep: int | None) -> Saving:
         """Begin a checkpoint of everything; see Pipeline.save."""
         run = self._run
+        run.pause("save")
         run.recording.settle()
         run.recording.flush()  # a checkpoint and the lines of its steps outlive this process together
         number = run.ledger.number
@@ -60,6 +62,7 @@ class State:
             "schedule": run.frozen.program.name,
             "scaler": None if run.updates.scaler is None else run.updates.scaler.state_dict(),
             "extra": extra,
+            "stream": None if run.stream is None or run.stream.is_empty else run.stream.described(),
         }
         _check_plain(extra)
         with run.recording.between.during("save"), run.crew.together("save"):
@@ -90,7 +93,11 @@ class State:
         tensors, plain = snapshot.generators(run.intake.device)
         training |= {f"random.{self._process}/{name}": one for name, one in tensors.items()}
         model = self._whole(snapshot.model_tensors(run.holdings.state_dict()), run.holdings.slices())
-        return Snapshot(model, training, {"optimizers": optimizers, "generators": plain})
+        due: list[dict[str, Any]] = []
+        if run.stream is not None:
+            tensors, due = run.stream.due(dict(run.holdings.named_parameters()))
+            training |= tensors
+        return Snapshot(model, training, {"optimizers": optimizers, "generators": plain, "due": due})
 
     def _pieces(self) -> dict[str, Slice | FlatSlice | None]:
         """Return which part of each parameter this process's optimizers update."""
@@ -115,6 +122,8 @@ class State:
     def load(self, folder: str | Path, *, optimizers: bool, missing_ok: bool) -> Loaded | None:
         """Take in the newest checkpoint that is whole on all processes; see Pipeline.load."""
         run = self._run
+        if run.stream is not None and not run.stream.is_broken:
+            run.pause("load")
         run.recording.settle()
         with run.crew.together("load"):
             self.finish()
@@ -167,6 +176,10 @@ class State:
         skipped: tuple[str, ...],
     ) -> Loaded:
         run, content = self._run, checkpoint.content
+        if optimizers and content.get("stream") is not None:
+            check_goes_on(content["stream"], run.stream)
+        if run.stream is not None:
+            run.stream.restart()
         run.holdings.load_state_dict(model)
         run.check.loaded({**checkpoint.model, **model} if run.check.is_pending else model)
         if optimizers:
@@ -198,6 +211,8 @@ class State:
         for number, (optimizer, plain) in enumerate(zip(made, stored, strict=True)):
             entries = snapshot.by_parameter(f"optimizer.{number}", training.items())
             snapshot.restore_optimizer(optimizer, plain, entries)
+        if run.stream is not None and content.get("stream") is not None:
+            run.stream.take(content["stream"], content["due"], training, dict(run.holdings.named_parameters()))
         scaler = run.updates.scaler
         if scaler is not None and content["scaler"] is not None:
             scaler.load_state_dict(content["scaler"])

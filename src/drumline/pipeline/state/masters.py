@@ -78,6 +78,10 @@ class Masters:
             copy.grad = None
             self._seen[parameter] = _mark(parameter)
 
+    def moved(self) -> None:
+        """Take note that parameters may have moved to other memory, with the same values."""
+        self._seen = {parameter: _mark(parameter) for parameter in self._copies}
+
     @torch.no_grad()
     def catch_up(self) -> None:
         """Adopt parameters that other code has changed, such as a loaded state or an initialisation."""

@@ -10,6 +10,7 @@ what has come.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -63,6 +64,9 @@ class Updates(Observer):
         self._own: WeakSet[Optimizer] = WeakSet()
         self._made: list[ref[Optimizer]] = []  # in the order in which they were asked for
         self._parameters: WeakKeyDictionary[Optimizer, list[nn.Parameter]] = WeakKeyDictionary()
+        self.streams = False  # whether optimizers step inside of a step, because the schedule has no flush
+        self._kept: list[Optimizer] = []  # then, because nobody else may hold them
+        self._is_inside = False
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
         """Record the parameters of all stages here, and guard them against optimizers."""
@@ -97,13 +101,40 @@ class Updates(Observer):
     def before(self, optimizer: Optimizer) -> None:
         """Stop an optimizer from stepping on a failed step."""
         self.check(optimizer)
+        if self._is_stepped_inside(optimizer):
+            return
         self._check.refuse()
         self._recording.settle()
         self._recording.between.enter("update")
 
     def after(self, optimizer: Optimizer) -> None:
         """Measure the update up to here."""
-        self._recording.between.leave()
+        if not self._is_inside:
+            self._recording.between.leave()
+
+    @contextmanager
+    def inside(self, parameters: list[nn.Parameter], move: Callable[[list[nn.Parameter]], None]) -> Iterator[None]:
+        """Let optimizers step inside of a step; `move` may give their parameters other memory with the same values."""
+        if self.masters is not None:
+            self.masters.catch_up()
+        move(parameters)
+        if self.masters is not None:
+            self.masters.moved()
+        self._is_inside = True
+        try:
+            yield
+        finally:
+            self._is_inside = False
+
+    def _is_stepped_inside(self, optimizer: Optimizer) -> bool:
+        """Whether the pipeline steps optimizers itself; refuse a step by anybody else."""
+        if self.streams and not self._is_inside:
+            raise RunError(
+                f"{type(optimizer).__name__}.step() was called, and the schedule has no flush",
+                expected="no call of it: optimizers from pipe.optimizer step inside pipe.step",
+                fix="remove optimizer.step()",
+            )
+        return self.streams
 
     def check(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that would bypass the scaler or the master weights."""
@@ -156,6 +187,8 @@ class Updates(Observer):
         StateByName(named).attach(made)
         self._made.append(ref(made))
         self._parameters[made] = list(parameters)
+        if self.streams:
+            self._kept.append(made)
         if self.scaler is not None or self.masters is not None or copied or not parameters:
             self._wrap(made)
         return made
@@ -250,7 +283,8 @@ class Updates(Observer):
             """Step, unless a gradient on any rank is not finite."""
             if closure is not None:
                 raise RunError("optimizer.step got a closure", fix="call pipe.step first, then optimizer.step()")
-            self._recording.settle()
+            if not self._is_stepped_inside(optimizer):
+                self._recording.settle()
             if self.scaler is not None and not self.scaler.decide():
                 return
             pieces = [self.piece(one) for one in parameters]

@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from drumline.core.measured.costs import costs_of, replay
+from drumline.core.measured.endless import is_part
 from drumline.core.measured.measured import Measured
 from drumline.core.measured.run import Run
 from drumline.core.measured.steadiness import Steadiness, spread_of
@@ -244,6 +245,9 @@ def report_of(run: Run, *, step: int | None = None, name: str | None = None) -> 
     seen = observe(run, step)
     report = RunReport(seen, Advice(()), name or short_names([run.path])[0])
     steadiness = report.steadiness
+    if is_part(seen.measured.program):
+        nothing = "no advice: the schedule has no flush, and its rows go on for ever"
+        return replace(report, advice=Advice((), nothing=nothing))
     return replace(report, advice=Advice((), nothing=steadiness.withheld) if steadiness.busy else advise(seen))
 
 

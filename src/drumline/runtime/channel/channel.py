@@ -13,6 +13,7 @@ from __future__ import annotations
 import faulthandler
 import io
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ class Channel(ABC):
     rank: int
     num_ranks: int
     called: RankNames = BY_NUMBER  # what messages call the ranks
+    timeout: float = TIMEOUT
 
     @property
     def is_spread(self) -> bool:
@@ -102,11 +104,16 @@ class Channel(ABC):
         """Open more directed edges (source, target); call it with the same edges on all ranks."""
 
     @abstractmethod
-    def begin(self, step: int, *, train: bool = True, program: int = 0) -> None:
+    def begin(self, step: int, *, train: bool = True, program: int = 0, since: int | None = None) -> None:
         """Start a step, which trains or not: everything sent, posted and taken from here on belongs to it.
 
-        `program` is a byte that distinguishes its program from others.
+        `program` is a byte that distinguishes its program from others. Messages of earlier steps must have been taken,
+        or with `since` those of steps before that one.
         """
+
+    @abstractmethod
+    def belongs(self, step: int) -> None:
+        """Let what is sent, posted and taken from here on belong to another step than the one that runs."""
 
     @abstractmethod
     def send(self, receive: Action, target: int, tensors: Sequence[Tensor], form: Any) -> None:
@@ -134,6 +141,13 @@ class Channel(ABC):
     @abstractmethod
     def hear(self, topic: str, deadline_ns: int) -> list[Any]:
         """Return what every rank told under the topic, by rank, including this one; each topic is heard once."""
+
+    def hear_now(self, topic: str) -> list[Any] | None:
+        """Return what every rank told under the topic; None if that is not known yet and other ranks must go on first.
+
+        A rank that has a process of its own waits, as long as for anything else.
+        """
+        return self.hear(topic, time.perf_counter_ns() + int(self.timeout * 1e9))
 
     def compare_clocks(self, deadline_ns: int) -> None:  # noqa: B027 - ranks of one process share a clock
         """Exchange pings with all ranks to measure the offsets between clocks; all ranks call it."""

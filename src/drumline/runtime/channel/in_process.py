@@ -8,7 +8,7 @@ send that meets the receive of another message is an error. Nothing is buffered.
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
@@ -35,6 +35,7 @@ class Hub:
         # By rank and source; another message with the same key waits after it.
         self.arrived: list[dict[tuple[int, Key], deque[Delivery]]] = [defaultdict(deque) for _ in range(num_ranks)]
         self.words: dict[str, dict[int, Any]] = defaultdict(dict)
+        self.heard: Counter[str] = Counter()  # by how many ranks
         self.activity = 0
 
     def channels(self) -> list[InProcessChannel]:
@@ -67,8 +68,12 @@ class InProcessChannel(Channel):
         self.num_ranks = hub.num_ranks
         self.step = 0
 
-    def begin(self, step: int, *, train: bool = True, program: int = 0) -> None:
+    def begin(self, step: int, *, train: bool = True, program: int = 0, since: int | None = None) -> None:
         """Start a step."""
+        self.step = step
+
+    def belongs(self, step: int) -> None:
+        """Let messages belong to another step."""
         self.step = step
 
     def send(self, receive: Action, target: int, tensors: Sequence[Tensor], form: Any) -> None:
@@ -107,14 +112,20 @@ class InProcessChannel(Channel):
     def tell(self, topic: str, value: Any) -> None:
         """Tell every rank a value."""
         self.hub.words[topic][self.rank] = value
+        self.hub.activity += 1
 
     def hear(self, topic: str, deadline_ns: int) -> list[Any]:
         """Return what every rank told; in one process, all have told before any hears."""
         told = self.hub.words[topic]
         assert len(told) == self.num_ranks, f"rank {self.rank} hears {topic} before all have told"
-        if self.rank == self.num_ranks - 1:
-            del self.hub.words[topic]
+        self.hub.heard[topic] += 1
+        if self.hub.heard[topic] == self.num_ranks:
+            del self.hub.words[topic], self.hub.heard[topic]
         return [told[rank] for rank in range(self.num_ranks)]
+
+    def hear_now(self, topic: str) -> list[Any] | None:
+        """Return what every rank told, or None if one of them has not yet had its turn."""
+        return self.hear(topic, 0) if len(self.hub.words[topic]) == self.num_ranks else None
 
     def abort(self, error: BaseException, during: str) -> None:
         """Drop what is in flight: every rank of this process fails with the same exception.
@@ -130,6 +141,7 @@ class InProcessChannel(Channel):
         """Release everything."""
         self.abort(RunError("it was closed"), "")
         self.hub.words.clear()
+        self.hub.heard.clear()
 
 
 def take_turns(hub: Hub, runs: Iterable[Generator[Wait, None, None]]) -> None:

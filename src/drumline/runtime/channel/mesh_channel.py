@@ -72,7 +72,7 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
         super().__init__(rank, num_ranks, **connecting)
         self._step = 0
         self._trains = True
-        self._step_code = step_code(0)
+        self._step_code = self._call_code = step_code(0)  # of messages, and of the step that runs
         self._codes: dict[Action, bytes] = {}
         # By source, messages that arrived but were not taken; another with the same key is kept separately, in order.
         self._inbox: list[dict[bytes, Arrived]] = [{} for _ in range(num_ranks)]
@@ -119,17 +119,22 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
                 self._arrive(source, other, later)
         return message
 
-    def begin(self, step: int, *, train: bool = True, program: int = 0) -> None:
-        """Start a step; every message of earlier steps must have been taken."""
+    def begin(self, step: int, *, train: bool = True, program: int = 0, since: int | None = None) -> None:
+        """Start a step; every message of earlier steps, or of those before `since`, must have been taken."""
         self._step, self._trains = step, train
-        self._step_code = step_code(step, train=train, program=program)
+        self._step_code = self._call_code = step_code(step, train=train, program=program)
+        oldest = step if since is None else since
         for source, inbox in enumerate(self._inbox):
             for key in inbox:
-                if mode_of(key)[0] < step:
+                if mode_of(key)[0] < oldest:
                     raise MismatchError(
                         f"{self.called.one(self.rank)} never received {key_text(key)} from {self.called.one(source)}",
                         expected=_EXPECTED,
                     )
+
+    def belongs(self, step: int) -> None:
+        """Let messages belong to another step."""
+        self._step_code = step_code(step)
 
     def block(self, wait: Wait, deadline_ns: int) -> None:
         """Return after the message is here."""
@@ -140,7 +145,7 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
     def _refuse_ended(self, rank: int, what: Wait | str) -> None:
         """Refuse to wait for a rank that has finished the step: everything it sent is here."""
         for key in self._inbox[rank]:
-            if mode_of(key) == (self._step, self._trains) and key[: _STEP.size] != self._step_code:
+            if mode_of(key) == (self._step, self._trains) and key[: _STEP.size] != self._call_code:
                 raise MismatchError(
                     f"call {self._step}: {self.called.several(self.rank, rank)} run different programs",
                     expected="the same program= on every rank",

@@ -104,28 +104,44 @@ class GradientExchange:
 
     def finish(self, clock: Clock, draft: Draft) -> Generator[Wait, None, None]:
         """Offer tied gradients, then take and sum all of them; yield whenever it must wait for a message."""
-        self._refuse_changes()
+        self.refuse_changes()
         self._take_sums(clock, draft)
         start = clock.now()
-        for other, both in self._partners.items():
-            self._send(_meeting(both), other, [self._by_name[one.name] for one in both])
+        self.offer_tied()
         for action, stage, other, since in self._offered:
             theirs = yield from self._taken(action, other, clock, draft)
             _sum_copies(self._own(stage), theirs, at_home=self.placement.homes[action.stage] == self.rank)
             draft.exchanges.extend((action.stage, since, clock.now()))
-        if self._partners:
-            totals: dict[str, Tensor | None] = {}
-            for rank in sorted((self.rank, *self._partners)):
-                if rank == self.rank:
-                    both, parts = self.tied, [_part(self._by_name[one.name]) for one in self.tied]
-                else:
-                    both = self._partners[rank]
-                    parts = yield from self._taken(_meeting(both), rank, clock, draft)
-                for one, part in zip(both, parts, strict=True):
-                    self._add(totals, rank, one.name, part)
-            for name, total in totals.items():
-                _put(self._by_name[name], total)
-            draft.exchanges.extend((_meeting(self.tied).stage, start, clock.now()))
+        yield from self.sum_tied(clock, draft, start)
+
+    @property
+    def has_ties(self) -> bool:
+        """Whether other ranks hold parameters of this one under ties."""
+        return bool(self._partners)
+
+    def offer_tied(self, microbatch: int | None = None) -> None:
+        """Offer the gradients of tied parameters to all that hold them: those of a step, or up to a microbatch."""
+        for other, both in self._partners.items():
+            self._send(_meeting(both, microbatch), other, [self._by_name[one.name] for one in both])
+
+    def sum_tied(
+        self, clock: Clock, draft: Draft, start: int, microbatch: int | None = None
+    ) -> Generator[Wait, None, None]:
+        """Take what others offered of tied parameters, and add it in order of rank; yield whenever it must wait."""
+        if not self._partners:
+            return
+        totals: dict[str, Tensor | None] = {}
+        for rank in sorted((self.rank, *self._partners)):
+            if rank == self.rank:
+                both, parts = self.tied, [_part(self._by_name[one.name]) for one in self.tied]
+            else:
+                both = self._partners[rank]
+                parts = yield from self._taken(_meeting(both, microbatch), rank, clock, draft)
+            for one, part in zip(both, parts, strict=True):
+                self._add(totals, rank, one.name, part)
+        for name, total in totals.items():
+            _put(self._by_name[name], total)
+        draft.exchanges.extend((_meeting(self.tied).stage, start, clock.now()))
 
     def _take_sums(self, clock: Clock, draft: Draft) -> None:
         """Wait for the sums over lines; only then are the gradients ready for other ranks of this one."""
@@ -177,13 +193,13 @@ class GradientExchange:
                 asked = clock.now()
                 delivery = self.channel.take(action, other)
             draft.waited(since, asked)
-        draft.took(action, other, delivery, asked, clock.now())
+        draft.took(action._replace(microbatch=None), other, delivery, asked, clock.now())
         return _heard(delivery)
 
     def _seen(self) -> list[tuple[int, int]]:
         return [(id(place.tensor), -1 if place.tensor is None else place.tensor._version) for place in self._steady]
 
-    def _refuse_changes(self) -> None:
+    def refuse_changes(self) -> None:
         """Refuse forwards that change a buffer of which other ranks have copies: these would differ from now on."""
         for place, before, now in zip(self._steady, self._marks, self._seen(), strict=True):
             if before != now:
@@ -216,9 +232,9 @@ def share(exchange: GradientExchange) -> Generator[Wait, None, None]:
                 found[one.name][1].copy_(value)
 
 
-def _meeting(tensors: Sequence[HeldTensor]) -> Action:
+def _meeting(tensors: Sequence[HeldTensor], microbatch: int | None = None) -> Action:
     """Return the action under which two ranks meet: that of the first stage that holds any of the tensors."""
-    return Action(min(one.stages[0] for one in tensors), Op.REDUCE_GRAD)
+    return Action(min(one.stages[0] for one in tensors), Op.REDUCE_GRAD, microbatch)
 
 
 def _part(parameter: nn.Parameter) -> Any:

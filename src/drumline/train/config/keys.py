@@ -135,6 +135,7 @@ _MESH: dict[str, tuple[Rule, str]] = {
 _PIPELINE: dict[str, tuple[Rule, str]] = {
     "schedule": (FREE, "a schedule's name (`drumline show` lists them), or a CSV file"),
     "stages_per_rank": (COUNT, "stages on each rank; not set: the schedule's own"),
+    "vertical_sync": (FREE, "with pipedream, whether all ranks use the weights that rank 0 uses"),
     "layers": (each_at_least(0), "layers of every stage, in order; embedding and head come on top"),
     "balance": (one_of("", "auto", "even"), 'how to cut without layers or cuts; "": by numbers of parameters'),
     "cuts": (FREE, "names of the blocks with which stages 1, 2, ... begin"),

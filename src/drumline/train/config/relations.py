@@ -15,7 +15,7 @@ from drumline.core.parsed import shown
 from drumline.core.program import Program
 from drumline.pipeline.programs import program_for
 from drumline.plan.device.plan import Plan
-from drumline.schedules import find
+from drumline.schedules import find, schedules
 from drumline.train.config import names
 from drumline.train.config.functions import parts_of
 from drumline.train.config.problems import Problem
@@ -88,6 +88,8 @@ def program_of(settings: TrainSettings, plan: Plan | None = None) -> Program:
         num_ranks=settings.mesh.pipeline,
         num_microbatches=settings.num_microbatches,
         stages_per_rank=given.stages_per_rank,
+        streams=True,
+        vertical_sync=given.vertical_sync,
     )
 
 
@@ -109,6 +111,7 @@ def _schedule_exists(judged: Judged) -> Iterator[Problem]:
 @relation(
     "pipeline.schedule", "pipeline.stages_per_rank", "pipeline.layers", "pipeline.plan", "mesh.pipeline", "mesh.data",
     "batch.sequences", "batch.microbatch", "batch.accumulate", "model.num_layers", "model.kind",
+    "pipeline.vertical_sync",
 )  # fmt: skip
 def _schedule_admits(judged: Judged) -> Iterator[Problem]:
     settings = judged.settings
@@ -145,6 +148,42 @@ def _stages_fit(judged: Judged, num_stages: int) -> Iterator[Problem]:
             "model.num_layers", f"is {model.num_layers}", f"enough layers for {counted(num_stages, 'stage')}",
             "use fewer ranks or stages per rank",
         )  # fmt: skip
+
+
+@relation(
+    "pipeline.schedule", "pipeline.capture", "pipeline.compile", "optimizer.clip_norm", "batch.accumulate",
+    "precision.compute", "lengths.how", "lengths.search", "mesh.data", "mesh.context", "mesh.tensor",
+    "failures.elastic", "pipeline.vertical_sync",
+)  # fmt: skip
+def _without_flush(judged: Judged) -> Iterator[Problem]:
+    """Without a flush, an update takes what one step of one line has, and all of it on its own rank."""
+    settings = judged.settings
+    name = settings.pipeline.schedule
+    if name not in schedules() or find(name).flushed:
+        return
+    allowed = {
+        "batch.accumulate": (settings.batch.accumulate, 1, "every step makes its own updates"),
+        "pipeline.capture": (settings.pipeline.capture, False, ""),
+        "pipeline.compile": (settings.pipeline.compile, False, ""),
+        "lengths.search": (settings.lengths.search, False, ""),
+        "failures.elastic": (settings.failures.elastic, False, "updates that are due belong to their ranks"),
+        **{f"mesh.{one}": (getattr(settings.mesh, one), 1, "") for one in ("data", "context", "tensor")},
+    }
+    if "vertical_sync" in find(name).options and not settings.pipeline.vertical_sync and settings.optimizer.clip_norm:
+        yield judged.problem(
+            "optimizer.clip_norm", f"is {settings.optimizer.clip_norm}",
+            f"0 with {name}, which updates ranks at different times", "set pipeline.vertical_sync = true to clip",
+        )  # fmt: skip
+    for key, (value, wanted, why) in allowed.items():
+        if value != wanted:
+            yield judged.problem(
+                key, f"is {shown(value)}", f"{shown(wanted)} with {name}, which has no flush{why and f': {why}'}"
+            )
+    for key, value, wrong in (
+        ("precision.compute", settings.precision.compute, "fp16"), ("lengths.how", settings.lengths.how, "buckets"),
+    ):  # fmt: skip
+        if value == wrong:
+            yield judged.problem(key, f'is "{value}"', f"another one with {name}, which has no flush")
 
 
 @relation("pipeline.layers", "pipeline.balance", "pipeline.cuts", "pipeline.plan")

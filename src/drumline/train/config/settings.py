@@ -133,6 +133,7 @@ class PipelineSettings:
 
     schedule: str = DEFAULT
     stages_per_rank: int | None = None
+    vertical_sync: bool = False  # of schedules without a flush: all ranks use the weights that rank 0 uses
     layers: tuple[int, ...] = ()  # layers of every stage, as planned; embedding and head come on top
     balance: str = ""  # "auto" or "even"
     cuts: tuple[str, ...] = ()

@@ -102,6 +102,8 @@ def forecast(
         num_ranks=_num_ranks(given),
         num_microbatches=given.num_microbatches,
         stages_per_rank=given.stages_per_rank,
+        streams=True,
+        vertical_sync=given.vertical_sync,
     )
     intake = Intake(
         given.model, given.loss_fn, device, num_microbatches=program.num_microbatches, weigh=given.loss_weight,

@@ -135,6 +135,7 @@ def pipeline_arguments(
             "schedule": given.schedule,
             "num_microbatches": settings.num_microbatches,
             "stages_per_rank": given.stages_per_rank,
+            "vertical_sync": given.vertical_sync,
             "checkpoint": settings.memory.recompute,
             **_cut(settings, built.model),
         }

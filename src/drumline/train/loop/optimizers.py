@@ -51,7 +51,11 @@ class Optimizers:
 
     def __init__(self, pipe: Pipeline, settings: OptimizerSettings) -> None:
         self.chosen = choose(pipe.parameter_shapes(), settings, others=pipe.parameter_aliases())
-        self.each = [pipe.optimizer(one.kind, names=one.names, lr=one.lr, **one.group.settings) for one in self.chosen]
+        # Without a flush, gradients are clipped where optimizers step: inside of the pipeline's steps.
+        inside = {"max_norm": settings.clip_norm} if pipe.steps_in_flight and settings.clip_norm else {}
+        self.each = [
+            pipe.optimizer(one.kind, names=one.names, lr=one.lr, **inside, **one.group.settings) for one in self.chosen
+        ]
 
     def set_rate(self, share: float) -> None:
         """Let every optimizer have this share of its full rate."""

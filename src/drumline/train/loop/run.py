@@ -11,7 +11,9 @@ steps, evaluates and samples at the same points.
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
@@ -140,6 +142,7 @@ class _Training:
         self._largest: Measured | None = None  # the largest step so far, while its update is under way
         self._bucket = 0  # of the last step
         self._since = (0.0, 0)  # when tokens were last counted, and how many there were
+        self._late: deque[Callable[[], None]] = deque()  # what to do once the losses of updates are known
 
     def run(self, tell: Tell | None) -> Trained:
         """Train to the end."""
@@ -166,6 +169,7 @@ class _Training:
         while step < self.settings.run.steps and not cause:
             self._update(step, (began, first))
             step += 1
+            self._catch_up(self.pipe.steps_in_flight)
             self._look(step)
             self.checkpoints.after(step, self._counts())
             cause = self.pipe.stopping()
@@ -173,6 +177,9 @@ class _Training:
             saved = self.checkpoints.now(step, self._counts()) if step > first else None
             self.trained.stopped = Stopped(step, cause, "" if saved is None else str(saved))
             self._tell(self.trained.stopped)
+        self._catch_up()
+        if not self.trained.stopped:
+            self.pipe.drain()
         self.curve.read()
         self.trained.losses, self.trained.grad_norms = list(self.curve.losses), list(self.curve.norms)
         self.trained.seconds = time.perf_counter() - began
@@ -211,26 +218,51 @@ class _Training:
         share = rate(settings.learning_rate, step, settings.run.steps)
         batches = [self._next(step) for _ in range(settings.batch.accumulate)]
         counts = self._counted(batches)
-        losses = self._steps(step, batches, [tokens for tokens, _ in counts])
-        norm = self.skips.clipped(settings.optimizer.clip_norm)
         self.optimizers.set_rate(share)
-        if self.skips.allows:
-            self.optimizers.step()
-        if self._largest is not None and self.skips.allows:
-            self.memory.weigh(self.pipe, self.optimizers.each, self._largest, accumulates=settings.batch.accumulate > 1)
-            self._largest = None
-        self.optimizers.zero_grad()
+        results = self._steps(step, batches, [tokens for tokens, _ in counts])
+        norm = None if self._streams else self._optimized()
         trained = self.trained
-        self.curve.add(losses, norm)
         trained.num_tokens += sum(tokens for tokens, _ in counts)
         trained.num_padded += sum(padded for tokens, padded in counts if tokens)
         skipped = self.skips.ended(step + 1)
         trained.num_skipped = self.skips.num_skipped
-        if (step + 1) % settings.run.log_every == 0 or step + 1 == settings.run.steps:
-            self._tell_of(step + 1, share, began)
+        is_told = (step + 1) % settings.run.log_every == 0 or step + 1 == settings.run.steps
+        update = self._update_of(step + 1, share, began) if is_told and self._log is not None else None
+        self._late.append(partial(self._finish, results, norm, update))
+        if not self._streams:
+            self._catch_up()
         if skipped is not None:
             self._tell(skipped)
             self.skips.refuse(skipped, self.checkpoints.newest)
+
+    @property
+    def _streams(self) -> bool:
+        """Whether the schedule has no flush: then updates are made inside of steps."""
+        return self.pipe.steps_in_flight > 0
+
+    def _optimized(self) -> Tensor | None:
+        """Clip and update, unless the gradients do not allow it; returns the norm before."""
+        norm = self.skips.clipped(self.settings.optimizer.clip_norm)
+        if self.skips.allows:
+            self.optimizers.step()
+        if self._largest is not None and self.skips.allows:
+            several = self.settings.batch.accumulate > 1
+            self.memory.weigh(self.pipe, self.optimizers.each, self._largest, accumulates=several)
+            self._largest = None
+        self.optimizers.zero_grad()
+        return norm
+
+    def _finish(self, results: list[tuple[float, StepResult]], norm: Tensor | None, update: Update | None) -> None:
+        """Add an update's loss to the curve, and tell of it."""
+        losses = [(part, result.loss) for part, result in results]
+        self.curve.add([(part, loss) for part, loss in losses if loss is not None], norm)
+        if update is not None:
+            self._tell_of(update)
+
+    def _catch_up(self, in_flight: int = 0) -> None:
+        """Read and tell of updates, but for the last ones, which other ranks may not have finished."""
+        while len(self._late) > in_flight:
+            self._late.popleft()()
 
     def _next(self, step: int) -> Batch:
         batch = next(self.batches, None)
@@ -249,8 +281,8 @@ class _Training:
         total = self.pipe.axes.summed(torch.tensor(own, dtype=torch.int64, device=self.pipe.device), *ROWS)
         return [(tokens, padded) for tokens, padded in total.tolist()]
 
-    def _steps(self, step: int, batches: list[Batch], counts: list[int]) -> list[tuple[float, Tensor]]:
-        """Run the batches of one update, and return the loss of each with its share of the tokens."""
+    def _steps(self, step: int, batches: list[Batch], counts: list[int]) -> list[tuple[float, StepResult]]:
+        """Run the batches of one update, and return the outcome of each with its share of the tokens."""
         total = sum(counts)
         if not total:
             raise BatchError(
@@ -263,27 +295,27 @@ class _Training:
             args, kwargs = self.call(batch)
             self._bucket = batch.bucket if self.data.buckets else 0
             part = tokens / total
+            if self._streams:
+                found.append((part, self.pipe.step(*args, **kwargs)))
+                continue
             weighs = self.memory.wants(self.pipe, batch)
             result = self.skips.run(partial(self.pipe.step, *args, share=part, **kwargs))
             if weighs:
                 self._largest = self._weighed()
             found.append((part, result))
-        losses = [(part, result.loss) for part, result in found]
-        return [(part, loss) for part, loss in losses if loss is not None]
+        return found
 
     # ---- what is told ------------------------------------------------------------------------------------------------
 
-    def _tell_of(self, step: int, share: float, began: tuple[float, int]) -> None:
-        """Log an update as it is, and read it for those who show it now."""
-        if self._log is None:
-            return
+    def _update_of(self, step: int, share: float, began: tuple[float, int]) -> Update:
+        """Return what to tell of an update, without its loss."""
         trained, now = self.trained, time.perf_counter()
         since, counted = self._since
         self._since = now, trained.num_tokens
-        update = Update(
+        return Update(
             step=step,
             num_steps=self.settings.run.steps,
-            loss=self.curve.latest,
+            loss=math.nan,
             lr=self.settings.optimizer.lr * share,
             grad_norm=None,
             num_tokens=trained.num_tokens,
@@ -296,8 +328,13 @@ class _Training:
             bucket=self._bucket,
             seconds_left=(now - began[0]) / (step - began[1]) * (self.settings.run.steps - step),
         )
+
+    def _tell_of(self, update: Update) -> None:
+        """Log an update as it is, and read it for those who show it now."""
+        assert self._log is not None
+        update = replace(update, loss=self.curve.latest)
         self._log(update)
-        shown = [one for one in self._told if not isinstance(one, Progress) or one.is_due(step)]
+        shown = [one for one in self._told if not isinstance(one, Progress) or one.is_due(update.step)]
         if shown:
             self.curve.read()
             norm = self.curve.norms[-1] if self.curve.norms else None
@@ -325,6 +362,8 @@ class _Training:
     def _look(self, step: int) -> None:
         """Evaluate and sample where the settings say so, on every rank, unless the run is to stop."""
         how, is_last, began = self.settings.evaluation, step == self.settings.run.steps, time.perf_counter()
+        if _is_due(how.every, step, is_last) or _is_due(how.sample_every, step, is_last):
+            self._catch_up()
         if self.data.validation and _is_due(how.every, step, is_last):
             found = evaluate(self.pipe, self.call, self.data.validation, step)
             if found is not None:

@@ -1,0 +1,277 @@
+"""Schedules without a flush: what they hold, what they refuse, and how they go on after a failure."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from drumline.core.costs import Costs
+from drumline.core.errors import ModelError, NonFiniteError, ProgramError, RunError, UsageError
+from drumline.core.simulate.memory import holdings
+from drumline.pipeline.launch.launch import launch
+from drumline.pipeline.launch.stop import ask
+from drumline.pipeline.pipeline import Pipeline
+from drumline.runtime.stream.executor import StreamExecutor
+from drumline.runtime.stream.rows import StreamRows
+from drumline.schedules import generate
+from drumline.train.config.settings import (
+    BatchSettings,
+    CheckpointSettings,
+    EvaluationSettings,
+    MeshSettings,
+    ModelSettings,
+    OptimizerSettings,
+    PipelineSettings,
+    RunSettings,
+    TrainSettings,
+)
+from drumline.train.loop.run import run_training
+from pipeline.test_stream import SCHEDULES, Case, pipeline
+from some import some
+
+pytestmark = pytest.mark.torch
+WIDTH = 16
+
+
+def program(kind: str, num_ranks: int, per_step: int, steps: int) -> Any:
+    options: dict[str, Any] = {"vertical_sync": True} if kind == "vertical" else {}
+    if kind == "2bw":
+        return generate(SCHEDULES[kind], num_ranks=num_ranks, num_microbatches=per_step, num_steps=steps)
+    return generate(SCHEDULES[kind], num_ranks=num_ranks, num_microbatches=per_step * steps, **options)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_slices_and_what_a_drain_runs_are_the_whole_program(kind: str) -> None:
+    ranks, per_step, steps = 4, 5, 6
+    rows = StreamRows.of(lambda count: program(kind, ranks, per_step, count), per_step)
+    whole = program(kind, ranks, per_step, steps)
+    for rank, row in some(enumerate(whole.rows)):
+        sliced = [
+            (cell.op, (position - cell.back) * per_step + cell.microbatch)
+            for position in range(steps - 1)
+            for cell in rows.slice(position)[rank]
+        ]
+        assert sliced == [(one.op, one.microbatch) for one in row[: len(sliced)]]
+        rest = row[len(sliced) :]
+        for op in {one.op for one in rest}:  # a drain runs each kind in this order
+            order = [one.microbatch for one in rest if one.op is op]
+            assert order == sorted(order)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_peak_versions_and_bytes_are_those_simulated(kind: str) -> None:
+    ranks, per_step, steps = 4, 4, 4
+    # A layer without a bias keeps its input, which is not counted, and its weight: so the stash is old versions alone.
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(ranks)))
+    pipe = Pipeline(
+        model, loss_fn=nn.functional.mse_loss, schedule=SCHEDULES[kind], vertical_sync=kind == "vertical",
+        num_microbatches=per_step, num_ranks=ranks, transport="in-process", weigh=True, balance=[1] * ranks,
+    )  # fmt: skip
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=1e-3)
+    size = model[0].weight.nbytes
+    most = [0] * ranks
+    for _ in range(steps):
+        pipe.step(torch.randn(8, WIDTH), target=torch.randn(8, WIDTH))
+        found = pipe.timeline().peak_stash
+        assert found is not None
+        most = [max(one, other) for one, other in zip(most, found, strict=True)]
+    simulated = holdings(program(kind, ranks, per_step, steps), Costs(weight_bytes=size))
+    versions = [one.peak for rank in pipe._engine.executors for one in rank.versions.values()]  # type: ignore[attr-defined]
+    assert versions == [one.peak_versions for one in simulated]
+    assert versions == ([2, 2, 2, 1] if kind == "2bw" else [4, 3, 2, 1])
+    # The first layer's backward needs no weight, because the batch has no gradient: no version of it is kept. The last
+    # rank also keeps what its loss needs.
+    assert most[0] == 0
+    assert [size + one for one in most[1:-1]] == [one.peak_bytes for one in simulated[1:-1]]
+    pipe.drain()
+    assert all(some(not rank.in_flight and not rank.pending for rank in pipe._engine.executors))  # type: ignore[attr-defined]
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 1e-3
+
+
+def test_what_an_update_leaves_alone_is_shared_by_all_versions() -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+            self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.frozen(self.used(x))
+            return made
+
+    blocks = [Partly(), nn.Linear(4, 4)]
+    pipe = Pipeline(blocks, loss_fn=nn.functional.mse_loss, schedule="pipedream", num_microbatches=4, num_ranks=2,
+                    transport="in-process", unused="ignore")  # fmt: skip
+    pipe.optimizer(torch.optim.AdamW, lr=1e-2)
+    first = blocks[0]
+    before = [one.data_ptr() for one in (first.unused.weight, first.frozen.weight, first.used.weight)]  # type: ignore[union-attr]
+    for _ in range(2):
+        pipe.step(torch.randn(8, 4), target=torch.randn(8, 4))
+    after = [one.data_ptr() for one in (first.unused.weight, first.frozen.weight, first.used.weight)]  # type: ignore[union-attr]
+    assert after[:2] == before[:2]
+
+
+def _small(**settings: Any) -> Pipeline:
+    given: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "schedule": "pipedream-2bw", "num_microbatches": 2,
+                             "num_ranks": 2, "transport": "in-process"}  # fmt: skip
+    return Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], **{**given, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"capture": True}, UsageError, "capture is True and pipedream-2bw has no flush"),
+        ({"programs": {"long": 2}}, UsageError, "has no flush"),
+        ({"precision": "fp16"}, UsageError, "precision is 'fp16'"),
+        (
+            {"schedule": generate("pipedream", num_ranks=2, num_microbatches=2)},
+            ProgramError,
+            "the name of its schedule",
+        ),
+        ({"schedule": "1f1b", "vertical_sync": True}, Exception, "no option 'vertical_sync'"),
+        ({"num_microbatches": 1}, Exception, "needs a third weight version"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_together_is_refused(settings: Any, error: Any, words: str) -> None:
+    with pytest.raises(error, match=words):
+        _small(**settings)
+
+
+def test_calls_that_make_no_sense_are_refused() -> None:
+    x = torch.ones(4, 4)
+    pipe = _small()
+    with pytest.raises(RunError, match=r"create one with pipe\.optimizer"):
+        pipe.step(x, target=x)
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+    with pytest.raises(UsageError, match=r"share is 0\.5"):
+        pipe.step(x, target=x, share=0.5)
+    pipe.step(x, target=x)
+    with pytest.raises(RunError, match=r"remove optimizer\.step"):
+        optimizer.step()
+    with pytest.raises(RunError, match="pass max_norm="):
+        pipe.clip_grad_norm_(1.0)
+    with pytest.raises(RunError, match=r"call pipe\.drain\(\) on every rank first"):
+        pipe.state_dict()
+    optimizer.zero_grad()  # has nothing to forget, and forgets nothing that is due
+    pipe.drain()
+    assert pipe.state_dict().keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    shared = nn.Linear(4, 4)
+    with pytest.raises(UsageError, match="a process for every rank"):
+        Pipeline([shared, nn.ReLU(), shared], loss_fn=nn.functional.mse_loss, schedule="pipedream-2bw",
+                 num_microbatches=2, num_ranks=2, transport="in-process", balance=[1, 2])  # fmt: skip
+
+
+def test_a_checkpoint_with_updates_due_goes_on_only_as_it_was(tmp_path: Path) -> None:
+    x = torch.ones(4, 4)
+    pipe = _small()
+    pipe.optimizer(torch.optim.SGD, lr=0.1)
+    pipe.step(x, target=x)
+    pipe.save(tmp_path / "due", wait=True)
+    pipe.drain()
+    pipe.save(tmp_path / "drained", wait=True)
+    flushed = _small(schedule="1f1b")
+    kept = flushed.optimizer(torch.optim.SGD, lr=0.1)
+    with pytest.raises(ModelError, match=r"call pipe\.drain\(\) before pipe\.save"):
+        flushed.load(tmp_path / "due")
+    flushed.load(tmp_path / "drained")
+    for (name, one), other in zip(some(pipe.named_parameters()), flushed.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    assert kept.param_groups
+
+
+def test_a_nan_stops_before_its_update_and_the_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    case = Case("2bw", "AdamW", 2, 4, num_steps=6)
+    expected, batches = case.emulated(), case.batches()
+    pipe, _kept = pipeline(case, transport="in-process")
+    for x, y in batches[:3]:
+        pipe.step(x, target=y)
+    pipe.save(tmp_path, wait=True)
+    broken = torch.full_like(batches[0][0], torch.nan)
+    pipe.step(broken, target=batches[0][1])
+    with pytest.raises(NonFiniteError, match="is NaN or infinite; expected finite numbers; the stage was not updated"):
+        pipe.step(broken, target=batches[0][1])
+    with pytest.raises(RunError, match="load a checkpoint"):
+        pipe.step(*batches[0][:1], target=batches[0][1])
+    pipe.load(tmp_path)
+    for x, y in batches[3:]:
+        pipe.step(x, target=y)
+    pipe.drain()
+    for name, one in some(pipe.state_dict().items()):
+        assert torch.equal(one, expected.weights[name]), name
+
+
+def _killed(case: Case, folder: str) -> None:
+    """Train on this rank; in step 4 rank 1 is killed."""
+    pipe, _kept = pipeline(case, transport="shared-memory", timeout=60.0)
+    for step, (x, y) in enumerate(case.batches()):
+        if step == 4 and pipe.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        pipe.step(x, target=y)
+        if step == 2:
+            pipe.save(folder, wait=True)
+
+
+def _resumed(case: Case, folder: str) -> dict[str, Tensor]:
+    pipe, _kept = pipeline(case, transport="shared-memory", timeout=60.0)
+    with pipe:
+        pipe.load(folder)
+        for x, y in case.batches()[3:]:
+            pipe.step(x, target=y)
+        pipe.drain()
+        return {name: one.clone() for name, one in pipe.state_dict().items()}
+
+
+def test_a_killed_rank_ends_all_and_the_run_goes_on_exactly(tmp_path: Path) -> None:
+    case = Case("2bw", "AdamW", 2, 2, num_steps=6)
+    with pytest.raises(RunError, match="rank 1 was killed by SIGKILL"):
+        launch(_killed, case, str(tmp_path), num_ranks=2)
+    expected = case.emulated().weights
+    for rank in some(launch(_resumed, case, str(tmp_path), num_ranks=2)):
+        for name, one in some(rank.items()):
+            assert torch.equal(one, expected[name]), name
+
+
+def settings_of(folder: Path, schedule: str, steps: int = 10, **tables: Any) -> TrainSettings:
+    given: dict[str, Any] = {
+        "model": ModelSettings(kind="mlp", num_layers=4, hidden=8),
+        "batch": BatchSettings(sequences=8, microbatch=2, sequence=8),
+        "mesh": MeshSettings(pipeline=2),
+        "pipeline": PipelineSettings(transport="in-process", schedule=schedule),
+        "optimizer": OptimizerSettings(kind="AdamW", lr=3e-3, clip_norm=0.0),
+        "evaluation": EvaluationSettings(every=0),
+        "run": RunSettings(steps=steps, seed=3, out=str(folder)),
+    }
+    return TrainSettings(**{**given, **tables})
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
+def test_drumline_train_stops_where_it_is_asked_to_and_goes_on_exactly(schedule: str, tmp_path: Path) -> None:
+    quiet = lambda told: None  # noqa: E731
+    evaluated = settings_of(tmp_path / "one", schedule, evaluation=EvaluationSettings(every=2))
+    whole = run_training(evaluated, tell=quiet)
+    assert len(whole.losses) == 10
+
+    def stop(told: Any) -> None:
+        if getattr(told, "loss", None) is not None and told.step == 1:
+            ask("SIGINT")
+
+    kept = settings_of(tmp_path / "two", schedule, checkpoint=CheckpointSettings(every=0))
+    first = run_training(kept, tell=stop)
+    assert first.stopped is not None
+    assert 1 < first.stopped.step < 10
+    second = run_training(kept, tell=quiet, continues=True)
+    assert first.losses + second.losses == whole.losses
+
+
+def test_executors_of_flushed_programs_stay_as_they_are() -> None:
+    pipe = _small(schedule="1f1b")
+    assert not any(some(isinstance(one, StreamExecutor) for one in pipe._engine.executors))
+    pipe.drain()  # does nothing
+    assert pipe.steps_in_flight == 0

@@ -1,0 +1,120 @@
+"""PipeDream and PipeDream-2BW in one process, written from their papers: plain autograd, and a copy of every version.
+
+Which weights a microbatch sees, counted in updates of a stage s of P:
+
+    pipedream          of microbatch m, all updates up to that of m - (P - s)
+    with vertical sync all updates up to that of m - P
+    2bw                of step t, all updates up to that of step t - 2
+
+Shares no code with the executor, except for the seeds of dropout.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from drumline.runtime.randomness import Randomness
+
+Stage = list[tuple[str, nn.Module]]
+Weights = dict[str, Tensor]
+
+
+@dataclass
+class Emulated:
+    """What a run did."""
+
+    weights: Weights = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
+    versions: list[list[int]] = field(default_factory=list)  # by microbatch of the run, then by stage
+
+
+def version_of(kind: str, stage: int, num_stages: int, microbatch: int, per_step: int) -> int:
+    """Return how many updates of a stage a microbatch of the run sees."""
+    if kind == "pipedream":
+        return max(0, microbatch - (num_stages - stage) + 1)
+    if kind == "vertical":
+        return max(0, microbatch - num_stages + 1)
+    return max(0, microbatch // per_step - 1)
+
+
+def emulate(
+    stages: Sequence[Stage],
+    kind: str,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    optimizers: Callable[[dict[str, nn.Parameter]], Sequence[torch.optim.Optimizer]],
+    *,
+    num_microbatches: int,
+    rate: Callable[[int], float] | None = None,
+    first_step: int = 0,
+    tied: tuple[str, str] | None = None,
+    max_norm: float | None = None,
+) -> Emulated:
+    """Train by the batches, one step each."""
+    stages = [[(name, copy.deepcopy(one)) for name, one in stage] for stage in stages]
+    newest = {f"{name}.{key}": one for stage in stages for name, module in stage for key, one in
+              module.named_parameters()}  # fmt: skip
+    made = optimizers(newest)
+    history: list[list[Weights]] = [[_copied(stage)] for stage in stages]
+    found, randomness = Emulated(), Randomness(0, torch.device("cpu"))
+    sums: Weights = {}
+    for step, (x, y) in enumerate(batches):
+        xs, ys = x.chunk(num_microbatches), y.chunk(num_microbatches)
+        losses = []
+        for index in range(num_microbatches):
+            at = step * num_microbatches + index
+            numbers = [version_of(kind, one, len(stages), at, num_microbatches) for one in range(len(stages))]
+            found.versions.append(numbers)
+            seen = [{key: one.clone().requires_grad_() for key, one in history[stage][number].items()}
+                    for stage, number in enumerate(numbers)]  # fmt: skip
+            value: Any = xs[index]
+            randomness.step = first_step + step
+            for stage, weights in zip(stages, seen, strict=True):
+                for name, module in stage:
+                    if isinstance(module, nn.Dropout):
+                        randomness.apply(index, name)
+                    own = {key.removeprefix(f"{name}."): one for key, one in weights.items()
+                           if key.startswith(f"{name}.")}  # fmt: skip
+                    value = functional_call(module, own, (value,))
+            loss = loss_fn(value, ys[index])
+            losses.append(loss.detach())
+            share = torch.tensor(1.0 / num_microbatches) if kind == "2bw" else torch.tensor(1.0)
+            loss.backward(share)
+            for key, one in ((key, one) for weights in seen for key, one in weights.items()):
+                assert one.grad is not None
+                sums[key] = sums[key] + one.grad if key in sums else one.grad
+            if kind == "2bw" and index < num_microbatches - 1:
+                continue
+            if tied is not None:
+                sums[tied[0]] = sums[tied[1]] = sums[tied[0]] + sums[tied[1]]
+            for key, parameter in newest.items():
+                parameter.grad = sums[key].clone()
+            if max_norm is not None:
+                torch.nn.utils.clip_grad_norm_([one for key, one in newest.items() if tied is None or key != tied[1]],
+                                               max_norm)  # fmt: skip
+                if tied is not None:
+                    newest[tied[1]].grad = newest[tied[0]].grad
+            for optimizer in made:
+                for group in optimizer.param_groups if rate is not None else ():
+                    group["lr"] = rate(step)  # type: ignore[misc]
+                optimizer.step()
+            sums = {}
+            for stage, versions in zip(stages, history, strict=True):
+                versions.append(_copied(stage))
+        total = losses[0] * (1.0 / num_microbatches)
+        for loss in losses[1:]:
+            total = total + loss * (1.0 / num_microbatches)
+        found.losses.append(total)
+    found.weights = {key: one.detach() for key, one in newest.items()}
+    return found
+
+
+def _copied(stage: Stage) -> Weights:
+    return {f"{name}.{key}": one.detach().clone() for name, module in stage for key, one in module.named_parameters()}
