@@ -188,7 +188,8 @@ class Engine(Observer):
             torch.autograd.set_multithreading_enabled(False),
             self.assembly.precision.step(),
         ):
-            self._crew.drive([one.run(step, draft) for one, draft in zip(executors, drafts, strict=True)])
+            jobs = [None if step.accepts is None else one.gated(step.accepts) for one in executors]
+            self._crew.drive([one.run(step, *with_) for one, *with_ in zip(executors, drafts, jobs, strict=True)])
 
     def weigh_next(self) -> None:
         """Count the bytes of the next step, in a pipeline that otherwise counts those of its first one alone."""

@@ -22,6 +22,8 @@ from drumline.pipeline.saving.state import State
 from drumline.pipeline.setup import set_up
 from drumline.pipeline.state.names import matching
 from drumline.pipeline.state.scaler import LossScaler
+from drumline.pipeline.state.validated import Verdict
+from drumline.pipeline.state.validated import check as validated_after
 from drumline.pipeline.step import CalledWith, StepResult, output_of
 from drumline.pipeline.verify.verdict import Checked
 from drumline.runtime.axes.axes import AXES, Axes
@@ -195,7 +197,8 @@ class Pipeline:
     def settle(self) -> None:
         """Wait for the outcome of all steps so far on all ranks, and raise if one of them failed.
 
-        Optimizers call this before they step. Call it yourself before you change parameters by hand.
+        Optimizers call this before they step, unless they were made with `validated="after"`. Call it yourself before
+        you read or change parameters by hand.
         """
         self._recording.settle()
 
@@ -215,7 +218,9 @@ class Pipeline:
         'SIGTERM on rank 0'
         """
         with self._recording.between.during("hear"):
-            own = self._ledger.stop
+            # With updates that run ahead, the last step is not waited for: it has its turn after the next one.
+            last = self._ledger.number if self._ledger.last is None else self._ledger.last.number
+            own = self._ledger.stop(last - 1 if self._updates.validation.is_on else self._ledger.number)
             if not self.axes.is_mesh:
                 return own
             others = self.axes.summed(torch.tensor([float(bool(own))], device=self.device), *AXES[1:])
@@ -229,6 +234,12 @@ class Pipeline:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of all ranks so that their global norm is at most `max_norm`; return the norm before."""
         clip.check(max_norm, norm_type)
+        if self._updates.validation.is_on:
+            raise UsageError(
+                'clip_grad_norm_ waits for all ranks, and an optimizer has validated="after"',
+                expected="clipping after the step",
+                fix=f'pass max_norm={max_norm:g} to pipe.optimizer, beside validated="after"',
+            )
         with self._recording.between.during("clip"):
             self.settle()
             with self._crew.together("clip_grad_norm_"):
@@ -289,18 +300,38 @@ class Pipeline:
         return self._recording.data(loader)
 
     def optimizer(
-        self, kind: type[torch.optim.Optimizer], *, names: str | Sequence[str] | None = None, **settings: Any
+        self,
+        kind: type[torch.optim.Optimizer],
+        *,
+        names: str | Sequence[str] | None = None,
+        validated: str = "before",
+        max_norm: float | None = None,
+        **settings: Any,
     ) -> torch.optim.Optimizer:
         """Create a torch optimizer over this process's trainable parameters, or their float32 copies.
 
         With `names`, it updates only parameters that match: names of the whole model, or patterns like `"*.bias"`. Its
         `state_dict` uses parameter names. Merge the states of all ranks to load them with any schedule and cut.
+
+        With `validated="after"`, its step does not wait for other ranks. All ranks agree in the next step whether the
+        norm of all gradients was at most `max_norm` and all were finite. If not, they take the update back and make it
+        with clipped gradients, or leave it out: `pipe.verdict` says what was decided.
         """
         trained = [(name, one) for name, one in self.named_parameters() if one.requires_grad]
         if names is not None:
             chosen = matching(names, self.parameter_shapes(), others=self.parameter_aliases())
             trained = [(name, one) for name, one in trained if name in chosen]
+        after = validated_after(validated, max_norm)
+        self._updates.validate(after, max_norm, captures=bool(self._engine.runs_one_program))
         return self._updates.optimizer(kind, [one for _, one in trained], settings, self.named_master_weights)
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """What all ranks decided about the last update that `validated="after"` made; None before the first one.
+
+        It is about the update before the last pipeline step, until `settle` is called.
+        """
+        return self._updates.validation.verdict
 
     def parameter_shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of the whole model's trainable parameters by name, those of other ranks too.

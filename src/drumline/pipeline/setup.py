@@ -37,10 +37,12 @@ from drumline.pipeline.record.loads import ExpertLoads
 from drumline.pipeline.record.recording import Recording
 from drumline.pipeline.record.tally import Ledger
 from drumline.pipeline.state.frozen import Frozen, unused_in
+from drumline.pipeline.state.kept import KeptBuffers
 from drumline.pipeline.state.materialise import opened
 from drumline.pipeline.state.shared_state import Shared, refuse_hidden
 from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.state.updates import Updates
+from drumline.pipeline.state.validated import Validation
 from drumline.pipeline.step import StepRun
 from drumline.pipeline.verify.agreement import Followed, agree_on_lines, code_of, first_difference, plan_of, weights_of
 from drumline.pipeline.verify.model_check import ModelCheck
@@ -57,6 +59,7 @@ from drumline.runtime.blocks.cut import Block
 from drumline.runtime.capture.cuda import clock_for
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
+from drumline.runtime.weights.catalogue import places_in
 from drumline.runtime.weights.materialise import materialise
 from drumline.runtime.weights.tied import Ties
 
@@ -149,7 +152,11 @@ class _SetUp:
             crew.observe(recording)
             recording.describe(given.settings(), frozen.program, assembled, balance)
             recording.runs_several(programs)
-        updates = Updates(numbers, holdings, recording, check, master_weights=given.master_weights)
+        buffers = KeptBuffers(
+            place for stage in engine.stages() for block in stage.blocks for place in places_in(block)
+        )
+        validation = Validation(holdings, ledger, recording, buffers, assembled.order)
+        updates = Updates(numbers, holdings, recording, check, validation, master_weights=given.master_weights)
         intake.precise = any(one.dtype is torch.float64 for one in holdings.parameters())
         frozen.forget_all_but(engine.assembly.cuts)
         watched = Watched(given.model, stages)
@@ -169,7 +176,8 @@ class _SetUp:
         )
         intake.order_of = arranging.order_of if given.arrange else None
         loads = ExpertLoads((block.module for stage in engine.stages() for block in stage.blocks), self.axes)
-        observers = [*([] if auto is None else [auto]), loads, engine, holdings, updates, shared, recording, arranging]
+        first = [] if auto is None else [auto]
+        observers = [*first, validation, loads, engine, holdings, updates, shared, recording, arranging]
         return StepRun(
             crew, ledger, intake, frozen, engine, holdings, updates, recording, watched, followed, check,
             observers, auto, balance, given.check_finite, programs, arranging, positions,

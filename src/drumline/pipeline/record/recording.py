@@ -101,6 +101,16 @@ class Between:
             draft.begin_ns = clock.now()
             self._rows[at] = []
 
+    def begin_again(self, drafts: Sequence[Draft], fresh: Sequence[Draft]) -> None:
+        """Begin a step once more, with fresh drafts; all since its first beginning counts as an update."""
+        self._cut()
+        self._open.clear()
+        self._rows = [[] for _ in self._clocks]
+        for old, draft, now in zip(drafts, fresh, self._from, strict=True):
+            draft.since_ns, draft.clock, draft.program, draft.heard = old.since_ns, old.clock, old.program, old.heard
+            draft.between = [*old.between, BETWEEN.index("update"), old.begin_ns, now]
+            draft.begin_ns = now
+
     def ended(self, drafts: Sequence[Draft]) -> None:
         """Start again at the end of the step."""
         self._since = [draft.end_ns for draft in drafts]
@@ -135,6 +145,7 @@ class Recording(Observer):
         self._programs: Sequence[Program] | Programs = ()
         self._waiting: list[tuple[Tally, dict[str, Any]]] = []  # steps whose metrics are not written yet
         self._takes_notes = False  # whether the last step still accepts metrics: the next one has not begun
+        self.notes_late = False  # whether metrics of a step may come until the next one ends
         if not isinstance(record, bool):
             self.folder = self._continued(Path(record)) if continues else self._opened(Path(record))
             _open.add(self)
@@ -189,7 +200,7 @@ class Recording(Observer):
 
     def called(self, step: Step) -> None:
         """Begin the drafts of a step; its program is written before its first line."""
-        self._takes_notes = False
+        self._takes_notes = self.notes_late
         if step.program not in self._described and 0 in self._ranks and self.folder is not None:
             self.folder.add_program(step.program, self._programs[step.program])
             self._described.add(step.program)
@@ -199,6 +210,12 @@ class Recording(Observer):
             if self._has_clocks:
                 draft.heard = [moment for one in channel.comparisons() for moment in one]
         self.between.hand_over(step.drafts)
+
+    def again(self, step: Step) -> None:
+        """Begin other drafts."""
+        fresh = [Draft(rank, step.number) for rank in self._ranks]
+        self.between.begin_again(step.drafts, fresh)
+        step.drafts = fresh
 
     def evaluating(self, step: Step) -> None:
         """Begin drafts for a step that only evaluates, which has a timeline and no line of the run."""
