@@ -152,9 +152,8 @@ class _SetUp:
             crew.observe(recording)
             recording.describe(given.settings(), frozen.program, assembled, balance)
             recording.runs_several(programs)
-        buffers = KeptBuffers(
-            place for stage in engine.stages() for block in stage.blocks for place in places_in(block)
-        )
+        blocks = [block for stage in engine.stages() for block in stage.blocks]
+        buffers = KeptBuffers(place for block in blocks for place in places_in(block))
         validation = Validation(holdings, ledger, recording, buffers, assembled.order)
         updates = Updates(numbers, holdings, recording, check, validation, master_weights=given.master_weights)
         intake.precise = any(one.dtype is torch.float64 for one in holdings.parameters())
@@ -169,13 +168,13 @@ class _SetUp:
         watched.begin()
         shared = Shared(assembled.ties, list(engine.stages()))
         check.attach(engine, holdings)
-        followed = Followed(block for stage in engine.stages() for block in stage.blocks)
+        followed = Followed(blocks)
         auto = AutoSchedule(crew, ledger, frozen, engine, recording) if given.schedule == AUTO else None
         arranging = Arranging(
             crew, lambda: programs[engine.number] if engine.number else frozen.program, is_on=given.arrange
         )
         intake.order_of = arranging.order_of if given.arrange else None
-        loads = ExpertLoads((block.module for stage in engine.stages() for block in stage.blocks), self.axes)
+        loads = ExpertLoads((block.module for block in blocks), self.axes)
         first = [] if auto is None else [auto]
         observers = [*first, validation, loads, engine, holdings, updates, shared, recording, arranging]
         return StepRun(

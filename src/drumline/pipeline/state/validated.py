@@ -181,7 +181,7 @@ class Validation(Observer):
             )
 
     def _begun(self) -> _Update:
-        """Begin an update: tell all ranks this process's norms, and wait for theirs only if this process's are wrong."""
+        """Begin an update: tell all ranks this process's norms, and wait for theirs only if these are wrong."""
         gradients = {one: one.grad for one in self._holdings.parameters() if one.grad is not None}
         last = self._ledger.number - 1
         update = _Update(self._number, range(self._first, last + 1), self._trusts, gradients)
