@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,7 @@ Make = Callable[[list[nn.Parameter]], list[Optimizer]]
 STEPS, LARGE = 7, 400.0  # a target of that size has gradients that must be clipped
 MOST = 10.0
 HOW = {"validated": "after", "max_norm": MOST}
+NO_RANK_ALONE = 6.6  # no rank alone has so large a norm in the step that is too large, and all together have
 
 
 def muon_and_adam(pipe: Pipeline, **how: Any) -> list[Optimizer]:
@@ -42,6 +44,10 @@ def muon_and_adam(pipe: Pipeline, **how: Any) -> list[Optimizer]:
         pipe.optimizer(torch.optim.Muon, names="*.0.weight", lr=0.02, **how),
         pipe.optimizer(torch.optim.AdamW, names=["*.bias", "*.1.weight"], lr=0.01, **how),
     ]
+
+
+def matching(model: nn.Module, *, matrices: bool) -> list[nn.Parameter]:
+    return [one for name, one in model.named_parameters() if name.endswith("0.weight") is matrices]
 
 
 OPTIMIZERS: dict[str, tuple[Callable[..., list[Optimizer]], Callable[[nn.Module], list[Optimizer]]]] = {
@@ -57,7 +63,9 @@ OPTIMIZERS: dict[str, tuple[Callable[..., list[Optimizer]], Callable[[nn.Module]
         muon_and_adam,
         lambda model: [
             torch.optim.Muon([one for name, one in model.named_parameters() if name.endswith("0.weight")], lr=0.02),
-            torch.optim.AdamW([one for name, one in model.named_parameters() if not name.endswith("0.weight")], lr=0.01),
+            torch.optim.AdamW(
+                [one for name, one in model.named_parameters() if not name.endswith("0.weight")], lr=0.01
+            ),
         ],
     ),
     "asgd": (
@@ -309,7 +317,7 @@ def test_what_cannot_be_made_again_is_refused_with_its_reason() -> None:
     pipe = Pipeline(mlp(4), **settings)
     with pytest.raises(UsageError, match="validated is 'later'"):
         pipe.optimizer(torch.optim.SGD, validated="later")
-    with pytest.raises(UsageError, match="max_norm is 1.0, and updates are validated before.*clip_grad_norm_"):
+    with pytest.raises(UsageError, match=r"max_norm is 1.0, and updates are validated before.*clip_grad_norm_"):
         pipe.optimizer(torch.optim.SGD, max_norm=1.0)
     with pytest.raises(UsageError, match="max_norm is -1"):
         pipe.optimizer(torch.optim.SGD, validated="after", max_norm=-1.0)
@@ -322,11 +330,11 @@ def test_what_cannot_be_made_again_is_refused_with_its_reason() -> None:
         pipe.clip_grad_norm_(1.0)
     batch, target = data(4)
     pipe.step(batch, target=target)
-    with pytest.raises(RunError, match='SGD was created directly.*validated="after"'):
+    with pytest.raises(RunError, match=r'SGD was created directly.*validated="after"'):
         torch.optim.SGD(pipe.parameters(), lr=0.1).step()
     with pytest.raises(RunError, match="Spoiling changes gradients while it steps"):
         spoiling.step()
-    with pytest.raises(UsageError, match='precision is "fp16".*loss scale'):
+    with pytest.raises(UsageError, match=r'precision is "fp16".*loss scale'):
         Pipeline(mlp(4), precision="fp16", **settings).optimizer(torch.optim.SGD, **HOW)
 
 
@@ -387,7 +395,7 @@ def trained_on_rank(folder: str, how: dict[str, Any], wrong: dict[int, float], *
             pipe.step(batch, target=target)
             if not how:
                 try:
-                    norms.append(pipe.clip_grad_norm_(MOST).item())
+                    norms.append(pipe.clip_grad_norm_(NO_RANK_ALONE).item())
                     optimizer.step()
                 except NonFiniteError:
                     pass
@@ -416,19 +424,12 @@ def trained_on_rank(folder: str, how: dict[str, Any], wrong: dict[int, float], *
         }
 
 
-def test_real_ranks_take_updates_back_as_if_they_had_waited(tmp_path: Path) -> None:
-    # A norm of 10 that no rank alone has; then a NaN that only the last rank has; each saved or asked for at once.
-    wrong = {2: 15.5, 4: 1e12}
+WRONG = {2: 15.5, 4: 1e12}  # a norm that no rank alone has; then a NaN that only the last stage has
+AFTER = {"validated": "after", "max_norm": NO_RANK_ALONE}
 
-    def on_rank() -> list[dict[str, Any]]:
-        cases: list[dict[str, Any]] = [{}, HOW]
-        return [
-            trained_on_rank(f"{tmp_path}/{schedule}-{number}", how, wrong, schedule=schedule)
-            for schedule in ("zb-h1", "zb-v")
-            for number, how in enumerate(cases)
-        ]
 
-    ranks = dl.launch(on_rank, num_ranks=2, timeout=240)
+def assert_as_if_waited(ranks: list[list[dict[str, Any]]]) -> None:
+    """Compare results of pairs, of updates that waited and of those that did not."""
     for results in some(ranks):
         for plain, ours in some(zip(results[::2], results[1::2], strict=True)):
             for what in ("found", "loaded"):
@@ -437,11 +438,68 @@ def test_real_ranks_take_updates_back_as_if_they_had_waited(tmp_path: Path) -> N
             for name, entries in some(ours["state"].items()):
                 for key, one in some(entries.items()):
                     assert torch.equal(one, plain["state"][name][key]), (name, key)
-            for one, other in zip(ours["evaluated"], plain["evaluated"], strict=True):
+            for one, other in some(zip(ours["evaluated"], plain["evaluated"], strict=True)):
                 assert (one is None and other is None) or torch.equal(one, other)
             assert ours["counts"][0] == 2
             assert ours["norm"] == plain["norm"]
             assert ours["actions"] == plain["actions"]
+
+
+def rank_0_goes_on_while_rank_1_has_not_told(folder: Path) -> bool:
+    """Let rank 1 tell its norms only once rank 0 is in its next step; updates that wait would wait here for good."""
+    with Pipeline(mlp(4), loss_fn=functional.mse_loss, num_microbatches=4, schedule="zb-h2", timeout=60) as pipe:
+        optimizer, mark = pipe.optimizer(torch.optim.SGD, lr=0.1, **HOW), folder / "goes on"
+        batch, target = data(8)
+        pipe.step(batch, target=target)
+        if pipe.rank:
+            wait_for(mark)
+        optimizer.step()
+        optimizer.zero_grad()
+        if pipe.rank == 0:
+            first = pipe._engine.executors[0].stages[0].blocks[0].module
+            first.register_forward_hook(lambda *_: mark.touch())
+        pipe.step(batch, target=target)
+        return mark.exists()
+
+
+def wait_for(mark: Path) -> None:
+    end = time.monotonic() + 60
+    while not mark.exists():
+        assert time.monotonic() < end, "the other rank waits"
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_real_ranks_take_updates_back_as_if_they_had_waited(tmp_path: Path) -> None:
+    def on_rank() -> tuple[list[dict[str, Any]], bool]:
+        cases: list[dict[str, Any]] = [{}, AFTER]
+        results = [
+            trained_on_rank(f"{tmp_path}/{schedule}-{number}", how, WRONG, schedule=schedule)
+            for schedule in ("zb-h1", "zb-v")
+            for number, how in enumerate(cases)
+        ]
+        return results, rank_0_goes_on_while_rank_1_has_not_told(tmp_path)
+
+    ranks = dl.launch(on_rank, num_ranks=2, timeout=240)
+    assert_as_if_waited([results for results, _ in ranks])
     # The rank with the NaN waited for the others there, so it had nothing to take back.
     for at in (1, 3):
-        assert sorted(results[at]["counts"][1] for results in ranks) == [1, 2]
+        assert sorted(results[at]["counts"][1] for results, _ in ranks) == [1, 2]
+    assert all(goes_on for _, goes_on in ranks)
+
+
+@pytest.mark.slow
+def test_lines_of_a_mesh_take_the_same_updates_back(tmp_path: Path) -> None:
+    def on_rank() -> list[dict[str, Any]]:
+        cases: list[dict[str, Any]] = [{}, AFTER]
+        mesh = {"pp": 2, "dp": 2}
+        found = [
+            trained_on_rank(f"{tmp_path}/{number}", how, WRONG, schedule="zb-h1", mesh=mesh)
+            for number, how in enumerate(cases)
+        ]
+        pipe = Pipeline(mlp(4), loss_fn=functional.mse_loss, num_microbatches=4, mesh=mesh, zero=1)
+        with pipe, pytest.raises(UsageError, match="zero divides state"):
+            pipe.optimizer(torch.optim.SGD, **AFTER)
+        return found
+
+    assert_as_if_waited(dl.launch(on_rank, num_ranks=4, timeout=240))
