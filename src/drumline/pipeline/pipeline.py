@@ -274,9 +274,12 @@ class Pipeline:
         self._recording.check()
         return self._ledger.timeline(what)
 
-    def note(self, **metrics: float | Tensor) -> None:
-        """Add metrics to the last training step's line of the run folder; nothing where no run is recorded."""
-        self._recording.note(**metrics)
+    def note(self, of_step: int | None = None, **metrics: float | Tensor) -> None:
+        """Add metrics to the last training step's line of the run folder; nothing where no run is recorded.
+
+        With `validated="after"`, `of_step` may be the number of the step before it, as `StepResult.step` has it.
+        """
+        self._recording.note(of_step, **metrics)
 
     def gather(self, value: Any) -> list[Any]:
         """Return what every rank passes here, rank 0's first; call it on every rank.

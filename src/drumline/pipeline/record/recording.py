@@ -145,7 +145,7 @@ class Recording(Observer):
         self._programs: Sequence[Program] | Programs = ()
         self._waiting: list[tuple[Tally, dict[str, Any]]] = []  # steps whose metrics are not written yet
         self._takes_notes = False  # whether the last step still accepts metrics: the next one has not begun
-        self.notes_late = False  # whether metrics of a step may come until the next one ends
+        self.notes_late = False  # whether metrics of a step may come until the step after the next one begins
         if not isinstance(record, bool):
             self.folder = self._continued(Path(record)) if continues else self._opened(Path(record))
             _open.add(self)
@@ -200,7 +200,7 @@ class Recording(Observer):
 
     def called(self, step: Step) -> None:
         """Begin the drafts of a step; its program is written before its first line."""
-        self._takes_notes = self.notes_late
+        self._takes_notes = False
         if step.program not in self._described and 0 in self._ranks and self.folder is not None:
             self.folder.add_program(step.program, self._programs[step.program])
             self._described.add(step.program)
@@ -308,17 +308,18 @@ class Recording(Observer):
         for record in self._unwritten:
             folder.add_record(record)
         self._unwritten = []
-        kept = 0 if last or not self._takes_notes else 1
+        kept = 0 if last else self._takes_notes + self.notes_late
         while len(self._waiting) > kept and self._waiting[0][0].is_complete:
             tally, noted = self._waiting.pop(0)
             if self._has_clocks and time.monotonic() > self._read_until:
                 self._dials, self._read_until = self._ledger.dials(tally), time.monotonic() + _SECONDS_TO_READ
             folder.add_metrics(tally.number, tally.metrics(noted, self._dials))
 
-    def note(self, **metrics: Any) -> None:
-        """Add metrics to the last step."""
-        if self._waiting:
-            self._waiting[-1][1].update(metrics)
+    def note(self, of_step: int | None = None, **metrics: Any) -> None:
+        """Add metrics to the last step, or to the one of a number if it is not written yet."""
+        for tally, noted in self._waiting[-1:] if of_step is None else self._waiting:
+            if of_step in (None, tally.number):
+                noted.update(metrics)
 
     def failed(self) -> None:
         """Write everything that is known."""

@@ -227,7 +227,7 @@ class Validation(Observer):
                 norms = {name: one for told in self._crew.heard(update.topic) for name, one in told.items()}
                 norm = clip.total_norm([norms[name] for name in self._order if name in norms], _TWO)
                 factor = clip.factor(norm, self.max_norm)
-                self._recording.note(grad_norm=norm)
+                self._recording.note(last, grad_norm=norm)
             bad = next((self._bad[one] for one in update.steps if one in self._bad), ())
             update.verdict = self.verdict = Verdict(last, norm, factor, bad)
             self._bad = {one: ranks for one, ranks in self._bad.items() if one > last}

@@ -51,7 +51,11 @@ class Optimizers:
 
     def __init__(self, pipe: Pipeline, settings: OptimizerSettings) -> None:
         self.chosen = choose(pipe.parameter_shapes(), settings, others=pipe.parameter_aliases())
-        self.each = [pipe.optimizer(one.kind, names=one.names, lr=one.lr, **one.group.settings) for one in self.chosen]
+        self.run_ahead = settings.validated == "after"
+        how: dict[str, Any] = {"validated": "after", "max_norm": settings.clip_norm or None} if self.run_ahead else {}
+        self.each = [
+            pipe.optimizer(one.kind, names=one.names, lr=one.lr, **how, **one.group.settings) for one in self.chosen
+        ]
 
     def set_rate(self, share: float) -> None:
         """Let every optimizer have this share of its full rate."""

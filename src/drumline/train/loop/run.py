@@ -114,6 +114,18 @@ def _default_data() -> MakeData:
     return build_data
 
 
+@dataclass(slots=True)
+class _Made:
+    """An update: its steps with their shares, their tokens and places, the norm if it is known, when the run began."""
+
+    step: int
+    share: float
+    results: list[tuple[float, StepResult]]
+    counts: list[tuple[int, int]]
+    norm: Tensor | None
+    began: tuple[float, int]
+
+
 class _Training:
     """One run on this process's ranks."""
 
@@ -139,6 +151,7 @@ class _Training:
         self._told: list[Tell] = []
         self._largest: Measured | None = None  # the largest step so far, while its update is under way
         self._bucket = 0  # of the last step
+        self._made: _Made | None = None  # an update that was made and not told of
         self._since = (0.0, 0)  # when tokens were last counted, and how many there were
 
     def run(self, tell: Tell | None) -> Trained:
@@ -166,9 +179,12 @@ class _Training:
         while step < self.settings.run.steps and not cause:
             self._update(step, (began, first))
             step += 1
+            if self.optimizers.run_ahead and self._pauses(step):
+                self._settle()
             self._look(step)
             self.checkpoints.after(step, self._counts())
             cause = self.pipe.stopping()
+        self._settle()
         if cause and step < self.settings.run.steps:
             saved = self.checkpoints.now(step, self._counts()) if step > first else None
             self.trained.stopped = Stopped(step, cause, "" if saved is None else str(saved))
@@ -211,8 +227,9 @@ class _Training:
         share = rate(settings.learning_rate, step, settings.run.steps)
         batches = [self._next(step) for _ in range(settings.batch.accumulate)]
         counts = self._counted(batches)
-        losses = self._steps(step, batches, [tokens for tokens, _ in counts])
-        norm = self.skips.clipped(settings.optimizer.clip_norm)
+        results = self._steps(step, batches, [tokens for tokens, _ in counts])
+        ahead = self.optimizers.run_ahead
+        norm = None if ahead else self.skips.clipped(settings.optimizer.clip_norm)
         self.optimizers.set_rate(share)
         if self.skips.allows:
             self.optimizers.step()
@@ -220,14 +237,37 @@ class _Training:
             self.memory.weigh(self.pipe, self.optimizers.each, self._largest, accumulates=settings.batch.accumulate > 1)
             self._largest = None
         self.optimizers.zero_grad()
-        trained = self.trained
-        self.curve.add(losses, norm)
-        trained.num_tokens += sum(tokens for tokens, _ in counts)
-        trained.num_padded += sum(padded for tokens, padded in counts if tokens)
-        skipped = self.skips.ended(step + 1)
+        self._made = _Made(step + 1, share, results, counts, norm, began)
+        if not ahead:
+            self._end_update()
+
+    def _settle(self) -> None:
+        """Wait for the verdict on an update that ran ahead of it."""
+        if self._made is not None:
+            self.pipe.settle()
+            self._end_update()
+
+    def _pauses(self, step: int) -> bool:
+        """Whether something other than a step follows, so that nothing is gained by running ahead."""
+        how, is_last = self.settings.evaluation, step == self.settings.run.steps
+        looks = any(_is_due(every, step, is_last) for every in (how.every, how.sample_every))
+        return looks or self.checkpoints.is_due(step)
+
+    def _end_update(self) -> None:
+        """Count an update that was made, and tell of it."""
+        made, self._made = self._made, None
+        if made is None:
+            return
+        settings, trained = self.settings, self.trained
+        norm = self.skips.judged() if self.optimizers.run_ahead else made.norm
+        losses = [(part, result.loss) for part, result in made.results]
+        self.curve.add([(part, loss) for part, loss in losses if loss is not None], norm)
+        trained.num_tokens += sum(tokens for tokens, _ in made.counts)
+        trained.num_padded += sum(padded for tokens, padded in made.counts if tokens)
+        skipped = self.skips.ended(made.step)
         trained.num_skipped = self.skips.num_skipped
-        if (step + 1) % settings.run.log_every == 0 or step + 1 == settings.run.steps:
-            self._tell_of(step + 1, share, began)
+        if made.step % settings.run.log_every == 0 or made.step == settings.run.steps:
+            self._tell_of(made)
         if skipped is not None:
             self._tell(skipped)
             self.skips.refuse(skipped, self.checkpoints.newest)
@@ -249,8 +289,8 @@ class _Training:
         total = self.pipe.axes.summed(torch.tensor(own, dtype=torch.int64, device=self.pipe.device), *ROWS)
         return [(tokens, padded) for tokens, padded in total.tolist()]
 
-    def _steps(self, step: int, batches: list[Batch], counts: list[int]) -> list[tuple[float, Tensor]]:
-        """Run the batches of one update, and return the loss of each with its share of the tokens."""
+    def _steps(self, step: int, batches: list[Batch], counts: list[int]) -> list[tuple[float, StepResult]]:
+        """Run the batches of one update, and return the outcome of each with its share of the tokens."""
         total = sum(counts)
         if not total:
             raise BatchError(
@@ -265,18 +305,19 @@ class _Training:
             part = tokens / total
             weighs = self.memory.wants(self.pipe, batch)
             result = self.skips.run(partial(self.pipe.step, *args, share=part, **kwargs))
+            self._end_update()  # the one before, whose verdict the first step brings
             if weighs:
                 self._largest = self._weighed()
             found.append((part, result))
-        losses = [(part, result.loss) for part, result in found]
-        return [(part, loss) for part, loss in losses if loss is not None]
+        return found
 
     # ---- what is told ------------------------------------------------------------------------------------------------
 
-    def _tell_of(self, step: int, share: float, began: tuple[float, int]) -> None:
+    def _tell_of(self, made: _Made) -> None:
         """Log an update as it is, and read it for those who show it now."""
         if self._log is None:
             return
+        step, began = made.step, made.began
         trained, now = self.trained, time.perf_counter()
         since, counted = self._since
         self._since = now, trained.num_tokens
@@ -284,7 +325,7 @@ class _Training:
             step=step,
             num_steps=self.settings.run.steps,
             loss=self.curve.latest,
-            lr=self.settings.optimizer.lr * share,
+            lr=self.settings.optimizer.lr * made.share,
             grad_norm=None,
             num_tokens=trained.num_tokens,
             tokens_per_second=(trained.num_tokens - counted) / max(now - since, 1e-9),
@@ -296,7 +337,7 @@ class _Training:
             bucket=self._bucket,
             seconds_left=(now - began[0]) / (step - began[1]) * (self.settings.run.steps - step),
         )
-        self._log(update)
+        self._log(update, made.results[-1][1].step)
         shown = [one for one in self._told if not isinstance(one, Progress) or one.is_due(step)]
         if shown:
             self.curve.read()
