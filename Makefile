@@ -95,6 +95,7 @@ bench: $(VENV)/full.stamp
 	$(BIN)/python benchmarks/meshes.py --json out/meshes.json
 	$(BIN)/python benchmarks/noflush.py --json out/noflush.json
 	$(BIN)/python benchmarks/staleness.py --json out/staleness.json
+	$(BIN)/python benchmarks/postval.py --json out/postval.json
 	$(BIN)/python benchmarks/planted.py --json out/planted.json
 
 # The API reference imports what it describes, PyTorch included.

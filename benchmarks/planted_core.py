@@ -6,6 +6,13 @@ from planting import Bug
 
 CORE = (
     Bug(
+        "openings-that-send-too-much",
+        "core/prove/opening.py",
+        "if one.op is Op.SEND_F and rules.message_of(one).recv not in used:",
+        "if one.op is Op.SEND_B and rules.message_of(one).recv not in used:",
+        "A step that begins again finds messages of the opening before it.",
+    ),
+    Bug(
         "weight-half-needs-forward",
         "core/rules.py",
         "Op.BACKWARD_WEIGHT: (Need(0, (Op.BACKWARD_INPUT,)),),",

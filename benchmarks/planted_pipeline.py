@@ -64,9 +64,44 @@ PIPELINE = (
     Bug(
         "norm-of-another-step",
         "pipeline/record/recording.py",
-        "self._waiting[-1][1].update(metrics)",
-        "self._waiting[0][1].update(metrics)",
+        "in self._waiting[-1:] if of_step is None",
+        "in self._waiting[:1] if of_step is None",
         "A gradient norm is noted on the oldest step that is not written, not on the last one.",
+    ),
+    Bug(
+        "skipped-update-is-made-again",
+        "pipeline/state/validated.py",
+        "one.take_back(None if verdict.skips else gradients)",
+        "one.take_back(gradients)",
+        "An update with a NaN, made ahead of its verdict, is made once more instead of being left out.",
+    ),
+    Bug(
+        "clipped-by-own-norm",
+        "pipeline/state/validated.py",
+        "for told in self._crew.heard(update.topic) for name, one in told.items()}",
+        "for told in self._crew.heard(update.topic)[:1] for name, one in told.items()}",
+        "Updates are validated by the norm of the first rank alone.",
+    ),
+    Bug(
+        "state-stays-as-stepped",
+        "pipeline/state/kept.py",
+        "            del state[owner]\n",
+        "            pass\n",
+        "State that the first step of an optimizer made stays when that step is taken back.",
+    ),
+    Bug(
+        "rates-of-later",
+        "pipeline/state/kept.py",
+        "            _set(group, before)\n",
+        "            pass\n",
+        "An update that is made again uses the learning rate that a scheduler has set since.",
+    ),
+    Bug(
+        "buffers-changed-twice",
+        "pipeline/state/kept.py",
+        "                tensor.copy_(self._copies[place.name])\n",
+        "                pass\n",
+        "Running statistics count an opening that ran in vain.",
     ),
     Bug(
         "weighed-in-every-step",
@@ -197,8 +232,8 @@ PIPELINE = (
     Bug(
         "pieces-go-on-into-the-next-step",
         "pipeline/record/recording.py",
-        "        self._open.clear()\n",
-        "",
+        "        self._open.clear()\n        for at, (draft",
+        "        for at, (draft",
         "What an optimizer's step began is still open after the pipeline's step inside it.",
     ),
     Bug(

@@ -118,10 +118,17 @@ RUNTIME = (
         "A sparse gradient that names a place twice counts both parts by themselves.",
     ),
     Bug(
+        "generators-of-cuda",
+        "runtime/randomness.py",
+        "module = torch.get_device_module(device)",
+        "module = torch.cuda",
+        "Other accelerators cannot train.",
+    ),
+    Bug(
         "clip-without-the-epsilon",
         "runtime/gradients/clip.py",
-        "factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)",
-        "factor = torch.clamp(max_norm / total, max=1.0)",
+        "return torch.clamp(max_norm / (total + 1e-6), max=1.0)",
+        "return torch.clamp(max_norm / total, max=1.0)",
         "Clipping differs from torch's own in the last bits, and divides by zero.",
     ),
     Bug(

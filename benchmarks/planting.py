@@ -90,11 +90,16 @@ OF_FILE = {
     "runtime/loss/terms.py": ("tests/pipeline/test_own_loss.py",),
     "runtime/channel/mesh.py": ("tests/runtime/test_mesh.py", "tests/runtime/test_clock.py"),
     "runtime/channel/mesh_channel.py": ("tests/runtime/test_channels.py",),
-    "runtime/randomness.py": ("tests/pipeline/test_parity.py", "tests/pipeline/test_odd_models.py"),
+    "runtime/randomness.py": (
+        "tests/runtime/test_accelerators.py",
+        "tests/pipeline/test_parity.py",
+        "tests/pipeline/test_odd_models.py",
+    ),
     "runtime/channel/shared_memory.py": ("tests/runtime/test_channels.py",),
     "runtime/stash.py": ("tests/pipeline/test_memory.py",),
     "runtime/backward/tape.py": ("tests/runtime/test_split_backward.py",),
     "runtime/blocks/value_names.py": ("tests/pipeline/test_agreement.py", "tests/pipeline/test_zoo.py"),
+    "pipeline/state/kept.py": ("tests/pipeline/test_validated.py",),
     "runtime/values.py": ("tests/pipeline/test_pipeline.py", "tests/pipeline/test_odd_models.py"),
     "runtime/watch/watch.py": ("tests/pipeline/test_zoo.py",),
 }

@@ -214,7 +214,8 @@ class Engine(Observer):
             nullcontext() if axes.size("cp") == 1 else WholeContext(axes),
             self._computing(),
         ):
-            self._crew.drive([one.run(step, draft) for one, draft in zip(executors, drafts, strict=True)])
+            jobs = [None if step.accepts is None else one.gated(step.accepts) for one in executors]
+            self._crew.drive([one.run(step, *with_) for one, *with_ in zip(executors, drafts, jobs, strict=True)])
 
     @contextmanager
     def _computing(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Observers of a pipeline's steps: adaptation, recording, capture, and saved state.
 
     called ── taken ── begin ── waiting, waiting, ... ── end ── tell ── told       failed, at any time
+                         └── waiting, ... ── again ──┘   if the update before the step was wrong
                                                                                moved, between two steps
 
 The code that runs a step calls all observers at each moment, and knows nothing else about them.
@@ -29,6 +30,9 @@ class Observer(CrewObserver):
 
     def begin(self, step: Step) -> None:
         """React to the batch being split, just before the step runs."""
+
+    def again(self, step: Step) -> None:
+        """React to the opening of the step having run in vain, just before the step runs once more."""
 
     def end(self, step: Step) -> None:
         """React to the end of all rows in this process; everything is sent."""

@@ -24,6 +24,8 @@ from drumline.pipeline.saving.state import State
 from drumline.pipeline.setup import set_up
 from drumline.pipeline.state.names import matching
 from drumline.pipeline.state.scaler import LossScaler
+from drumline.pipeline.state.validated import Verdict, refusal
+from drumline.pipeline.state.validated import check as validated_after
 from drumline.pipeline.step import CalledWith, StepResult, output_of
 from drumline.pipeline.verify.verdict import Checked
 from drumline.runtime.axes.axes import AXES, Axes
@@ -204,7 +206,8 @@ class Pipeline:
     def settle(self) -> None:
         """Wait for the outcome of all steps so far on all ranks, and raise if one of them failed.
 
-        Optimizers call this before they step. Call it yourself before you change parameters by hand.
+        Optimizers call this before they step, unless they were made with `validated="after"`. Call it yourself before
+        you read or change parameters by hand.
         """
         self._recording.settle()
 
@@ -215,6 +218,15 @@ class Pipeline:
         Reading the loss of one of these waits for them, and lets ranks run empty.
         """
         return 0 if self._run.stream is None else 1 + self._run.stream.num_ahead
+
+    @property
+    def _told_until(self) -> int:
+        """The last step of which every rank knows the outcome without a wait that costs anything."""
+        ledger = self._ledger
+        if self._run.stream is not None:
+            return ledger.number - 1 - self.steps_in_flight
+        # With updates that run ahead, the last step is not waited for: it has its turn after the next one.
+        return ledger.number if not self._updates.validation.is_on or ledger.last is None else ledger.last.number - 1
 
     def drain(self) -> None:
         """Finish all steps of a schedule without a flush: run what is in flight, and make all updates that are due.
@@ -249,7 +261,7 @@ class Pipeline:
         'SIGTERM on rank 0'
         """
         with self._recording.between.during("hear"):
-            own = self._ledger.stop(self.steps_in_flight)
+            own = self._ledger.stop(self._told_until)
             if not self.axes.is_mesh:
                 return own
             # Every rank of a line knows the same, so that those at one place of all lines know everything.
@@ -269,6 +281,12 @@ class Pipeline:
                 f"clip_grad_norm_ was called, and {self._run.stream.name} has no flush",
                 expected="no call of it: the gradients of all ranks are never there at once",
                 fix="pass max_norm= to pipe.optimizer",
+            )
+        if self._updates.validation.is_on:
+            raise UsageError(
+                'clip_grad_norm_ waits for all ranks, and an optimizer has validated="after"',
+                expected="clipping after the step",
+                fix=f'pass max_norm={max_norm:g} to pipe.optimizer, beside validated="after"',
             )
         with self._recording.between.during("clip"):
             self.settle()
@@ -348,9 +366,12 @@ class Pipeline:
         self._recording.check()
         return self._ledger.timeline(what)
 
-    def note(self, **metrics: float | Tensor) -> None:
-        """Add metrics to the last training step's line of the run folder; nothing where no run is recorded."""
-        self._recording.note(**metrics)
+    def note(self, of_step: int | None = None, **metrics: float | Tensor) -> None:
+        """Add metrics to the last training step's line of the run folder; nothing where no run is recorded.
+
+        With `validated="after"`, `of_step` may be the number of the step before it, as `StepResult.step` has it.
+        """
+        self._recording.note(of_step, **metrics)
 
     def gather(self, value: Any) -> list[Any]:
         """Return what every rank passes here, rank 0's first; call it on every rank.
@@ -378,6 +399,7 @@ class Pipeline:
         kind: type[torch.optim.Optimizer],
         *,
         names: str | Sequence[str] | None = None,
+        validated: str = "before",
         max_norm: float | None = None,
         **settings: Any,
     ) -> torch.optim.Optimizer:
@@ -388,19 +410,31 @@ class Pipeline:
 
         With a schedule without a flush, it steps inside of `step`, and `max_norm` clips all gradients of every update
         together; with others, call `clip_grad_norm_`.
+
+        With `validated="after"`, its step does not wait for other ranks. All ranks agree in the next step whether the
+        norm of all gradients was at most `max_norm` and all were finite. If not, they take the update back and make it
+        with clipped gradients, or leave it out: `pipe.verdict` says what was decided.
         """
-        if self._run.stream is not None:
-            self._run.stream.clip_to(max_norm)
-        elif max_norm is not None:
-            raise UsageError(
-                f"max_norm is {max_norm!r:.60}, and {self.program.name} does not update inside of a step",
-                fix="call pipe.clip_grad_norm_ before optimizer.step()",
-            )
+        if (stream := self._run.stream) is not None:
+            if validated != "before":
+                raise refusal(f"{stream.name} has no flush", "a flushed schedule: others update inside of a step")
+            stream.clip_to(max_norm)
+        else:
+            after = validated_after(validated, max_norm)
+            self._updates.validate(after, max_norm, captures=bool(self._engine.runs_one_program))
         trained = [(name, one) for name, one in self.named_parameters() if one.requires_grad]
         if names is not None:
             chosen = matching(names, self.parameter_shapes(), others=self.parameter_aliases())
             trained = [(name, one) for name, one in trained if name in chosen]
         return self._updates.optimizer(kind, [one for _, one in trained], settings, self.named_master_weights)
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """What all ranks decided about the last update that `validated="after"` made; None before the first one.
+
+        It is about the update before the last pipeline step, until `settle` is called.
+        """
+        return self._updates.validation.verdict
 
     def parameter_shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of the whole model's trainable parameters by name, those of other ranks too.

@@ -40,11 +40,13 @@ from drumline.pipeline.record.loads import ExpertLoads
 from drumline.pipeline.record.recording import Recording
 from drumline.pipeline.record.tally import Ledger
 from drumline.pipeline.state.frozen import Frozen, unused_in
+from drumline.pipeline.state.kept import KeptBuffers
 from drumline.pipeline.state.materialise import opened
 from drumline.pipeline.state.shared_state import Shared, refuse_hidden
 from drumline.pipeline.state.stream import Stream, check_options, check_ties, rows_of
 from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.state.updates import Updates
+from drumline.pipeline.state.validated import Validation
 from drumline.pipeline.step import StepRun
 from drumline.pipeline.verify.agreement import Followed, agree_on_lines, code_of, first_difference, plan_of, weights_of
 from drumline.pipeline.verify.lines import LineParts
@@ -63,6 +65,7 @@ from drumline.runtime.blocks.script import Script
 from drumline.runtime.capture.cuda import clock_for
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
+from drumline.runtime.weights.catalogue import places_in
 from drumline.runtime.weights.materialise import materialise
 from drumline.runtime.weights.tied import Ties
 
@@ -164,11 +167,15 @@ class _SetUp:
             crew.observe(recording)
             recording.describe(given.settings(), frozen.program, assembled, balance)
             recording.runs_several(programs)
-        updates = Updates(numbers, holdings, recording, check, master_weights=given.master_weights)
+        blocks = [block for stage in engine.stages() for block in stage.blocks]
+        buffers = KeptBuffers(place for block in blocks for place in places_in(block))
+        validation = Validation(holdings, ledger, recording, buffers, assembled.order)
+        updates = Updates(numbers, holdings, recording, check, validation, master_weights=given.master_weights)
         stream = None
         if self.program.num_updates:
             rows = rows_of(given, self.program, frozen.pruned_too)
             stream = Stream(engine, updates, programs, rows, given)
+            recording.notes_late = 1 + stream.num_ahead
         intake.precise = any(one.dtype is torch.float64 for one in holdings.parameters())
         frozen.forget_all_but(engine.assembly.cuts)
         loads = self._loads(engine, plan_of(block for stage in stages for block in stage))
@@ -182,7 +189,7 @@ class _SetUp:
         watched.begin()
         shared = Shared(engine)
         check.attach(engine, holdings)
-        followed = Followed(block for stage in engine.stages() for block in stage.blocks)
+        followed = Followed(blocks)
         auto = AutoSchedule(crew, ledger, frozen) if given.schedule == AUTO else None
         adapting = self._adapting(stages, balance, ledger, recording, engine)
         arranging = Arranging(
@@ -190,7 +197,7 @@ class _SetUp:
         )
         intake.order_of = arranging.order_of if given.arrange else None
         changing = [one for one in (auto, adapting) if one is not None]
-        observers = [*changing, loads, engine, holdings, updates, shared, recording, arranging]
+        observers = [*changing, validation, loads, engine, holdings, updates, shared, recording, arranging]
         return StepRun(
             crew, ledger, intake, frozen, engine, holdings, updates, recording, watched, followed, check,
             observers, auto, adapting, balance, given.check_finite, programs, arranging, positions, stream,

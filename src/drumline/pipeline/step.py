@@ -4,6 +4,7 @@
     begin    observers prepare: put earlier gradients aside, scale the loss
     run      this process's ranks run their rows
     end      observers restore what they put aside
+             or, if the update before it was wrong: observers mend that, and it runs again
     tell     all ranks tell each other the outcome, and none waits for another
 
 Recording, adaptation, capture and saved state observe the step: see observer.py.
@@ -218,6 +219,8 @@ class StepRun:
         # Raises the same error on all ranks, which may continue afterwards.
         ahead = 2 if self.stream is None else 2 + self.stream.num_ahead
         self.ledger.settle(until=step.number - ahead, gradients_left=self.holdings.has_gradients)
+        if not step.train and self.updates.validation.is_on:
+            self.recording.settle()  # evaluations see parameters that all ranks agree on
         with self.crew.together("the start of a step"):
             self.watched.look()
         self.holdings.follow()
@@ -288,6 +291,10 @@ class StepRun:
             for observer in observers:
                 observer.begin(step)
             self.engine.run(step)
+            if step.rejected:
+                for observer in observers:
+                    observer.again(step)
+                self.engine.run(step)
             for observer in reversed(observers):
                 observer.end(step)
             return self._tell(step, given and given())
@@ -308,7 +315,7 @@ class StepRun:
         self.crew.tell(topic, each)
         if not step.train:
             program = self.engine.forwards
-        tally = Tally(step.number, lambda: self.crew.heard(topic), program, self.updates.scaler, self.crew.called)
+        tally = Tally(step.number, lambda: self.crew.heard(topic), program, self.updates.handler, self.crew.called)
         tally.program_number = step.program
         self.ledger.add(tally, trained=step.train, alone=self.crew.alone)
         for observer in self.observers:

@@ -181,13 +181,22 @@ def open_channel(
     if transport == "auto":
         together = len({host for _, _, host in cards}) == 1
         staged = device.type == "cpu" or torch.accelerator.device_count() < size
-        transport = "shared-memory" if together and staged else "gloo" if device.type == "cpu" else "nccl"
+        transport = "shared-memory" if together and staged else backend_for(device)
     connecting: dict[str, Any] = {"store": store, "timeout": timeout, "called": called}
     connecting["interface"] = interface or named_before()
     if transport == "shared-memory":
         return SharedMemoryChannel(rank, size, device=device, num_slots=num_slots, now=now, **connecting)
     connecting |= {"axes": axes}
     return DistributedChannel(rank, size, backend=transport, device=device, edges=edges, now=now, **connecting)
+
+
+def backend_for(device: torch.device) -> str:
+    """Return what ranks with such a device each talk by: NCCL where PyTorch prefers it, else gloo through the host.
+
+    >>> backend_for(torch.device("cpu")), backend_for(torch.device("mps"))
+    ('gloo', 'gloo')
+    """
+    return "nccl" if dist.Backend.default_device_backend_map.get(device.type) == "nccl" else "gloo"
 
 
 def agree(told: Sequence[dict[str, Any]], called: RankNames = BY_NUMBER) -> None:

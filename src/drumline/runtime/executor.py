@@ -10,7 +10,7 @@ channel, or lets another rank continue.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -22,6 +22,7 @@ from drumline.core import rules
 from drumline.core.action import STATE_OPS, Action, Op
 from drumline.core.errors import ProgramError
 from drumline.core.program import Program
+from drumline.core.prove.opening import openings
 from drumline.core.rules import Backward
 from drumline.runtime.axes.experts.turns import run_both
 from drumline.runtime.axes.reduce import Reducer
@@ -60,6 +61,8 @@ class Step:
     share: float = 1.0  # this step's share of an update, if several steps add up to it
     draw: int = 0  # number of training steps before it, which seeds random numbers
     drafts: Sequence[Draft] = ()  # measurements of each rank of this process
+    accepts: Callable[[], bool] | None = None  # asked after the opening: whether the parameters are as they should be
+    rejected: bool = False  # whether they were not, so that only the opening has run
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
 
@@ -226,7 +229,18 @@ class Executor:
         peer = message.recv if action == message.send else message.send
         return self.placement.rank_of(peer.stage, action.microbatch)
 
-    def run(self, step: Step, draft: Draft, jobs: Sequence[Job] | None = None) -> Generator[Wait, None, None]:
+    def gated(self, accepts: Callable[[], bool]) -> Iterator[Job]:
+        """Yield the jobs of the row's opening, and if `accepts` then says so, the rest."""
+        jobs, (opening, rest) = {job.action: job for job in self.jobs}, openings(self.program)[self.rank]
+        for action in opening:
+            yield jobs[action]
+        start = self.clock.now()
+        if accepts():
+            self.draft.spent(BEGIN, start, self.clock.now())
+            for action in rest:
+                yield jobs[action]
+
+    def run(self, step: Step, draft: Draft, jobs: Iterable[Job] | None = None) -> Generator[Wait, None, None]:
         """Run the row, yielding whenever it must wait for a message; finally exchange the gradients.
 
         `jobs`, if given, replace those of the row. The draft records what the rank does, piece by piece.

@@ -193,7 +193,8 @@ def _generators(device: torch.device) -> list[torch.Generator]:
     if device.type == "cpu":
         return [torch.default_generator]
     module = torch.get_device_module(device)
-    module.init()
+    if hasattr(module, "init"):
+        module.init()
     number = module.current_device() if device.index is None else device.index
     return [torch.default_generator, module.default_generators[number]]
 

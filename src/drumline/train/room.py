@@ -33,9 +33,7 @@ def host_bytes() -> int:
 
 def device_bytes(device: torch.device) -> int:
     """Return the memory of one device."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return host_bytes()
+    return host_bytes() if device.type == "cpu" else int(torch.accelerator.get_memory_info(device)[1])
 
 
 def check_room(settings: TrainSettings) -> None:

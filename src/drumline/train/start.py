@@ -183,8 +183,9 @@ def _use_device(settings: TrainSettings) -> None:
 def _backend(num_ranks: int) -> str:
     """Return what ranks with accelerators talk by: where several share one, the host."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    enough = found is not None and found.type == "cuda" and torch.accelerator.device_count() >= num_ranks
-    return "nccl" if enough else "gloo"
+    return (
+        transports.backend_for(found) if found is not None and torch.accelerator.device_count() >= num_ranks else "gloo"
+    )
 
 
 def threads_of(settings: TrainSettings) -> int:

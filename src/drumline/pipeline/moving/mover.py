@@ -107,6 +107,11 @@ class Mover:
                 f"repartition: {run.stream.name} has no flush",
                 expected="a flushed schedule: between its steps no microbatch is in flight",
             )
+        if run.updates.validation.is_on:
+            raise UsageError(
+                'repartition: an optimizer has validated="after"',
+                expected='validated="before": copies of updates that may be taken back do not move',
+            )
         for name, why in {"tp": "divides layers", "ep": "divides experts"}.items():
             if axes.size(name) > 1:
                 raise UsageError(

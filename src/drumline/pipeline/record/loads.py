@@ -69,6 +69,8 @@ class ExpertLoads(Observer):
         for one in self._blocks:
             one.load = None
 
+    again = begin
+
     def tell(self, step: Step, each: Sequence[Told]) -> None:
         """Add this process's counts to what its first rank tells."""
         if step.train:

@@ -101,6 +101,16 @@ class Between:
             draft.begin_ns = clock.now()
             self._rows[at] = []
 
+    def begin_again(self, drafts: Sequence[Draft], fresh: Sequence[Draft]) -> None:
+        """Begin a step once more, with fresh drafts; all since its first beginning counts as an update."""
+        self._cut()
+        self._open.clear()
+        self._rows = [[] for _ in self._clocks]
+        for old, draft, now in zip(drafts, fresh, self._from, strict=True):
+            draft.since_ns, draft.clock, draft.program, draft.heard = old.since_ns, old.clock, old.program, old.heard
+            draft.between = [*old.between, BETWEEN.index("update"), old.begin_ns, now]
+            draft.begin_ns = now
+
     def ended(self, drafts: Sequence[Draft]) -> None:
         """Start again at the end of the step."""
         self._since = [draft.end_ns for draft in drafts]
@@ -135,6 +145,7 @@ class Recording(Observer):
         self._programs: Sequence[Program] | Programs = ()
         self._waiting: list[tuple[Tally, dict[str, Any]]] = []  # steps whose metrics are not written yet
         self._takes_notes = False  # whether the last step still accepts metrics: the next one has not begun
+        self.notes_late = 0  # how many steps later than others metrics of a step may come
         if not isinstance(record, bool):
             self.folder = self._continued(Path(record)) if continues else self._opened(Path(record))
             _open.add(self)
@@ -199,6 +210,12 @@ class Recording(Observer):
             if self._has_clocks:
                 draft.heard = [moment for one in channel.comparisons() for moment in one]
         self.between.hand_over(step.drafts)
+
+    def again(self, step: Step) -> None:
+        """Begin other drafts."""
+        fresh = [Draft(rank, step.number) for rank in self._ranks]
+        self.between.begin_again(step.drafts, fresh)
+        step.drafts = fresh
 
     def evaluating(self, step: Step) -> None:
         """Begin drafts for a step that only evaluates, which has a timeline and no line of the run."""
@@ -291,7 +308,7 @@ class Recording(Observer):
         for record in self._unwritten:
             folder.add_record(record)
         self._unwritten = []
-        kept = 0 if last or not self._takes_notes else 1
+        kept = 0 if last else self._takes_notes + self.notes_late
         while len(self._waiting) > kept and self._waiting[0][0].is_complete:
             tally, noted = self._waiting.pop(0)
             if self._has_clocks and time.monotonic() > self._read_until:
@@ -303,10 +320,11 @@ class Recording(Observer):
         if self.folder is not None and self.folder.is_open:
             self.folder.add_decision(step, line)
 
-    def note(self, **metrics: Any) -> None:
-        """Add metrics to the last step."""
-        if self._waiting:
-            self._waiting[-1][1].update(metrics)
+    def note(self, of_step: int | None = None, **metrics: Any) -> None:
+        """Add metrics to the last step, or to the one of a number if it is not written yet."""
+        for tally, noted in self._waiting[-1:] if of_step is None else self._waiting:
+            if of_step in (None, tally.number):
+                noted.update(metrics)
 
     def failed(self) -> None:
         """Write everything that is known."""

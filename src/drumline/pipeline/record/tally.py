@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from drumline.core.measured.metrics import load_metrics, step_metrics
 from drumline.core.measured.record import Record
 from drumline.core.program import Program
 from drumline.pipeline.state.frozen import Unused
-from drumline.pipeline.state.scaler import LossScaler
 from drumline.pipeline.verify.agreement import (
     Given,
     agree_on_batch,
@@ -34,6 +33,13 @@ from drumline.pipeline.verify.agreement import (
 from drumline.runtime.channel.rank_names import BY_NUMBER, RankNames
 
 _NUM_RECENT = 16
+
+
+class Handler(Protocol):
+    """Decides what happens after a loss or gradient that is NaN or infinite."""
+
+    def handles(self, number: int, ranks: str) -> bool:
+        """Take note of the ranks that had one in a step, by name; return whether nobody else needs to."""
 
 
 @dataclass(slots=True)
@@ -67,7 +73,7 @@ class Tally:
     number: int
     hear: Callable[[], list[Told]]
     program: Program
-    scaler: LossScaler | None = None
+    handler: Handler | None = None
     called: RankNames = BY_NUMBER
     program_number: int = 0
     own: Callable[[], list[Record]] | None = None  # if all ranks are here, their records on demand
@@ -176,7 +182,7 @@ class Tally:
                 expected="the same share on every rank",
                 fix="count the tokens of the whole batch on every rank",
             )
-        if bad and not (self.scaler is not None and self.scaler.handles(self.number, self.called.listed(bad))):
+        if bad and not (self.handler is not None and self.handler.handles(self.number, self.called.listed(bad))):
             raise NonFiniteError(
                 f"step {self.number}: a loss or gradient on {self.called.listed(bad)} is NaN or infinite",
                 expected="finite numbers; no optimizer has stepped",
@@ -197,7 +203,8 @@ class Ledger:
         self._recent: deque[Tally] = deque(maxlen=_NUM_RECENT)  # for estimating clock drift
         self._open: list[Tally] = []
         self._refused: Tally | None = None
-        self._stop = ""  # why a rank was asked to stop, as told with a step that has been checked
+        self._stop: tuple[int, str] | None = None  # the first checked step with which a rank told that it was asked to
+        self.awaits: Callable[[], None] | None = None  # what else to wait for when all steps are checked
 
     def add(self, tally: Tally, *, trained: bool, alone: bool) -> None:
         """Add a finished step; ranks that are `alone` in one process share a clock."""
@@ -237,24 +244,25 @@ class Ledger:
         steps = [(one, each) for one, each in known if each is not None]
         return align([each for _, each in steps], [one for one, _ in steps].index(tally))
 
-    def stop(self, in_flight: int = 0) -> str:
-        """Return why some rank was asked to stop by the end of the last step, the same on all ranks; "" if none was.
-
-        Steps that may be in flight are not waited for, if there may be any.
-        """
-        over = [one for one in self._open if one.number < self.number - in_flight]
-        return next(filter(None, (self._stop, *(one.stop for one in over))), "")
+    def stop(self, until: int) -> str:
+        """Why some rank was asked to stop by the end of a step, the same on all ranks; empty if none was."""
+        known = [] if self._stop is None else [self._stop]
+        told = ((one.number, one.stop) for one in self._open if one.number <= until)
+        return next((why for number, why in (*known, *told) if why and number <= until), "")
 
     def settle(self, *, until: int | None, gradients_left: Callable[[], bool]) -> None:
         """Check all steps, or those up to a number, and raise if one failed."""
         if until is None and self._refused is not None and gradients_left():
             self._refused.check()
         while self._open and (until is None or self._open[0].number <= until):
-            self._stop = self._stop or self._open[0].stop
+            if self._stop is None and (why := self._open[0].stop):
+                self._stop = self._open[0].number, why
             self._refused = self._open.pop(0)
             self._refused.check()
             self.unused.hear(self._refused.unreached)
             self._refused = None
+        if until is None and self.awaits is not None:
+            self.awaits()
 
 
 def _plain(value: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -19,14 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drumline.core.errors import ModelError, RunError
+from drumline.core.errors import ModelError, RunError, UsageError
 from drumline.pipeline.observer import Observer
 from drumline.pipeline.record.recording import Recording
+from drumline.pipeline.record.tally import Handler
 from drumline.pipeline.state.guard import Guard, guarded_by
 from drumline.pipeline.state.masters import Masters
 from drumline.pipeline.state.optimizer_state import NamedTensors, StateByName
 from drumline.pipeline.state.scaler import LossScaler, multiplied
 from drumline.pipeline.state.tensors import Holdings
+from drumline.pipeline.state.validated import Validation, refusal
 from drumline.pipeline.state.whole_matrices import WholeMatrices
 from drumline.pipeline.verify.model_check import ModelCheck
 from drumline.runtime.axes.sharding import StateShards, by_element
@@ -52,13 +55,21 @@ class Updates(Observer):
     """Everything between this process's gradients and its optimizers."""
 
     def __init__(
-        self, precision: Precision, holdings: Holdings, recording: Recording, check: ModelCheck, *, master_weights: bool
+        self,
+        precision: Precision,
+        holdings: Holdings,
+        recording: Recording,
+        check: ModelCheck,
+        validation: Validation,
+        *,
+        master_weights: bool,
     ) -> None:
         self.precision = precision
         self.holdings = holdings
         self._recording, self._check = recording, check
         self.scaler = LossScaler() if precision.scales else None
         self.masters = Masters() if master_weights else None
+        self.validation: Validation = validation
         self.divided: StateShards | None = None  # if the lines of a mesh divide optimizer state
         self.wholes = WholeMatrices(holdings.crew.axes, precise=master_weights)
         self._own: WeakSet[Optimizer] = WeakSet()
@@ -104,7 +115,8 @@ class Updates(Observer):
         if self._is_stepped_inside(optimizer):
             return
         self._check.refuse()
-        self._recording.settle()
+        if not self.validation.is_on:
+            self._recording.settle()
         self._recording.between.enter("update")
 
     def after(self, optimizer: Optimizer) -> None:
@@ -138,21 +150,49 @@ class Updates(Observer):
 
     def check(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that would bypass the scaler or the master weights."""
-        if optimizer in self._own or (self.scaler is None and self.masters is None):
+        if optimizer in self._own or (self.scaler is None and self.masters is None and not self.validation.is_on):
             return
         what = f'precision="{self.precision.name}"' if self.scaler is not None else "master_weights=True"
+        if self.validation.is_on:
+            what = 'validated="after" on another optimizer'
         kind = type(optimizer).__name__
         raise RunError(
             f"{kind} was created directly over the pipeline's parameters, with {what}",
             expected="one from pipe.optimizer, "
-            + ("so that all ranks skip the same steps" if self.scaler is not None else "for the float32 copies"),
+            + ("for the float32 copies" if self.masters is not None else "so that all ranks skip the same steps"),
             fix=f"use pipe.optimizer(torch.optim.{kind}, ...)",
         )
 
     def forget(self) -> None:
         """Record that all gradients were set to zero."""
+        self.validation.forget()
         if self.scaler is not None:
             self.scaler.forget()
+
+    @property
+    def handler(self) -> Handler:
+        """What decides about steps that are not finite."""
+        return self.validation if self.scaler is None else self.scaler
+
+    def validate(self, after: bool, max_norm: float | None, *, captures: bool) -> None:
+        """Have optimizers step before or after all ranks agree; all of them alike."""
+        if bool(self._made) and after != self.validation.is_on and self.optimizers():
+            raise UsageError(
+                f'validated is "{"after" if after else "before"}", and not so on another optimizer of this pipeline',
+                expected="the same on all optimizers",
+            )
+        if not after:
+            return
+        axes = self.holdings.crew.axes
+        if self.scaler is not None:
+            raise refusal('precision is "fp16"', "bf16 or fp32: the next step's loss scale follows from the verdict")
+        if captures:
+            raise refusal("capture is True", "capture=False: a graph cannot be left after its opening")
+        if self.divided is not None or self.holdings.shards is not None:
+            raise refusal("zero divides state", "zero=0: lines exchange parameters inside of the optimizer's step")
+        if axes.size("tp", "ep", "cp") > 1:
+            raise refusal(f"the mesh is {axes.described()}", "axes pp and dp alone: others were not tried")
+        self.validation.turn_on(max_norm)
 
     def optimizers(self) -> list[Optimizer]:
         """Return the optimizers that were made here and are still in use."""
@@ -189,7 +229,9 @@ class Updates(Observer):
         self._parameters[made] = list(parameters)
         if self.streams:
             self._kept.append(made)
-        if self.scaler is not None or self.masters is not None or copied or not parameters:
+        if self.validation.is_on:
+            made.register_state_dict_pre_hook(lambda _: self._recording.settle())
+        if self.scaler is not None or self.masters is not None or self.validation.is_on or copied or not parameters:
             self._wrap(made)
         return made
 
@@ -283,32 +325,45 @@ class Updates(Observer):
             """Step, unless a gradient on any rank is not finite."""
             if closure is not None:
                 raise RunError("optimizer.step got a closure", fix="call pipe.step first, then optimizer.step()")
+            apply, follow = partial(self._apply, optimizer, parameters), partial(self._follow, parameters)
+            if self.validation.is_on:
+                self._check.refuse()
+                self.validation.step(optimizer, parameters, apply, follow)
+                return
             if not self._is_stepped_inside(optimizer):
                 self._recording.settle()
-            if self.scaler is not None and not self.scaler.decide():
-                return
-            pieces = [self.piece(one) for one in parameters]
-            if self.divided is not None:
-                self.divided.take(parameters)
-            if self.masters is not None:
-                self.masters.take(pieces)
-            self.wholes.take(parameters)
-            type(optimizer).step(optimizer)
-            if self.masters is not None:
-                self.masters.give(pieces)
-            self.wholes.give(parameters)
-            if self.divided is not None:
-                self.divided.give(parameters)
+            if self.scaler is None or self.scaler.decide():
+                apply()
 
         return step
 
+    def _apply(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        """Step, with the gradients that the parameters have now."""
+        if self.divided is not None:
+            self.divided.take(parameters)
+        if self.masters is not None:
+            self.masters.take([self.piece(one) for one in parameters])
+        self.wholes.take(parameters)
+        type(optimizer).step(optimizer)
+        self._follow(parameters)
+
+    def _follow(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Give parameters the values of what the optimizer updates in their place."""
+        if self.masters is not None:
+            self.masters.give([self.piece(one) for one in parameters])
+        self.wholes.give(parameters)
+        if self.divided is not None:
+            self.divided.give(parameters)
+
     def _zero_grad(self, parameters: Sequence[nn.Parameter]) -> Callable[..., None]:
         def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
-            """Clear the gradients, also of parameters that only follow their copies."""
-            type(optimizer).zero_grad(optimizer, set_to_none)
+            """Clear the gradients, also of parameters that only follow their copies; never in place."""
+            held = [] if set_to_none else [(one, one.grad) for one in parameters if one.grad is not None]
+            type(optimizer).zero_grad(optimizer)
             for one in parameters:
-                if one.grad is not None:
-                    one.grad = None if set_to_none else torch.zeros_like(one.grad)
+                one.grad = None
+            for one, gradient in held:
+                one.grad = torch.zeros_like(gradient)
             self.forget()
 
         return zero_grad

@@ -24,6 +24,7 @@ from torch import nn
 from drumline.core.errors import ModelError, nearest
 from drumline.runtime.backward.split_backend import AotEager, Inductor, at, uncompiled
 from drumline.runtime.blocks.pieces import Piece
+from drumline.runtime.capture.facts import needs_triton
 from drumline.runtime.loss.sheet import stay_out_of_compiled_code
 
 Compile = bool | str | Mapping[str, Any]
@@ -203,7 +204,7 @@ def _through(modules: Sequence[Callable[[Any], Any]], value: Any) -> Any:
 
 def missing_tool(device: torch.device) -> str:
     """Return the tool that inductor needs but this machine lacks; an empty text if none."""
-    if device.type == "cuda":
+    if needs_triton(device):
         from torch.utils._triton import has_triton
 
         compilers = (os.environ.get("CC", ""), "gcc", "clang", "cc")

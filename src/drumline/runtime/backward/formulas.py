@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from drumline.runtime.backward.guards import begun, transformed
 from drumline.runtime.backward.tape import Gradients, Owner, OwnerCall, Tape, changed_in_place
+from drumline.runtime.capture.facts import widens_norms
 from drumline.runtime.precision import LOW
 
 
@@ -136,7 +137,7 @@ class LayerNormOwner(WithFormula):
     def computed(self, taken: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the normalised values, and the kernel's inputs and statistics."""
         module = cast(nn.LayerNorm, self.module)
-        if taken.device.type == "cuda" and torch.is_autocast_enabled("cuda") and taken.dtype in LOW:
+        if widens_norms(taken.device) and taken.dtype in LOW:
             taken = taken.float()  # as autocast would, to keep exactly what the kernel takes
         made, *kept = torch.native_layer_norm(taken, module.normalized_shape, self.weight, self.bias, module.eps)
         return made, (taken, *kept)

@@ -24,6 +24,7 @@ from drumline.runtime.backward.formulas import (
 )
 from drumline.runtime.backward.guards import begin_again, begun, leaves_of, transformed
 from drumline.runtime.backward.tape import Gradients, OwnerCall, Tape
+from drumline.runtime.capture.facts import knows_autocast
 from drumline.runtime.values import pack, unpack
 
 
@@ -171,7 +172,7 @@ class Splitter:
         """Let the owners record on `tape` until `stop`."""
         self.tape.records = tape.records
         # We know how autocast treats layer norms on these devices; elsewhere their gradients come early.
-        unknown = self._device not in ("cpu", "cuda") and torch.is_autocast_enabled(self._device)
+        unknown = not knows_autocast(self._device) and torch.is_autocast_enabled(self._device)
         for owner, (namespace, forward, _) in zip(self.owners, self._places, strict=True):
             if not (unknown and isinstance(owner, LayerNormOwner)):
                 namespace["forward"] = forward

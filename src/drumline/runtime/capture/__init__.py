@@ -1,1 +1,1 @@
-"""Capture steps as graphs that a device replays; the only folder that names torch.cuda."""
+"""Capture steps as graphs that a device replays; the only folder that names CUDA."""

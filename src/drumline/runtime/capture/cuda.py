@@ -1,4 +1,4 @@
-"""CUDA only: times measured on the device, and work recorded as graphs. The only file that names torch.cuda."""
+"""CUDA only: times measured on the device, and work recorded as graphs. The only file that calls torch.cuda."""
 
 from __future__ import annotations
 
@@ -202,7 +202,8 @@ def device_name(device: torch.device) -> str:
     >>> device_name(torch.device("cpu"))
     ''
     """
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    named = getattr(torch.get_device_module(device), "get_device_name", None)
+    return "" if device.type == "cpu" or named is None else str(named(device))
 
 
 def clock_for(device: torch.device) -> Clock:

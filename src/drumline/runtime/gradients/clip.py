@@ -63,10 +63,22 @@ def total_norm(norms: Sequence[float], norm_type: float) -> Tensor:
     return total
 
 
+def factor(total: Tensor, max_norm: float) -> Tensor:
+    """Return what gradients of this norm are multiplied by to have at most `max_norm`, with torch's own formula.
+
+    >>> factor(torch.tensor(4.0), 1.0), factor(torch.tensor(0.5), 1.0)
+    (tensor(0.2500), tensor(1.))
+    """
+    return torch.clamp(max_norm / (total + 1e-6), max=1.0)
+
+
 def scale(parameters: Iterable[nn.Parameter], total: Tensor, max_norm: float) -> None:
-    """Scale the gradients down to `max_norm`, with torch's own formula."""
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    gradients = [one.grad for one in parameters if one.grad is not None]
+    """Scale the gradients of parameters down to `max_norm`."""
+    multiply([one.grad for one in parameters if one.grad is not None], factor(total, max_norm))
+
+
+def multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply gradients by a factor, in place."""
     dense = [one for one in gradients if one.layout is torch.strided]
     if dense:
         torch._foreach_mul_(dense, factor.to(dense[0].device))

@@ -40,8 +40,7 @@ def initialise(
     run = _Run(catalogue, wanted, seed, device)
     owners = run.owned
     devices = [] if device.type == "cpu" else [device]
-    kind = device.type if devices else "cuda"
-    with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices, device_type=kind):
+    with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices, device_type=device.type):
         for module in _children_first(catalogue.modules):
             if module in owners or (parents and any(one in owners for one in module.modules())):
                 run.module(module)

@@ -165,6 +165,10 @@ _OPTIMIZER: dict[str, tuple[Rule, str]] = {
     "settings": (FREE, "further arguments of the optimizer: weight_decay, betas, ..."),
     "groups": (FREE, "parameters with an optimizer of their own; the first group that matches takes a parameter"),
     "clip_norm": (NUMBER_OR_0, "largest norm of all gradients together; 0: no clipping"),
+    "validated": (
+        one_of("before", "after"),
+        "when all ranks agree on the norm and on NaN: before they update, or after, which takes wrong updates back",
+    ),
 }
 _GROUP: dict[str, tuple[Rule, str]] = {
     "names": (FREE, 'patterns of parameter names, like "*.weight"'),

@@ -333,6 +333,26 @@ def _numbers_suit(judged: Judged) -> Iterator[Problem]:
         )  # fmt: skip
 
 
+@relation(
+    "optimizer.validated", "precision.compute", "pipeline.capture", "memory.zero", "mesh.data", "mesh.context",
+    "mesh.tensor",
+)  # fmt: skip
+def _updates_can_be_taken_back(judged: Judged) -> Iterator[Problem]:
+    settings = judged.settings
+    if settings.optimizer.validated != "after":
+        return
+    mesh = settings.mesh
+    for holds, what, expected in (
+        (settings.precision.compute == "fp16", 'precision.compute is "fp16"', "bf16 or fp32: verdicts set loss scales"),
+        (settings.pipeline.capture, "pipeline.capture is true", "steps that are not captured"),
+        (settings.memory.zero and mesh.data > 1, f"memory.zero is {settings.memory.zero}", "state that is not divided"),
+        (mesh.context * mesh.tensor > 1, "the mesh has context or tensor", "the axes pipeline and data alone"),
+    ):
+        if holds:
+            fix = 'set optimizer.validated = "before"'
+            yield judged.problem("optimizer.validated", f'is "after", and {what}', expected, fix)
+
+
 @relation("run.out")
 def _folder_is_safe(judged: Judged) -> Iterator[Problem]:
     out = judged.settings.run.out

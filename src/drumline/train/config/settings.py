@@ -179,6 +179,7 @@ class OptimizerSettings:
     settings: dict[str, Any] = field(default_factory=dict)
     groups: tuple[OptimizerGroup, ...] = ()
     clip_norm: float = 1.0  # 0: no clipping
+    validated: str = "before"  # or "after": ranks do not wait for each other before they update
 
 
 @dataclass(frozen=True, slots=True)

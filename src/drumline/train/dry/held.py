@@ -28,8 +28,9 @@ def held(
         raise RunError("the step was not weighed", fix="take the first step of a recorded run, or pass weigh=True")
     masters = pipe._updates.masters
     updated = (lambda one: one) if masters is None else masters.of
+    state = _State(optimizers, updated, pipe._updates.validation.is_on)
     return tuple(
-        _rank(executor.rank, list(executor.stages.values()), _State(optimizers, updated), timeline, accumulates)
+        _rank(executor.rank, list(executor.stages.values()), state, timeline, accumulates)
         for executor in pipe._engine.executors
     )
 
@@ -38,6 +39,7 @@ def held(
 class _State:
     optimizers: Sequence[Optimizer]
     updated: Callable[[nn.Parameter], nn.Parameter]  # what an optimizer updates for a parameter
+    copies: bool = False  # whether all that an update changes is kept as it was before
 
     def of(self, parameter: nn.Parameter) -> Iterator[Tensor]:
         """Yield what is kept for a parameter."""
@@ -46,9 +48,11 @@ class _State:
         own = self.updated(parameter)
         if own is not parameter:
             yield own
-        for optimizer in self.optimizers:
-            if own in optimizer.state:
-                yield from (one for one in optimizer.state[own].values() if isinstance(one, Tensor))
+        found = [optimizer.state[own].values() for optimizer in self.optimizers if own in optimizer.state]
+        state = [one for values in found for one in values if isinstance(one, Tensor)]
+        yield from state
+        if self.copies:
+            yield from (own, *state)
 
 
 def _rank(rank: int, stages: Sequence[Stage], state: _State, timeline: Measured, accumulates: bool) -> Held:

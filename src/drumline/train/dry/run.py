@@ -170,6 +170,9 @@ def states(settings: TrainSettings, parts: Parts, model: Any) -> Callable[[str, 
         if one is None:  # a tied parameter under another of its names
             one = next(iter(chosen.values()))
         whole = state_bytes(one.kind, {"lr": one.lr, **one.group.settings}, parameter, masters=masters)
+        if optimizer.validated == "after":  # copies of all that an update changes
+            low = masters and parameter.dtype != torch.float32
+            whole = 2 * whole + (0 if low else parameter.nbytes)
         return -(-whole // lines)
 
     return state_of

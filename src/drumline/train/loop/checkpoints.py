@@ -84,10 +84,15 @@ class Checkpoints:
         self._data.training.load_state_dict(extra["data"])
         return {**extra, "step": loaded.step}
 
+    def is_due(self, step: int) -> bool:
+        """Whether it is time to save after a step."""
+        given, is_last = self._settings.checkpoint, step == self._settings.run.steps
+        return bool(given.every and step % given.every == 0) or (is_last and given.at_end)
+
     def after(self, step: int, counts: dict[str, Any]) -> None:
         """Save after a step, if it is time; all ranks call it alike."""
-        given, is_last = self._settings.checkpoint, step == self._settings.run.steps
-        if (given.every and step % given.every == 0) or (is_last and given.at_end):
+        is_last = step == self._settings.run.steps
+        if self.is_due(step):
             self._save(step, counts, is_last=is_last)
         if is_last and self._last is not None:
             self._add_config(self._last.wait())

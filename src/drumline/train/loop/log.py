@@ -61,10 +61,10 @@ class Log:
             writers.append(WandB(settings.run.wandb, name=folder.name, config=asdict(settings)))
         self._forward = Forward(folder, writers) if writers else None
 
-    def __call__(self, told: Told) -> None:
-        """Write what is new."""
+    def __call__(self, told: Told, of_step: int | None = None) -> None:
+        """Write what is new; an update belongs to the line of its last pipeline step."""
         if isinstance(told, Update):
-            self._pipe.note(**figures(told))
+            self._pipe.note(of_step, **figures(told))
             if self._forward is not None:
                 self._forward.poll()
             return

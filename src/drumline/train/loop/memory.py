@@ -1,8 +1,8 @@
 """The most memory that the ranks of this process have held at once.
 
-On an accelerator it is what PyTorch allocated. On a host it is what the tensors of the first update took, and those of
-any with a larger step, which is what a dry run forecasts. The process, its libraries and the allocator's reserve come
-on top: `resident_bytes` counts them.
+On an accelerator it is what PyTorch allocated. On a host, or where PyTorch does not count, it is what the tensors of
+the first update took, and those of any with a larger step, which is what a dry run forecasts. The process, its
+libraries and the allocator's reserve come on top: `resident_bytes` counts them.
 """
 
 from __future__ import annotations
@@ -37,15 +37,11 @@ class PeakMemory:
         self._device, self._before = device, before
         self._tensors: dict[int, int] = {}  # by rank
         self._largest: tuple[float, float] = (-1, -1)  # places of a weighed step, and of a microbatch on average
+        self._on_device = _counts(device)
         if self._on_device:
-            torch.cuda.reset_peak_memory_stats(device)
             return
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew from here
-
-    @property
-    def _on_device(self) -> bool:
-        return self._device.type == "cuda"
 
     def wants(self, pipe: Pipeline, batch: Batch) -> bool:
         """Whether the next step will be weighed: if it, or its microbatches, are the largest so far."""
@@ -72,13 +68,24 @@ class PeakMemory:
     def num_bytes(self) -> int:
         """The most bytes so far, of all ranks of this process."""
         if self._on_device:
-            return int(torch.cuda.max_memory_allocated(self._device))
+            return int(torch.accelerator.max_memory_allocated(self._device))
         return sum(self._tensors.values()) or self.resident_bytes
 
     @property
     def resident_bytes(self) -> int:
         """The most bytes of the whole process that were resident at once, beyond those of before."""
         return max(0, resident("VmHWM") - self._before)
+
+
+def _counts(device: torch.device) -> bool:
+    """Count a device's memory anew from here; whether it is counted at all."""
+    if device.type == "cpu":
+        return False
+    try:
+        torch.accelerator.reset_peak_memory_stats(device)
+    except RuntimeError:  # its allocator keeps no counts
+        return False
+    return True
 
 
 def resident(key: str = "VmRSS") -> int:

@@ -51,10 +51,14 @@ class Optimizers:
 
     def __init__(self, pipe: Pipeline, settings: OptimizerSettings) -> None:
         self.chosen = choose(pipe.parameter_shapes(), settings, others=pipe.parameter_aliases())
-        # Without a flush, gradients are clipped where optimizers step: inside of the pipeline's steps.
-        inside = {"max_norm": settings.clip_norm} if pipe.steps_in_flight and settings.clip_norm else {}
+        self.run_ahead = settings.validated == "after"
+        how: dict[str, Any] = {"max_norm": settings.clip_norm or None}  # what the pipeline itself clips
+        if self.run_ahead:
+            how["validated"] = "after"
+        elif not pipe.steps_in_flight:  # gradients are clipped between a step and its update
+            how = {}
         self.each = [
-            pipe.optimizer(one.kind, names=one.names, lr=one.lr, **inside, **one.group.settings) for one in self.chosen
+            pipe.optimizer(one.kind, names=one.names, lr=one.lr, **how, **one.group.settings) for one in self.chosen
         ]
 
     def set_rate(self, share: float) -> None:

@@ -19,6 +19,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,6 +117,15 @@ def _default_data() -> MakeData:
     return build_data
 
 
+class _Made(NamedTuple):
+    """An update: its steps with their shares, the norm of its gradients if it is known, and what to tell of it."""
+
+    step: int
+    results: list[tuple[float, StepResult]]
+    norm: Tensor | None
+    update: Update | None
+
+
 class _Training:
     """One run on this process's ranks."""
 
@@ -141,8 +151,8 @@ class _Training:
         self._told: list[Tell] = []
         self._largest: Measured | None = None  # the largest step so far, while its update is under way
         self._bucket = 0  # of the last step
+        self._made: deque[_Made] = deque()  # updates that were not told of: their outcome is not known yet
         self._since = (0.0, 0)  # when tokens were last counted, and how many there were
-        self._late: deque[Callable[[], None]] = deque()  # what to do once the losses of updates are known
 
     def run(self, tell: Tell | None) -> Trained:
         """Train to the end."""
@@ -169,10 +179,13 @@ class _Training:
         while step < self.settings.run.steps and not cause:
             self._update(step, (began, first))
             step += 1
-            self._catch_up(self.pipe.steps_in_flight)
+            self._catch_up(max(1, self.pipe.steps_in_flight))
+            if self._pauses(step):
+                self._settle()
             self._look(step)
             self.checkpoints.after(step, self._counts())
             cause = self.pipe.stopping()
+        self._settle()
         if cause and step < self.settings.run.steps:
             saved = self.checkpoints.now(step, self._counts()) if step > first else None
             self.trained.stopped = Stopped(step, cause, "" if saved is None else str(saved))
@@ -218,19 +231,40 @@ class _Training:
         share = rate(settings.learning_rate, step, settings.run.steps)
         batches = [self._next(step) for _ in range(settings.batch.accumulate)]
         counts = self._counted(batches)
-        self.optimizers.set_rate(share)
+        if self._streams:
+            self.optimizers.set_rate(share)
         results = self._steps(step, batches, [tokens for tokens, _ in counts])
-        norm = None if self._streams else self._optimized()
+        norm = None if self._streams else self._optimized(share)
         trained = self.trained
         trained.num_tokens += sum(tokens for tokens, _ in counts)
         trained.num_padded += sum(padded for tokens, padded in counts if tokens)
-        skipped = self.skips.ended(step + 1)
-        trained.num_skipped = self.skips.num_skipped
         is_told = (step + 1) % settings.run.log_every == 0 or step + 1 == settings.run.steps
         update = self._update_of(step + 1, share, began) if is_told and self._log is not None else None
-        self._late.append(partial(self._finish, results, norm, update))
-        if not self._streams:
+        self._made.append(_Made(step + 1, results, norm, update))
+        if not self._streams and not self.optimizers.run_ahead:
             self._catch_up()
+
+    def _settle(self) -> None:
+        """Wait for the verdict on an update that ran ahead of it."""
+        if self.optimizers.run_ahead and self._made:
+            self.pipe.settle()
+            self._catch_up()
+
+    def _pauses(self, step: int) -> bool:
+        """Whether something other than a step follows, so that nothing is gained by running ahead."""
+        how, is_last = self.settings.evaluation, step == self.settings.run.steps
+        looks = any(_is_due(every, step, is_last) for every in (how.every, how.sample_every))
+        return looks or self.checkpoints.is_due(step)
+
+    def _finish(self, made: _Made) -> None:
+        """Add an update's loss to the curve, and tell of it."""
+        norm = self.skips.judged() if self.optimizers.run_ahead else made.norm
+        losses = [(part, result.loss) for part, result in made.results]
+        self.curve.add([(part, loss) for part, loss in losses if loss is not None], norm)
+        skipped = self.skips.ended(made.step)
+        self.trained.num_skipped = self.skips.num_skipped
+        if made.update is not None:
+            self._tell_of(made.update, made.results[-1][1].step)
         if skipped is not None:
             self._tell(skipped)
             self.skips.refuse(skipped, self.checkpoints.newest)
@@ -240,9 +274,10 @@ class _Training:
         """Whether the schedule has no flush: then updates are made inside of steps."""
         return self.pipe.steps_in_flight > 0
 
-    def _optimized(self) -> Tensor | None:
-        """Clip and update, unless the gradients do not allow it; returns the norm before."""
-        norm = self.skips.clipped(self.settings.optimizer.clip_norm)
+    def _optimized(self, share: float) -> Tensor | None:
+        """Clip and update, unless the gradients do not allow it; returns the norm before, if it is known by now."""
+        norm = None if self.optimizers.run_ahead else self.skips.clipped(self.settings.optimizer.clip_norm)
+        self.optimizers.set_rate(share)
         if self.skips.allows:
             self.optimizers.step()
         if self._largest is not None and self.skips.allows:
@@ -252,17 +287,10 @@ class _Training:
         self.optimizers.zero_grad()
         return norm
 
-    def _finish(self, results: list[tuple[float, StepResult]], norm: Tensor | None, update: Update | None) -> None:
-        """Add an update's loss to the curve, and tell of it."""
-        losses = [(part, result.loss) for part, result in results]
-        self.curve.add([(part, loss) for part, loss in losses if loss is not None], norm)
-        if update is not None:
-            self._tell_of(update)
-
     def _catch_up(self, in_flight: int = 0) -> None:
         """Read and tell of updates, but for the last ones, which other ranks may not have finished."""
-        while len(self._late) > in_flight:
-            self._late.popleft()()
+        while len(self._made) > in_flight:
+            self._finish(self._made.popleft())
 
     def _next(self, step: int) -> Batch:
         batch = next(self.batches, None)
@@ -300,6 +328,7 @@ class _Training:
                 continue
             weighs = self.memory.wants(self.pipe, batch)
             result = self.skips.run(partial(self.pipe.step, *args, share=part, **kwargs))
+            self._catch_up()  # with the update before, whose verdict the first step brings
             if weighs:
                 self._largest = self._weighed()
             found.append((part, result))
@@ -329,11 +358,11 @@ class _Training:
             seconds_left=(now - began[0]) / (step - began[1]) * (self.settings.run.steps - step),
         )
 
-    def _tell_of(self, update: Update) -> None:
-        """Log an update as it is, and read it for those who show it now."""
+    def _tell_of(self, update: Update, of_step: int) -> None:
+        """Log an update as it is, and read it for those who show it now; `of_step` is its last pipeline step."""
         assert self._log is not None
-        update = replace(update, loss=self.curve.latest)
-        self._log(update)
+        update = replace(update, loss=self.curve.latest, num_skipped=self.trained.num_skipped)
+        self._log(update, of_step)
         shown = [one for one in self._told if not isinstance(one, Progress) or one.is_due(update.step)]
         if shown:
             self.curve.read()

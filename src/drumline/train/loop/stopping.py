@@ -63,6 +63,15 @@ class Skips:
             self._problem = f"the norm of all gradients is {float(norm):g}"
         return norm
 
+    def judged(self) -> Tensor | None:
+        """Take note of what all ranks decided about the last update that did not wait for them; returns its norm."""
+        verdict = self._pipe.verdict
+        if verdict is None:
+            return None
+        if verdict.skips:
+            self._problem = f"a loss or gradient on {verdict.ranks} is NaN or infinite"
+        return verdict.norm
+
     @property
     def allows(self) -> bool:
         """Whether the optimizers may step; the same on all ranks."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -60,6 +59,14 @@ def hand_over() -> None:
         turns.hand_over(number)
 
 
+def _stream() -> torch.Stream | None:
+    """Return the accelerator's current stream, if an accelerator is in use."""
+    found = torch.accelerator.current_accelerator()
+    if found is None or not getattr(torch.get_device_module(found), "is_initialized", bool)():
+        return None
+    return torch.accelerator.current_stream()
+
+
 def run_both(here: Callable[[], Any], aside: Callable[[], Any]) -> tuple[Any, Any]:
     """Run two computations in turns, one of them in a thread of its own; return both results.
 
@@ -75,7 +82,7 @@ def run_both(here: Callable[[], Any], aside: Callable[[], Any]) -> tuple[Any, An
     turns = _Turns()
     found: dict[int, Any] = {}
     errors: dict[int, BaseException] = {}
-    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    stream = _stream()
 
     def run(number: int, compute: Callable[[], Any]) -> None:
         turns.begin(number)
@@ -88,8 +95,9 @@ def run_both(here: Callable[[], Any], aside: Callable[[], Any]) -> tuple[Any, An
 
     def run_aside() -> None:
         torch.autocast_increment_nesting()  # so that casts of weights are kept when a context ends there
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
-            run(1, aside)
+        if stream is not None:
+            torch.accelerator.set_stream(stream)
+        run(1, aside)
         torch.autocast_decrement_nesting()
 
     thread = threading.Thread(target=run_aside, daemon=True)

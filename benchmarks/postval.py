@@ -1,0 +1,175 @@
+"""What is gained if ranks do not wait for each other before they update, beside what the simulator says.
+
+    python benchmarks/postval.py [--rounds 30] [--steps 8] [--sizes 512x64] [--schedules zb-h2 zb-v 1f1b] [--json FILE]
+
+Two ranks, one thread each, 8 blocks of Linear(D, D) + GELU, AdamW, gradients clipped by their global norm. Two
+pipelines take turns in one run: one that waits for the norm of all ranks before every update (validated="before"), and
+one that validates afterwards. A turn is so many steps in a row, from a barrier to a barrier; the norm never exceeds the
+limit, so nothing is taken back. Printed: milliseconds of a step, medians; the ratio of both in the same round, with its
+quartiles; the simulated ratio, from the actions that were measured here, with an update that takes as long as it took
+(`optimizer.step()` waiting for nobody, copies included), and with copies that cost nothing.
+
+Last: the same with an update that is taken back in every turn, which is what a rollback costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+BLOCKS = 8
+KINDS = ("before", "after", "taken back")
+NEVER = 1e9
+
+
+class Contender:
+    """One pipeline, its optimizer, and how long its turns and updates took."""
+
+    def __init__(self, kind: str, model: Any, **settings: Any) -> None:
+        import torch
+        from torch.nn import functional
+
+        import drumline as dl
+
+        self.kind = kind
+        how: dict[str, Any] = {} if kind == "before" else {"validated": "after", "max_norm": NEVER}
+        self.pipe = dl.Pipeline(copy.deepcopy(model), loss_fn=functional.mse_loss, **settings)
+        self.optimizer = self.pipe.optimizer(torch.optim.AdamW, lr=1e-5, **how)
+        self.turns: list[float] = []
+        self.updates: list[float] = []
+        self.timelines: list[Any] = []
+
+    def turn(self, steps: int, x: Any, y: Any) -> None:
+        """Run so many steps and updates."""
+        import torch.distributed as dist
+
+        dist.barrier()
+        start = time.perf_counter()
+        for step in range(steps):
+            self.pipe.step(x, target=y)
+            if self.kind == "before":
+                self.pipe.clip_grad_norm_(NEVER)
+            began = time.perf_counter()
+            if self.kind == "taken back" and step == steps // 2:
+                self._reject()
+            else:
+                self.optimizer.step()
+                self.updates.append(time.perf_counter() - began)
+            self.optimizer.zero_grad()
+        self.pipe.settle()
+        dist.barrier()
+        self.turns.append((time.perf_counter() - start) / steps)
+        self.timelines.append(self.pipe.timeline())
+
+    def _reject(self) -> None:
+        """Update ahead of a verdict that will find the norm too large; no rank knows that by itself."""
+        validation = self.pipe._updates.validation
+        norms = self.pipe._holdings.norms(2.0)
+        most = max(sum(norm**2 for norm in one.values()) ** 0.5 for one in norms)
+        told = self.pipe.gather(most)
+        validation.max_norm = max(told)  # what the largest rank has, so less than all together have
+        self.optimizer.step()
+
+
+def measure(sizes: Any, microbatches: int, names: Any, rounds: int, steps: int) -> list[dict[str, Any]]:
+    """Run every case on this rank."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    rows = []
+    for width, depth in sizes:
+        for name in names:
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(BLOCKS)))
+            x, y = (torch.randn(microbatches * depth, width) for _ in range(2))
+            each = [Contender(kind, model, schedule=name, num_microbatches=microbatches) for kind in KINDS]
+            for turn in range(rounds + 2):
+                for one in each[turn % 3 :] + each[: turn % 3]:  # no contender always follows the same one
+                    one.turn(steps, x, y)
+                    one.pipe._updates.validation.max_norm = NEVER
+            told = each[0].pipe.gather([statistics.median(one.updates[2 * steps :]) for one in each[:2]])
+            row = {"schedule": name, "width": width, "rows": depth, "microbatches": microbatches, "steps": steps}
+            rows.append({**row, **compared(each), **simulated(each[0], told)})
+            rows[-1]["taken_back"] = each[2].pipe._updates.validation.num_taken_back
+            for one in each:
+                one.pipe.close()
+            dist.barrier()
+    return rows
+
+
+def compared(each: list[Contender]) -> dict[str, Any]:
+    """Return the times of a step, and the ratios to the first contender in the same round."""
+    found: dict[str, Any] = {f"{one.kind}_ms": statistics.median(one.turns[2:]) * 1e3 for one in each}
+    for one in each[1:]:
+        ratios = sorted(first / own for first, own in zip(each[0].turns[2:], one.turns[2:], strict=True))
+        found[one.kind] = {
+            "ratio": statistics.median(ratios),
+            "low": ratios[len(ratios) // 4],
+            "high": ratios[3 * len(ratios) // 4],
+        }
+    return found
+
+
+def simulated(before: Contender, updates: list[list[float]]) -> dict[str, Any]:
+    """Return the simulated ratios; `updates` are each rank's seconds of an update before and after."""
+    from drumline.core.measured.costs import costs_of
+    from drumline.core.simulate.steps import step_seconds
+
+    program, costs = before.pipe.program, costs_of(before.timelines[2:])
+    homes = program.placement.homes
+    shares = [homes.count(rank) for rank in homes]
+
+    def seconds(number: int) -> Any:
+        each = [updates[rank][number] / share for rank, share in zip(homes, shares, strict=True)]
+        return step_seconds(program, replace(costs, update=each))
+
+    waits, ahead = seconds(0), seconds(1)
+    return {
+        "update_ms": [[one * 1e3 for one in rank] for rank in updates],
+        "simulated_ms": [waits.before * 1e3, ahead.after * 1e3],
+        "simulated": waits.before / ahead.after,
+        "without_copies": waits.gain,
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--sizes", nargs="*", default=["512x64", "512x256"])
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--schedules", nargs="*", default=["zb-h2", "zb-v", "1f1b"])
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    import drumline as dl
+
+    sizes = [tuple(map(int, size.split("x"))) for size in args.sizes]
+    settings = (sizes, args.microbatches, list(args.schedules), args.rounds, args.steps)
+    rows = dl.launch(measure, *settings, num_ranks=2)[0]
+    print("D/rows    schedule   before ms  after ms  before/after (quartiles)   simulated  without copies  update ms")
+    for row in rows:
+        one, (waits, ahead) = row["after"], row["update_ms"][0]
+        print(
+            f"{row['width']:4d}/{row['rows']:<4d} {row['schedule']:9s} {row['before_ms']:10.2f} {row['after_ms']:9.2f}"
+            f"  {one['ratio']:.4f} ({one['low']:.3f} to {one['high']:.3f})  {row['simulated']:10.4f}"
+            f"  {row['without_copies']:14.4f}  {waits:.2f} and {ahead:.2f}"
+        )
+    print(f"\nOne of {args.steps} updates taken back: a step takes")
+    for row in rows:
+        one = row["taken back"]
+        case = f"{row['width']:4d}/{row['rows']:<4d} {row['schedule']:9s} {row['taken back_ms']:10.2f} ms,"
+        print(f"{case} before/after {one['ratio']:.4f} ({one['low']:.3f} to {one['high']:.3f})")
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""An accelerator that is not CUDA: PyTorch's spare backend under a name of ours; the host lends memory and arithmetic.
+
+PyTorch's dispatcher, autograd, devices and `torch.accelerator` treat it as they treat any accelerator. Its tensors live
+at addresses of the host, under a storage of their own device; operators run on the host's view of them, and the result
+is theirs again. Tensors of two devices do not mix. Importing this changes the process for good, so it runs in one of
+its own:
+
+    python tests/imagined_device.py      trains on it, beside the host; prints what it compared
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils import backend_registration as registration
+from torch.utils._pytree import tree_map
+
+NAME = "imagined"
+HOST = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+
+class Backend(registration._DummyBackendModule):  # type: ignore[misc]
+    """What `torch.imagined` offers: random states and a name."""
+
+    default_generators = (torch.Generator(),)
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return self.default_generators[0].get_state()
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
+        self.default_generators[0].set_state(state)
+
+    def manual_seed(self, seed: int) -> None:
+        self.default_generators[0].manual_seed(seed)
+
+    def get_device_name(self, device: Any = None) -> str:
+        return "an imagined device"
+
+
+def put(one: Tensor, place: Any, shown: Tensor) -> Tensor:
+    """Let a tensor of the device show a place as another tensor shows its own."""
+    setter = torch.ops.aten.set_.source_Storage_storage_offset
+    made: Tensor = setter.redispatch(HOST, one, place, 0, shown.shape, shown.stride())
+    return made
+
+
+class Memory:
+    """The device's memory: host memory by storage, kept to the end so that no address is used twice."""
+
+    def __init__(self) -> None:
+        self.by_storage: dict[int, tuple[Any, Tensor]] = {}
+
+    def made(self, host: Tensor) -> Tensor:
+        """Return a tensor of the device with the host's values, sizes and strides."""
+        shown = host.detach().clone()
+        flat = torch.empty(0, dtype=host.dtype).set_(shown.untyped_storage())
+        place = torch._C._construct_storage_from_data_pointer(flat.data_ptr(), torch.device(NAME, 0), flat.nbytes)
+        self.by_storage[place._cdata] = place, flat
+        return put(torch._C._acc.create_empty_tensor((0,), host.dtype), place, shown)
+
+    def host(self, one: Tensor) -> Tensor:
+        """Return the host's view of a tensor of the device."""
+        _, flat = self.by_storage[one.untyped_storage()._cdata]
+        return flat.as_strided(one.shape, one.stride(), one.storage_offset())
+
+
+MEMORY = Memory()
+CALLED: set[str] = set()  # operators that ran on the device
+
+
+def is_there(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == NAME
+
+
+def run(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator on the host's views of its tensors; all of them must be the device's, but for single numbers."""
+    CALLED.add(str(op))
+    given: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def inward(value: Any) -> Any:
+        if is_there(value):
+            host = MEMORY.host(value)
+            given[id(host)] = host, value
+            return host
+        assert not isinstance(value, Tensor) or value.dim() == 0, f"{op} got tensors of two devices"
+        return torch.device("cpu") if isinstance(value, torch.device) and value.type == NAME else value
+
+    def outward(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in given:
+            return MEMORY.made(value)
+        own = given[id(value)][1]
+        if own.shape != value.shape:  # it was made larger or smaller to take a result
+            put(own, MEMORY.made(value).untyped_storage(), value.clone())
+        return own
+
+    made = op(*tree_map(inward, args), **tree_map(inward, kwargs))
+    return tree_map(outward, made)
+
+
+def empty(size: Any, *, dtype: Any = None, **_: Any) -> Tensor:
+    return MEMORY.made(torch.empty(size, dtype=dtype))
+
+
+def empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> Tensor:
+    return MEMORY.made(torch.empty_strided(size, stride, dtype=dtype))
+
+
+def copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+    source, host = (MEMORY.host(one) if is_there(one) else one for one in (source, target))
+    host.copy_(source)
+    return target
+
+
+def register() -> list[torch.library.Library]:
+    """Make the device known; what is returned must be kept."""
+    registration._setup_privateuseone_for_python_backend(NAME, Backend())
+    every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    every.fallback(run, "PrivateUse1")
+    for name in ("as_strided", "view", "_reshape_alias", "unfold"):  # views have no values
+        aten.impl(name, partial(getattr(torch.ops.aten, name).default.redispatch, HOST), "PrivateUse1")
+    norm = torch.ops.aten.native_layer_norm.default  # else put together from smaller operators, with other last bits
+    aten.impl("native_layer_norm", partial(run, norm), "PrivateUse1")
+    for name, function in (("empty.memory_format", empty), ("empty_strided", empty_strided), ("_copy_from", copy_from)):
+        aten.impl(name, function, "PrivateUse1")
+    return [every, aten]
+
+
+def forbid_cuda() -> None:
+    """Let every use of `torch.cuda` by a module of ours fail; PyTorch itself asks it whether there is a device."""
+
+    def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            caller = str(sys._getframe(1).f_globals.get("__name__"))
+            assert not caller.startswith("drumline"), f"{caller} calls torch.cuda.{name}"
+            return function(*args, **kwargs)
+
+        return called
+
+    module: ModuleType = torch.cuda
+    for name, one in list(vars(module).items()):
+        if callable(one) and not isinstance(one, type) and not name.startswith("_"):
+            setattr(module, name, watched(name, one))
+
+
+# ---- what runs on it -------------------------------------------------------------------------------------------------
+
+CASES: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "split backward": {"schedule": "zb-v"},
+    "two copies": {"schedule": "dualpipe"},
+    "recomputed": {"schedule": "zb-h1", "checkpoint": "full"},
+    "weighed": {"weigh": True},
+    "master weights": {"master_weights": True},
+    "validated after": {"schedule": "zb-h2", "how": {"validated": "after", "max_norm": 0.5}},
+}
+
+
+def trained(device: str, folder: str, *, how: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
+    """Train, evaluate, save and load on a device; return all numbers on the host."""
+    from drumline.pipeline.pipeline import Pipeline
+    from torch_models import data, mlp
+
+    kind = torch.bfloat16 if "master_weights" in settings else torch.float32
+    settings = {"loss_fn": functional.mse_loss, "num_microbatches": 4, "num_ranks": 2, **settings}
+    found: dict[str, Any] = {}
+    with Pipeline(mlp(4, dropout=0.2).to(kind), device=device, transport="in-process", **settings) as pipe:
+        optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.01, **(how or {}))
+        assert pipe.device.type == device
+        for step in range(3):
+            batch, target = (one.to(device, kind) for one in data(8, seed=step))
+            found[f"loss {step}"] = pipe.step(batch, target=target).loss
+            if how is None:
+                found[f"norm {step}"] = pipe.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        found["output"] = pipe.eval_step(batch).output
+        pipe.save(folder, wait=True)
+        pipe.load(folder)
+        pipe.timeline()
+        found |= dict(pipe.named_parameters())
+        assert all(one.device.type == device for one in pipe.parameters())
+        return {name: one.detach().cpu() for name, one in found.items()}
+
+
+def trained_by_settings(device: str, folder: str) -> dict[str, Any]:
+    """Run what `drumline train` runs on every rank; return its losses, norms and evaluations."""
+    from drumline.train.config.settings import (
+        BatchSettings,
+        DataSettings,
+        EvaluationSettings,
+        ModelSettings,
+        PipelineSettings,
+        RunSettings,
+        TrainSettings,
+    )
+    from drumline.train.loop.run import run_training
+
+    settings = TrainSettings(
+        model=ModelSettings(kind="mlp", num_layers=4, hidden=8),
+        data=DataSettings(kind="points"),
+        batch=BatchSettings(sequences=8, microbatch=2),
+        pipeline=PipelineSettings(schedule="zb-h1", transport="in-process", device=device),
+        evaluation=EvaluationSettings(every=2, batches=1),
+        run=RunSettings(steps=3, out=f"{folder}/run", threads=1),
+    )
+    made = run_training(settings, tell=lambda _: None)
+    numbers = {"losses": made.losses, "norms": made.grad_norms, "held out": [one.loss for one in made.evaluations]}
+    return {name: torch.tensor(each) for name, each in numbers.items()}
+
+
+def main() -> None:
+    """Compare the device with the host, to the last bit."""
+    kept = register()
+    assert torch.accelerator.current_accelerator() == torch.device(NAME)
+    forbid_cuda()
+    runs = {name: partial(trained, **settings) for name, settings in CASES.items()}
+    for name, run_on in {**runs, "drumline train": trained_by_settings}.items():
+        with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+            host, device = run_on("cpu", one), run_on(NAME, other)
+        assert host.keys() == device.keys()
+        different = [key for key in host if not torch.equal(host[key], device[key])]
+        assert not different, (name, different)
+        print(name, len(host), "equal")
+    print(len(CALLED), "operators ran on", torch.accelerator.current_accelerator())
+    del kept
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Nothing asks for CUDA by name: the same code trains on any accelerator that PyTorch knows."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+ROOM = TESTS.parent / "src" / "drumline"
+MAY_NAME_IT = {
+    "runtime/capture/cuda.py": "CUDA graphs and events, which have no general form",
+    "runtime/capture/facts.py": "facts that are known of CUDA alone",
+    "runtime/loss/terms.py": "a list of a tensor's methods, `cpu` and `cuda` among them",
+}
+
+
+def named(source: str) -> Iterator[str]:
+    """Yield where a module names CUDA: as `torch.cuda`, in an import, or as a device's type."""
+    for node in ast.walk(ast.parse(source)):
+        text = ast.unparse(node) if isinstance(node, ast.expr | ast.stmt) else ""
+        is_import = isinstance(node, ast.Import | ast.ImportFrom)
+        if (
+            (isinstance(node, ast.Attribute) and node.attr == "cuda")
+            or (is_import and "torch.cuda" in text.replace(" import ", "."))
+            or (isinstance(node, ast.Constant) and re.fullmatch(r"cuda(:\d*)?", str(node.value)))
+            or (isinstance(node, ast.JoinedStr) and "cuda:" in text)
+        ):
+            yield f"line {getattr(node, 'lineno', 0)}: {text}"
+
+
+def test_no_module_but_those_of_cuda_names_it() -> None:
+    files = {path.relative_to(ROOM).as_posix(): list(named(path.read_text("utf-8"))) for path in ROOM.rglob("*.py")}
+    assert {name for name, found in files.items() if found} == set(MAY_NAME_IT), files
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.cuda.synchronize()",
+        "from torch import cuda",
+        "import torch.cuda.nccl",
+        'x.to("cuda")',
+        'torch.device("cuda:0")',
+        'torch.device(f"cuda:{rank}")',
+        "x.cuda()",
+        'if device.type == "cuda": pass',
+    ],
+)
+def test_the_search_finds_every_way_to_name_it(line: str) -> None:
+    assert list(named(line))
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_another_accelerator_trains_to_the_same_bits_as_the_host() -> None:
+    env = {**os.environ, "PYTHONPATH": f"{ROOM.parent}:{TESTS}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(TESTS / "imagined_device.py")]
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    lines = ran.stdout.splitlines()
+    assert [line.rsplit(maxsplit=2)[0] for line in lines[:-1]] == [
+        "1f1b",
+        "split backward",
+        "two copies",
+        "recomputed",
+        "weighed",
+        "master weights",
+        "validated after",
+        "drumline train",
+    ]
+    assert lines[-1].endswith("operators ran on imagined")

@@ -1,0 +1,120 @@
+"""`optimizer.validated = "after"`: a run that does not wait before its updates is the same run to the last bit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from drumline.core.errors import ConfigError
+from drumline.pipeline.pipeline import Pipeline
+from drumline.pipeline.state.validated import Validation
+from drumline.train.config.read import read_settings
+from drumline.train.config.settings import (
+    BatchSettings,
+    CheckpointSettings,
+    EvaluationSettings,
+    OptimizerSettings,
+    PrecisionSettings,
+    RunSettings,
+)
+from drumline.train.dry.run import dry_run
+from drumline.train.loop.evaluate import Evaluation
+from drumline.train.loop.optimizers import Optimizers
+from drumline.train.loop.progress import Update
+from drumline.train.loop.stopping import Skipped
+from some import some
+from stand_in_run import PARTS, arguments, batch, gpt
+from train.test_skipping import BAD, MUON, ROWS, left_out, saved, settings_for, trained
+
+pytestmark = pytest.mark.torch
+
+AFTER = OptimizerSettings(lr=1e-2, groups=(MUON,), validated="after", clip_norm=0.3)
+
+
+def ahead() -> Any:
+    """Let ranks of one process update although their own norms speak against it, as if others had the large ones."""
+    return mock.patch.object(Validation, "_may_stand", return_value=True)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """Return what the run folder has of every step, without times and bytes."""
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    kept = ("step", "loss_metrics/global_avg_loss", "grad_norm", "train/step", "train/loss", "lr", "n_tokens_seen")
+    return [{key: one.get(key) for key in kept} for one in found]
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"batch": BatchSettings(sequences=2 * ROWS, microbatch=2, sequence=1, accumulate=2)},
+        {"checkpoint": CheckpointSettings(every=2), "evaluation": EvaluationSettings(every=3)},
+    ],
+    ids=["accumulated", "paused"],
+)
+def test_a_clipped_run_is_the_same_in_all_that_it_tells_and_saves(tmp_path: Path, tables: dict[str, Any]) -> None:
+    results = []
+    for validated in ("before", "after"):
+        told: list[Any] = []
+        folder = tmp_path / validated
+        given = settings_for(folder, optimizer=replace(AFTER, validated=validated), **tables)
+        with ahead():
+            found = trained(given, {}, told.append)
+        updates = [(one.step, one.loss, one.lr, one.grad_norm) for one in told if isinstance(one, Update)]
+        order = [(type(one), one.step) for one in told if isinstance(one, Update | Evaluation)]
+        counts = found.num_tokens, found.num_skipped
+        results.append([found.losses, found.grad_norms, counts, updates, order, lines(folder), saved(folder)])
+    *plain, wanted = results[0]
+    *ours, state = results[1]
+    assert ours == plain
+    assert max(ours[1]) > AFTER.clip_norm > 0
+    for name, one in some(state.items()):
+        assert torch.equal(one, wanted[name]), name
+
+
+@pytest.mark.parametrize("precision", [PrecisionSettings(), PrecisionSettings(weights="bf16", master_weights=True)])
+def test_an_update_with_a_nan_is_left_out_and_told_of(tmp_path: Path, precision: PrecisionSettings) -> None:
+    told: list[Any] = []
+    given = settings_for(tmp_path / "nan", optimizer=replace(AFTER, clip_norm=1e3), precision=precision)
+    with ahead():
+        found = trained(given, {BAD: "target"}, told.append)
+    assert found.num_skipped == 1
+    assert [one.step for one in told if isinstance(one, Skipped)] == [BAD + 1]
+    waits = replace(given, optimizer=replace(given.optimizer, validated="before"))
+    wanted = left_out(replace(waits, run=RunSettings(steps=5, out=str(tmp_path / "plain"))), BAD)
+    state = saved(tmp_path / "nan")
+    for name, one in some(wanted.items()):
+        if not name.startswith("random"):
+            assert torch.equal(one, state[name]), name
+
+
+def test_a_dry_run_counts_the_copies() -> None:
+    small = {"model.num_layers": 2, "model.hidden": 16, "model.num_heads": 2, "batch.sequence": 8}
+    small |= {"batch.microbatch": 2, "batch.sequences": 8, "pipeline.device": "cpu", "pipeline.check_model": False}
+    waits, runs = (read_settings(None, {**small, "optimizer.validated": one}) for one in ("before", "after"))
+    before, after = (sum(one.optimizer for one in dry_run(given, PARTS).forecast.ranks) for given in (waits, runs))
+    built = gpt(runs)
+    given = batch(runs, built)
+    how = arguments(runs, built, given, Path()) | {"record": True, "transport": "in-process"}
+    with Pipeline(built.model, **how) as pipe:
+        optimizers = Optimizers(pipe, runs.optimizer)
+        for _ in range(2):
+            pipe.step(given.inputs["input"], target=given.target)
+            optimizers.step()
+            optimizers.zero_grad()
+        kept = sum(one.num_bytes for one in pipe._updates.validation._kept.values())
+    assert after - before == kept > before
+
+
+def test_what_cannot_be_validated_afterwards_is_refused_with_its_key() -> None:
+    cases = {"precision.compute": "fp16", "pipeline.capture": True, "mesh.tensor": 2}
+    for key, value in cases.items():
+        with pytest.raises(ConfigError, match=r'optimizer.validated.*is "after", and'):
+            read_settings(None, {"optimizer.validated": "after", key: value})
+    with pytest.raises(ConfigError, match='"before" or "after"'):
+        read_settings(None, {"optimizer.validated": "never"})
