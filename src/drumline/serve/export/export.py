@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from drumline.core.errors import ModelError, UsageError
+from drumline.core.errors import ModelError, UsageError, counted, nearest
 from drumline.plan.cut.cuts import Counts, ends_of
-from drumline.runtime.blocks.cut import counts_of
-from drumline.serve.export.balance import GAIN, best_cut, block_seconds, largest, rescaled
-from drumline.serve.export.chain import LENGTH, Chain, Example, chain_of, output_tensors
-from drumline.serve.export.onnx import run_onnx, seconds_of, write_onnx
-from drumline.serve.wire.manifest import BATCH, Dimensions, Manifest, Stage, digest_of
+from drumline.serve.export.balance import GAIN, best_cut, largest, rescaled
+from drumline.serve.export.chain import Chain, Example, chain_of
+from drumline.serve.export.whole import LENGTH, Whole, block_names, write_whole
+from drumline.serve.session import open_session
+from drumline.serve.wire.manifest import BATCH, Manifest, Stage, Tensor, digest_of
 from drumline.serve.wire.tensors import Array
 
 TOLERANCE = 1e-5
@@ -80,149 +80,196 @@ def export(
     """
     if num_stages < 1:
         raise UsageError(f"--stages is {num_stages}", expected="1 or more")
+    if rows < 1 or length < 1:
+        raise UsageError(f"{rows} rows of length {length}", expected="1 or more of each")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} is not empty", expected="a new folder", fix="choose another --out")
-    length = min(length, subject.most.get(LENGTH, length))
-    shorter = max(1, length // 2) if length > 1 else length
-    tell("tracing the model")
-    chain = chain_of(subject.model, subject.example, [(rows, length), (rows + 1, length), (rows, shorter)])
-    dimensions = _dimensions(chain, subject.most)
+    is_new = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=".part-", dir=out))
     try:
-        with torch.no_grad():
-            counts, seconds, blocks = _cut(chain, work, dimensions, num_stages, cuts, tell)
-            tell("comparing the graphs with PyTorch")
-            checked = check_chain(subject, chain, work / _named(counts), counts, [(1, length), (rows + 1, shorter)])
-        stages = _moved(chain, counts, seconds, work / _named(counts), out)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    made = Manifest(
-        model=subject.name,
-        inputs=chain.boundaries[0].tensors,
-        outputs=chain.boundaries[-1].tensors,
-        dimensions=dimensions,
-        stages=tuple(stages),
-        check=checked.to_json(),
-        measured={"rows": rows, "length": length, "threads": 1, "block_seconds": blocks},
-        versions=_versions(),
-    )
+        with tempfile.TemporaryDirectory(prefix=".part-", dir=out) as work:
+            return _export(subject, out, Path(work), num_stages, rows, length, cuts, tell)
+    except BaseException:
+        for one in out.iterdir():
+            shutil.rmtree(one, ignore_errors=True)
+        if is_new:
+            out.rmdir()
+        raise
+
+
+def _export(
+    subject: Subject,
+    out: Path,
+    work: Path,
+    num_stages: int,
+    rows: int,
+    length: int,
+    cuts: Sequence[str] | None,
+    tell: Callable[[str], None],
+) -> Manifest:
+    rows, length = max(rows, 2), max(min(length, subject.most.get(LENGTH, length)), 2)
+    sizes = [(rows, length), (rows + 1, length), (rows, length - 1 if length > 2 else length + 1)]
+    tell("writing the whole model as ONNX")
+    subject.model.eval()
+    changing = _changing(subject.example, sizes)
+    write_whole(subject.model, subject.example(*sizes[0]), changing, subject.most, work / "whole.onnx")
+    tell("finding the blocks")
+    chain = chain_of(work / "whole.onnx", block_names(subject.model), subject.example, sizes)
+    _check_rows(chain)
+    counts, stages, seconds = _cut(chain, work, num_stages, cuts, tell)
+    tell("comparing the stages with PyTorch")
+    checked = check_stages(subject, work, stages, [(1, length), (rows + 1, max(length // 2, 1)), sizes[0]])
     if checked.relative > TOLERANCE:
-        shutil.rmtree(out)
         raise ModelError(
             f"the exported stages differ from PyTorch by {checked.relative:.3g} of the largest output",
             expected=f"{TOLERANCE:g} or less",
-            fix="export in float32 and in eval mode, or report the model: nothing was written",
+            fix="export weights in float32; nothing was written",
         )
+    made = Manifest(
+        model=subject.name,
+        inputs=stages[0].inputs,
+        outputs=stages[-1].outputs,
+        dimensions=_dimensions(chain, subject.most),
+        stages=tuple(_moved(one, work, out) for one in stages),
+        check=checked.to_json(),
+        measured={"rows": rows, "length": length, "threads": 1, "block_seconds": seconds},
+        versions=_versions(),
+    )
     made.save(out)
     return made
 
 
+def _changing(example: Example, sizes: Sequence[tuple[int, int]]) -> dict[str, dict[int, str]]:
+    """Return which dimensions of the inputs change with the rows, and which with the length."""
+    one, wide, long = ({name: tensor.shape for name, tensor in example(*size).items()} for size in sizes)
+    return {
+        name: {at: BATCH if wide[name][at] != size else LENGTH for at, size in enumerate(shape)
+               if wide[name][at] != size or long[name][at] != size}
+        for name, shape in one.items()
+    }  # fmt: skip
+
+
+def _check_rows(chain: Chain) -> None:
+    graph = chain.graph
+    for one in [*chain.boundary(0, 0), *chain.boundary(len(chain.blocks), 1)]:
+        shape = chain.described([one])[one.name].shape
+        if not shape or shape[0] != BATCH:
+            what = "input" if one.value in graph.inputs else "output"
+            raise ModelError(
+                f"{what} {one.value!r} has shape {list(shape)}: its first dimension is not that of the rows",
+                expected="a model whose outputs have a row for each row of its inputs",
+            )
+
+
 def _dimensions(chain: Chain, most: Mapping[str, int]) -> dict[str, tuple[int, int | None]]:
-    names = {one for tensor in chain.boundaries[0].tensors for one in tensor.shape if isinstance(one, str)}
-    odd = [one for tensor in chain.boundaries[-1].tensors for one in tensor.shape[:1] if one != BATCH]
-    if odd or not all(tensor.shape and tensor.shape[0] == BATCH for tensor in chain.boundaries[0].tensors):
-        raise ModelError(
-            "rows are not the first dimension of every input and output",
-            expected="a model whose outputs have a row for each row of its inputs",
-        )
+    tensors = chain.described(chain.boundary(0, 0)).values()
+    names = {one for tensor in tensors for one in tensor.shape if isinstance(one, str)}
     return {name: (1, most.get(name)) for name in sorted(names)}
+
+
+def _cut(
+    chain: Chain, work: Path, num_stages: int, cuts: Sequence[str] | None, tell: Callable[[str], None]
+) -> tuple[Counts, list[Stage], list[float]]:
+    """Return the blocks of each stage, the stages, whose graphs are written, and the blocks' seconds."""
+    if cuts is not None:
+        counts = _named_cut(chain.blocks, num_stages, cuts)
+        return counts, _written(chain, counts, work), []
+    best_cut([1.0] * len(chain.blocks), num_stages)  # raises before anything is timed
+    if num_stages == 1:
+        return (len(chain.blocks),), _written(chain, (len(chain.blocks),), work), []
+    blocks = []
+    for at, name in enumerate(chain.blocks):
+        tell(f"timing block {name}")
+        path = work / f"block{at}" / "model.onnx"
+        chain.write(at, at + 1, 0, path)
+        blocks.append(chain.seconds(at, 0, path))
+        shutil.rmtree(path.parent)
+    counts = best_cut(blocks, num_stages)
+    tried = {counts: _written(chain, counts, work)}
+    for _ in range(_ROUNDS):
+        best = min(tried, key=lambda one: _largest(tried[one]))
+        scaled = rescaled(blocks, best, [one.seconds for one in tried[best]])
+        better = best_cut(scaled, num_stages)
+        if better in tried or largest(scaled, better) > _largest(tried[best]) * (1 - GAIN):
+            break
+        tell(f"timing cut {_named(better)}")
+        tried[better] = _written(chain, better, work)
+    best = min(tried, key=lambda one: _largest(tried[one]))
+    return best, tried[best], blocks
+
+
+def _largest(stages: Sequence[Stage]) -> float:
+    return max(one.seconds for one in stages)
 
 
 def _named(counts: Counts) -> str:
     return "-".join(map(str, counts))
 
 
-def _cut(
-    chain: Chain,
-    work: Path,
-    dimensions: Dimensions,
-    num_stages: int,
-    cuts: Sequence[str] | None,
-    tell: Callable[[str], None],
-) -> tuple[Counts, list[float], list[float]]:
-    """Return the blocks of each stage, the stages' seconds and the blocks'; the stages' graphs are written."""
-    if cuts is not None or num_stages == 1:
-        counts = tuple(counts_of(chain.blocks, num_stages, cuts)) if cuts is not None else (len(chain.blocks),)
-        return counts, _written(chain, counts, work, dimensions, tell), []
-    best_cut([1.0] * len(chain.blocks), num_stages)  # raises before anything is timed
-    blocks = block_seconds(chain, work, dimensions, tell)
-    counts = best_cut(blocks, num_stages)
-    tried = {counts: _written(chain, counts, work, dimensions, tell)}
-    for _ in range(_ROUNDS):
-        best = min(tried, key=lambda one: max(tried[one]))
-        scaled = rescaled(blocks, best, tried[best])
-        better = best_cut(scaled, num_stages)
-        if better in tried or largest(scaled, better) > max(tried[best]) * (1 - GAIN):
-            break
-        tried[better] = _written(chain, better, work, dimensions, tell)
-    best = min(tried, key=lambda one: max(tried[one]))
-    return best, tried[best], blocks
+def _named_cut(blocks: Sequence[str], num_stages: int, cuts: Sequence[str]) -> Counts:
+    """Return the blocks of each stage where the first block of every stage but the first is named."""
+    for one in cuts:
+        if one not in blocks[1:]:
+            raise UsageError(f"--cuts names block {one!r}", fix=nearest(one, blocks[1:]))
+    starts = [blocks.index(one) for one in cuts]
+    if len(starts) != num_stages - 1 or starts != sorted(set(starts)):
+        names = counted(num_stages - 1, "block")
+        raise UsageError(f"--cuts is {','.join(cuts)}", expected=f"{names} in the model's order, for {num_stages} stages")
+    return tuple(end - first for first, end in pairwise([0, *starts, len(blocks)]))
 
 
-def _written(
-    chain: Chain, counts: Counts, work: Path, dimensions: Dimensions, tell: Callable[[str], None]
-) -> list[float]:
-    """Write the stages of a cut, and return their seconds."""
+def _written(chain: Chain, counts: Counts, work: Path) -> list[Stage]:
+    """Write the stages of a cut and time them; files are relative to the folder of work, without checksums yet."""
     found = []
     for number, (first, end) in enumerate(pairwise(ends_of(counts))):
-        tell(f"writing stage {number} of cut {_named(counts)}")
         path = work / _named(counts) / f"stage{number}" / "model.onnx"
-        before, behind = chain.boundaries[first], chain.boundaries[end]
-        write_onnx(chain.stage(first, end), before, behind, path, dimensions)
-        found.append(seconds_of(path, before))
+        inputs, outputs = chain.write(first, end, number, path)
+        seconds = chain.seconds(first, number, path)
+        place = path.relative_to(work).as_posix()
+        found.append(Stage(place, {}, tuple(inputs), tuple(outputs), chain.blocks[first:end], seconds))
     return found
 
 
-def check_chain(
-    subject: Subject, chain: Chain, folder: Path, counts: Counts, sizes: Sequence[tuple[int, int]]
+def check_stages(
+    subject: Subject, folder: Path, stages: Sequence[Stage], sizes: Sequence[tuple[int, int]]
 ) -> Checked:
-    """Return how far the graphs, one after the other, are from the whole model in PyTorch, at several sizes."""
+    """Return how far the stages, one after the other, are from the whole model in PyTorch, at several sizes."""
     difference = value = 0.0
+    sessions = [open_session(folder / one.file) for one in stages]
     for size in sizes:
         inputs = subject.example(*size)
         wanted = plain_outputs(subject.model, inputs)
-        given: list[Array] = [one.numpy() for one in inputs.values()]
-        for number, first in enumerate(ends_of(counts)[:-1]):
-            names = [one.name for one in chain.boundaries[first].tensors]
-            given = run_onnx(folder / f"stage{number}" / "model.onnx", given, names)
-        for made, right in zip(given, wanted, strict=True):
+        given: dict[str, Array] = {name: one.numpy() for name, one in inputs.items()}
+        for stage, session in zip(stages, sessions, strict=True):
+            names = [one.name for one in stage.outputs]
+            given = dict(zip(names, session.run(names, _known(given, stage.inputs)), strict=True))
+        for made, right in zip(given.values(), wanted, strict=True):
             if made.shape != right.shape:
-                raise ModelError(f"the graphs return the shape {made.shape} and PyTorch {right.shape}")
-            if right.dtype.kind == "f" and right.size:
-                difference = max(difference, float(np.abs(made - right).max()))
-                value = max(value, float(np.abs(right).max()))
+                raise ModelError(f"the stages return the shape {made.shape}, and PyTorch {right.shape}")
+            difference = max(difference, float(np.abs(made.astype(np.float64) - right).max(initial=0.0)))
+            value = max(value, float(np.abs(right.astype(np.float64)).max(initial=0.0)))
     if not np.isfinite(difference):
         raise ModelError("the exported stages return values that are not finite", expected="finite outputs")
     return Checked(tuple(sizes), difference, value)
 
 
+def _known(given: Mapping[str, Array], wanted: Sequence[Tensor]) -> dict[str, Array]:
+    return {one.name: given[one.name] for one in wanted}
+
+
 def plain_outputs(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[Array]:
     """Return what PyTorch computes."""
     with torch.no_grad():
-        chain = isinstance(model, nn.Sequential)
-        made = model.eval()(*inputs.values()) if chain else model.eval()(**inputs)
-    return [one.numpy() for one in output_tensors(made)]
+        return [one.numpy() for one in Whole(model, list(inputs)).eval()(*inputs.values())]
 
 
-def _moved(chain: Chain, counts: Counts, seconds: Sequence[float], source: Path, out: Path) -> list[Stage]:
-    """Move the graphs of the chosen cut to their place, and describe them."""
-    found = []
-    for number, (first, end) in enumerate(pairwise(ends_of(counts))):
-        place = out / f"stage{number}"
-        (source / place.name).rename(place)
-        files = {f"{place.name}/{one.name}": digest_of(one) for one in sorted(place.iterdir())}
-        found.append(
-            Stage(
-                f"{place.name}/model.onnx",
-                files,
-                chain.boundaries[first].tensors,
-                chain.boundaries[end].tensors,
-                tuple(block.name for block in chain.blocks[first:end]),
-                seconds[number],
-            )
-        )
-    return found
+def _moved(stage: Stage, work: Path, out: Path) -> Stage:
+    """Move a stage's files to their place, and describe them."""
+    source = (work / stage.file).parent
+    place = out / source.name
+    source.rename(place)
+    files = {f"{place.name}/{one.name}": digest_of(one) for one in sorted(place.iterdir())}
+    return replace(stage, file=f"{place.name}/model.onnx", files=files)
 
 
 def _versions() -> dict[str, str]:
