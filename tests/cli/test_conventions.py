@@ -29,7 +29,7 @@ from some import some
 
 DOCS = Path(__file__).parents[2] / "docs"
 NEEDS_TORCH = ("demo", "verify")
-SERVES = ("explore", "watch", "completion", "demo", "train")  # what they give is no file
+SERVES = ("explore", "watch", "completion", "demo", "train", "export", "serve", "load")  # what they give is no file
 FORMATS = {".txt": "text", ".json": "json", ".svg": "svg", ".html": "html", ".csv": "csv", ".gz": "perfetto"}
 BEGINS = {".json": b"{", ".svg": b"<svg", ".html": b"<!doctype html>", ".csv": b"0F0,", ".gz": b"\x1f\x8b"}
 

@@ -168,7 +168,15 @@ def _passed_on(metadata: Any) -> list[tuple[str, str]]:
 
 
 async def run_stage(
-    folder: Path, number: int, address: str, following: str, *, tls: Tls = PLAIN, threads: int, limit: int, max_bytes: int
+    folder: Path,
+    number: int,
+    address: str,
+    following: str,
+    *,
+    tls: Tls = PLAIN,
+    threads: int,
+    limit: int,
+    max_bytes: int,
 ) -> None:
     """Serve a stage until told to stop; prints `ready` once it can compute."""
     manifest = read_manifest(folder)
@@ -195,7 +203,8 @@ async def run_stage(
 
 def _end_with_parent() -> None:
     """End this process when the one that started it does: its end of the pipe closes."""
-    sys.stdin.buffer.read()
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
     os._exit(0)
 
 

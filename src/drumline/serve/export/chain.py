@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-import numpy as np
 import onnx
 import torch
 from onnx import helper
@@ -84,7 +83,9 @@ def chain_of(path: Path, blocks: Sequence[str], example: Example, sizes: Sizes) 
     return Chain(graph, tuple(name for name, _ in starts), ends, tuple(examples))
 
 
-def _values(graph: Graph, path: Path, values: Sequence[str], inputs: Sequence[Mapping[str, torch.Tensor]]) -> list[Arrays]:
+def _values(
+    graph: Graph, path: Path, values: Sequence[str], inputs: Sequence[Mapping[str, torch.Tensor]]
+) -> list[Arrays]:
     """Return values inside a graph, run on several inputs."""
     inner = [one for one in values if one not in graph.inputs and one not in graph.outputs]
     whole = onnx.load(str(path), load_external_data=False)

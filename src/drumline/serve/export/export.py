@@ -214,7 +214,9 @@ def _named_cut(blocks: Sequence[str], num_stages: int, cuts: Sequence[str]) -> C
     starts = [blocks.index(one) for one in cuts]
     if len(starts) != num_stages - 1 or starts != sorted(set(starts)):
         names = counted(num_stages - 1, "block")
-        raise UsageError(f"--cuts is {','.join(cuts)}", expected=f"{names} in the model's order, for {num_stages} stages")
+        raise UsageError(
+            f"--cuts is {','.join(cuts)}", expected=f"{names} in the model's order, for {num_stages} stages"
+        )
     return tuple(end - first for first, end in pairwise([0, *starts, len(blocks)]))
 
 
@@ -230,9 +232,7 @@ def _written(chain: Chain, counts: Counts, work: Path) -> list[Stage]:
     return found
 
 
-def check_stages(
-    subject: Subject, folder: Path, stages: Sequence[Stage], sizes: Sequence[tuple[int, int]]
-) -> Checked:
+def check_stages(subject: Subject, folder: Path, stages: Sequence[Stage], sizes: Sequence[tuple[int, int]]) -> Checked:
     """Return how far the stages, one after the other, are from the whole model in PyTorch, at several sizes."""
     difference = value = 0.0
     sessions = [open_session(folder / one.file) for one in stages]
@@ -280,5 +280,3 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-

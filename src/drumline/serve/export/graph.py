@@ -81,7 +81,15 @@ class Graph:
         used |= set(self.outputs) if end == len(self.nodes) else set()
         return [one for name, one in self.weights.items() if name in used]
 
-    def write(self, first: int, end: int, taken: Sequence[Crossing], given: Sequence[Crossing], described: dict[str, Tensor], path: Path) -> None:
+    def write(
+        self,
+        first: int,
+        end: int,
+        taken: Sequence[Crossing],
+        given: Sequence[Crossing],
+        described: dict[str, Tensor],
+        path: Path,
+    ) -> None:
         """Write a stretch of nodes as a graph of its own; `described` has the tensors that cross, by name here."""
         names = {one.value: one.name for one in taken}
         nodes = [_renamed(node, names) for node in self.nodes[first:end]]

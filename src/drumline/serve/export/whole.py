@@ -71,7 +71,9 @@ def block_names(model: nn.Module) -> list[str]:
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-def write_whole(model: nn.Module, example: Inputs, changing: Mapping[str, Mapping[int, str]], most: Mapping[str, int], path: Path) -> None:
+def write_whole(
+    model: nn.Module, example: Inputs, changing: Mapping[str, Mapping[int, str]], most: Mapping[str, int], path: Path
+) -> None:
     """Write a model as one graph; `changing` names the dimensions of inputs that may change."""
     known = {name: torch.export.Dim(name, min=1, max=most.get(name)) for name in (BATCH, LENGTH)}
     shapes = tuple({at: known[name] for at, name in changing[one].items()} for one in example)

@@ -21,13 +21,44 @@ class Metrics:
 
     def __init__(self, num_stages: int) -> None:
         self.registry = made = CollectorRegistry()
-        self.requests = Counter("drumline_requests", "Requests by the status they were answered with", ["code"], registry=made)
-        self.latency = Histogram("drumline_request_seconds", "From a request's arrival to its answer", buckets=_BUCKETS, registry=made)
-        self.waiting = Histogram("drumline_request_queue_seconds", "From a request's arrival until its first rows are sent", buckets=_BUCKETS, registry=made)
-        self.pipe = Histogram("drumline_pipe_seconds", "From a microbatch's entry into the first stage until it leaves the last", buckets=_BUCKETS, registry=made)
-        self.stage_latency = Histogram("drumline_stage_seconds", "From a microbatch's arrival at a stage until it is computed", ["stage"], buckets=_BUCKETS, registry=made)
-        self.stage_compute = Histogram("drumline_stage_compute_seconds", "What a stage computed for a microbatch", ["stage"], buckets=_BUCKETS, registry=made)
-        self.rows = Histogram("drumline_microbatch_rows", "Rows of a microbatch", buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256), registry=made)
+        self.requests = Counter(
+            "drumline_requests", "Requests by the status they were answered with", ["code"], registry=made
+        )
+        self.latency = Histogram(
+            "drumline_request_seconds", "From a request's arrival to its answer", buckets=_BUCKETS, registry=made
+        )
+        self.waiting = Histogram(
+            "drumline_request_queue_seconds",
+            "From a request's arrival until its first rows are sent",
+            buckets=_BUCKETS,
+            registry=made,
+        )
+        self.pipe = Histogram(
+            "drumline_pipe_seconds",
+            "From a microbatch's entry into the first stage until it leaves the last",
+            buckets=_BUCKETS,
+            registry=made,
+        )
+        self.stage_latency = Histogram(
+            "drumline_stage_seconds",
+            "From a microbatch's arrival at a stage until it is computed",
+            ["stage"],
+            buckets=_BUCKETS,
+            registry=made,
+        )
+        self.stage_compute = Histogram(
+            "drumline_stage_compute_seconds",
+            "What a stage computed for a microbatch",
+            ["stage"],
+            buckets=_BUCKETS,
+            registry=made,
+        )
+        self.rows = Histogram(
+            "drumline_microbatch_rows",
+            "Rows of a microbatch",
+            buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256),
+            registry=made,
+        )
         self.cuts = Gauge("drumline_microbatches_per_batch", "Microbatches of the last batch, as tuned", registry=made)
         self.window = Gauge("drumline_pipe_window", "Microbatches that may be in the pipe, as tuned", registry=made)
         self.retries = Counter("drumline_retries", "Microbatches that were sent again", registry=made)
@@ -35,9 +66,18 @@ class Metrics:
         self.queued = Gauge("drumline_queue_requests", "Requests that wait", registry=made)
         self.queued_bytes = Gauge("drumline_queue_bytes", "Bytes of requests that wait", registry=made)
         self.in_pipe = Gauge("drumline_pipe_microbatches", "Microbatches in the pipe", registry=made)
-        self.depth = Gauge("drumline_stage_queue_seconds", "How long the last microbatch waited at a stage", ["stage"], registry=made)
-        bubble = Gauge("drumline_bubble", f"Idle share of all stages over the last {_SECONDS_BACK:g} seconds", registry=made)
-        idle = Gauge("drumline_stage_idle", f"Idle share of a stage over the last {_SECONDS_BACK:g} seconds", ["stage"], registry=made)
+        self.depth = Gauge(
+            "drumline_stage_queue_seconds", "How long the last microbatch waited at a stage", ["stage"], registry=made
+        )
+        bubble = Gauge(
+            "drumline_bubble", f"Idle share of all stages over the last {_SECONDS_BACK:g} seconds", registry=made
+        )
+        idle = Gauge(
+            "drumline_stage_idle",
+            f"Idle share of a stage over the last {_SECONDS_BACK:g} seconds",
+            ["stage"],
+            registry=made,
+        )
         self.busy = [Busy() for _ in range(num_stages)]
         bubble.set_function(lambda: sum(one.idle() for one in self.busy) / num_stages)
         for number, one in enumerate(self.busy):
@@ -98,5 +138,3 @@ class Busy:
             since = self._forget(now)
             computed = sum(end - max(start, since) for start, end in self._spans)
         return max(0.0, 1.0 - computed / (now - since)) if now > since else 1.0
-
-

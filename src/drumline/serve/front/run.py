@@ -127,9 +127,7 @@ def _pipe(
     settings: Settings, manifest: Manifest, channel: Any, stages: Stages, metrics: Metrics, record: LoadRecord | None
 ) -> Pipe:
     queue = Queue(max_requests=settings.max_requests, max_bytes=settings.max_queue_bytes)
-    tuner = Tuner(
-        len(manifest.stages), settings.budget, settings.rules.max_batch, settings.rows, settings.window
-    )
+    tuner = Tuner(len(manifest.stages), settings.budget, settings.rules.max_batch, settings.rows, settings.window)
     seen = None if record is None else lambda microbatch, times: record.add(times, microbatch.rows)
     infer = stub(channel, "ModelInfer", raw=True)
     return Pipe(infer, queue, tuner, metrics, rules=settings.rules, is_back=stages.back, seen=seen)

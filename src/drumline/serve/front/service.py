@@ -28,7 +28,15 @@ class FrontService:
     """Answers clients: state, metadata, inference."""
 
     def __init__(
-        self, manifest: Manifest, pipe: Pipe, stages: Stages, metrics: Metrics, log: Log, *, max_rows: int, timeout: float
+        self,
+        manifest: Manifest,
+        pipe: Pipe,
+        stages: Stages,
+        metrics: Metrics,
+        log: Log,
+        *,
+        max_rows: int,
+        timeout: float,
     ) -> None:
         self._manifest, self._pipe, self._stages = manifest, pipe, stages
         self._metrics, self._log = metrics, log
@@ -83,8 +91,8 @@ class FrontService:
         return message("ServerMetadataResponse")(name="drumline", version=VERSION, extensions=[])
 
     async def model_metadata(self, request: Any, context: Any) -> Any:
-        """Describe the model's inputs and outputs."""
-        await self._check_model(request.name, request.version, context)
+        """Describe the model's inputs and outputs; without a name those of the only model."""
+        await self._check_model(request.name or self._manifest.model, request.version, context)
         made = message("ModelMetadataResponse")(name=self._manifest.model, versions=[VERSION], platform="onnx_pipeline")
         for which in ("inputs", "outputs"):
             for one in getattr(self._manifest, which):
@@ -124,9 +132,13 @@ class FrontService:
 
     async def _infer(self, request: Any, context: Any, name: str) -> Any:
         if request.model_name != self._manifest.model:
-            raise Failed(_Code.NOT_FOUND, f"unknown model {request.model_name[:80]!r}; expected {self._manifest.model!r}")
+            raise Failed(
+                _Code.NOT_FOUND, f"unknown model {request.model_name[:80]!r}; expected {self._manifest.model!r}"
+            )
         if request.model_version not in ("", VERSION):
-            raise Failed(_Code.NOT_FOUND, f"unknown version {request.model_version[:80]!r}; expected {VERSION!r} or none")
+            raise Failed(
+                _Code.NOT_FOUND, f"unknown version {request.model_version[:80]!r}; expected {VERSION!r} or none"
+            )
         if self.is_draining:
             raise Failed(_Code.UNAVAILABLE, "the service is stopping")
         inputs = read_inputs(request, self._manifest.inputs, self._dimensions)

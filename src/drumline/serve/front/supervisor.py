@@ -92,7 +92,9 @@ class LocalStages(Stages):
             if self._stopping:
                 return
             if not self._has_run[number]:
-                raise LaunchError(f"stage {number} ended with code {code} before it was ready", fix="see its error above")
+                raise LaunchError(
+                    f"stage {number} ended with code {code} before it was ready", fix="see its error above"
+                )
             self._log("stage ended", level="error", stage=number, code=code)
             self._metrics.restarts.labels(str(number)).inc()
             quick = time.monotonic() - began < _QUICK_END
