@@ -11,6 +11,7 @@ import json
 import uuid
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -80,7 +81,7 @@ class LoadRecord:
     def _write(self, taken: list[list[Times]], rows: int) -> None:
         """Write a step; one whose microbatches overtook each other fits no program and is left out."""
         columns = [[one[stage] for one in taken] for stage in range(self._stages)]
-        if any(a.end > b.start for column in columns for a, b in zip(column, column[1:], strict=False)):
+        if any(a.end > b.start for column in columns for a, b in pairwise(column)):
             return
         records = [self._record(rank, column, taken) for rank, column in enumerate(columns)]
         seconds = (max(one.end_ns for one in records) - min(one.begin_ns for one in records)) * 1e-9
