@@ -116,7 +116,7 @@ def _export(
     tell("finding the blocks")
     chain = chain_of(work / "whole.onnx", block_names(subject.model), subject.example, sizes)
     _check_rows(chain)
-    counts, stages, seconds = _cut(chain, work, num_stages, cuts, tell)
+    stages, seconds = _cut(chain, work, num_stages, cuts, tell)
     tell("comparing the stages with PyTorch")
     checked = check_stages(subject, work, stages, [(1, length), (rows + 1, max(length // 2, 1)), sizes[0]])
     if checked.relative > TOLERANCE:
@@ -169,14 +169,14 @@ def _dimensions(chain: Chain, most: Mapping[str, int]) -> dict[str, tuple[int, i
 
 def _cut(
     chain: Chain, work: Path, num_stages: int, cuts: Sequence[str] | None, tell: Callable[[str], None]
-) -> tuple[Counts, list[Stage], list[float]]:
-    """Return the blocks of each stage, the stages, whose graphs are written, and the blocks' seconds."""
+) -> tuple[list[Stage], list[float]]:
+    """Return the stages, whose graphs are written, and the blocks' seconds."""
     if cuts is not None:
         counts = _named_cut(chain.blocks, num_stages, cuts)
-        return counts, _written(chain, counts, work), []
+        return _written(chain, counts, work), []
     best_cut([1.0] * len(chain.blocks), num_stages)  # raises before anything is timed
     if num_stages == 1:
-        return (len(chain.blocks),), _written(chain, (len(chain.blocks),), work), []
+        return _written(chain, (len(chain.blocks),), work), []
     blocks = []
     for at, name in enumerate(chain.blocks):
         tell(f"timing block {name}")
@@ -194,8 +194,7 @@ def _cut(
             break
         tell(f"timing cut {_named(better)}")
         tried[better] = _written(chain, better, work)
-    best = min(tried, key=lambda one: _largest(tried[one]))
-    return best, tried[best], blocks
+    return min(tried.values(), key=_largest), blocks
 
 
 def _largest(stages: Sequence[Stage]) -> float:

@@ -83,7 +83,7 @@ class FrontService:
 
     async def model_ready(self, request: Any, context: Any) -> Any:
         """Say the same of a model by its name."""
-        await self._check_model(request.name, request.version, context)
+        await self._asked(request.name, request.version, context)
         return message("ModelReadyResponse")(ready=self.is_ready)
 
     async def metadata(self, request: Any, context: Any) -> Any:
@@ -92,18 +92,25 @@ class FrontService:
 
     async def model_metadata(self, request: Any, context: Any) -> Any:
         """Describe the model's inputs and outputs; without a name those of the only model."""
-        await self._check_model(request.name or self._manifest.model, request.version, context)
+        await self._asked(request.name or self._manifest.model, request.version, context)
         made = message("ModelMetadataResponse")(name=self._manifest.model, versions=[VERSION], platform="onnx_pipeline")
         for which in ("inputs", "outputs"):
             for one in getattr(self._manifest, which):
                 getattr(made, which).add(name=one.name, datatype=one.datatype, shape=one.open_shape())
         return made
 
-    async def _check_model(self, name: str, version: str, context: Any) -> None:
+    def _check_model(self, name: str, version: str) -> None:
         if name != self._manifest.model:
-            await context.abort(_Code.NOT_FOUND, f"unknown model {name[:80]!r}; expected {self._manifest.model!r}")
+            raise Failed(_Code.NOT_FOUND, f"unknown model {name[:80]!r}; expected {self._manifest.model!r}")
         if version not in ("", VERSION):
-            await context.abort(_Code.NOT_FOUND, f"unknown version {version[:80]!r}; expected {VERSION!r} or none")
+            raise Failed(_Code.NOT_FOUND, f"unknown version {version[:80]!r}; expected {VERSION!r} or none")
+
+    async def _asked(self, name: str, version: str, context: Any) -> None:
+        """Answer a question about another model with NOT_FOUND."""
+        try:
+            self._check_model(name, version)
+        except Failed as error:
+            await context.abort(error.code, error.why)
 
     async def infer(self, request: Any, context: Any) -> Any:
         """Answer a request."""
@@ -131,14 +138,7 @@ class FrontService:
         raise AssertionError
 
     async def _infer(self, request: Any, context: Any, name: str) -> Any:
-        if request.model_name != self._manifest.model:
-            raise Failed(
-                _Code.NOT_FOUND, f"unknown model {request.model_name[:80]!r}; expected {self._manifest.model!r}"
-            )
-        if request.model_version not in ("", VERSION):
-            raise Failed(
-                _Code.NOT_FOUND, f"unknown version {request.model_version[:80]!r}; expected {VERSION!r} or none"
-            )
+        self._check_model(request.model_name, request.model_version)
         if self.is_draining:
             raise Failed(_Code.UNAVAILABLE, "the service is stopping")
         inputs = read_inputs(request, self._manifest.inputs, self._dimensions)
