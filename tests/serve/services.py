@@ -42,7 +42,10 @@ def write_served(folder: Path, *, num_stages: int = 2, width: int = WIDTH, repea
         nodes, value = [], first
         for at in range(repeat):
             made = last if at == repeat - 1 else f"t{at}"
-            nodes += [helper.make_node("MatMul", [value, "w"], [f"m{at}"]), helper.make_node("Tanh", [f"m{at}"], [made])]
+            nodes += [
+                helper.make_node("MatMul", [value, "w"], [f"m{at}"]),
+                helper.make_node("Tanh", [f"m{at}"], [made]),
+            ]
             value = made
         ends = [helper.make_tensor_value_info(one, TensorProto.FLOAT, ["batch", width]) for one in (first, last)]
         graph = helper.make_graph(nodes, "stage", [ends[0]], [ends[1]], [numpy_helper.from_array(weight, "w")])
@@ -114,7 +117,9 @@ def serving(folder: Path, **settings: Any) -> Iterator[Running]:
 
 
 def channel_to(address: str) -> Any:
-    return grpc.insecure_channel(address, options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)])
+    return grpc.insecure_channel(
+        address, options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+    )
 
 
 def request_of(arrays: Arrays, name: str = "", model: str = "tanh") -> Any:

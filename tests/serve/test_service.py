@@ -13,10 +13,10 @@ import pytest
 import tritonclient.grpc as triton
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from services import WIDTH, Running, channel_to, expected, inferred, request_of, rows_of, status_of, together
 
 from drumline.serve.wire.protocol import SERVICE, InferRequest, message, stub
 from drumline.serve.wire.tensors import read_outputs
-from services import WIDTH, Running, channel_to, expected, inferred, request_of, rows_of, status_of, together
 from some import some
 
 pytestmark = pytest.mark.slow
@@ -118,7 +118,10 @@ def test_other_models_and_versions_are_not_found(running: Running) -> None:
     with channel_to(running.address) as channel:
         infer, about = stub(channel, "ModelInfer"), stub(channel, "ModelMetadata")
         asked = message("ModelMetadataRequest")(name="tanh", version="7")
-        calls = [lambda: infer(request_of({"x": rows_of(1)}, model="other"), timeout=30), lambda: about(asked, timeout=30)]
+        calls = [
+            lambda: infer(request_of({"x": rows_of(1)}, model="other"), timeout=30),
+            lambda: about(asked, timeout=30),
+        ]
         for call in calls:
             assert status_of(call)[0] is grpc.StatusCode.NOT_FOUND
 

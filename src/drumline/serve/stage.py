@@ -137,7 +137,8 @@ class StageService:
         put_inputs(further, made)
         del arrays, made
         sent = time.monotonic_ns()
-        call = self._next(further.SerializeToString(), timeout=context.time_remaining())
+        # A stage that is being started again is waited for, as long as anybody waits for the answer.
+        call = self._next(further.SerializeToString(), timeout=context.time_remaining(), wait_for_ready=True)
         times = ((TIMES, str(Times(self.number, arrived, start, end, sent, *sizes))),)
         try:
             answer = await call
