@@ -5,6 +5,7 @@ Each comes on the CPU, in float32 and eval mode, with a function that makes inpu
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from drumline.pipeline.saving.loader import Checkpoint
 from drumline.train.config.functions import is_function
 from drumline.train.config.names import safe_name
 from drumline.train.config.read import read_settings
-from drumline.train.config.settings import BatchSettings, ModelSettings, TrainSettings
+from drumline.train.config.settings import BatchSettings, DataSettings, ModelSettings, TrainSettings
 from drumline.train.config.write import KEPT
 from drumline.train.loop.checkpoints import checkpoints_of
 from drumline.train.models.build import build_model
@@ -59,7 +60,9 @@ def finished_model(source: str, *, seed: int = 0) -> Finished:
     if (path / "config.json").is_file() or (path.suffix == ".json" and path.is_file()):
         longest = _longest(source)
         settings = TrainSettings(
-            model=ModelSettings(kind="hf", path=source), batch=BatchSettings(sequence=min(longest or 256, 256))
+            model=ModelSettings(kind="hf", path=source),
+            data=DataSettings(kind="tokens"),  # no tokenizer is needed
+            batch=BatchSettings(sequence=min(longest or 256, 256)),
         )
         return _of_settings(settings, path.stem if path.suffix else path.resolve().name)
     if path.is_dir() and checkpoints_of(path):
@@ -163,11 +166,15 @@ def _of_function(source: str, seed: int) -> Finished:
             f"{source} returned {type(made).__name__}", expected="(model, example), or (model, loss_fn, batch, target)"
         )
     model, example = made[0], made[1] if len(made) == 2 else made[2]
-    named = dict(example) if isinstance(example, Mapping) else {"input": example}
+    named = dict(example) if isinstance(example, Mapping) else {_first_argument(model): example}
     if not named or not all(isinstance(one, Tensor) and one.dim() for one in named.values()):
         raise UsageError(f"{source} returned no example of inputs", expected="a tensor, or tensors by argument name")
     name = safe_name(source.rpartition(":")[2])
     return Finished(name, model.float().eval(), _resizing(named), {})
+
+
+def _first_argument(model: nn.Module) -> str:
+    return next(iter(inspect.signature(model.forward).parameters), "input")
 
 
 def _resizing(named: Mapping[str, Tensor]) -> Callable[[int, int], dict[str, Tensor]]:

@@ -192,7 +192,7 @@ class Pipe:
         computed = [(one.end - one.start) * _NANO for one in times]
         for one in microbatch.slices:
             one.ticket.compute = max(one.ticket.compute, sum(computed))
-            one.ticket.pipe = max(one.ticket.pipe, seconds)
+            one.ticket.pipe = max(one.ticket.pipe, (times[-1].end - times[0].arrived) * _NANO if times else seconds)
         if len(times) != self._tuner.num_stages:
             return
         queued = sum(one.start - one.arrived for one in times) * _NANO

@@ -56,7 +56,7 @@ class Ticket:
         self.answer: asyncio.Future[Arrays] = loop.create_future()
         self.began = 0.0  # when its first rows were sent
         self.compute = 0.0  # seconds of stages, of the microbatch that took longest
-        self.pipe = 0.0
+        self.pipe = 0.0  # seconds from entering the first stage until leaving the last, of the slowest microbatch
         self._outputs: Arrays = {}
 
     @property
