@@ -91,6 +91,7 @@ bench: $(VENV)/full.stamp
 	$(BIN)/python benchmarks/saving.py --json out/saving.json
 	$(BIN)/python benchmarks/soak.py --json out/soak.json
 	$(BIN)/python benchmarks/meshes.py --json out/meshes.json
+	$(BIN)/python benchmarks/serve.py --json out/serve.json
 	$(BIN)/python benchmarks/planted.py --json out/planted.json
 
 # The API reference imports what it describes, PyTorch included.

@@ -80,6 +80,12 @@ def test_a_trained_model_is_exported_served_and_answers_tritons_client(
             found = client.infer("tale", [given]).as_numpy("output")
             (right,) = plain_outputs(model, {"tokens": tokens})
             assert np.abs(found - right).max() <= TOLERANCE * np.abs(right).max()
+        command = ["load", running.address, "--concurrency", "2", "--rate", "20", "--seconds", "0.3", "--rows", "1-3"]
+        command += ["--integers-below", "257", "--length", "8", "--out", "load.svg", "--out", "load.html", "--json"]
+        assert main(command) == 0
+        loads = json.loads(capsys.readouterr().out)["loads"]
+        assert [(one["concurrency"], one["rate"], one["errors"]) for one in loads] == [(2, None, {}), (None, 20.0, {})]
+        assert Path("load.svg").read_text().startswith("<svg")
         long = torch.zeros(1, 33, dtype=torch.int64)
         given = triton.InferInput("tokens", long.shape, "INT64").set_data_from_numpy(long.numpy())
         with pytest.raises(triton.InferenceServerException, match="'tokens' has length 33 in dimension 1"):

@@ -21,12 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add, whole, number = parser.add_argument, flags.whole_number, flags.number
     add("url", metavar="URL", help="where the service listens, like 127.0.0.1:8001")
-    add("--model", default="", metavar="NAME", help="the model to load (default: the only one there is)")
+    add("--model", metavar="NAME", help="the model to load (default: the only one there is)")
     many = "closed loop: requests under way at a time, one load after the other (default 1,2,4,8 without --rate)"
     add("--concurrency", type=_counts, metavar="N,...", help=many)
-    add(
-        "--rate", type=flags.numbers, default=(), metavar="R,...", help="open loop: requests a second, Poisson arrivals"
-    )
+    add("--rate", type=flags.numbers, metavar="R,...", help="open loop: requests a second, Poisson arrivals")
     add("--seconds", type=number, default=10.0, metavar="S", help="seconds of each load (default 10)")
     add(
         "--rows",
@@ -39,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     below = "whole numbers that are sent are below this (default 100)"
     add("--integers-below", type=whole, default=100, metavar="N", help=below)
     add("--seed", type=whole, default=0, metavar="S", help="random seed (default 0)")
-    add("--tls-ca", default="", metavar="FILE", help="the authority of the service's certificate, PEM")
-    add("--tls-cert", default="", metavar="FILE", help="this side's certificate, for mutual TLS")
-    add("--tls-key", default="", metavar="FILE", help="its key")
+    add("--tls-ca", metavar="FILE", help="the authority of the service's certificate, PEM")
+    add("--tls-cert", metavar="FILE", help="this side's certificate, for mutual TLS")
+    add("--tls-key", metavar="FILE", help="its key")
     flags.add_out(parser, TEXTS | PICTURES, "write FILE.txt, FILE.json, or a plot as FILE.svg or FILE.html")
     flags.add_json(parser)
 
@@ -65,12 +63,12 @@ def run(args: argparse.Namespace) -> int:
         found = asyncio.run(
             load(
                 address,
-                model=args.model,
+                model=args.model or "",
                 concurrencies=counts,
-                rates=args.rate,
+                rates=args.rate or (),
                 seconds=args.seconds,
                 demand=demand,
-                tls=Tls(args.tls_cert, args.tls_key, args.tls_ca),
+                tls=Tls(args.tls_cert or "", args.tls_key or "", args.tls_ca or ""),
                 tell=progress,
             )
         )

@@ -56,11 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     host = parser.add_argument_group("several hosts").add_argument
     host("--hosts", metavar="HOST:PORT,...", help="addresses of stages that run elsewhere, the first stage first")
     host("--stage", type=whole, metavar="K", help="run only stage K, and listen for the stage before it")
-    host("--next", default="", metavar="HOST:PORT", help="with --stage: the address of the stage behind it")
+    host("--next", metavar="HOST:PORT", help="with --stage: the address of the stage behind it")
     tls = parser.add_argument_group("TLS").add_argument
-    tls("--tls-cert", default="", metavar="FILE", help="this side's certificate, PEM")
-    tls("--tls-key", default="", metavar="FILE", help="its key, PEM")
-    tls("--tls-ca", default="", metavar="FILE", help="the authority that clients need a certificate of (mutual TLS)")
+    tls("--tls-cert", metavar="FILE", help="this side's certificate, PEM")
+    tls("--tls-key", metavar="FILE", help="its key, PEM")
+    tls("--tls-ca", metavar="FILE", help="the authority that clients need a certificate of (mutual TLS)")
     tls("--plain", action="store_true", help="allow addresses that other machines can reach without TLS")
 
 
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         from drumline.serve.wire.links import Tls, check_exposed, parts_of
     except ModuleNotFoundError as error:
         raise UsageError(f"serve needs {error.name}", fix=installing("serve")) from None
-    tls = Tls(args.tls_cert, args.tls_key, args.tls_ca)
+    tls = Tls(args.tls_cert or "", args.tls_key or "", args.tls_ca or "")
     check_exposed(args.listen, tls, plain=args.plain, flag="--listen")
     if args.stage is not None:
         return _run_stage(args, tls)
@@ -128,7 +128,7 @@ def _run_stage(args: argparse.Namespace, tls: Any) -> int:
             args.folder,
             args.stage,
             args.listen,
-            args.next,
+            args.next or "",
             tls=tls,
             threads=args.threads,
             limit=args.window + 16,
