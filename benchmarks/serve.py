@@ -22,14 +22,11 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
-import re
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -48,6 +45,7 @@ from drumline.serve.wire.tensors import put_inputs, read_outputs
 from drumline.train.config.settings import BatchSettings, ModelSettings, RunSettings, TrainSettings
 from drumline.train.models.build import build_model
 from measure import machine
+from serving import by_stage, processor_seconds, served
 
 VOCABULARY, LONGEST = 257, 256
 SMALL = ModelSettings(num_layers=4, hidden=64, num_heads=4)
@@ -93,41 +91,6 @@ def length_for(folder: Path, manifest: Manifest) -> int:
         if min(stage_seconds(folder, manifest, length)) >= LEAST_STAGE * 1.02:
             return length
     return LONGEST
-
-
-@contextlib.contextmanager
-def served(folder: Path, *flags: str) -> Iterator[dict[str, Any]]:
-    """Serve a folder in processes of its own; yields address, metrics port and the stages' processes."""
-    command = [sys.executable, "-m", "drumline", "serve", str(folder), "--listen", "127.0.0.1:0"]
-    command += ["--metrics", "127.0.0.1:0", "--json", *flags]
-    with (
-        tempfile.TemporaryFile("w+") as log,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
-    ):
-        assert process.stdout is not None
-        told = json.loads("".join(iter(process.stdout.readline, "}\n")) + "}")
-        log.seek(0)
-        ready = [one for line in log if (one := json.loads(line))["event"] == "stage ready"]
-        ready.sort(key=lambda one: int(one["stage"]))
-        told["processes"] = [one["process"] for one in ready]
-        told["stages"] = [one["address"] for one in ready]
-        try:
-            yield told
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
-def counted(told: dict[str, Any], name: str) -> dict[str, float]:
-    """Return a metric of a service by stage."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{told['metrics_port']}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
-    return {stage: float(value) for stage, value in re.findall(rf'^{name}{{stage="(\d+)"}} (\S+)$', text, re.MULTILINE)}
-
-
-def processor_seconds(process: int) -> float:
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # ---- exactness ---------------------------------------------------------------------------------------------------
@@ -222,12 +185,12 @@ def loaded(folder: Path, length: int, seconds: float, record: Path) -> tuple[dic
         closed(told["address"], min(3.0, seconds), length)
         before, computed = (
             map(processor_seconds, told["processes"]),
-            counted(told, "drumline_stage_compute_seconds_sum"),
+            by_stage(told, "drumline_stage_compute_seconds_sum"),
         )
         used, begun = list(before), time.perf_counter()
         full = closed(told["address"], seconds, length)
         wall = time.perf_counter() - begun
-        after = counted(told, "drumline_stage_compute_seconds_sum")
+        after = by_stage(told, "drumline_stage_compute_seconds_sum")
         used = [processor_seconds(one) - first for one, first in zip(told["processes"], used, strict=True)]
         busy = [after[stage] - computed[stage] for stage in sorted(after)]
         peak = full.rows / full.seconds

@@ -36,6 +36,7 @@ from drumline.core.measured.run import read_run
 from drumline.serve.front.pipe import Rules
 from drumline.serve.wire.links import Tls, check_exposed
 from drumline.serve.wire.protocol import SERVICE, stub
+from serving import first_object
 from some import some
 
 pytestmark = pytest.mark.slow
@@ -165,8 +166,7 @@ def test_sigterm_answers_what_is_under_way_and_leaves_a_timeline(slow_folder: Pa
     command += ["--metrics", "none", "--record", str(tmp_path / "run"), "--microbatch-rows", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        lines = iter(process.stdout.readline, "}\n")
-        address = json.loads("".join(lines) + "}")["address"]
+        address = json.loads(first_object(process.stdout))["address"]
         x = rows_of(60, width=WIDE)
         with channel_to(address) as channel:
             begun = channel.unary_unary(f"/{SERVICE}/ModelInfer").future(
