@@ -122,7 +122,7 @@ def test_garbage_at_every_port_harms_nothing(running: Running) -> None:
     x = rows_of(3)
     with channel_to(running.address) as channel:
         np.testing.assert_allclose(inferred(channel, {"x": x})["y"], expected(x), atol=1e-6)
-        for address in running.started.stages.addresses:
+        for address in some(running.started.stages.addresses):
             with channel_to(address) as direct:
                 code, why = status_of(
                     lambda direct=direct: stub(direct, "ModelInfer")(request_of({"z": x}), timeout=30)
