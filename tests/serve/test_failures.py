@@ -34,7 +34,7 @@ from services import (
 from drumline.core.errors import LaunchError, RecordError, UsageError
 from drumline.core.measured.run import read_run
 from drumline.serve.front.pipe import Rules
-from drumline.serve.wire.links import Tls, check_exposed
+from drumline.serve.wire.links import Tls, check_exposed, free_port
 from drumline.serve.wire.protocol import SERVICE, stub
 from serving import first_object
 from some import some
@@ -201,3 +201,27 @@ def test_damaged_files_and_ports_in_use_are_refused_before_anything_is_served(
     (folder / "manifest.json").write_text('{"format": "drumline-serving", "version": 99}')
     with pytest.raises(RecordError, match="version is 99"), serving(folder):
         pass
+
+
+def test_stages_started_one_by_one_serve_over_mutual_tls(served_folder: Path, tmp_path: Path) -> None:
+    """As on several hosts: each stage by its own command, the front with their addresses."""
+    ours = Authority(tmp_path, "ours")
+    certificate, key = ours.sign("node")
+    tls = ["--tls-cert", certificate, "--tls-key", key, "--tls-ca", ours.path]
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    command = [sys.executable, "-m", "drumline", "serve", str(served_folder)]
+    stages = [
+        [*command, "--stage", "0", "--listen", addresses[0], "--next", addresses[1], *tls],
+        [*command, "--stage", "1", "--listen", addresses[1], *tls],
+    ]
+    started = [subprocess.Popen(one, stdout=subprocess.DEVNULL) for one in stages]
+    try:
+        with serving(served_folder, hosts=tuple(addresses), tls=Tls(certificate, key, ours.path)) as running:
+            x = rows_of(5)
+            with grpc.secure_channel(running.address, Tls(certificate, key, ours.path).channel()) as channel:
+                np.testing.assert_allclose(inferred(channel, {"x": x})["y"], expected(x), atol=1e-6)
+    finally:
+        for one in started:
+            one.terminate()
+        codes = [one.wait(30) for one in started]
+    assert codes == [0, 0]
