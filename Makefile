@@ -25,7 +25,7 @@ $(VENV)/base.stamp: pyproject.toml constraints.txt
 
 $(VENV)/full.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --editable ".[dev,train,hf,plan,viz,notebook]"
+	$(PIP) --editable ".[dev,train,hf,plan,viz,notebook,servetest]"
 	@touch $(VENV)/base.stamp $@
 
 setup: $(VENV)/full.stamp
@@ -66,6 +66,7 @@ faults faults-short: export PYTHONPATH := src:tests
 faults: $(VENV)/full.stamp
 	@mkdir -p out
 	$(BIN)/python tests/faults/run.py --json out/faults.json
+	PYTHONPATH=src:tests:tests/serve $(BIN)/python benchmarks/serve_faults.py --json out/serve_faults.json
 
 faults-short: $(VENV)/full.stamp
 	$(BIN)/python tests/faults/run.py --short
@@ -96,6 +97,7 @@ bench: $(VENV)/full.stamp
 	$(BIN)/python benchmarks/noflush.py --json out/noflush.json
 	$(BIN)/python benchmarks/staleness.py --json out/staleness.json
 	$(BIN)/python benchmarks/postval.py --json out/postval.json
+	$(BIN)/python benchmarks/serve.py --json out/serve.json
 	$(BIN)/python benchmarks/planted.py --json out/planted.json
 
 # The API reference imports what it describes, PyTorch included.

@@ -155,17 +155,18 @@ def test_a_pod_of_the_train_job_starts_its_part_of_the_run(
     assert (settings["mesh"]["pipeline"], settings["run"]["out"]) == (4, "/runs/gpt")
 
 
-def instructions() -> Iterator[tuple[str, str]]:
-    """Yield the instructions of the container file, with their continued lines."""
-    text = re.sub(r"\\\n\s*", "", (DEPLOY / "Containerfile").read_text())
+def instructions(file: str) -> Iterator[tuple[str, str]]:
+    """Yield the instructions of a container file, with their continued lines."""
+    text = re.sub(r"\\\n\s*", "", (DEPLOY / file).read_text())
     for line in text.splitlines():
         if line and not line.startswith("#"):
             name, _, rest = line.partition(" ")
             yield name, rest
 
 
-def test_the_container_file_copies_what_is_there_and_ends_as_a_plain_user() -> None:
-    found = list(instructions())
+@pytest.mark.parametrize("file", ["Containerfile", "Containerfile.serve"])
+def test_a_container_file_copies_what_is_there_and_ends_as_a_plain_user(file: str) -> None:
+    found = list(instructions(file))
     copied = [one for name, rest in found if name == "COPY" and "--from" not in rest for one in rest.split()[:-1]]
     for one in some(one for one in copied if not one.startswith("--")):
         assert (ROOT / one).exists(), one

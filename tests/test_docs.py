@@ -46,6 +46,7 @@ BUILT_IN = frozenset(schedules())
 NEEDS_TORCH = re.compile(
     r"import torch|\btorch\.|\bstash\(|\btrain\(|read_run\(|\bpipe\.|Pipeline\(|launch\("
     r"|drumline\.train\b|\bbuilt\.|batch\.inputs|drumline verify|verify\(|balance\(|\bfound\.|runs/first"
+    r"|drumline (?:export|serve|load)"
 )
 
 

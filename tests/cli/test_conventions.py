@@ -29,7 +29,8 @@ from some import some
 
 DOCS = Path(__file__).parents[2] / "docs"
 NEEDS_TORCH = ("demo", "verify")
-SERVES = ("explore", "watch", "completion", "demo", "train")  # what they give is no file
+SERVES = ("explore", "watch", "completion", "demo", "train", "export", "serve", "load")  # what they give is no file
+SERVED = ("export", "serve", "load")  # tests/serve runs theirs, one after the other
 FORMATS = {".txt": "text", ".json": "json", ".svg": "svg", ".html": "html", ".csv": "csv", ".gz": "perfetto"}
 BEGINS = {".json": b"{", ".svg": b"<svg", ".html": b"<!doctype html>", ".csv": b"0F0,", ".gz": b"\x1f\x8b"}
 
@@ -252,7 +253,12 @@ def test_the_column_that_matters_is_there_in_40_columns(
 
 
 @pytest.mark.parametrize(
-    "verb", [pytest.param(verb, marks=[pytest.mark.torch] if verb in NEEDS_TORCH else []) for verb in VERBS]
+    "verb",
+    [
+        pytest.param(verb, marks=[pytest.mark.torch] if verb in NEEDS_TORCH else [])
+        for verb in VERBS
+        if verb not in SERVED
+    ],
 )
 def test_the_example_of_every_verb_runs(
     verb: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

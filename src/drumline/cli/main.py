@@ -36,6 +36,9 @@ VERBS = {
     "report": "turn recorded runs into a page: where the time went, and what to change",
     "watch": "follow a run live: loss, throughput, bubble, queues",
     "analyze": "report the bubble of a run with PyTorch's pipelining from its traces",
+    "export": "write a model as ONNX stages, cut by measured times and checked against PyTorch",
+    "serve": "serve exported stages as a pipeline over gRPC, for any client of KServe's protocol",
+    "load": "load a service, and measure latency and throughput",
     "explore": "open schedules with sliders in the browser",
     "completion": "print a script that completes commands, flags and schedules in your shell",
 }

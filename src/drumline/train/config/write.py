@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from drumline.core.errors import ConfigError
@@ -16,6 +18,7 @@ from drumline.train.config.tables import GROUPS, is_plain
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+\Z")
 _WIDTH = 40  # where comments begin, if the value is shorter
+KEPT = "settings.toml"
 
 
 def config_text(settings: TrainSettings) -> str:
@@ -36,6 +39,12 @@ def config_text(settings: TrainSettings) -> str:
         if table == "optimizer":
             lines += _groups(settings.optimizer.groups)
     return "\n".join(lines) + "\n"
+
+
+def keep_settings(settings: TrainSettings, folder: Path) -> None:
+    """Write the settings into a run's folder, for `drumline export`; those that no file can hold are not written."""
+    with suppress(ConfigError):
+        (folder / KEPT).write_text(config_text(settings), encoding="utf-8")
 
 
 def _groups(groups: tuple[OptimizerGroup, ...]) -> Iterator[str]:

@@ -31,6 +31,7 @@ from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.step import StepResult
 from drumline.runtime.axes.axes import ROWS
 from drumline.train.config.settings import TrainSettings
+from drumline.train.config.write import keep_settings
 from drumline.train.data.batch import Batch, Data
 from drumline.train.data.example import example_of
 from drumline.train.loop.checkpoints import Checkpoints
@@ -100,6 +101,8 @@ def _run_training(
     arguments = pipeline_arguments(settings, built, example, folder, counts=data.counts)
     arguments |= {"continue_record": continues}
     with Pipeline(built.model, **arguments) as pipe:
+        if pipe.rank == pipe.axes.number == 0:
+            keep_settings(settings, folder)
         call, memory = Calling.of(built, data.counts), PeakMemory(torch.device(pipe.device), before=before)
         del built, arguments  # a rank keeps its own stages alone
         return _Training(settings, pipe, call, data, Trained(folder), memory, continues=continues).run(tell)

@@ -1,0 +1,321 @@
+"""A served pipeline against its bars, and against the same model without a pipeline.
+
+    python benchmarks/serve.py [--short] [--json FILE]
+
+Two GPTs are exported: a small one, for exactness and overhead, and one whose two stages take at least 10 ms for a row
+(its rows are as long as that needs). Services, and the sessions that they are compared with, are processes of their
+own; this process is the client.
+
+    exact       10,000 requests of 1 to 8 rows from 8 concurrent clients: every answer held against PyTorch
+    overhead    one request at a time: the front, against calling both stages one after the other from here
+    saturated   16 requests at a time for 30 s: throughput, bubble, each stage's processor seconds beside wall
+    poisson     random arrivals at 70% of that: time in the pipe, waiting beside the mean wait of an M/D/1 queue
+    peers       the service with one microbatch at a time, and the whole model in one session on one and on two threads,
+                in turns with the pipelined service
+
+The short form has a tenth of the requests and a fifth of the seconds: it shows that everything runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import grpc
+import numpy as np
+import torch
+
+from drumline.serve.export.export import TOLERANCE, Subject, export, plain_outputs
+from drumline.serve.load.run import Demand, Loader, Result
+from drumline.serve.session import open_session
+from drumline.serve.stage import ALONE
+from drumline.serve.wire.manifest import Manifest, read_manifest
+from drumline.serve.wire.protocol import InferRequest, stub
+from drumline.serve.wire.tensors import put_inputs, read_outputs
+from drumline.train.config.settings import BatchSettings, ModelSettings, RunSettings, TrainSettings
+from drumline.train.models.build import build_model
+from measure import machine
+from serving import by_stage, processor_seconds, served
+
+VOCABULARY, LONGEST = 257, 256
+SMALL = ModelSettings(num_layers=4, hidden=64, num_heads=4)
+LARGE = ModelSettings(num_layers=8, hidden=384, num_heads=6)
+LEAST_STAGE, MOST_IN_PIPE, MOST_BUBBLE, MOST_OVERHEAD = 0.010, 0.050, 0.10, 0.001
+SATURATING, SHARE = 16, 0.7
+
+
+def built(settings: ModelSettings) -> torch.nn.Module:
+    return build_model(
+        TrainSettings(model=settings, batch=BatchSettings(sequence=LONGEST), run=RunSettings(seed=1))
+    ).model.eval()
+
+
+def exported(model: torch.nn.Module, out: Path, num_stages: int, length: int) -> Manifest:
+    def example(rows: int, size: int) -> dict[str, torch.Tensor]:
+        return {"tokens": torch.randint(VOCABULARY, (rows, size))}
+
+    subject = Subject("gpt", model, example, {"length": LONGEST})
+    return export(subject, out, num_stages=num_stages, rows=2, length=length)
+
+
+def stage_seconds(folder: Path, manifest: Manifest, length: int) -> list[float]:
+    """Return what each stage takes for one row of a length, with nothing else running."""
+    arrays: dict[str, Any] = {"tokens": np.zeros((1, length), np.int64)}
+    found = []
+    for stage in manifest.stages:
+        session = open_session(folder / stage.file)
+        names = [one.name for one in stage.outputs]
+        taken = []
+        for _ in range(7):
+            start = time.perf_counter()
+            made = session.run(names, arrays)
+            taken.append(time.perf_counter() - start)
+        arrays = dict(zip(names, made, strict=True))
+        found.append(median(taken))
+    return found
+
+
+def length_for(folder: Path, manifest: Manifest) -> int:
+    """Return the shortest length, in steps of 4, at which every stage takes at least 10 ms a row, and some more."""
+    for length in range(4, LONGEST, 4):
+        if min(stage_seconds(folder, manifest, length)) >= LEAST_STAGE * 1.02:
+            return length
+    return LONGEST
+
+
+# ---- exactness ---------------------------------------------------------------------------------------------------
+
+
+def exact(folder: Path, model: torch.nn.Module, requests: int) -> dict[str, Any]:
+    worst, answers = 0.0, 0
+
+    def compare(inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
+        nonlocal worst, answers
+        (right,) = plain_outputs(model, {"tokens": torch.from_numpy(inputs["tokens"])})
+        assert outputs["output"].shape == right.shape
+        worst = max(worst, float(np.abs(outputs["output"] - right).max() / np.abs(right).max()))
+        answers += 1
+
+    async def run(address: str) -> Result:
+        async with Loader(address) as loader:
+            return await loader.closed(8, 0, Demand(1, 8, length=8, below=VOCABULARY), requests, compare)
+
+    with served(folder) as told:
+        found = asyncio.run(run(told["address"]))
+    return {"requests": requests, "answered": answers, "errors": found.to_json()["errors"], "largest_relative": worst,
+            "holds": answers == requests and worst <= TOLERANCE}  # fmt: skip
+
+
+# ---- overhead ----------------------------------------------------------------------------------------------------
+
+
+def overhead(folder: Path, length: int, rounds: int) -> dict[str, Any]:
+    """Return the median of both ways, in turns."""
+    tokens = {"tokens": np.zeros((1, length), np.int64)}
+
+    async def run(told: dict[str, Any]) -> tuple[list[float], list[float]]:
+        async with contextlib.AsyncExitStack() as kept:
+            channels = [
+                await kept.enter_async_context(grpc.aio.insecure_channel(one))
+                for one in (told["address"], *told["stages"])
+            ]
+            calls = [stub(one, "ModelInfer") for one in channels]
+
+            async def through() -> None:
+                request = InferRequest(model_name="gpt")
+                put_inputs(request, tokens)
+                read_outputs(await calls[0](request, timeout=30))
+
+            async def by_hand() -> None:
+                arrays: dict[str, Any] = tokens
+                for call in calls[1:]:
+                    request = InferRequest(model_name="gpt")
+                    put_inputs(request, arrays)
+                    arrays = read_outputs(await call(request, timeout=30, metadata=((ALONE, "1"),)))
+
+            taken: tuple[list[float], list[float]] = ([], [])
+            for turn in range(rounds + 10):
+                for way, found in zip((through, by_hand), taken, strict=True):
+                    start = time.perf_counter()
+                    await way()
+                    if turn >= 10:
+                        found.append(time.perf_counter() - start)
+            return taken
+
+    with served(folder) as told:
+        front, hand = asyncio.run(run(told))
+    added = median(front) - median(hand)
+    return {"front_ms": median(front) * 1e3, "by_hand_ms": median(hand) * 1e3, "added_ms": added * 1e3,
+            "holds": added < MOST_OVERHEAD}  # fmt: skip
+
+
+# ---- load --------------------------------------------------------------------------------------------------------
+
+
+def closed(address: str, seconds: float, length: int) -> Result:
+    async def run() -> Result:
+        async with Loader(address) as loader:
+            await loader.closed(SATURATING, min(2.0, seconds / 4), Demand(length=length, below=VOCABULARY))
+            return await loader.closed(SATURATING, seconds, Demand(length=length, below=VOCABULARY))
+
+    return asyncio.run(run())
+
+
+def poisson(address: str, rate: float, seconds: float, length: int) -> Result:
+    async def run() -> Result:
+        async with Loader(address) as loader:
+            return await loader.opened(rate, seconds, Demand(length=length, below=VOCABULARY))
+
+    return asyncio.run(run())
+
+
+def loaded(folder: Path, length: int, seconds: float, record: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the saturated load and the random one."""
+    with served(folder, "--record", str(record)) as told:
+        closed(told["address"], min(3.0, seconds), length)
+        before, computed = (
+            map(processor_seconds, told["processes"]),
+            by_stage(told, "drumline_stage_compute_seconds_sum"),
+        )
+        used, begun = list(before), time.perf_counter()
+        full = closed(told["address"], seconds, length)
+        wall = time.perf_counter() - begun
+        after = by_stage(told, "drumline_stage_compute_seconds_sum")
+        used = [processor_seconds(one) - first for one, first in zip(told["processes"], used, strict=True)]
+        busy = [after[stage] - computed[stage] for stage in sorted(after)]
+        peak = full.rows / full.seconds
+        rate = SHARE * peak
+        some = poisson(told["address"], rate, seconds, length)
+        slowest = max(busy) / max(full.rows, 1) * full.seconds / wall
+    bubble = 1 - sum(busy) / (len(busy) * wall)
+    saturated = {
+        "seconds": wall, "rows_per_second": peak, "bubble": bubble, "stage_busy_seconds": busy,
+        "stage_processor_seconds": used, "errors": full.to_json()["errors"], "holds": bubble < MOST_BUBBLE,
+    }  # fmt: skip
+    told_of = some.to_json()
+    in_pipe = told_of["pipe_seconds"]["p99"]
+    random = {
+        "rate": rate, "requests": told_of["requests"], "errors": told_of["errors"],
+        "pipe_p50_ms": told_of["pipe_seconds"]["p50"] * 1e3, "pipe_p99_ms": in_pipe * 1e3,
+        "latency_p50_ms": told_of["latency_seconds"]["p50"] * 1e3,
+        "latency_p99_ms": told_of["latency_seconds"]["p99"] * 1e3,
+        "wait_mean_ms": mean(some.queues) * 1e3, "wait_p99_ms": told_of["queue_seconds"]["p99"] * 1e3,
+        "md1_wait_mean_ms": SHARE * slowest / (2 * (1 - SHARE)) * 1e3, "holds": in_pipe < MOST_IN_PIPE,
+    }  # fmt: skip
+    return saturated, random
+
+
+_SESSION = """
+import sys, time
+import numpy as np
+from pathlib import Path
+from drumline.serve.session import open_session
+path, threads, rows, length, seconds = Path(sys.argv[1]), *map(int, sys.argv[2:5]), float(sys.argv[5])
+session = open_session(path, threads=threads)
+tokens = np.zeros((rows, length), np.int64)
+session.run(None, {"tokens": tokens})
+done, begun = 0, time.perf_counter()
+while time.perf_counter() - begun < seconds:
+    session.run(None, {"tokens": tokens})
+    done += rows
+print(done / (time.perf_counter() - begun))
+"""
+
+
+def one_session(whole: Path, threads: int, length: int, seconds: float) -> float:
+    command = [sys.executable, "-c", _SESSION, str(whole / "stage0" / "model.onnx"), str(threads), "1", str(length)]
+    return float(subprocess.run([*command, str(seconds)], check=True, capture_output=True, text=True).stdout)
+
+
+def peers(folder: Path, whole: Path, length: int, seconds: float, rounds: int) -> dict[str, Any]:
+    """Return rows a second of each, in turns."""
+    found: dict[str, list[float]] = {}
+    with served(folder) as pipelined, served(folder, "--window", "1") as one_at_a_time:
+        for _ in range(rounds):
+            for name, address in (("pipelined", pipelined), ("unpipelined", one_at_a_time)):
+                result = closed(address["address"], seconds, length)
+                found.setdefault(name, []).append(result.rows / result.seconds)
+            for threads in (1, 2):
+                rate = one_session(whole, threads, length, seconds)
+                found.setdefault(f"one session, {threads} thread{'s' * (threads > 1)}", []).append(rate)
+    return {name: {"rows_per_second": median(rates), "rounds": rates} for name, rates in found.items()}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--short", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(words)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    requests, seconds, rounds = (1000, 6.0, 1) if args.short else (10_000, 32.0, 3)
+    with tempfile.TemporaryDirectory() as made:
+        work = Path(made)
+        small, large = built(SMALL), built(LARGE)
+        exported(small, work / "small", 2, 8)
+        manifest = exported(large, work / "large", 2, 32)
+        exported(large, work / "whole", 1, 32)
+        length = length_for(work / "large", manifest)
+        alone = stage_seconds(work / "large", manifest, length)
+        found: dict[str, Any] = {
+            "machine": machine(),
+            "stages": {"length": length, "seconds": alone, "blocks": [len(one.blocks) for one in manifest.stages],
+                       "holds": min(alone) >= LEAST_STAGE},
+            "exact": exact(work / "small", small, requests),
+            "overhead": overhead(work / "small", 8, 300),
+        }  # fmt: skip
+        found["saturated"], found["poisson"] = loaded(work / "large", length, seconds, work / "run")
+        found["peers"] = peers(work / "large", work / "whole", length, seconds / 3, rounds)
+        assert read_manifest(work / "large").stages
+    print(_text(found))
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+    return 0 if all(one["holds"] for one in found.values() if isinstance(one, dict) and "holds" in one) else 1
+
+
+def _text(found: dict[str, Any]) -> str:
+    stages, exactly, added, full, some = (found[one] for one in ("stages", "exact", "overhead", "saturated", "poisson"))
+    kept = {True: "holds", False: "MISSED"}
+    each = " and ".join(f"{one * 1e3:.1f} ms" for one in stages["seconds"])
+    used = ", ".join(
+        f"stage {at}: {busy:.1f} s computing, {cpu:.1f} s of processor, {full['seconds']:.1f} s of wall"
+        for at, (busy, cpu) in enumerate(zip(full["stage_busy_seconds"], full["stage_processor_seconds"], strict=True))
+    )
+    lines = [
+        found["machine"],
+        f"stages       {each} for a row of {stages['length']} tokens, alone (at least 10 ms: {kept[stages['holds']]})",
+        f"exact        {exactly['answered']} of {exactly['requests']} answers, largest difference"
+        f" {exactly['largest_relative']:.2g} of the largest output (at most 1e-5, none lost: {kept[exactly['holds']]})",
+        f"overhead     {added['front_ms']:.2f} ms by the front, {added['by_hand_ms']:.2f} ms stage by stage:"
+        f" {added['added_ms']:+.2f} ms (under 1 ms: {kept[added['holds']]})",
+        f"saturated    {full['rows_per_second']:.1f} rows/s, bubble {full['bubble']:.1%} over {full['seconds']:.0f} s"
+        f" (under 10%: {kept[full['holds']]})",
+        f"             {used}",
+        f"poisson      {some['rate']:.1f}/s: in the pipe p50 {some['pipe_p50_ms']:.1f} ms,"
+        f" p99 {some['pipe_p99_ms']:.1f} ms (under 50 ms: {kept[some['holds']]})",
+        f"             requests p50 {some['latency_p50_ms']:.1f} ms, p99 {some['latency_p99_ms']:.1f} ms; waiting mean"
+        f" {some['wait_mean_ms']:.1f} ms, p99 {some['wait_p99_ms']:.1f} ms"
+        f" (M/D/1: mean {some['md1_wait_mean_ms']:.1f} ms)",
+    ]
+    pipelined = found["peers"]["pipelined"]["rows_per_second"]
+    for name, one in found["peers"].items():
+        rounds = ", ".join(f"{rate:.1f}" for rate in one["rounds"])
+        ratio = pipelined / one["rows_per_second"]
+        lines.append(
+            f"peers        {name}: {one['rows_per_second']:.1f} rows/s ({rounds}); pipelined is {ratio:.2f} times"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

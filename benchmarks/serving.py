@@ -1,0 +1,84 @@
+"""Services in processes of their own, for benchmarks: started, looked at from outside, stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+
+def first_object(lines: Iterable[str]) -> str:
+    """Return the lines of the JSON object that a command prints first, without waiting for its end."""
+    found = []
+    for line in lines:
+        found.append(line)
+        if line.startswith("}"):
+            break
+    return "".join(found)
+
+
+@contextlib.contextmanager
+def served(folder: Path, *flags: str) -> Iterator[dict[str, Any]]:
+    """Serve a folder in processes of its own; yields address, metrics port and the stages' processes."""
+    command = [sys.executable, "-m", "drumline", "serve", str(folder), "--listen", "127.0.0.1:0"]
+    command += ["--metrics", "127.0.0.1:0", "--json", *flags]
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+    ):
+        assert process.stdout is not None
+        told = json.loads(first_object(process.stdout))
+        log.seek(0)
+        ready = [one for line in log if (one := json.loads(line))["event"] == "stage ready"]
+        ready.sort(key=lambda one: int(one["stage"]))
+        told["front"] = process.pid
+        told["processes"] = [one["process"] for one in ready]
+        told["stages"] = [one["address"] for one in ready]
+        try:
+            yield told
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def metrics_text(told: dict[str, Any]) -> str:
+    """Return all metrics of a service."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{told['metrics_port']}/metrics", timeout=30) as answer:
+        return str(answer.read().decode())
+
+
+def by_stage(told: dict[str, Any], name: str) -> dict[str, float]:
+    """Return a metric of a service by stage."""
+    found = re.findall(rf'^{name}{{stage="(\d+)"}} (\S+)$', metrics_text(told), re.MULTILINE)
+    return {stage: float(value) for stage, value in found}
+
+
+def processor_seconds(process: int) -> float:
+    """Return what a process has computed, in its own code and the system's."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def resident_mib(process: int) -> float:
+    """Return the memory of a process."""
+    pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def descriptors(process: int) -> int:
+    """Return how many files and connections a process has open."""
+    return len(os.listdir(f"/proc/{process}/fd"))
+
+
+def metric(told: dict[str, Any], name: str) -> float:
+    """Return a metric of a service without labels."""
+    found = re.search(rf"^{name} (\S+)$", metrics_text(told), re.MULTILINE)
+    return float(found[1]) if found else 0.0

@@ -1,0 +1,93 @@
+"""`drumline export MODEL --out DIR`: a model as ONNX stages that `drumline serve` serves."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from drumline.cli import flags
+from drumline.cli.output import print_json, progress, pytorch
+from drumline.core.errors import UsageError, installing
+
+if TYPE_CHECKING:
+    from drumline.serve.wire.manifest import Manifest
+
+EXAMPLE = "drumline export out/train/gpt --stages 2 --out served"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="the folder of a run of `drumline train`, whose newest checkpoint is taken; a folder or config.json of "
+        "Hugging Face; a config.toml of `drumline train`; or FILE.py:NAME, a function that returns (model, example)",
+    )
+    parser.add_argument(
+        "--stages", type=flags.whole_number, default=2, metavar="N", help="number of stages (default 2)"
+    )
+    parser.add_argument(
+        "--out", "-o", type=Path, required=True, metavar="DIR", help="the folder to write, new or empty"
+    )
+    parser.add_argument("--name", metavar="NAME", help="what clients call the model (default: from MODEL)")
+    rows = "rows of the microbatch by which stages are timed and balanced (default 4)"
+    parser.add_argument("--rows", type=flags.whole_number, default=4, metavar="N", help=rows)
+    length = "tokens per row of that microbatch, for text (default 32)"
+    parser.add_argument("--length", type=flags.whole_number, default=32, metavar="N", help=length)
+    cuts = "the first block of every stage but the first, instead of cuts by measured times"
+    parser.add_argument("--cuts", metavar="NAME,...", help=cuts)
+    parser.add_argument("--seed", type=flags.whole_number, default=0, metavar="S", help="random seed (default 0)")
+    flags.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export, and print the stages and how far they are from PyTorch."""
+    with pytorch("export traces a model"):
+        from drumline.train.finished import finished_model
+    try:
+        from drumline.serve.export.export import Subject, export
+    except ModuleNotFoundError as error:
+        raise UsageError(f"export needs {error.name}", fix=installing("serve")) from None
+    try:
+        with redirect_stdout(sys.stderr):  # the user's model may print
+            found = finished_model(args.model, seed=args.seed)
+            made = export(
+                Subject(args.name or found.name, found.model, found.example, found.most),
+                args.out,
+                num_stages=args.stages,
+                rows=args.rows,
+                length=args.length,
+                cuts=args.cuts.split(",") if args.cuts else None,
+                tell=progress,
+            )
+    finally:
+        progress("")
+    if args.json:
+        print_json({"out": str(args.out), **made.to_json()})
+    else:
+        print(_text(made, args.out))
+    return 0
+
+
+def _text(made: Manifest, out: Path) -> str:
+    from drumline.core.units import size_text
+    from drumline.report.table import table
+
+    rows = []
+    for number, stage in enumerate(made.stages):
+        size = sum(size for size, _ in stage.files.values())
+        ends = stage.blocks[0] if len(stage.blocks) == 1 else f"{stage.blocks[0]} to {stage.blocks[-1]}"
+        rows.append([str(number), ends, size_text(size), f"{stage.seconds * 1e3:.3g} ms"])
+    check = made.check
+    sizes = " and ".join(f"{rows}x{length}" for rows, length in check["sizes"])
+    return "\n".join(
+        [
+            table(("stage", "blocks", "files", "time"), rows),
+            f"largest difference to PyTorch: {check['largest_difference']:.3g}, {check['relative']:.2g} of the largest"
+            f" output (at {sizes})",
+            f"wrote {out}   (serve it: drumline serve {out})",
+        ]
+    )

@@ -1,0 +1,281 @@
+"""Export a model: cut it, write every stage, hold the chain against PyTorch, and write the manifest last."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from drumline.core.errors import ModelError, UsageError, counted, nearest
+from drumline.plan.cut.cuts import Counts, ends_of
+from drumline.serve.export.balance import GAIN, best_cut, largest, rescaled
+from drumline.serve.export.chain import Chain, Example, chain_of
+from drumline.serve.export.whole import LENGTH, Whole, block_names, write_whole
+from drumline.serve.session import open_session
+from drumline.serve.wire.manifest import BATCH, Manifest, Stage, Tensor, digest_of
+from drumline.serve.wire.tensors import Array
+
+TOLERANCE = 1e-5
+_ROUNDS = 2  # cuts that are tried after the first
+_PACKAGES = ("drumline", "torch", "onnx", "onnxscript", "onnxruntime", "transformers")
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is exported: a model in eval mode on the CPU, examples of its inputs, and how long they may be."""
+
+    name: str
+    model: nn.Module
+    example: Example
+    most: Mapping[str, int]  # the largest size of dimensions that have one
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """How far the chain of graphs is from PyTorch, over several sizes."""
+
+    sizes: tuple[tuple[int, int], ...]
+    largest_difference: float
+    largest_value: float
+
+    @property
+    def relative(self) -> float:
+        """The largest difference over the largest value."""
+        return self.largest_difference / self.largest_value if self.largest_value else self.largest_difference
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the numbers as an object."""
+        return {
+            "sizes": [list(one) for one in self.sizes],
+            "largest_difference": self.largest_difference,
+            "largest_value": self.largest_value,
+            "relative": self.relative,
+            "tolerance": TOLERANCE,
+        }
+
+
+def export(
+    subject: Subject,
+    out: Path,
+    *,
+    num_stages: int,
+    rows: int = 4,
+    length: int = 32,
+    cuts: Sequence[str] | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Manifest:
+    """Export a model into a folder that must be new or empty; returns the manifest, which is written last.
+
+    `rows` and `length` are the size at which blocks and stages are timed. `cuts` names the first block of every stage
+    but the first, instead of a cut by measured times.
+    """
+    if num_stages < 1:
+        raise UsageError(f"--stages is {num_stages}", expected="1 or more")
+    if rows < 1 or length < 1:
+        raise UsageError(f"{rows} rows of length {length}", expected="1 or more of each")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} is not empty", expected="a new folder", fix="choose another --out")
+    is_new = not out.exists()
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".part-", dir=out) as work:
+            return _export(subject, out, Path(work), num_stages, rows, length, cuts, tell)
+    except BaseException:
+        for one in out.iterdir():
+            shutil.rmtree(one, ignore_errors=True)
+        if is_new:
+            out.rmdir()
+        raise
+
+
+def _export(
+    subject: Subject,
+    out: Path,
+    work: Path,
+    num_stages: int,
+    rows: int,
+    length: int,
+    cuts: Sequence[str] | None,
+    tell: Callable[[str], None],
+) -> Manifest:
+    rows, length = max(rows, 2), max(min(length, subject.most.get(LENGTH, length)), 2)
+    sizes = [(rows, length), (rows + 1, length), (rows, length - 1 if length > 2 else length + 1)]
+    tell("writing the whole model as ONNX")
+    subject.model.eval()
+    changing = _changing(subject.example, sizes)
+    write_whole(subject.model, subject.example(*sizes[0]), changing, subject.most, work / "whole.onnx")
+    tell("finding the blocks")
+    chain = chain_of(work / "whole.onnx", block_names(subject.model), subject.example, sizes)
+    _check_rows(chain)
+    stages, seconds = _cut(chain, work, num_stages, cuts, tell)
+    tell("comparing the stages with PyTorch")
+    checked = check_stages(subject, work, stages, [(1, length), (rows + 1, max(length // 2, 1)), sizes[0]])
+    if checked.relative > TOLERANCE:
+        raise ModelError(
+            f"the exported stages differ from PyTorch by {checked.relative:.3g} of the largest output",
+            expected=f"{TOLERANCE:g} or less",
+            fix="export weights in float32; nothing was written",
+        )
+    made = Manifest(
+        model=subject.name,
+        inputs=stages[0].inputs,
+        outputs=stages[-1].outputs,
+        dimensions=_dimensions(chain, subject.most),
+        stages=tuple(_moved(one, work, out) for one in stages),
+        check=checked.to_json(),
+        measured={"rows": rows, "length": length, "threads": 1, "block_seconds": seconds},
+        versions=_versions(),
+    )
+    made.save(out)
+    return made
+
+
+def _changing(example: Example, sizes: Sequence[tuple[int, int]]) -> dict[str, dict[int, str]]:
+    """Return which dimensions of the inputs change with the rows, and which with the length."""
+    one, wide, long = ({name: tensor.shape for name, tensor in example(*size).items()} for size in sizes)
+    return {
+        name: {at: BATCH if wide[name][at] != size else LENGTH for at, size in enumerate(shape)
+               if wide[name][at] != size or long[name][at] != size}
+        for name, shape in one.items()
+    }  # fmt: skip
+
+
+def _check_rows(chain: Chain) -> None:
+    graph = chain.graph
+    for one in [*chain.boundary(0, 0), *chain.boundary(len(chain.blocks), 1)]:
+        shape = chain.described([one])[one.name].shape
+        if not shape or shape[0] != BATCH:
+            what = "input" if one.value in graph.inputs else "output"
+            raise ModelError(
+                f"{what} {one.value!r} has shape {list(shape)}: its first dimension is not that of the rows",
+                expected="a model whose outputs have a row for each row of its inputs",
+            )
+
+
+def _dimensions(chain: Chain, most: Mapping[str, int]) -> dict[str, tuple[int, int | None]]:
+    tensors = chain.described(chain.boundary(0, 0)).values()
+    names = {one for tensor in tensors for one in tensor.shape if isinstance(one, str)}
+    return {name: (1, most.get(name)) for name in sorted(names)}
+
+
+def _cut(
+    chain: Chain, work: Path, num_stages: int, cuts: Sequence[str] | None, tell: Callable[[str], None]
+) -> tuple[list[Stage], list[float]]:
+    """Return the stages, whose graphs are written, and the blocks' seconds."""
+    if cuts is not None:
+        counts = _named_cut(chain.blocks, num_stages, cuts)
+        return _written(chain, counts, work), []
+    best_cut([1.0] * len(chain.blocks), num_stages)  # raises before anything is timed
+    if num_stages == 1:
+        return _written(chain, (len(chain.blocks),), work), []
+    blocks = []
+    for at, name in enumerate(chain.blocks):
+        tell(f"timing block {name}")
+        path = work / f"block{at}" / "model.onnx"
+        chain.write(at, at + 1, 0, path)
+        blocks.append(chain.seconds(at, 0, path))
+        shutil.rmtree(path.parent)
+    counts = best_cut(blocks, num_stages)
+    tried = {counts: _written(chain, counts, work)}
+    for _ in range(_ROUNDS):
+        best = min(tried, key=lambda one: _largest(tried[one]))
+        scaled = rescaled(blocks, best, [one.seconds for one in tried[best]])
+        better = best_cut(scaled, num_stages)
+        if better in tried or largest(scaled, better) > _largest(tried[best]) * (1 - GAIN):
+            break
+        tell(f"timing cut {_named(better)}")
+        tried[better] = _written(chain, better, work)
+    return min(tried.values(), key=_largest), blocks
+
+
+def _largest(stages: Sequence[Stage]) -> float:
+    return max(one.seconds for one in stages)
+
+
+def _named(counts: Counts) -> str:
+    return "-".join(map(str, counts))
+
+
+def _named_cut(blocks: Sequence[str], num_stages: int, cuts: Sequence[str]) -> Counts:
+    """Return the blocks of each stage where the first block of every stage but the first is named."""
+    for one in cuts:
+        if one not in blocks[1:]:
+            raise UsageError(f"--cuts names block {one!r}", fix=nearest(one, blocks[1:]))
+    starts = [blocks.index(one) for one in cuts]
+    if len(starts) != num_stages - 1 or starts != sorted(set(starts)):
+        names = counted(num_stages - 1, "block")
+        raise UsageError(
+            f"--cuts is {','.join(cuts)}", expected=f"{names} in the model's order, for {num_stages} stages"
+        )
+    return tuple(end - first for first, end in pairwise([0, *starts, len(blocks)]))
+
+
+def _written(chain: Chain, counts: Counts, work: Path) -> list[Stage]:
+    """Write the stages of a cut and time them; files are relative to the folder of work, without checksums yet."""
+    found = []
+    for number, (first, end) in enumerate(pairwise(ends_of(counts))):
+        path = work / _named(counts) / f"stage{number}" / "model.onnx"
+        inputs, outputs = chain.write(first, end, number, path)
+        seconds = chain.seconds(first, number, path)
+        place = path.relative_to(work).as_posix()
+        found.append(Stage(place, {}, tuple(inputs), tuple(outputs), chain.blocks[first:end], seconds))
+    return found
+
+
+def check_stages(subject: Subject, folder: Path, stages: Sequence[Stage], sizes: Sequence[tuple[int, int]]) -> Checked:
+    """Return how far the stages, one after the other, are from the whole model in PyTorch, at several sizes."""
+    difference = value = 0.0
+    sessions = [open_session(folder / one.file) for one in stages]
+    for size in sizes:
+        inputs = subject.example(*size)
+        wanted = plain_outputs(subject.model, inputs)
+        given: dict[str, Array] = {name: one.numpy() for name, one in inputs.items()}
+        for stage, session in zip(stages, sessions, strict=True):
+            names = [one.name for one in stage.outputs]
+            given = dict(zip(names, session.run(names, _known(given, stage.inputs)), strict=True))
+        for made, right in zip(given.values(), wanted, strict=True):
+            if made.shape != right.shape:
+                raise ModelError(f"the stages return the shape {made.shape}, and PyTorch {right.shape}")
+            difference = max(difference, float(np.abs(made.astype(np.float64) - right).max(initial=0.0)))
+            value = max(value, float(np.abs(right.astype(np.float64)).max(initial=0.0)))
+    if not np.isfinite(difference):
+        raise ModelError("the exported stages return values that are not finite", expected="finite outputs")
+    return Checked(tuple(sizes), difference, value)
+
+
+def _known(given: Mapping[str, Array], wanted: Sequence[Tensor]) -> dict[str, Array]:
+    return {one.name: given[one.name] for one in wanted}
+
+
+def plain_outputs(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[Array]:
+    """Return what PyTorch computes."""
+    with torch.no_grad():
+        return [one.numpy() for one in Whole(model, list(inputs)).eval()(*inputs.values())]
+
+
+def _moved(stage: Stage, work: Path, out: Path) -> Stage:
+    """Move a stage's files to their place, and describe them."""
+    source = (work / stage.file).parent
+    place = out / source.name
+    source.rename(place)
+    files = {f"{place.name}/{one.name}": digest_of(one) for one in sorted(place.iterdir())}
+    return replace(stage, file=f"{place.name}/model.onnx", files=files)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,173 @@
+"""An ONNX graph that can be cut between any two nodes.
+
+    nodes   0 1 2 │ 3 4 5 6 │ 7 8         in the order in which they run; each names the module that it comes from
+                  └ values made before and used behind cross here
+
+A cut takes a stretch of nodes, the weights that they use, what crosses into it as inputs and what crosses out of it as
+outputs. A value that only passes through a stage gets a name of its own behind it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+from onnx import TensorProto, helper
+
+from drumline.serve.wire.manifest import Tensor
+from drumline.serve.wire.tensors import DATATYPES
+
+_SCOPES = "pkg.torch.onnx.name_scopes"
+_LARGE = 2**20  # bytes of weights from which on they stand in a file of their own
+DATA = "model.onnx.data"
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A value that crosses a boundary: as the whole graph calls it, and as it is called here."""
+
+    value: str
+    name: str
+
+
+class Graph:
+    """A whole graph, with who makes and uses which value."""
+
+    def __init__(self, path: Path) -> None:
+        self.model = onnx.load(str(path))
+        graph = self.model.graph
+        self.nodes = [node for node in graph.node if node.op_type != "Constant"]
+        constants = [_initializer(node) for node in graph.node if node.op_type == "Constant"]
+        self.weights = {one.name: one for one in (*graph.initializer, *constants)}
+        self.inputs = [one.name for one in graph.input if one.name not in self.weights]
+        self.outputs = [one.name for one in graph.output]
+        self._made: dict[str, int] = dict.fromkeys(self.inputs, -1)
+        self._used: dict[str, int] = dict.fromkeys(self.outputs, len(self.nodes))
+        for at, node in enumerate(self.nodes):
+            for name in node.output:
+                self._made[name] = at
+            for name in used_by(node):
+                self._used[name] = max(self._used.get(name, -1), at)
+
+    def crossing(self, at: int) -> list[str]:
+        """Return the values made before node `at` and used by it or later, in the order in which they are made."""
+        if at == 0:
+            return list(self.inputs)
+        if at == len(self.nodes):
+            return list(self.outputs)
+        return [name for name, made in self._made.items() if made < at <= self._used.get(name, -1)]
+
+    def starts(self, blocks: Sequence[str]) -> list[tuple[str, int]]:
+        """Return the blocks that have nodes, each with its first node; the first begins at node 0."""
+        found: dict[str, int] = {}
+        for at, node in enumerate(self.nodes):
+            name = _block_of(node, blocks)
+            if name and name not in found:
+                found[name] = at
+        listed = sorted(found.items(), key=lambda one: one[1])
+        distinct = [one for number, one in enumerate(listed) if not number or one[1] > listed[number - 1][1]]
+        return [(name, at if number else 0) for number, (name, at) in enumerate(distinct)]
+
+    def weight_bytes(self, first: int, end: int) -> int:
+        """Return the bytes of the weights that a stretch of nodes uses."""
+        return sum(len(one.raw_data) for one in self._weights_of(first, end))
+
+    def _weights_of(self, first: int, end: int) -> list[Any]:
+        used = {name for node in self.nodes[first:end] for name in used_by(node)}
+        used |= set(self.outputs) if end == len(self.nodes) else set()
+        return [one for name, one in self.weights.items() if name in used]
+
+    def write(
+        self,
+        first: int,
+        end: int,
+        taken: Sequence[Crossing],
+        given: Sequence[Crossing],
+        described: dict[str, Tensor],
+        path: Path,
+    ) -> None:
+        """Write a stretch of nodes as a graph of its own; `described` has the tensors that cross, by name here."""
+        names = {one.value: one.name for one in taken}
+        nodes = [_renamed(node, names) for node in self.nodes[first:end]]
+        for one in given:
+            source = names.get(one.value, one.value)
+            if source != one.name:
+                nodes.append(helper.make_node("Identity", [source], [one.name]))
+        weights = self._weights_of(first, end)
+        graph = helper.make_graph(
+            nodes,
+            path.parent.name,
+            [_value_info(described[one.name]) for one in taken],
+            [_value_info(described[one.name]) for one in given],
+            weights,
+        )
+        made = helper.make_model(graph, opset_imports=self.model.opset_import, functions=self.model.functions)
+        made.ir_version = self.model.ir_version
+        path.parent.mkdir(parents=True, exist_ok=True)
+        large = sum(len(one.raw_data) for one in weights) >= _LARGE
+        onnx.save(made, str(path), save_as_external_data=large, location=DATA if large else None, size_threshold=1024)
+
+
+def _initializer(node: Any) -> Any:
+    """Return a constant as a weight, so that every stretch that uses it has it."""
+    one = next((one for one in node.attribute if one.name == "value"), None)
+    if one is not None:
+        made = TensorProto()
+        made.CopyFrom(one.t)
+    else:
+        kinds = {"value_int": TensorProto.INT64, "value_ints": TensorProto.INT64}
+        kinds |= {"value_float": TensorProto.FLOAT, "value_floats": TensorProto.FLOAT}
+        one = node.attribute[0]
+        value = helper.get_attribute_value(one)
+        several = one.name.endswith("s")
+        made = helper.make_tensor("", kinds[one.name], [len(value)] if several else [], value if several else [value])
+    made.name = node.output[0]
+    return made
+
+
+def used_by(node: Any) -> Iterator[str]:
+    """Yield the values that a node uses, those of graphs inside it too."""
+    yield from (name for name in node.input if name)
+    for attribute in node.attribute:
+        for graph in [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]:
+            own = {one.name for one in (*graph.input, *graph.initializer)}
+            for inner in graph.node:
+                yield from (name for name in used_by(inner) if name not in own)
+                own.update(inner.output)
+            yield from (one.name for one in graph.output if one.name not in own)
+
+
+def _renamed(node: Any, names: dict[str, str]) -> Any:
+    """Return a copy of a node that uses other names for some values."""
+    made = onnx.NodeProto()
+    made.CopyFrom(node)
+    del made.metadata_props[:]
+    made.doc_string = ""
+    for at, name in enumerate(made.input):
+        made.input[at] = names.get(name, name)
+    for attribute in made.attribute:
+        for graph in [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]:
+            inner = [_renamed(one, names) for one in graph.node]
+            del graph.node[:]
+            graph.node.extend(inner)
+    return made
+
+
+def _block_of(node: Any, blocks: Sequence[str]) -> str:
+    """Return the block of the module that a node comes from, or nothing."""
+    text = next((one.value for one in node.metadata_props if one.key == _SCOPES), "")
+    try:
+        scopes = ast.literal_eval(text) if text else []
+    except (ValueError, SyntaxError):
+        return ""
+    paths = {str(one).removeprefix("model.") for one in scopes}
+    return max((block for block in blocks if block in paths), key=len, default="")
+
+
+def _value_info(one: Tensor) -> Any:
+    kind = helper.np_dtype_to_tensor_dtype(DATATYPES[one.datatype])
+    return helper.make_tensor_value_info(one.name, kind, list(one.shape))

@@ -1,0 +1,241 @@
+"""Microbatches into the pipe: when one may enter, what becomes of its answer, and what if a stage dies.
+
+A microbatch enters while the pipe has room (the tuner's window) and the first stage has at most one that waits. If the
+first stage has nothing to do, whatever is queued enters at once. Otherwise a batch gathers until it fills a microbatch
+or its oldest request has waited for `max_wait`.
+
+If a stage is gone, a microbatch waits for it to come back and is sent again, `retries` times: stages keep nothing
+between calls, so that repeating one is safe. What a stage cannot compute is sent again request by request, so that
+only the request at fault fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from drumline.serve.front.metrics import Metrics
+from drumline.serve.front.queue import Queue
+from drumline.serve.front.tickets import Failed, Microbatch, Signature, Ticket
+from drumline.serve.front.tuner import Tuner
+from drumline.serve.stage import Times, times_of
+from drumline.serve.wire.protocol import InferRequest, InferResponse
+from drumline.serve.wire.tensors import put_inputs, read_outputs
+
+_NANO = 1e-9
+_MOST_IN_FIRST = 2  # one computes, one waits
+_LOST = (grpc.StatusCode.UNAVAILABLE,)
+Seen = Callable[[Microbatch, list[Times]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How requests become microbatches."""
+
+    max_batch: int = 64  # rows
+    max_wait: float = 0.005  # seconds that a request waits for others while the pipe is busy
+    retries: int = 1
+
+
+class Pipe:
+    """Sends microbatches through the stages, as many at a time as keep them busy."""
+
+    def __init__(
+        self,
+        infer: Callable[..., Any],
+        queue: Queue,
+        tuner: Tuner,
+        metrics: Metrics,
+        *,
+        rules: Rules,
+        is_back: Callable[[float], Awaitable[bool]],
+        seen: Seen | None = None,
+    ) -> None:
+        self._infer, self.queue, self._tuner, self._metrics = infer, queue, tuner, metrics
+        self._rules, self._is_back, self._seen = rules, is_back, seen
+        self._wake = asyncio.Event()
+        self._batch: tuple[Signature, list[int]] = ((), [])  # microbatches of the batch that is being sent
+        self._sent: dict[asyncio.Task[None], Microbatch] = {}
+        self._in_first = 0
+
+    @property
+    def in_pipe(self) -> int:
+        """How many microbatches are in the pipe."""
+        return len(self._sent)
+
+    def poke(self) -> None:
+        """Look again whether something can be sent."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Send what is queued, until cancelled."""
+        while True:
+            wait = self._send_what_may()
+            self._metrics.queued.set(len(self.queue))
+            self._metrics.queued_bytes.set(self.queue.bytes)
+            self._metrics.in_pipe.set(self.in_pipe)
+            try:
+                async with asyncio.timeout(wait):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+
+    def _send_what_may(self) -> float | None:
+        """Send microbatches while they may enter; returns after how many seconds to look again, if nothing happens."""
+        while True:
+            wait = self._holds_back()
+            if wait is not None:
+                return wait if wait > 0 else None
+            signature, sizes = self._batch
+            microbatch = self.queue.take(signature, sizes.pop(0))
+            if microbatch is None:
+                sizes.clear()  # what was left of the batch is over
+                continue
+            self._in_first += 1
+            task = asyncio.create_task(self._carry(microbatch))
+            self._sent[task] = microbatch
+            task.add_done_callback(self._done)
+
+    def _holds_back(self) -> float | None:
+        """Return None if a microbatch may enter now, else after how many seconds to look again; 0: once woken."""
+        if self._in_first >= _MOST_IN_FIRST:
+            return 0
+        oldest = self.queue.oldest()
+        if oldest is None:
+            self._batch[1].clear()
+            return 0
+        signature = self._batch[0] if self._batch[1] else oldest.signature
+        window = self._tuner.window(signature)
+        if self.in_pipe >= window:
+            return 0
+        if self._batch[1]:
+            return None
+        rows = self.queue.rows_of(signature, self._rules.max_batch)
+        left = oldest.arrived + self._rules.max_wait - time.monotonic()
+        if self._in_first and left > 0 and rows < self._tuner.most_rows(signature):
+            return left
+        behind = self.in_pipe > 0 or self.queue.rows > rows
+        self._batch = signature, self._tuner.sizes(signature, rows, behind=behind)
+        self._metrics.cuts.set(len(self._batch[1]))
+        self._metrics.window.set(window)
+        return None
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._sent.pop(task, None)
+        self.poke()
+
+    async def _carry(self, microbatch: Microbatch) -> None:
+        """Take a microbatch through the pipe and answer its tickets, whatever happens."""
+        first = _Once(self._left_first)
+        try:
+            await self._through(microbatch, first)
+        except Failed as error:
+            if error.code is grpc.StatusCode.INVALID_ARGUMENT and len(microbatch.slices) > 1:
+                first()
+                for one in microbatch.slices:
+                    self._in_first += 1
+                    await self._carry(self.queue.alone(one))
+            else:
+                microbatch.fail(error)
+        except asyncio.CancelledError:
+            microbatch.fail(Failed(grpc.StatusCode.UNAVAILABLE, "the service stops"))
+            raise
+        except Exception as error:
+            microbatch.fail(Failed(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"))
+        finally:
+            first()
+
+    def _left_first(self) -> None:
+        self._in_first -= 1
+        self.poke()
+
+    async def _through(self, microbatch: Microbatch, first: _Once) -> None:
+        request = InferRequest(id=microbatch.slices[0].ticket.name)
+        put_inputs(request, microbatch.inputs())
+        body = request.SerializeToString()
+        del request
+        while True:
+            timeout = microbatch.deadline - time.monotonic()
+            if timeout <= 0:
+                raise Failed(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")
+            began = time.monotonic()
+            call = microbatch.call = self._infer(body, timeout=timeout, wait_for_ready=True)
+            told = asyncio.create_task(_left(call, first))
+            try:
+                answer = await call
+            except grpc.aio.AioRpcError as error:
+                lost = error.code() in _LOST and microbatch.attempts < self._rules.retries
+                if not lost:
+                    raise Failed(error.code(), error.details() or error.code().name) from None
+                microbatch.attempts += 1
+                self._metrics.retries.inc()
+                await self._is_back(microbatch.deadline - time.monotonic())
+                continue
+            except asyncio.CancelledError:
+                if microbatch.is_over and call.cancelled():
+                    raise Failed(grpc.StatusCode.CANCELLED, "nobody waits for it") from None
+                raise
+            finally:
+                await told
+            times = times_of(await call.trailing_metadata())
+            microbatch.put(read_outputs(InferResponse.FromString(answer)))
+            self._took(microbatch, times, time.monotonic() - began)
+            return
+
+    def _took(self, microbatch: Microbatch, times: list[Times], seconds: float) -> None:
+        computed = [(one.end - one.start) * _NANO for one in times]
+        for one in microbatch.slices:
+            one.ticket.compute = max(one.ticket.compute, sum(computed))
+            one.ticket.pipe = max(one.ticket.pipe, (times[-1].end - times[0].arrived) * _NANO if times else seconds)
+        if len(times) != self._tuner.num_stages:
+            return
+        queued = sum(one.start - one.arrived for one in times) * _NANO
+        hop = max(0.0, (seconds - sum(computed) - queued) / len(times))
+        self._tuner.add(microbatch.signature, microbatch.rows, computed, hop)
+        self._metrics.took(times, microbatch.rows)
+        if self._seen is not None:
+            self._seen(microbatch, times)
+
+    def drop(self, ticket: Ticket) -> None:
+        """Forget a request that nobody waits for; stages stop computing microbatches of such requests alone."""
+        self.queue.drop(ticket)
+        for microbatch in self._sent.values():
+            if microbatch.call is not None and microbatch.is_over:
+                microbatch.call.cancel()
+        self.poke()
+
+    async def drained(self, seconds: float) -> bool:
+        """Wait until nothing is queued or in the pipe; whether that came true."""
+        end = time.monotonic() + seconds
+        while len(self.queue) or self._sent:
+            if time.monotonic() >= end:
+                return False
+            await asyncio.sleep(0.01)
+        return True
+
+
+class _Once:
+    """Calls a function the first time it is called."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function: Callable[[], None] | None = function
+
+    def __call__(self) -> None:
+        if self._function is not None:
+            function, self._function = self._function, None
+            function()
+
+
+async def _left(call: Any, first: _Once) -> None:
+    """Tell once a microbatch has left the first stage: then its initial metadata arrive."""
+    try:
+        await call.initial_metadata()
+    except (grpc.aio.AioRpcError, asyncio.CancelledError):
+        return
+    first()

@@ -1,0 +1,210 @@
+"""A whole service: stages, pipe, front, metrics; from start to drained end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from drumline.core.errors import UsageError, counted
+from drumline.serve.front.logs import Log
+from drumline.serve.front.metrics import Metrics
+from drumline.serve.front.pipe import Pipe, Rules
+from drumline.serve.front.queue import Queue
+from drumline.serve.front.record import LoadRecord
+from drumline.serve.front.service import FrontService
+from drumline.serve.front.supervisor import LocalStages, RemoteStages, Stages
+from drumline.serve.front.tickets import Failed
+from drumline.serve.front.tuner import Tuner
+from drumline.serve.stage import MAX_BYTES
+from drumline.serve.wire.links import PLAIN, Tls, connect, listen, options, parts_of
+from drumline.serve.wire.manifest import Manifest, read_manifest
+from drumline.serve.wire.protocol import POOL, SERVICE, stub
+
+_SPARE_CALLS = 64  # beside requests: state and metadata
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a service runs."""
+
+    folder: Path
+    listen: str = "127.0.0.1:8001"
+    metrics: str = "127.0.0.1:8002"  # empty: none
+    hosts: tuple[str, ...] = ()  # stages that others have started; none: local processes
+    tls: Tls = PLAIN
+    threads: int = 1
+    budget: float = 0.05  # seconds from a microbatch's entry into the first stage until it leaves the last
+    rules: Rules = field(default_factory=Rules)
+    rows: int = 0  # of a microbatch; 0: tuned
+    window: int = 0  # microbatches in the pipe; 0: tuned
+    max_requests: int = 512
+    max_queue_bytes: int = 256 * 2**20
+    max_bytes: int = MAX_BYTES
+    timeout: float = 60.0  # of requests without a deadline
+    drain: float = 30.0
+    log_requests: bool = False
+    record: Path | None = None
+
+    def __post_init__(self) -> None:
+        counts = {"threads": self.threads, "max_batch": self.rules.max_batch, "max_requests": self.max_requests}
+        for name, value in counts.items():
+            if value < 1:
+                raise UsageError(f"{name} is {value}", expected="1 or more")
+        for name, amount in {"budget": self.budget, "timeout": self.timeout}.items():
+            if amount <= 0:
+                raise UsageError(f"{name} is {amount:g}", expected="more than 0 seconds")
+        if min(self.rows, self.window, self.rules.retries, self.rules.max_wait, self.drain) < 0:
+            raise UsageError("a count or time is below 0", expected="0 or more")
+        if self.hosts and self.record is not None:
+            raise UsageError("--record with --hosts", expected="stages on this machine, whose clocks are one")
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Where a service listens, and the processes of its stages."""
+
+    port: int
+    metrics_port: int
+    stages: Stages
+
+
+async def serve(settings: Settings, *, told: Callable[[Started], None], stop: asyncio.Event | None = None) -> None:
+    """Serve until SIGTERM, SIGINT or `stop`, then answer what is under way and end. `told` hears once it is ready."""
+    manifest = read_manifest(settings.folder)
+    if settings.hosts and len(settings.hosts) != len(manifest.stages):
+        has = counted(len(manifest.stages), "stage")
+        raise UsageError(f"--hosts names {len(settings.hosts)}", expected=f"one address for each of {has}")
+    stopped = stop or asyncio.Event()
+    log = Log(requests=settings.log_requests)
+    metrics = Metrics(len(manifest.stages))
+    async with AsyncExitStack() as kept:
+        stages = _stages(settings, manifest, log, metrics)
+        kept.push_async_callback(stages.stop)
+        _on_signals(stopped)
+        await _unless(stopped, stages.start())
+        if stopped.is_set():
+            return
+        channel = await kept.enter_async_context(connect(stages.addresses[0], _between(settings), settings.max_bytes))
+        record = LoadRecord(settings.record, manifest) if settings.record is not None else None
+        if record is not None:
+            kept.callback(record.close)
+        pipe = _pipe(settings, manifest, channel, stages, metrics, record)
+        sending = asyncio.create_task(pipe.run())
+        kept.callback(sending.cancel)
+        await _front(settings, manifest, pipe, stages, metrics, log, stopped, told, kept)
+
+
+def _stages(settings: Settings, manifest: Manifest, log: Log, metrics: Metrics) -> Stages:
+    if settings.hosts:
+        return RemoteStages(settings.hosts, tls=settings.tls, log=log)
+    limit = max(2 * len(manifest.stages), settings.window) + 8
+    return LocalStages(
+        settings.folder,
+        len(manifest.stages),
+        threads=settings.threads,
+        limit=limit,
+        max_bytes=settings.max_bytes,
+        log=log,
+        metrics=metrics,
+    )
+
+
+def _between(settings: Settings) -> Tls:
+    """Return how front and stages connect: stages of this machine are on its loopback interface."""
+    return settings.tls if settings.hosts else PLAIN
+
+
+def _pipe(
+    settings: Settings, manifest: Manifest, channel: Any, stages: Stages, metrics: Metrics, record: LoadRecord | None
+) -> Pipe:
+    queue = Queue(max_requests=settings.max_requests, max_bytes=settings.max_queue_bytes)
+    tuner = Tuner(len(manifest.stages), settings.budget, settings.rules.max_batch, settings.rows, settings.window)
+    seen = None if record is None else lambda microbatch, times: record.add(times, microbatch.rows)
+    infer = stub(channel, "ModelInfer", raw=True)
+    return Pipe(infer, queue, tuner, metrics, rules=settings.rules, is_back=stages.back, seen=seen)
+
+
+async def _front(
+    settings: Settings,
+    manifest: Manifest,
+    pipe: Pipe,
+    stages: Stages,
+    metrics: Metrics,
+    log: Log,
+    stopped: asyncio.Event,
+    told: Callable[[Started], None],
+    kept: AsyncExitStack,
+) -> None:
+    """Listen, answer until stopped, then drain."""
+    calls = settings.max_requests + settings.rules.max_batch + _SPARE_CALLS
+    server = grpc.aio.server(options=options(settings.max_bytes), maximum_concurrent_rpcs=calls)
+    service = FrontService(
+        manifest, pipe, stages, metrics, log, max_rows=settings.rules.max_batch * 64, timeout=settings.timeout
+    )
+    server.add_generic_rpc_handlers((service.handlers(),))
+    healthy = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server, pool=POOL)
+    port = listen(server, settings.listen, settings.tls)
+    metrics_port = 0
+    if settings.metrics:
+        metrics_port, end = metrics.listen(*parts_of(settings.metrics, flag="--metrics"))
+        kept.callback(end)
+    await server.start()
+    watching = asyncio.create_task(_tell_health(service, healthy))
+    kept.callback(watching.cancel)
+    log("serving", model=manifest.model, stages=len(manifest.stages), port=port, metrics_port=metrics_port)
+    told(Started(port, metrics_port, stages))
+    await stopped.wait()
+    service.is_draining = True
+    await healthy.enter_graceful_shutdown()
+    log("draining", requests=len(pipe.queue), microbatches=pipe.in_pipe)
+    whole = await pipe.drained(settings.drain)
+    if not whole:
+        pipe.queue.clear(lambda: Failed(grpc.StatusCode.UNAVAILABLE, "the service stopped before this request's turn"))
+    await server.stop(1.0)
+    log("stopped", drained=whole)
+
+
+async def _tell_health(service: FrontService, healthy: Any) -> None:
+    """Keep the health service in step with the stages."""
+    status = health_pb2.HealthCheckResponse
+    last = None
+    while True:
+        now = status.SERVING if service.is_ready else status.NOT_SERVING
+        if now != last:
+            for name in ("", SERVICE):
+                await healthy.set(name, now)
+            last = now
+        await asyncio.sleep(0.1)
+
+
+def _on_signals(stopped: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+    with suppress(RuntimeError, ValueError):  # a loop outside of the main thread gets none
+        for one in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(one, stopped.set)
+
+
+async def _unless(stopped: asyncio.Event, starting: Any) -> None:
+    """Wait for a start, or until told to stop."""
+    begun = asyncio.ensure_future(starting)
+    waiting = asyncio.ensure_future(stopped.wait())
+    await asyncio.wait({begun, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if begun.done():
+        begun.result()
+    else:
+        begun.cancel()
+        with suppress(asyncio.CancelledError):
+            await begun

@@ -1,0 +1,180 @@
+"""KServe's calls at the front: what clients see."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+
+from drumline.serve.front.logs import Log
+from drumline.serve.front.metrics import Metrics
+from drumline.serve.front.pipe import Pipe
+from drumline.serve.front.supervisor import Stages
+from drumline.serve.front.tickets import Failed, Ticket
+from drumline.serve.wire.manifest import Manifest
+from drumline.serve.wire.protocol import CALLS, SERVICE, InferResponse, message
+from drumline.serve.wire.tensors import Arrays, Refused, put_outputs, read_inputs
+
+VERSION = "1"
+_LONGEST_ID = 256
+_Code = grpc.StatusCode
+
+
+class FrontService:
+    """Answers clients: state, metadata, inference."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        pipe: Pipe,
+        stages: Stages,
+        metrics: Metrics,
+        log: Log,
+        *,
+        max_rows: int,
+        timeout: float,
+    ) -> None:
+        self._manifest, self._pipe, self._stages = manifest, pipe, stages
+        self._metrics, self._log = metrics, log
+        self._max_rows, self._timeout = max_rows, timeout
+        self._dimensions = {**manifest.dimensions, "batch": self._rows_allowed(manifest)}
+        self.is_draining = False
+
+    def _rows_allowed(self, manifest: Manifest) -> tuple[int, int]:
+        least, most = manifest.dimensions.get("batch", (1, None))
+        return max(least, 1), min(most or self._max_rows, self._max_rows)
+
+    def handlers(self) -> Any:
+        """Return the calls as gRPC wants them."""
+        named = {
+            "ServerLive": self.live,
+            "ServerReady": self.ready,
+            "ModelReady": self.model_ready,
+            "ServerMetadata": self.metadata,
+            "ModelMetadata": self.model_metadata,
+            "ModelInfer": self.infer,
+        }
+        made = {
+            call: grpc.unary_unary_rpc_method_handler(
+                named[call],
+                request_deserializer=message(f"{call}Request").FromString,
+                response_serializer=message(f"{call}Response").SerializeToString,
+            )
+            for call in CALLS
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, made)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests would be computed now."""
+        return self._stages.are_ready and not self.is_draining
+
+    async def live(self, request: Any, context: Any) -> Any:
+        """Say that the front runs."""
+        return message("ServerLiveResponse")(live=True)
+
+    async def ready(self, request: Any, context: Any) -> Any:
+        """Say whether all stages can compute."""
+        return message("ServerReadyResponse")(ready=self.is_ready)
+
+    async def model_ready(self, request: Any, context: Any) -> Any:
+        """Say the same of a model by its name."""
+        await self._asked(request.name, request.version, context)
+        return message("ModelReadyResponse")(ready=self.is_ready)
+
+    async def metadata(self, request: Any, context: Any) -> Any:
+        """Name the server."""
+        return message("ServerMetadataResponse")(name="drumline", version=VERSION, extensions=[])
+
+    async def model_metadata(self, request: Any, context: Any) -> Any:
+        """Describe the model's inputs and outputs; without a name those of the only model."""
+        await self._asked(request.name or self._manifest.model, request.version, context)
+        made = message("ModelMetadataResponse")(name=self._manifest.model, versions=[VERSION], platform="onnx_pipeline")
+        for which in ("inputs", "outputs"):
+            for one in getattr(self._manifest, which):
+                getattr(made, which).add(name=one.name, datatype=one.datatype, shape=one.open_shape())
+        return made
+
+    def _check_model(self, name: str, version: str) -> None:
+        if name != self._manifest.model:
+            raise Failed(_Code.NOT_FOUND, f"unknown model {name[:80]!r}; expected {self._manifest.model!r}")
+        if version not in ("", VERSION):
+            raise Failed(_Code.NOT_FOUND, f"unknown version {version[:80]!r}; expected {VERSION!r} or none")
+
+    async def _asked(self, name: str, version: str, context: Any) -> None:
+        """Answer a question about another model with NOT_FOUND."""
+        try:
+            self._check_model(name, version)
+        except Failed as error:
+            await context.abort(error.code, error.why)
+
+    async def infer(self, request: Any, context: Any) -> Any:
+        """Answer a request."""
+        began = time.monotonic()
+        name = request.id[:_LONGEST_ID] or uuid.uuid4().hex[:12]
+        code, why = "OK", ""
+        try:
+            return await self._infer(request, context, name)
+        except Failed as error:
+            code, why = error.code.name, error.why
+        except Refused as error:
+            code, why = _Code.INVALID_ARGUMENT.name, str(error)
+        except asyncio.CancelledError:
+            code = "CANCELLED"
+            raise
+        finally:
+            seconds = time.monotonic() - began
+            self._metrics.requests.labels(code).inc()
+            self._metrics.latency.observe(seconds)
+            if self._log.requests or code not in ("OK", "CANCELLED"):
+                level = "info" if code in ("OK", "CANCELLED") else "warning"
+                more = {"why": why} if why else {}
+                self._log("request", level=level, request=name, code=code, seconds=round(seconds, 6), **more)
+        await context.abort(_Code[code], why)
+        raise AssertionError
+
+    async def _infer(self, request: Any, context: Any, name: str) -> Any:
+        self._check_model(request.model_name, request.model_version)
+        if self.is_draining:
+            raise Failed(_Code.UNAVAILABLE, "the service is stopping")
+        inputs = read_inputs(request, self._manifest.inputs, self._dimensions)
+        wanted = self._wanted(request)
+        typed = not request.raw_input_contents
+        left = context.time_remaining()
+        timeout = self._timeout if left is None else min(left, self._timeout)
+        ticket = Ticket(name, inputs, timeout=timeout, loop=asyncio.get_running_loop())
+        self._pipe.queue.admit(ticket)
+        self._pipe.poke()
+        try:
+            async with asyncio.timeout(timeout):
+                outputs = await ticket.answer
+        except TimeoutError:
+            raise Failed(_Code.DEADLINE_EXCEEDED, f"no answer within {timeout:.3g} seconds") from None
+        finally:
+            if not ticket.answer.done() or ticket.answer.cancelled():
+                self._pipe.drop(ticket)
+        self._metrics.waiting.observe(ticket.began - ticket.arrived)
+        return self._answer(request, ticket, {name: outputs[name] for name in wanted}, typed=typed)
+
+    def _wanted(self, request: Any) -> list[str]:
+        known = [one.name for one in self._manifest.outputs]
+        names = [one.name for one in request.outputs] or known
+        if odd := [one for one in names if one not in known]:
+            raise Refused(f"output {odd[0][:80]!r} is unknown; expected {', '.join(known)}")
+        return list(dict.fromkeys(names))
+
+    def _answer(self, request: Any, ticket: Ticket, outputs: Arrays, *, typed: bool) -> Any:
+        response = InferResponse(model_name=self._manifest.model, model_version=VERSION, id=request.id)
+        seconds: Mapping[str, float] = {
+            "queue_ns": ticket.began - ticket.arrived,
+            "pipe_ns": ticket.pipe,
+            "compute_ns": ticket.compute,
+        }
+        for name, value in seconds.items():
+            response.parameters[name].int64_param = int(value * 1e9)
+        put_outputs(response, outputs, typed=typed)
+        return response

@@ -1,0 +1,180 @@
+"""Stages as processes of this machine: started, watched, started again if they end; or stages on hosts, asked often."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from drumline.core.errors import LaunchError
+from drumline.serve.front.logs import Log
+from drumline.serve.front.metrics import Metrics
+from drumline.serve.wire.links import LOOPBACK, Tls, connect, free_port
+from drumline.serve.wire.protocol import message, stub
+
+_SECONDS_TO_START = 120.0
+_SECONDS_TO_STOP = 8.0
+_QUICK_END = 5.0  # a stage that ends sooner than this after its start waits before the next one
+_LONGEST_PAUSE = 5.0
+
+
+class Stages:
+    """The stages behind a front: where they are, and whether all of them can compute."""
+
+    addresses: Sequence[str]
+
+    def __init__(self, num_stages: int) -> None:
+        self._ready = [asyncio.Event() for _ in range(num_stages)]
+
+    @property
+    def are_ready(self) -> bool:
+        """Whether every stage can compute."""
+        return all(one.is_set() for one in self._ready)
+
+    async def back(self, seconds: float) -> bool:
+        """Wait until every stage can compute, at most so long; whether that came true."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(seconds, 0)):
+                for one in self._ready:
+                    await one.wait()
+        return self.are_ready
+
+    async def start(self) -> None:
+        """Start what has to be started, and wait until all stages can compute."""
+        raise NotImplementedError
+
+    async def stop(self) -> None:
+        """Stop what was started."""
+        raise NotImplementedError
+
+
+class LocalStages(Stages):
+    """One process for each stage, on ports of the loopback interface."""
+
+    def __init__(
+        self, folder: Path, num_stages: int, *, threads: int, limit: int, max_bytes: int, log: Log, metrics: Metrics
+    ) -> None:
+        super().__init__(num_stages)
+        self.addresses = [f"{LOOPBACK}:{free_port()}" for _ in range(num_stages)]
+        self.processes: list[Any] = [None] * num_stages
+        self._folder, self._log, self._metrics = folder, log, metrics
+        self._flags = ["--threads", str(threads), "--limit", str(limit), "--max-bytes", str(max_bytes)]
+        self._watching: list[asyncio.Task[None]] = []
+        self._has_run = [False] * num_stages
+        self._stopping = False
+
+    async def start(self) -> None:
+        """Start all stages at once; LaunchError if one ends instead of getting ready."""
+        self._watching = [asyncio.create_task(self._watch(number)) for number in range(len(self.addresses))]
+        ready = asyncio.create_task(self.back(_SECONDS_TO_START))
+        done, _ = await asyncio.wait({ready, *self._watching}, return_when=asyncio.FIRST_COMPLETED)
+        if ready not in done or not self.are_ready:
+            ready.cancel()
+            failed = [one.exception() for one in self._watching if one.done() and not one.cancelled()]
+            await self.stop()
+            raise next((one for one in failed if one is not None), None) or LaunchError(
+                f"the stages were not ready within {_SECONDS_TO_START:g} seconds"
+            )
+
+    async def _watch(self, number: int) -> None:
+        """Keep a stage running: start it, wait for its end, start it again."""
+        pause = 0.0
+        while not self._stopping:
+            began = time.monotonic()
+            code = await self._once(number)
+            if self._stopping:
+                return
+            if not self._has_run[number]:
+                raise LaunchError(
+                    f"stage {number} ended with code {code} before it was ready", fix="see its error above"
+                )
+            self._log("stage ended", level="error", stage=number, code=code)
+            self._metrics.restarts.labels(str(number)).inc()
+            quick = time.monotonic() - began < _QUICK_END
+            pause = min(max(2 * pause, 0.1), _LONGEST_PAUSE) if quick else 0.0
+            await asyncio.sleep(pause)
+
+    async def _once(self, number: int) -> int:
+        following = self.addresses[number + 1] if number + 1 < len(self.addresses) else ""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "drumline.serve.stage", str(self._folder), str(number), self.addresses[number],
+            "--next", following, *self._flags,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        self.processes[number] = process
+        assert process.stdout is not None
+        if await process.stdout.readline() == b"ready\n":
+            self._ready[number].set()
+            self._has_run[number] = True
+            self._log("stage ready", stage=number, address=self.addresses[number], process=process.pid)
+        code = await process.wait()
+        self._ready[number].clear()
+        return code
+
+    async def stop(self) -> None:
+        """Tell all stages to stop, and end those that do not."""
+        self._stopping = True
+        running = [one for one in self.processes if one is not None and one.returncode is None]
+        for one in running:
+            with suppress(ProcessLookupError):
+                one.send_signal(signal.SIGTERM)
+        for one in running:
+            try:
+                async with asyncio.timeout(_SECONDS_TO_STOP):
+                    await one.wait()
+            except TimeoutError:
+                with suppress(ProcessLookupError):
+                    one.kill()
+                await one.wait()
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+
+
+class RemoteStages(Stages):
+    """Stages that others have started, on hosts; asked every second whether they can compute."""
+
+    def __init__(self, addresses: Sequence[str], *, tls: Tls, log: Log) -> None:
+        super().__init__(len(addresses))
+        self.addresses = addresses
+        self._log, self._tls = log, tls
+        self._watching: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Wait until all stages answer; LaunchError names those that do not."""
+        self._watching = [asyncio.create_task(self._watch(number)) for number in range(len(self.addresses))]
+        if not await self.back(_SECONDS_TO_START):
+            silent = [one for one, event in zip(self.addresses, self._ready, strict=True) if not event.is_set()]
+            await self.stop()
+            raise LaunchError(
+                f"no stage answers at {', '.join(silent)}",
+                expected="`drumline serve DIR --stage K --listen HOST:PORT` running there",
+            )
+
+    async def _watch(self, number: int) -> None:
+        async with connect(self.addresses[number], self._tls, 2**20) as channel:
+            ask = stub(channel, "ServerReady")
+            while True:
+                try:
+                    answer = await ask(message("ServerReadyRequest")(), timeout=2.0)
+                    if answer.ready and not self._ready[number].is_set():
+                        self._log("stage ready", stage=number, address=self.addresses[number])
+                        self._ready[number].set()
+                except grpc.aio.AioRpcError as error:
+                    if self._ready[number].is_set():
+                        self._log("stage lost", level="error", stage=number, code=error.code().name)
+                        self._ready[number].clear()
+                await asyncio.sleep(1.0 if self._ready[number].is_set() else 0.1)
+
+    async def stop(self) -> None:
+        """Ask no more; the stages go on."""
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)

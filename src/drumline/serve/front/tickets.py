@@ -1,0 +1,159 @@
+"""Requests on their way: a ticket for each, and microbatches that carry rows of several.
+
+    tickets       a: 3 rows   b: 1 row   c: 2 rows
+    microbatches  [a0 a1] [a2 b0] [c0 c1]
+
+A ticket is answered once all its rows have come back, in their own order, whatever microbatches they were in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import grpc
+import numpy as np
+
+from drumline.serve.wire.tensors import Array, Arrays
+
+Signature = tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes of inputs, without rows
+_numbers = count()
+
+
+class Failed(Exception):
+    """A request that cannot be answered: gRPC's code, and why."""
+
+    def __init__(self, code: grpc.StatusCode, why: str) -> None:
+        self.code, self.why = code, why
+        super().__init__(f"{code.name}: {why}")
+
+
+def signature_of(inputs: Arrays) -> Signature:
+    """Return what requests must have in common to share a microbatch.
+
+    >>> signature_of({"x": np.zeros((3, 4))})
+    (('x', (4,)),)
+    """
+    return tuple((name, array.shape[1:]) for name, array in inputs.items())
+
+
+class Ticket:
+    """A request: its rows, how many of them were sent and came back, and the answer to come."""
+
+    def __init__(self, name: str, inputs: Arrays, *, timeout: float, loop: asyncio.AbstractEventLoop) -> None:
+        self.name, self.inputs = name, inputs
+        self.number = next(_numbers)
+        self.rows = len(next(iter(inputs.values())))
+        self.bytes = sum(one.nbytes for one in inputs.values())
+        self.signature = signature_of(inputs)
+        self.arrived = time.monotonic()
+        self.deadline = self.arrived + timeout
+        self.sent = 0  # rows that microbatches took
+        self.left = self.rows  # rows that have not come back
+        self.answer: asyncio.Future[Arrays] = loop.create_future()
+        self.began = 0.0  # when its first rows were sent
+        self.compute = 0.0  # seconds of stages, of the microbatch that took longest
+        self.pipe = 0.0  # seconds from entering the first stage until leaving the last, of the slowest microbatch
+        self._outputs: Arrays = {}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return self.answer.done() or time.monotonic() >= self.deadline
+
+    def take(self, rows: int) -> Slice:
+        """Return the next rows, at most so many."""
+        first = self.sent
+        self.sent = min(self.rows, first + rows)
+        self.began = self.began or time.monotonic()
+        return Slice(self, first, self.sent)
+
+    def put(self, first: int, outputs: Arrays) -> None:
+        """Take in the outputs of some rows; the last ones answer the request."""
+        if self.answer.done():
+            return
+        rows = len(next(iter(outputs.values())))
+        if rows == self.rows:
+            self._outputs = outputs
+        else:
+            if not self._outputs:
+                self._outputs = {
+                    name: np.empty((self.rows, *one.shape[1:]), one.dtype) for name, one in outputs.items()
+                }
+            for name, one in outputs.items():
+                self._outputs[name][first : first + rows] = one
+        self.left -= rows
+        if not self.left:
+            self.answer.set_result(self._outputs)
+
+    def fail(self, error: Failed) -> None:
+        """Answer with an error, unless it was answered."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+            self.answer.exception()  # whoever has gone need not fetch it
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Rows of a ticket, from `first` to before `end`."""
+
+    ticket: Ticket
+    first: int
+    end: int
+
+
+@dataclass(slots=True)
+class Microbatch:
+    """Rows of tickets that travel together."""
+
+    number: int
+    slices: list[Slice]
+    attempts: int = 0
+    call: Any = field(default=None, repr=False)
+
+    @property
+    def rows(self) -> int:
+        """How many rows it has."""
+        return sum(one.end - one.first for one in self.slices)
+
+    @property
+    def signature(self) -> Signature:
+        """What its tickets have in common."""
+        return self.slices[0].ticket.signature
+
+    @property
+    def deadline(self) -> float:
+        """The last moment at which anybody waits for it."""
+        return max(one.ticket.deadline for one in self.slices)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody waits for any of it."""
+        return all(one.ticket.is_over for one in self.slices)
+
+    def inputs(self) -> Arrays:
+        """Return its rows as one array for each input."""
+        found: Arrays = {}
+        for name in self.slices[0].ticket.inputs:
+            parts: list[Array] = [one.ticket.inputs[name][one.first : one.end] for one in self.slices]
+            found[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return found
+
+    def put(self, outputs: Arrays) -> None:
+        """Give every ticket its own rows of the outputs; Failed if there are not as many as were sent."""
+        odd = [name for name, one in outputs.items() if not one.shape or len(one) != self.rows]
+        if odd or not outputs:
+            raise Failed(grpc.StatusCode.INTERNAL, f"output {odd[0] if odd else '?'!r} has not the rows that were sent")
+        at = 0
+        for one in self.slices:
+            rows = one.end - one.first
+            one.ticket.put(one.first, {name: array[at : at + rows] for name, array in outputs.items()})
+            at += rows
+
+    def fail(self, error: Failed) -> None:
+        """Answer all its tickets with an error."""
+        for one in self.slices:
+            one.ticket.fail(error)

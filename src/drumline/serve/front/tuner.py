@@ -1,0 +1,133 @@
+"""How a batch is cut: rows of a microbatch and microbatches in the pipe, from what stages were measured to take.
+
+A stage takes `fixed + each x rows` seconds, fitted to its last microbatches of the same shape. Two bounds follow from
+the budget, the seconds that a microbatch may spend between entering the first stage and leaving the last:
+
+    window x slowest(rows) <= budget       so many microbatches in the pipe queue no longer than that
+    window = 2 per stage where that fits   one that computes and one that waits: then no stage runs dry
+
+Within them, M follows from the queue. While more waits behind a batch, the pipe stays full whatever M is, and few large
+microbatches waste least. If nothing waits, the batch is alone in the pipe, and M makes its own way short:
+
+    sum of stages(rows / M) + (M - 1) x slowest(rows / M)      each with what a message takes, measured too
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil
+
+from drumline.serve.front.tickets import Signature
+
+_FADE = 0.97  # weight of the past with every new microbatch
+_MOST_SHAPES = 256
+_MARGIN = 0.9  # of the budget: what is left is for messages
+_MOST_CUTS = 64
+
+
+@dataclass(slots=True)
+class Line:
+    """Seconds over rows: a fading least-squares fit, through the origin as long as rows do not vary."""
+
+    weight: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+
+    def add(self, rows: int, seconds: float) -> None:
+        """Take in a measurement."""
+        for name, value in (("weight", 1.0), ("x", rows), ("y", seconds), ("xx", rows * rows), ("xy", rows * seconds)):
+            setattr(self, name, getattr(self, name) * _FADE + value)
+
+    def seconds(self, rows: float) -> float:
+        """Return the expected seconds.
+
+        >>> line = Line()
+        >>> for rows in (1, 2, 4): line.add(rows, 0.25 + rows)
+        >>> round(line.seconds(8), 6)
+        8.25
+        """
+        if not self.weight:
+            return 0.0
+        mean_x, mean_y = self.x / self.weight, self.y / self.weight
+        spread = self.xx / self.weight - mean_x**2
+        if spread < 1e-3 * mean_x**2:
+            return mean_y * rows / mean_x
+        each = max(0.0, (self.xy / self.weight - mean_x * mean_y) / spread)
+        fixed = mean_y - each * mean_x
+        if fixed < 0:
+            return mean_y * rows / mean_x
+        return fixed + each * rows
+
+
+@dataclass(slots=True)
+class Tuner:
+    """Decides how batches are cut, from measurements.
+
+    >>> tuner = Tuner(num_stages=2, budget=0.05, max_rows=64)
+    >>> for rows in (1, 2, 3): tuner.add((), rows, [rows * 0.005, rows * 0.005])
+    >>> tuner.sizes((), 8, behind=True), tuner.window(())
+    ([2, 2, 2, 2], 4)
+    >>> tuner.sizes((), 2, behind=False)
+    [1, 1]
+    """
+
+    num_stages: int
+    budget: float
+    max_rows: int
+    fixed_rows: int = 0  # so many rows a microbatch, whatever is measured
+    fixed_window: int = 0
+    hop: float = 0.0  # seconds that a microbatch spends between stages, per stage
+    lines: OrderedDict[Signature, list[Line]] = field(default_factory=OrderedDict)
+
+    def add(self, signature: Signature, rows: int, seconds: Sequence[float], hop: float = 0.0) -> None:
+        """Take in what each stage took for a microbatch, and what a message took."""
+        self.hop = hop if not self.lines else self.hop * _FADE + hop * (1 - _FADE)
+        lines = self.lines.setdefault(signature, [Line() for _ in range(self.num_stages)])
+        self.lines.move_to_end(signature)
+        while len(self.lines) > _MOST_SHAPES:
+            self.lines.popitem(last=False)
+        for line, one in zip(lines, seconds, strict=True):
+            line.add(rows, one)
+
+    def most_rows(self, signature: Signature) -> int:
+        """Return the rows of the largest microbatch within the budget, 1 if even that is over it."""
+        if self.fixed_rows:
+            return self.fixed_rows
+        lines = self.lines.get(signature)
+        if not lines:
+            return 1  # the first one measures
+        most = self.max_rows
+        while most > 1 and 2 * self.num_stages * self._slowest(lines, most) > self.budget * _MARGIN:
+            most -= max(1, most // 16)
+        return most
+
+    def window(self, signature: Signature) -> int:
+        """Return how many microbatches may be in the pipe: 2 a stage, or fewer where those would queue too long."""
+        if self.fixed_window:
+            return self.fixed_window
+        slowest = self._slowest(self.lines.get(signature, []), self.most_rows(signature))
+        fits = int(self.budget / slowest) if slowest > 0 else 2 * self.num_stages
+        return max(self.num_stages, min(2 * self.num_stages, fits))
+
+    def sizes(self, signature: Signature, rows: int, *, behind: bool) -> list[int]:
+        """Return the rows of each microbatch of a batch; `behind` says that more waits."""
+        most = self.most_rows(signature)
+        cuts = ceil(rows / most)
+        lines = self.lines.get(signature)
+        if not behind and lines and not self.fixed_rows:
+            many = range(cuts, min(rows, cuts + _MOST_CUTS) + 1)
+            cuts = min(many, key=lambda one: (self._alone(lines, rows / one, one), one))
+        base, more = divmod(rows, cuts)
+        return [base + (at < more) for at in range(cuts)]
+
+    def _slowest(self, lines: Sequence[Line], rows: float) -> float:
+        return max((one.seconds(rows) for one in lines), default=0.0)
+
+    def _alone(self, lines: Sequence[Line], rows: float, cuts: int) -> float:
+        """Return how long a batch takes that has the pipe to itself."""
+        slowest = self._slowest(lines, rows) + self.hop
+        return sum(one.seconds(rows) + self.hop for one in lines) + (cuts - 1) * slowest

@@ -1,0 +1,1 @@
+"""Load a service and measure it: closed and open loops, percentiles, queueing against computing."""

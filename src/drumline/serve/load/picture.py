@@ -1,0 +1,71 @@
+"""What a load measured, as a table, a plot and a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from drumline.report.draw.chart import Series, chart
+from drumline.report.draw.html import picture_page
+from drumline.report.table import table
+from drumline.serve.load.run import PERCENTILES, Result
+
+_HEADER = (
+    "load",
+    "requests",
+    "failed",
+    "rows/s",
+    *(f"p{one} ms" for one in PERCENTILES),
+    "queue p50 ms",
+    "compute p50 ms",
+)
+
+
+def load_text(found: Sequence[Result], *, width: int = 120) -> str:
+    """Return a table, a row for each load, and the errors below it.
+
+    >>> result = Result(2, seconds=1.0, rows=4, latencies=[0.01, 0.02])
+    >>> result.codes.update({"OK": 2, "UNAVAILABLE": 1})
+    >>> print(load_text([result]).splitlines()[-1])
+    2 at a time: 1 UNAVAILABLE
+    """
+    rows, notes = [], []
+    for one in found:
+        told = one.to_json()
+        failed = sum(told["errors"].values())
+        moments = [_milliseconds(told["latency_seconds"][f"p{each}"]) for each in PERCENTILES]
+        inside = [_milliseconds(told[f"{name}_seconds"]["p50"]) for name in ("queue", "compute")]
+        rows.append(
+            [name_of(one), str(told["requests"]), str(failed), f"{told['rows_per_second']:.4g}", *moments, *inside]
+        )
+        if failed:
+            listed = ", ".join(f"{count} {code}" for code, count in sorted(told["errors"].items()))
+            notes.append(f"{name_of(one)}: {listed}")
+    return "\n".join([table(_HEADER, rows, width=width), *notes])
+
+
+def name_of(one: Result) -> str:
+    """Return what a load is called.
+
+    >>> name_of(Result(4)), name_of(Result(rate=12.5))
+    ('4 at a time', '12.5/s')
+    """
+    return f"{one.concurrency} at a time" if one.concurrency else f"{one.rate:g}/s"
+
+
+def load_svg(found: Sequence[Result]) -> str:
+    """Return a plot of latency over throughput, a curve for each percentile."""
+    told = sorted((one.to_json() for one in found if one.latencies), key=lambda one: float(one["rows_per_second"]))
+    series = [
+        Series(f"p{each}", [(one["rows_per_second"], one["latency_seconds"][f"p{each}"] * 1e3) for one in told])
+        for each in PERCENTILES
+    ]
+    return chart(series, title="Latency over throughput", x_label="rows a second", y_label="milliseconds")
+
+
+def load_page(found: Sequence[Result]) -> str:
+    """Return plot and table as a page that opens from disk."""
+    return picture_page("Load of a service", load_svg(found), load_text(found))
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.3g}"

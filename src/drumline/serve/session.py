@@ -1,0 +1,80 @@
+"""A stage's graph in ONNX Runtime: loaded, warmed up, run, and stopped on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+
+from drumline.serve.wire.manifest import BATCH, Manifest, Tensor, check_files
+from drumline.serve.wire.tensors import DATATYPES, Array, Arrays
+
+_WARM_LENGTH = 8  # of dimensions other than rows, where the graph is warmed up
+
+
+def open_session(path: Path, *, threads: int = 1) -> Any:
+    """Return a session of ONNX Runtime that computes on so many threads, and sleeps when it waits."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+class Session:
+    """The graph of one stage, held against its manifest."""
+
+    def __init__(self, folder: Path, manifest: Manifest, number: int, *, threads: int = 1) -> None:
+        self._mine, self._dimensions = manifest.stages[number], manifest.dimensions
+        self._session = open_session(check_files(folder, manifest, number), threads=threads)
+        self._outputs = [one.name for one in self._mine.outputs]
+
+    def begin(self, arrays: Mapping[str, Array]) -> Running:
+        """Return one run of the graph, which a thread may call."""
+        return Running(self._session, self._outputs, arrays)
+
+    def run(self, arrays: Mapping[str, Array]) -> Arrays:
+        """Run the graph."""
+        return self.begin(arrays)()
+
+    def warm_up(self) -> None:
+        """Run the graph once on zeros, so that the first request does not pay for allocations.
+
+        Zeros of a made-up size need not fit each other: then the first request pays.
+        """
+        with suppress(ValueError):
+            self.run({one.name: self._zeros(one) for one in self._mine.inputs})
+
+    def _zeros(self, one: Tensor) -> Array:
+        shape = [size if isinstance(size, int) else self._size(size) for size in one.shape]
+        return np.zeros(shape, DATATYPES[one.datatype])
+
+    def _size(self, dimension: str) -> int:
+        least, most = self._dimensions.get(dimension, (1, None))
+        wanted = 1 if dimension == BATCH else _WARM_LENGTH
+        return max(least, min(wanted, most or wanted))
+
+
+class Running:
+    """One run; `stop` ends it early, from another thread."""
+
+    def __init__(self, session: Any, outputs: list[str], arrays: Mapping[str, Array]) -> None:
+        self._session, self._outputs, self._arrays = session, outputs, arrays
+        self._options = onnxruntime.RunOptions()
+
+    def __call__(self) -> Arrays:
+        """Run, and return the outputs by name; ValueError says what ONNX Runtime could not compute."""
+        try:
+            made = self._session.run(self._outputs, dict(self._arrays), self._options)
+        except Exception as error:  # ONNX Runtime has a class for each of its codes, without one for all
+            raise ValueError(f"cannot compute this input: {(str(error).splitlines() or ['?'])[0][:300]}") from error
+        return dict(zip(self._outputs, made, strict=True))
+
+    def stop(self) -> None:
+        """Let the run end at the next node of the graph."""
+        self._options.terminate = True

@@ -1,0 +1,1 @@
+"""What travels between clients, front and stages: the protocol, tensors as bytes, the manifest, addresses and TLS."""

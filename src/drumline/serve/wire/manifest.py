@@ -1,0 +1,243 @@
+"""The manifest of an exported model: what `drumline export` writes and everything that `drumline serve` knows.
+
+    DIR/manifest.json
+    DIR/stage0/model.onnx  DIR/stage0/model.onnx.data     weights beside the graph where they are large
+    DIR/stage1/model.onnx  ...
+
+docs/manifest.md describes every field. A manifest is read strictly, and the files of a stage are held against their
+sizes and checksums before they are loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from drumline.core.errors import RecordError, counted
+from drumline.core.files import Kind, named, opened, read_object
+from drumline.core.parsed import Parsed
+
+FORMAT, VERSION = "drumline-serving", 1
+NAME = "manifest.json"
+BATCH = "batch"
+KIND = Kind("manifest", RecordError, "the manifest.json that `drumline export` wrote")
+_MOST_STAGES = 1000
+_DATATYPES = (
+    "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64",
+)  # fmt: skip
+
+Dimensions = Mapping[str, tuple[int, int | None]]  # the least and the most of each dimension that may change
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """An input or output: its name, KServe's datatype, and its shape, with names for dimensions that may change."""
+
+    name: str
+    datatype: str
+    shape: tuple[int | str, ...]
+
+    def open_shape(self) -> list[int]:
+        """Return the shape as KServe's metadata has it.
+
+        >>> Tensor("x", "FP32", ("batch", 4)).open_shape()
+        [-1, 4]
+        """
+        return [one if isinstance(one, int) else -1 for one in self.shape]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the tensor as an object."""
+        return {"name": self.name, "datatype": self.datatype, "shape": list(self.shape)}
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage: its graph, all its files with bytes and SHA-256, its tensors, blocks, and measured seconds."""
+
+    file: str
+    files: Mapping[str, tuple[int, str]]
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    blocks: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the stage as an object."""
+        return {
+            "file": self.file,
+            "files": {name: {"bytes": size, "sha256": digest} for name, (size, digest) in self.files.items()},
+            "inputs": [one.to_json() for one in self.inputs],
+            "outputs": [one.to_json() for one in self.outputs],
+            "blocks": list(self.blocks),
+            "seconds": self.seconds,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """An exported model."""
+
+    model: str
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    dimensions: Dimensions
+    stages: tuple[Stage, ...]
+    check: Mapping[str, Any] = field(default_factory=dict)
+    measured: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the manifest as an object."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "model": self.model,
+            "inputs": [one.to_json() for one in self.inputs],
+            "outputs": [one.to_json() for one in self.outputs],
+            "dimensions": {name: {"least": least, "most": most} for name, (least, most) in self.dimensions.items()},
+            "stages": [one.to_json() for one in self.stages],
+            "check": dict(self.check),
+            "measured": dict(self.measured),
+            "versions": dict(self.versions),
+        }
+
+    def save(self, folder: Path) -> None:
+        """Write the manifest, whole or not at all."""
+        part = folder / f".{NAME}.part"
+        part.write_text(json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        part.replace(folder / NAME)
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """Read the manifest of an exported model.
+
+    >>> read_manifest("no-such-folder")
+    Traceback (most recent call last):
+    drumline.core.errors.RecordError: cannot read no-such-folder/manifest.json: No such file or directory; expected ...
+    """
+    path = Path(folder) / NAME
+    given = read_object(path, KIND)
+    with named(path, KIND):
+        return _manifest(Parsed(given, KIND))
+
+
+def _manifest(given: Parsed) -> Manifest:
+    if given["format"].value != FORMAT:
+        raise given["format"].refuse(f'"{FORMAT}"')
+    if given["version"].value != VERSION:
+        raise given["version"].refuse(f"{VERSION}, the version that this Drumline reads")
+    stages = given["stages"].each(most=_MOST_STAGES)
+    if not stages:
+        raise given["stages"].refuse("at least one stage")
+    found = Manifest(
+        model=given["model"].text(),
+        inputs=_tensors(given["inputs"]),
+        outputs=_tensors(given["outputs"]),
+        dimensions=_dimensions(given["dimensions"]),
+        stages=tuple(_stage(one) for one in stages),
+        **{name: _table(given, name) for name in ("check", "measured", "versions")},
+    )
+    _check_chain(found, given)
+    return found
+
+
+def _table(given: Parsed, name: str) -> dict[str, Any]:
+    table = given.get(name)
+    if table is None:
+        return {}
+    if not isinstance(table.value, dict):
+        raise table.refuse("an object")
+    return table.value
+
+
+def _dimensions(given: Parsed) -> dict[str, tuple[int, int | None]]:
+    if not isinstance(given.value, dict):
+        raise given.refuse("an object")
+    found: dict[str, tuple[int, int | None]] = {}
+    for name in given.value:
+        one = given[name].only(("least", "most"))
+        least = one["least"].whole(0)
+        found[name] = least, None if one["most"].value is None else one["most"].whole(max(least, 1))
+    return found
+
+
+def _tensors(given: Parsed) -> tuple[Tensor, ...]:
+    found = tuple(_tensor(one) for one in given.each(most=10_000))
+    if not found or len({one.name for one in found}) != len(found):
+        raise given.refuse("at least one tensor, each with a name of its own")
+    return found
+
+
+def _tensor(given: Parsed) -> Tensor:
+    given.only(("name", "datatype", "shape"))
+    datatype = given["datatype"].text()
+    if datatype not in _DATATYPES:
+        raise given["datatype"].refuse(", ".join(_DATATYPES))
+    shape = tuple(
+        one.text() if isinstance(one.value, str) else one.whole(0, 2**40) for one in given["shape"].each(most=64)
+    )
+    return Tensor(given["name"].text(), datatype, shape)
+
+
+def _stage(given: Parsed) -> Stage:
+    files = given["files"]
+    if not isinstance(files.value, dict) or not files.value:
+        raise files.refuse("an object with the stage's files")
+    for name in files.value:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:
+            raise files.refuse("files inside the folder")
+    if given["file"].text() not in files.value:
+        raise given["file"].refuse("one of the stage's files")
+    return Stage(
+        file=given["file"].text(),
+        files={name: (files[name]["bytes"].whole(), files[name]["sha256"].text()) for name in files.value},
+        inputs=_tensors(given["inputs"]),
+        outputs=_tensors(given["outputs"]),
+        blocks=tuple(one.text() for one in given["blocks"].each()),
+        seconds=given["seconds"].number(),
+    )
+
+
+def _check_chain(manifest: Manifest, given: Parsed) -> None:
+    """Refuse a manifest whose stages do not fit each other, or whose rows are not along the first dimension."""
+    ends = [manifest.inputs, *(stage.outputs for stage in manifest.stages)]
+    begins = [*(stage.inputs for stage in manifest.stages), manifest.outputs]
+    for number, (made, taken) in enumerate(zip(ends, begins, strict=True)):
+        if made != taken:
+            what = f"the inputs of stage {number}" if number < len(manifest.stages) else "the outputs"
+            raise KIND.refuse(f"a damaged manifest: {what} are not what comes before them")
+    for which in ("inputs", "outputs"):
+        for one in getattr(manifest, which):
+            if not one.shape or one.shape[0] != BATCH:
+                raise given[which].refuse(f"{BATCH!r} as the first dimension of each")
+
+
+def digest_of(path: Path) -> tuple[int, str]:
+    """Return the bytes and the SHA-256 of a file."""
+    digest, size = hashlib.sha256(), 0
+    with opened(path, KIND) as file:
+        while piece := file.read(2**20):
+            digest.update(piece)
+            size += len(piece)
+    return size, digest.hexdigest()
+
+
+def check_files(folder: Path, manifest: Manifest, stage: int) -> Path:
+    """Return the graph of a stage, after holding all its files against the manifest."""
+    if not 0 <= stage < len(manifest.stages):
+        has = counted(len(manifest.stages), "stage")
+        raise RecordError(f"there is no stage {stage}", expected=f"a number below {len(manifest.stages)}: {has}")
+    for name, told in manifest.stages[stage].files.items():
+        found = digest_of(folder / name)
+        if found != told:
+            raise RecordError(
+                f"{folder / name} is damaged: it has {found[0]} bytes and SHA-256 {found[1][:12]}...",
+                expected=f"{told[0]} bytes and {told[1][:12]}..., as it was written",
+                fix="export the model again",
+            )
+    return folder / manifest.stages[stage].file

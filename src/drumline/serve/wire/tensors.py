@@ -1,0 +1,171 @@
+"""Tensors on the wire: KServe's datatypes, raw bytes, and refusals that name the input."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from drumline.serve.wire.manifest import Dimensions, Tensor
+from drumline.serve.wire.protocol import Contents
+
+Array = npt.NDArray[Any]
+Arrays = dict[str, Array]
+
+DATATYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "UINT8": np.dtype(np.uint8),
+    "UINT16": np.dtype(np.uint16),
+    "UINT32": np.dtype(np.uint32),
+    "UINT64": np.dtype(np.uint64),
+    "INT8": np.dtype(np.int8),
+    "INT16": np.dtype(np.int16),
+    "INT32": np.dtype(np.int32),
+    "INT64": np.dtype(np.int64),
+    "FP16": np.dtype(np.float16),
+    "FP32": np.dtype(np.float32),
+    "FP64": np.dtype(np.float64),
+}
+# Where values stand that are not sent as raw bytes.
+_TYPED = {
+    "BOOL": "bool_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+}
+_LONGEST = 80  # characters of a foreign name in an error
+
+
+class Refused(ValueError):
+    """A request that does not fit the manifest; the text names the input."""
+
+
+def datatype_of(dtype: Any) -> str:
+    """Return KServe's name of a numpy type.
+
+    >>> datatype_of(np.float32), datatype_of(np.int64)
+    ('FP32', 'INT64')
+    """
+    wanted = np.dtype(dtype)
+    return next(name for name, one in DATATYPES.items() if one == wanted)
+
+
+def read_inputs(request: Any, wanted: Sequence[Tensor], dimensions: Dimensions) -> Arrays:
+    """Return the arrays of a request, held against what the manifest says of inputs; raise Refused otherwise."""
+    given = {one.name: (at, one) for at, one in enumerate(request.inputs)}
+    if len(given) != len(request.inputs):
+        raise Refused("an input is given twice")
+    if odd := [name for name in given if name not in {one.name for one in wanted}]:
+        names = ", ".join(one.name for one in wanted)
+        raise Refused(f"input {odd[0][:_LONGEST]!r} is unknown; expected {names}")
+    if request.raw_input_contents and len(request.raw_input_contents) != len(request.inputs):
+        raise Refused(
+            f"{len(request.raw_input_contents)} raw contents for {len(request.inputs)} inputs; expected one for each"
+        )
+    sizes: dict[str, int] = {}
+    found = {}
+    for one in wanted:
+        if one.name not in given:
+            raise Refused(f"input {one.name!r} is missing")
+        at, tensor = given[one.name]
+        check_shape(one, tensor.datatype, tuple(tensor.shape), dimensions, sizes)
+        raw = request.raw_input_contents[at] if request.raw_input_contents else None
+        found[one.name] = _array(one, tensor, raw)
+    return found
+
+
+def check_shape(
+    wanted: Tensor, datatype: str, shape: tuple[int, ...], dimensions: Dimensions, sizes: dict[str, int]
+) -> None:
+    """Raise Refused unless type and shape are as the manifest says; `sizes` collects what dimensions are.
+
+    >>> wanted = Tensor("tokens", "INT64", ("batch", "length"))
+    >>> check_shape(wanted, "INT64", (2, 300), {"length": (1, 256)}, {})
+    Traceback (most recent call last):
+    drumline.serve.wire.tensors.Refused: input 'tokens' has length 300 in dimension 1; expected 1 to 256
+    """
+    name = f"input {wanted.name!r}"
+    if datatype != wanted.datatype:
+        raise Refused(f"{name} has datatype {datatype[:_LONGEST]!r}; expected {wanted.datatype}")
+    if len(shape) != len(wanted.shape):
+        raise Refused(f"{name} has shape {list(shape)[:8]}; expected {_spelled(wanted.shape)}")
+    for at, (size, dimension) in enumerate(zip(shape, wanted.shape, strict=True)):
+        if isinstance(dimension, int):
+            if size != dimension:
+                raise Refused(f"{name} has shape {list(shape)[:8]}; expected {_spelled(wanted.shape)}")
+            continue
+        least, most = dimensions.get(dimension, (1, None))
+        if size < least or (most is not None and size > most):
+            told = f"{least} to {most}" if most is not None else f"{least} or more"
+            raise Refused(f"{name} has {dimension} {size} in dimension {at}; expected {told}")
+        if sizes.setdefault(dimension, size) != size:
+            raise Refused(f"{name} has {dimension} {size} and another input {sizes[dimension]}; expected the same")
+
+
+def _spelled(shape: Sequence[int | str]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _array(wanted: Tensor, tensor: Any, raw: bytes | None) -> Array:
+    dtype, shape = DATATYPES[wanted.datatype], tuple(tensor.shape)
+    count = prod(shape)
+    if raw is not None:
+        if len(raw) != count * dtype.itemsize:
+            told = f"{count * dtype.itemsize} for shape {list(shape)}"
+            raise Refused(f"input {wanted.name!r} has {len(raw)} bytes; expected {told}")
+        return np.frombuffer(raw, dtype).reshape(shape)
+    place = _TYPED.get(wanted.datatype)
+    values: Any = getattr(tensor.contents, place) if place else ()
+    if len(values) != count:
+        raise Refused(f"input {wanted.name!r} has {len(values)} values; expected {count} for shape {list(shape)}")
+    try:
+        return np.array(values, dtype).reshape(shape)
+    except OverflowError:
+        raise Refused(f"input {wanted.name!r} has a value that {wanted.datatype} cannot hold") from None
+
+
+def put_inputs(request: Any, arrays: Mapping[str, Array]) -> None:
+    """Write arrays into a request as raw bytes."""
+    for name, array in arrays.items():
+        request.inputs.add(name=name, datatype=datatype_of(array.dtype), shape=array.shape)
+        request.raw_input_contents.append(array.tobytes())
+
+
+def put_outputs(response: Any, arrays: Mapping[str, Array], *, typed: bool = False) -> None:
+    """Write arrays into a response: as raw bytes, or as typed contents for a client that sent such."""
+    for name, array in arrays.items():
+        datatype = datatype_of(array.dtype)
+        put = response.outputs.add(name=name, datatype=datatype, shape=array.shape)
+        if typed and datatype in _TYPED:
+            put.contents.CopyFrom(Contents(**{_TYPED[datatype]: array.ravel().tolist()}))
+        else:
+            response.raw_output_contents.append(array.tobytes())
+
+
+def read_outputs(response: Any) -> Arrays:
+    """Return the arrays of a response.
+
+    >>> from drumline.serve.wire.protocol import InferResponse
+    >>> response = InferResponse()
+    >>> put_outputs(response, {"y": np.ones((1, 2), np.float32)}, typed=True)
+    >>> read_outputs(response)["y"]
+    array([[1., 1.]], dtype=float32)
+    """
+    found = {}
+    for at, one in enumerate(response.outputs):
+        dtype, shape = DATATYPES[one.datatype], tuple(one.shape)
+        if response.raw_output_contents:
+            found[one.name] = np.frombuffer(response.raw_output_contents[at], dtype).reshape(shape)
+        else:
+            found[one.name] = np.array(getattr(one.contents, _TYPED[one.datatype]), dtype).reshape(shape)
+    return found

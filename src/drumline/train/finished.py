@@ -1,0 +1,189 @@
+"""Models to export: of a finished run, a config, a folder of Hugging Face, or a user's function.
+
+Each comes on the CPU, in float32 and eval mode, with a function that makes inputs of any size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drumline.core.errors import ModelError, UsageError
+from drumline.pipeline.saving.folder import checkpoints
+from drumline.pipeline.saving.loader import Checkpoint
+from drumline.train.config.functions import is_function
+from drumline.train.config.names import safe_name
+from drumline.train.config.read import read_settings
+from drumline.train.config.settings import BatchSettings, DataSettings, ModelSettings, TrainSettings
+from drumline.train.config.write import KEPT
+from drumline.train.loop.checkpoints import checkpoints_of
+from drumline.train.models.build import build_model
+from drumline.train.models.built import Built
+from drumline.train.models.function import named_function
+
+LENGTH = "length"
+_LONGEST = ("max_position_embeddings", "n_positions")
+_EXPECTED = "the folder of a run, a folder or config of Hugging Face, a config.toml, or file.py:function"
+_SOURCES = "a run that saved a checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A model: its name, itself, inputs of so many rows and so long, and the largest size of dimensions."""
+
+    name: str
+    model: nn.Module
+    example: Callable[[int, int], dict[str, Tensor]]
+    most: Mapping[str, int]
+
+
+def finished_model(source: str, *, seed: int = 0) -> Finished:
+    """Return the model that a source names.
+
+    >>> finished_model("no-such-run")
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: no such model: no-such-run; expected the folder of a run, ...
+    """
+    path = Path(source)
+    if is_function(source) and not path.exists():
+        return _of_function(source, seed)
+    if path.suffix == ".toml" and path.is_file():
+        return _of_settings(read_settings(source), path.stem)
+    if (path / KEPT).is_file():
+        return _of_run(path)
+    if (path / "config.json").is_file() or (path.suffix == ".json" and path.is_file()):
+        longest = _longest(source)
+        settings = TrainSettings(
+            model=ModelSettings(kind="hf", path=source),
+            data=DataSettings(kind="tokens"),  # no tokenizer is needed
+            batch=BatchSettings(sequence=min(longest or 256, 256)),
+        )
+        return _of_settings(settings, path.stem if path.suffix else path.resolve().name)
+    if path.is_dir() and checkpoints_of(path):
+        raise UsageError(
+            f"{source} has checkpoints and no {KEPT}", expected="a run of this version of `drumline train`"
+        )
+    raise UsageError(f"no such model: {source[:200]}", expected=_EXPECTED)
+
+
+def _of_run(folder: Path) -> Finished:
+    settings = read_settings(folder / KEPT)
+    saved = checkpoints_of(folder)
+    if saved is None:
+        raise UsageError(f"{folder} holds no checkpoint", expected=_SOURCES, fix="train with --save-every N")
+    if settings.model.kind == "hf":
+        settings = replace(settings, model=replace(settings.model, pretrained=False))
+    found = _of_settings(settings, folder.resolve().name)
+    _load(found.model, Checkpoint(checkpoints(saved)[0]))
+    return found
+
+
+def _load(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Give a model the weights of a checkpoint; every tensor must be there, tied ones under one of their names."""
+    own = model.state_dict(keep_vars=True)
+    given = checkpoint.model
+    if odd := [name for name in given if name not in own]:
+        raise ModelError(
+            f"{checkpoint.path} has {odd[0]!r}, which the model lacks", expected="the model that was trained"
+        )
+    held: set[int] = set()
+    for name in given:
+        tensor = own[name]
+        value = given[name]
+        if value.shape != tensor.shape:
+            raise ModelError(
+                f"{name!r} has shape {tuple(value.shape)} in {checkpoint.path} and {tuple(tensor.shape)} here"
+            )
+        tensor.data.copy_(value)
+        held.add(id(tensor))
+    if missing := [name for name, one in own.items() if id(one) not in held]:
+        raise ModelError(f"{checkpoint.path} lacks {missing[0]!r}", expected="the model that was trained")
+
+
+def _of_settings(settings: TrainSettings, name: str) -> Finished:
+    settings = replace(settings, precision=replace(settings.precision, weights="fp32"))
+    built = build_model(settings)
+    made = safe_name(settings.model.name or name)
+    if settings.model.kind == "mlp":
+        width = settings.model.inputs
+        return Finished(made, built.model.eval(), lambda rows, length: {built.inputs: torch.randn(rows, width)}, {})
+    if settings.model.kind == "function":
+        return _with_data(made, built, settings)
+    vocabulary = _vocabulary(built.model)
+    return Finished(made, built.model.eval(), _tokens(built.inputs, vocabulary), _most(built.model, settings))
+
+
+def _tokens(name: str, vocabulary: int) -> Callable[[int, int], dict[str, Tensor]]:
+    return lambda rows, length: {name: torch.randint(vocabulary, (rows, length))}
+
+
+def _vocabulary(model: nn.Module) -> int:
+    config = getattr(model, "config", None)
+    if config is not None and isinstance(getattr(config, "vocab_size", None), int):
+        return int(config.vocab_size)
+    return min(one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding))
+
+
+def _most(model: nn.Module, settings: TrainSettings) -> dict[str, int]:
+    """Return how long inputs may be: as many tokens as the model has positions."""
+    config: Any = getattr(model, "config", None)
+    if config is not None:
+        known = [getattr(config, name, None) for name in _LONGEST]
+        return {LENGTH: next((one for one in known if isinstance(one, int) and one > 0), settings.batch.sequence)}
+    return {LENGTH: settings.batch.sequence}
+
+
+def _longest(source: str) -> int | None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    return next((one for name in _LONGEST if isinstance(one := getattr(config, name, None), int)), None)
+
+
+def _with_data(name: str, built: Built, settings: TrainSettings) -> Finished:
+    """Return a user's model with inputs like those that it was trained on."""
+    from drumline.train.data.build import build_data
+    from drumline.train.data.example import example_of
+
+    data = build_data(settings, built)
+    batch = example_of(data, settings.num_microbatches).inputs[built.inputs]
+    return Finished(name, built.model.eval(), _resizing({built.inputs: batch}), {LENGTH: settings.batch.sequence})
+
+
+def _of_function(source: str, seed: int) -> Finished:
+    """Return what a function makes: (model, example), or (model, loss_fn, batch, target) as for `drumline profile`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = named_function(source, key="MODEL")()
+    if not isinstance(made, tuple) or len(made) not in (2, 4) or not isinstance(made[0], nn.Module):
+        raise UsageError(
+            f"{source} returned {type(made).__name__}", expected="(model, example), or (model, loss_fn, batch, target)"
+        )
+    model, example = made[0], made[1] if len(made) == 2 else made[2]
+    named = dict(example) if isinstance(example, Mapping) else {_first_argument(model): example}
+    if not named or not all(isinstance(one, Tensor) and one.dim() for one in named.values()):
+        raise UsageError(f"{source} returned no example of inputs", expected="a tensor, or tensors by argument name")
+    name = safe_name(source.rpartition(":")[2])
+    return Finished(name, model.float().eval(), _resizing(named), {})
+
+
+def _first_argument(model: nn.Module) -> str:
+    return next(iter(inspect.signature(model.forward).parameters), "input")
+
+
+def _resizing(named: Mapping[str, Tensor]) -> Callable[[int, int], dict[str, Tensor]]:
+    """Return a function that makes inputs of any size from an example; tokens may change their length, others not."""
+
+    def resized(tensor: Tensor, rows: int, length: int) -> Tensor:
+        found = tensor[torch.arange(rows) % len(tensor)]
+        if tensor.dim() == 2 and not tensor.is_floating_point():
+            found = found[:, torch.arange(length) % tensor.shape[1]]
+        return found.contiguous()
+
+    return lambda rows, length: {name: resized(one, rows, length) for name, one in named.items()}

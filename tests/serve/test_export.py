@@ -1,0 +1,147 @@
+"""Exported stages compute what PyTorch computes, for every kind of model; from `drumline train` to Triton's client."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import tritonclient.grpc as triton
+from services import serving
+from torch import nn
+
+from drumline.cli.main import main
+from drumline.core.errors import ModelError, UsageError
+from drumline.serve.export.export import TOLERANCE, Subject, export, plain_outputs
+from drumline.serve.export.whole import block_names
+from drumline.serve.session import Session
+from drumline.serve.wire.manifest import Manifest, read_manifest
+from drumline.serve.wire.tensors import Array
+from drumline.train.finished import finished_model
+from extras import needed
+from some import some
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+TINY = ["model.num_layers=2", "model.hidden=32", "model.num_heads=2", "batch.sequence=32", "batch.sequences=4"]
+TINY += ["batch.microbatch=2", "run.steps=2", 'pipeline.transport="in-process"', "checkpoint.at_end=true"]
+MODELS = """
+import torch
+from torch import nn
+
+
+def mlp():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.ReLU()) for _ in range(4))), torch.randn(2, 6)
+
+
+def transposed():
+    class Transposed(nn.Module):
+        def forward(self, x):
+            return x.T
+
+    return Transposed(), torch.randn(2, 6)
+"""
+
+
+def computed(folder: Path, manifest: Manifest, inputs: dict[str, torch.Tensor]) -> Array:
+    """Return what the stages compute, one after the other."""
+    arrays = {name: one.numpy() for name, one in inputs.items()}
+    for number in range(len(manifest.stages)):
+        arrays = Session(folder, manifest, number).run(arrays)
+    return arrays["output"]
+
+
+def check(folder: Path, model: nn.Module, inputs: dict[str, torch.Tensor]) -> None:
+    """Compare stages with PyTorch."""
+    found, (right,) = computed(folder, read_manifest(folder), inputs), plain_outputs(model, inputs)
+    assert np.abs(found - right).max() <= TOLERANCE * np.abs(right).max()
+
+
+def test_a_trained_model_is_exported_served_and_answers_tritons_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *(word for one in TINY for word in ("--set", one)), "--out", "run", "--json"]) == 0
+    capsys.readouterr()
+    assert main(["export", "run", "--stages", "2", "--out", "served", "--name", "tale", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["check"]["relative"] <= TOLERANCE
+    assert [block for stage in told["stages"] for block in stage["blocks"]][:2] == ["embedding", "blocks.0"]
+    assert told["dimensions"] == {"batch": {"least": 1, "most": None}, "length": {"least": 1, "most": 32}}
+    model = finished_model("run").model
+    fresh = finished_model("run/settings.toml").model.state_dict()
+    assert any(not torch.equal(one, fresh[name]) for name, one in some(model.state_dict().items()))  # it was trained
+    with serving(Path("served")) as running, triton.InferenceServerClient(running.address) as client:
+        for rows, length in ((1, 32), (3, 7), (5, 1)):
+            tokens = torch.randint(257, (rows, length))
+            given = triton.InferInput("tokens", tokens.shape, "INT64").set_data_from_numpy(tokens.numpy())
+            found = client.infer("tale", [given]).as_numpy("output")
+            (right,) = plain_outputs(model, {"tokens": tokens})
+            assert np.abs(found - right).max() <= TOLERANCE * np.abs(right).max()
+        command = ["load", running.address, "--concurrency", "2", "--rate", "20", "--seconds", "0.3", "--rows", "1-3"]
+        command += ["--integers-below", "257", "--length", "8", "--out", "load.svg", "--out", "load.html", "--json"]
+        assert main(command) == 0
+        loads = json.loads(capsys.readouterr().out)["loads"]
+        assert [(one["concurrency"], one["rate"], one["errors"]) for one in loads] == [(2, None, {}), (None, 20.0, {})]
+        assert Path("load.svg").read_text().startswith("<svg")
+        long = torch.zeros(1, 33, dtype=torch.int64)
+        given = triton.InferInput("tokens", long.shape, "INT64").set_data_from_numpy(long.numpy())
+        with pytest.raises(triton.InferenceServerException, match="'tokens' has length 33 in dimension 1"):
+            client.infer("tale", [given])
+        wrong = triton.InferInput("tokens", (1, 2), "INT64").set_data_from_numpy(np.array([[1, 999]]))
+        with pytest.raises(triton.InferenceServerException, match="cannot compute this input"):
+            client.infer("tale", [wrong])
+
+
+def test_hugging_face_models_are_exported_from_their_folder(tmp_path: Path) -> None:
+    transformers: Any = needed("transformers", "hf")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    found = finished_model(str(tmp_path / "llama"))
+    assert (found.name, dict(found.most)) == ("llama", {"length": 64})
+    made = export(Subject(found.name, found.model, found.example, found.most), tmp_path / "out", num_stages=3)
+    assert made.check["relative"] <= TOLERANCE
+    for size in ((1, 64), (5, 3)):
+        check(tmp_path / "out", found.model, found.example(*size))
+
+
+def test_a_function_of_the_user_is_exported_with_named_cuts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("models.py").write_text(MODELS)
+    assert main(["export", "models.py:mlp", "--stages", "3", "--cuts", "1,3", "--out", "out"]) == 0
+    assert "largest difference to PyTorch: " in capsys.readouterr().out
+    assert [stage.blocks for stage in read_manifest("out").stages] == [("0",), ("1", "2"), ("3",)]
+    found = finished_model("models.py:mlp")
+    check(Path("out"), found.model, found.example(7, 1))
+    assert main(["export", "models.py:mlp", "--out", "out"]) == 2
+    assert "out is not empty" in capsys.readouterr().err
+    subject = Subject(found.name, found.model, found.example, found.most)
+    with pytest.raises(ModelError, match="the model has 4 blocks for 5 stages"):
+        export(subject, Path("more"), num_stages=5)
+    with pytest.raises(UsageError, match="--cuts names block '9'"):
+        export(subject, Path("more"), num_stages=2, cuts=["9"])
+    assert not Path("more").exists()
+    odd = finished_model("models.py:transposed")
+    with pytest.raises(ModelError, match="its first dimension is not that of the rows"):
+        export(Subject(odd.name, odd.model, odd.example, odd.most), Path("more"), num_stages=1)
+
+
+def test_blocks_are_the_elements_of_the_outermost_lists_and_what_stands_beside() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.layers = nn.Linear(1, 1), nn.ModuleList([nn.Sequential(nn.ReLU()), nn.ReLU()])
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = Inner(), nn.Linear(1, 1)
+
+    assert block_names(Outer()) == ["inner.embed", "inner.layers.0", "inner.layers.1", "head"]

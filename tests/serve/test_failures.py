@@ -1,0 +1,227 @@
+"""What a service survives: dead stages, too many requests, clients that go, garbage, wrong certificates, its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from certificates import Authority
+from fuzzing import garbage_at
+from services import (
+    Running,
+    channel_to,
+    expected,
+    inferred,
+    request_of,
+    rows_of,
+    serving,
+    status_of,
+    together,
+    write_served,
+)
+
+from drumline.core.errors import LaunchError, RecordError, UsageError
+from drumline.core.measured.run import read_run
+from drumline.serve.front.pipe import Rules
+from drumline.serve.wire.links import Tls, check_exposed, free_port
+from drumline.serve.wire.protocol import SERVICE, stub
+from serving import first_object
+from some import some
+
+pytestmark = pytest.mark.slow
+SLOW = 600  # repeats that make a stage take some ten milliseconds
+WIDE = 256
+CLIENTS = 4
+
+
+@pytest.fixture(scope="module")
+def slow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_served(tmp_path_factory.mktemp("slow") / "tanh", width=WIDE, repeat=SLOW)
+
+
+@pytest.mark.parametrize("retries", [1, 0])
+def test_a_killed_stage_comes_back_and_its_requests_are_repeated_or_fail_clearly(
+    served_folder: Path, retries: int
+) -> None:
+    with serving(served_folder, rules=Rules(retries=retries)) as running:
+        codes: list[tuple[grpc.StatusCode, str]] = []
+        killed = threading.Event()
+
+        def client(number: int) -> None:
+            with channel_to(running.address) as channel:
+                for at in range(400):
+                    x = rows_of(2, seed=1000 * number + at)
+                    codes.append(status_of(lambda x=x: np.testing.assert_allclose(  # type: ignore[misc]
+                        inferred(channel, {"x": x})["y"], expected(x), atol=1e-5)))  # fmt: skip
+                    if at == 20 and number == 0:
+                        os.kill(running.processes[1], signal.SIGKILL)
+                        killed.set()
+                    if killed.is_set() and at > 30 and codes[-1][0] is grpc.StatusCode.OK:
+                        return
+
+        assert together(CLIENTS, client) == []
+        failed = [one for one in codes if one[0] is not grpc.StatusCode.OK]
+        assert killed.is_set()
+        assert codes[-1][0] is grpc.StatusCode.OK
+        assert [one for one in failed if one[0] is not grpc.StatusCode.UNAVAILABLE or "stage 1" not in one[1]] == []
+        assert len(failed) <= (0 if retries else CLIENTS)  # only those that were inside the stage
+
+
+def test_too_many_requests_are_refused_and_the_rest_answered(slow_folder: Path) -> None:
+    with serving(slow_folder, max_requests=2, rows=1, window=2) as running:
+        codes: list[grpc.StatusCode] = []
+
+        def client(number: int) -> None:
+            x = rows_of(2, seed=number, width=WIDE)
+            with channel_to(running.address) as channel:
+                codes.append(status_of(lambda: inferred(channel, {"x": x}))[0])
+
+        assert together(16, client) == []
+        assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
+        with channel_to(running.address) as channel:
+            _check_deadline(channel)
+            _check_gone(channel)
+
+
+def _check_deadline(channel: Any) -> None:
+    """A deadline that passes while stages compute reaches the client as such, and frees the pipe."""
+    x = rows_of(60, width=WIDE)
+    code, _ = status_of(lambda: inferred(channel, {"x": x}, timeout=0.05))
+    assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def _check_gone(channel: Any) -> None:
+    """A client that goes away leaves nothing behind: the next one is answered."""
+    begun = channel.unary_unary(f"/{SERVICE}/ModelInfer").future(
+        request_of({"x": rows_of(60, width=WIDE)}).SerializeToString(), timeout=60
+    )
+    time.sleep(0.05)
+    begun.cancel()
+    x = rows_of(1, width=WIDE)
+    np.testing.assert_allclose(inferred(channel, {"x": x})["y"], expected(x, repeat=SLOW), atol=1e-4)
+
+
+def test_garbage_at_every_port_harms_nothing(running: Running) -> None:
+    ports = [running.started.port, running.started.metrics_port]
+    ports += [int(one.rpartition(":")[2]) for one in running.started.stages.addresses]
+    processes = running.processes
+    for port in some(ports):
+        garbage_at(port, cases=25, seed=port)
+    assert running.processes == processes
+    x = rows_of(3)
+    with channel_to(running.address) as channel:
+        np.testing.assert_allclose(inferred(channel, {"x": x})["y"], expected(x), atol=1e-6)
+        for address in some(running.started.stages.addresses):
+            with channel_to(address) as direct:
+                code, why = status_of(
+                    lambda direct=direct: stub(direct, "ModelInfer")(request_of({"z": x}), timeout=30)
+                )  # type: ignore[misc]
+                assert code is grpc.StatusCode.INVALID_ARGUMENT
+                assert "input 'z' is unknown" in why
+
+
+def test_a_message_over_the_limit_is_refused(served_folder: Path, running: Running) -> None:
+    with channel_to(running.address) as channel:
+        code, _ = status_of(lambda: inferred(channel, {"x": np.zeros((2**22, 8), np.float32)}))
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_mutual_tls_admits_only_certificates_of_its_authority(served_folder: Path, tmp_path: Path) -> None:
+    ours, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
+    server, client, foreign = ours.sign("server"), ours.sign("client"), others.sign("foreign")
+    with serving(served_folder, tls=Tls(*server, ours.path)) as running:
+        x = rows_of(2)
+
+        def tried(tls: Tls) -> grpc.StatusCode:
+            with grpc.secure_channel(running.address, tls.channel()) as channel:
+                return status_of(lambda: inferred(channel, {"x": x}, timeout=5))[0]
+
+        assert tried(Tls(*client, ours.path)) is grpc.StatusCode.OK
+        for tls in (Tls(*foreign, ours.path), Tls(authority=ours.path), Tls(*client, others.path)):
+            assert tried(tls) is grpc.StatusCode.UNAVAILABLE
+        with channel_to(running.address) as plain:
+            assert status_of(lambda: inferred(plain, {"x": x}, timeout=5))[0] is grpc.StatusCode.UNAVAILABLE
+
+
+def test_only_this_machine_is_served_without_tls() -> None:
+    with pytest.raises(UsageError, match="other machines can reach without TLS"):
+        check_exposed("0.0.0.0:8001", Tls(), plain=False, flag="--listen")
+    check_exposed("0.0.0.0:8001", Tls(), plain=True, flag="--listen")
+    check_exposed("127.0.0.1:8001", Tls(), plain=False, flag="--listen")
+
+
+def test_sigterm_answers_what_is_under_way_and_leaves_a_timeline(slow_folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "drumline", "serve", str(slow_folder), "--listen", "127.0.0.1:0", "--json"]
+    command += ["--metrics", "none", "--record", str(tmp_path / "run"), "--microbatch-rows", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = json.loads(first_object(process.stdout))["address"]
+        x = rows_of(60, width=WIDE)
+        with channel_to(address) as channel:
+            begun = channel.unary_unary(f"/{SERVICE}/ModelInfer").future(
+                request_of({"x": x}).SerializeToString(), timeout=100
+            )
+            time.sleep(0.2)
+            process.send_signal(signal.SIGTERM)
+            assert len(begun.result(100)) > x.nbytes
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        told = [json.loads(line) for line in process.stderr.read().splitlines()]
+    assert [one["event"] for one in told][-2:] == ["draining", "stopped"]
+    assert told[-1]["drained"]
+    run = read_run(tmp_path / "run")
+    assert run.has_ended
+    assert run.num_steps >= 1
+    assert 0 <= run.timeline().bubble < 1
+
+
+def test_damaged_files_and_ports_in_use_are_refused_before_anything_is_served(
+    served_folder: Path, tmp_path: Path
+) -> None:
+    folder = write_served(tmp_path / "tanh")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(UsageError, match="cannot listen on"), serving(served_folder, listen=address):
+            pass
+    graph = folder / "stage1" / "model.onnx"
+    graph.write_bytes(graph.read_bytes()[:-1] + b"!")
+    with pytest.raises(LaunchError, match="stage 1 ended with code 2 before it was ready"), serving(folder):
+        pass
+    (folder / "manifest.json").write_text('{"format": "drumline-serving", "version": 99}')
+    with pytest.raises(RecordError, match="version is 99"), serving(folder):
+        pass
+
+
+def test_stages_started_one_by_one_serve_over_mutual_tls(served_folder: Path, tmp_path: Path) -> None:
+    """As on several hosts: each stage by its own command, the front with their addresses."""
+    ours = Authority(tmp_path, "ours")
+    certificate, key = ours.sign("node")
+    tls = ["--tls-cert", certificate, "--tls-key", key, "--tls-ca", ours.path]
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    command = [sys.executable, "-m", "drumline", "serve", str(served_folder)]
+    stages = [
+        [*command, "--stage", "0", "--listen", addresses[0], "--next", addresses[1], *tls],
+        [*command, "--stage", "1", "--listen", addresses[1], *tls],
+    ]
+    started = [subprocess.Popen(one, stdout=subprocess.DEVNULL) for one in stages]
+    try:
+        with serving(served_folder, hosts=tuple(addresses), tls=Tls(certificate, key, ours.path)) as running:
+            x = rows_of(5)
+            with grpc.secure_channel(running.address, Tls(certificate, key, ours.path).channel()) as channel:
+                np.testing.assert_allclose(inferred(channel, {"x": x})["y"], expected(x), atol=1e-6)
+    finally:
+        for one in started:
+            one.terminate()
+        codes = [one.wait(30) for one in started]
+    assert codes == [0, 0]

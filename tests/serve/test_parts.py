@@ -1,0 +1,182 @@
+"""The parts of a service by themselves: how batches are cut, what queues admit, what manifests and graphs are."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import grpc
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from services import rows_of, write_served
+
+from drumline.core.errors import RecordError
+from drumline.core.measured.run import read_run
+from drumline.serve.export.graph import Crossing, Graph
+from drumline.serve.front.queue import Queue
+from drumline.serve.front.record import LoadRecord
+from drumline.serve.front.tickets import Failed, Ticket
+from drumline.serve.front.tuner import Tuner
+from drumline.serve.session import open_session
+from drumline.serve.stage import Times
+from drumline.serve.wire.manifest import Tensor, check_files, read_manifest
+from some import some
+
+MS = 1_000_000
+
+
+def ticket(rows: int, loop: asyncio.AbstractEventLoop, seed: int = 0, timeout: float = 60.0) -> Ticket:
+    return Ticket(f"r{seed}", {"x": rows_of(rows, seed)}, timeout=timeout, loop=loop)
+
+
+def test_rows_of_many_requests_travel_together_and_come_back_to_their_own() -> None:
+    loop = asyncio.new_event_loop()
+    tickets = [ticket(rows, loop, seed) for seed, rows in enumerate((3, 1, 4, 2))]
+    queue = Queue(max_requests=9, max_bytes=10**6)
+    for one in tickets:
+        queue.admit(one)
+    taken = []
+    while (microbatch := queue.take(tickets[0].signature, 4)) is not None:
+        taken.append(microbatch)
+    assert [one.rows for one in taken] == [4, 4, 2]
+    assert len(queue) == queue.bytes == 0
+    for microbatch in reversed(taken):  # in whatever order answers come
+        microbatch.put({"y": microbatch.inputs()["x"] * 2})
+    for one in tickets:
+        np.testing.assert_array_equal(one.answer.result()["y"], one.inputs["x"] * 2)
+    loop.close()
+
+
+def test_a_queue_admits_no_more_requests_or_bytes_than_it_may() -> None:
+    loop = asyncio.new_event_loop()
+    queue = Queue(max_requests=2, max_bytes=300)
+    queue.admit(ticket(4, loop))
+    with pytest.raises(Failed, match="RESOURCE_EXHAUSTED: requests of 128 bytes wait already, 300 are allowed"):
+        queue.admit(ticket(8, loop))
+    second = ticket(4, loop)
+    queue.admit(second)
+    with pytest.raises(Failed, match="RESOURCE_EXHAUSTED: 2 requests wait already"):
+        queue.admit(ticket(1, loop))
+    queue.drop(second)
+    queue.admit(ticket(1, loop))
+    assert len(queue) == 2
+    queue.clear(lambda: Failed(grpc.StatusCode.UNAVAILABLE, "over"))
+    assert len(queue) == queue.bytes == 0
+    loop.close()
+
+
+def test_requests_that_are_over_are_not_sent() -> None:
+    loop = asyncio.new_event_loop()
+    queue = Queue(max_requests=9, max_bytes=10**6)
+    late, fine = ticket(3, loop, timeout=-1.0), ticket(2, loop)
+    for one in (late, fine):
+        queue.admit(one)
+    assert queue.oldest() is fine
+    microbatch = queue.take(fine.signature, 8)
+    assert microbatch is not None
+    assert [one.ticket for one in microbatch.slices] == [fine]
+    loop.close()
+
+
+def test_microbatches_keep_within_the_budget_whatever_rows_take() -> None:
+    for each in (0.001, 0.004, 0.012, 0.2):
+        tuner = Tuner(2, budget=0.05, max_rows=64)
+        for rows in (1, 2, 3):
+            tuner.add((), rows, [0.001 + each * rows, 0.8 * each * rows])
+        most, window = tuner.most_rows(()), tuner.window(())
+        assert 2 <= window <= 4
+        assert most == 1 or window * (0.001 + each * most) <= 0.05
+        sizes = tuner.sizes((), 17, behind=True)
+        assert sum(sizes) == 17
+        assert max(sizes) <= most
+
+
+def test_a_batch_alone_is_cut_finer_than_one_with_others_behind_it() -> None:
+    tuner = Tuner(2, budget=1.0, max_rows=64)
+    for rows in (1, 2, 3):
+        tuner.add((), rows, [0.001 * rows, 0.001 * rows], hop=0.0001)
+    assert len(tuner.sizes((), 16, behind=False)) > len(tuner.sizes((), 16, behind=True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (["format"], "other", "format is 'other'; expected \"drumline-serving\""),
+        (["stages"], [], "stages is \\[\\]; expected at least one stage"),
+        (["stages", 1, "inputs", 0, "name"], "z", "the inputs of stage 1 are not what comes before them"),
+        (["inputs", 0, "datatype"], "FP7", "inputs\\[0\\].datatype is 'FP7'"),
+        (["stages", 0, "file"], "../../etc/passwd", "expected one of the stage's files"),
+        (["stages", 0, "files"], {"../x": {"bytes": 1, "sha256": ""}}, "expected files inside the folder"),
+        (["dimensions", "batch"], {"least": 1}, "'dimensions.batch.most' is missing"),
+    ],
+)
+def test_a_damaged_manifest_is_refused_where_it_is_damaged(
+    tmp_path: Path, path: list[str | int], value: object, said: str
+) -> None:
+    folder = write_served(tmp_path / "tanh")
+    table = json.loads((folder / "manifest.json").read_text())
+    inside = table
+    for step in path[:-1]:
+        inside = inside[step]
+    inside[path[-1]] = value
+    (folder / "manifest.json").write_text(json.dumps(table))
+    with pytest.raises(RecordError, match=said):
+        read_manifest(folder)
+
+
+def test_files_are_held_against_their_checksums(tmp_path: Path) -> None:
+    folder = write_served(tmp_path / "tanh")
+    manifest = read_manifest(folder)
+    assert check_files(folder, manifest, 1) == folder / "stage1" / "model.onnx"
+    (folder / "stage1" / "model.onnx").write_bytes(b"torn")
+    with pytest.raises(RecordError, match="damaged: it has 4 bytes"):
+        check_files(folder, manifest, 1)
+
+
+def test_a_graph_cut_anywhere_computes_the_same(tmp_path: Path) -> None:
+    """The input is used by the last node too, so it passes through every stage."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["a"]),
+        helper.make_node("Tanh", ["a"], ["b"]),
+        helper.make_node("Add", ["b", "a"], ["c"]),
+        helper.make_node("Mul", ["c", "x"], ["y"]),
+    ]
+    ends = [helper.make_tensor_value_info(one, TensorProto.FLOAT, ["batch", 8]) for one in ("x", "y")]
+    weight = numpy_helper.from_array(rows_of(8, seed=3), "w")
+    model = helper.make_model(helper.make_graph(nodes, "g", [ends[0]], [ends[1]], [weight]),
+                              opset_imports=[helper.make_opsetid("", 18)])  # fmt: skip
+    model.ir_version = 10
+    onnx.save(model, str(tmp_path / "whole.onnx"))
+    x = rows_of(3)
+    (right,) = open_session(tmp_path / "whole.onnx").run(None, {"x": x})
+    graph = Graph(tmp_path / "whole.onnx")
+    assert graph.crossing(2) == ["x", "a", "b"]
+    for at in range(1, 4):
+        middle = [Crossing(one, f"s1.{one}") for one in graph.crossing(at)]
+        tensors = {one: Tensor(one, "FP32", ("batch", 8)) for one in ("x", "y", *(one.name for one in middle))}
+        first, second = tmp_path / f"{at}" / "first" / "model.onnx", tmp_path / f"{at}" / "second" / "model.onnx"
+        graph.write(0, at, [Crossing("x", "x")], middle, tensors, first)
+        graph.write(at, 4, middle, [Crossing("y", "y")], tensors, second)
+        names = [one.name for one in middle]
+        made = open_session(first).run(names, {"x": x})
+        (found,) = open_session(second).run(None, dict(zip(names, made, strict=True)))
+        np.testing.assert_array_equal(found, right)
+
+
+def test_a_served_load_is_a_run_that_reports_read(tmp_path: Path) -> None:
+    """Two stages of 10 ms, the second 1 ms later: no idle time but the first wait of stage 1 and the last of 0."""
+    record = LoadRecord(tmp_path / "run", read_manifest(write_served(tmp_path / "tanh")), window=4)
+    for number in range(30):
+        start = 10 * number * MS
+        first = Times(0, start, start, start + 10 * MS, start + 10 * MS, 64, 64)
+        second = Times(1, start + 11 * MS, start + 11 * MS, start + 21 * MS, start + 21 * MS, 64, 64)
+        record.add([first, second], 2)
+    record.close()
+    run = read_run(tmp_path / "run")
+    assert run.num_steps == 5
+    assert run.timeline(0).bubble == pytest.approx(1 - 80 / (2 * 51))
+    for step in some(run.metrics()):
+        assert step["throughput(rows/s)"] == pytest.approx(8 / 0.051)

@@ -1,0 +1,159 @@
+"""A service of two stages: what clients get, in order and by name, and what they are told is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import urllib.request
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from services import WIDTH, Running, channel_to, expected, inferred, request_of, rows_of, status_of, together
+
+from drumline.serve.wire.protocol import SERVICE, InferRequest, message, stub
+from drumline.serve.wire.tensors import read_outputs
+from some import some
+
+pytestmark = pytest.mark.slow
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_tritons_client_gets_state_metadata_and_the_right_answer(running: Running) -> None:
+    with triton.InferenceServerClient(running.address) as client:
+        assert client.is_server_live()
+        assert client.is_server_ready()
+        assert client.is_model_ready("tanh")
+        told = client.get_model_metadata("tanh", as_json=True)
+        assert told["inputs"] == [{"name": "x", "datatype": "FP32", "shape": ["-1", str(WIDTH)]}]
+        x = rows_of(3)
+        given = triton.InferInput("x", x.shape, "FP32").set_data_from_numpy(x)
+        wanted = triton.InferRequestedOutput("y")
+        answer = client.infer("tanh", [given], outputs=[wanted], request_id="seven")
+        np.testing.assert_allclose(answer.as_numpy("y"), expected(x), atol=1e-6)
+        assert answer.get_response().id == "seven"
+
+
+def test_every_request_of_a_mixed_load_gets_its_own_rows(running: Running) -> None:
+    def client(number: int) -> None:
+        chance = np.random.default_rng(number)
+        with channel_to(running.address) as channel:
+            for at in range(25):
+                x = rows_of(int(chance.integers(1, 9)), seed=1000 * number + at)
+                right = expected(x)
+                found = inferred(channel, {"x": x})["y"]
+                assert np.abs(found - right).max() <= 1e-5 * np.abs(right).max()
+
+    assert together(8, client) == []
+
+
+def test_values_without_raw_bytes_are_answered_in_kind(running: Running) -> None:
+    request = InferRequest(model_name="tanh")
+    x = rows_of(2)
+    request.inputs.add(name="x", datatype="FP32", shape=x.shape).contents.fp32_contents.extend(x.ravel().tolist())
+    with channel_to(running.address) as channel:
+        answer = stub(channel, "ModelInfer")(request, timeout=30)
+    assert not answer.raw_output_contents
+    np.testing.assert_allclose(read_outputs(answer)["y"], expected(x), atol=1e-6)
+
+
+def _odd(change: str) -> Any:
+    request = request_of({"x": rows_of(2)})
+    one = request.inputs[0]
+    if change == "name":
+        one.name = "z"
+    elif change == "missing":
+        del request.inputs[:], request.raw_input_contents[:]
+    elif change == "type":
+        one.datatype = "INT64"
+    elif change == "width":
+        one.shape[1] = WIDTH + 1
+    elif change == "dimensions":
+        one.shape.append(1)
+    elif change == "bytes":
+        request.raw_input_contents[0] = b"\0" * 7
+    elif change == "negative":
+        one.shape[0] = -1
+    elif change == "huge":
+        one.shape[0] = 2**60
+    elif change == "twice":
+        request.inputs.add().CopyFrom(one)
+    elif change == "contents":
+        del request.raw_input_contents[:]
+    elif change == "output":
+        request.outputs.add(name="nothing")
+    return request
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("name", "input 'z' is unknown; expected x"),
+        ("missing", "input 'x' is missing"),
+        ("type", "input 'x' has datatype 'INT64'; expected FP32"),
+        ("width", "input 'x' has shape [2, 9]; expected [batch, 8]"),
+        ("dimensions", "input 'x' has shape [2, 8, 1]"),
+        ("bytes", "input 'x' has 7 bytes; expected 64"),
+        ("negative", "input 'x' has batch -1 in dimension 0"),
+        ("huge", "input 'x' has batch 1152921504606846976 in dimension 0"),
+        ("twice", "an input is given twice"),
+        ("contents", "input 'x' has 0 values; expected 16"),
+        ("output", "output 'nothing' is unknown; expected y"),
+    ],
+)
+def test_a_request_that_does_not_fit_is_refused_by_the_name_of_its_input(
+    running: Running, change: str, named: str
+) -> None:
+    with channel_to(running.address) as channel:
+        code, why = status_of(lambda: stub(channel, "ModelInfer")(_odd(change), timeout=30))
+    assert code is INVALID
+    assert named in why
+
+
+def test_other_models_and_versions_are_not_found(running: Running) -> None:
+    with channel_to(running.address) as channel:
+        infer, about = stub(channel, "ModelInfer"), stub(channel, "ModelMetadata")
+        asked = message("ModelMetadataRequest")(name="tanh", version="7")
+        calls = [
+            lambda: infer(request_of({"x": rows_of(1)}, model="other"), timeout=30),
+            lambda: about(asked, timeout=30),
+        ]
+        for call in calls:
+            assert status_of(call)[0] is grpc.StatusCode.NOT_FOUND
+
+
+def test_health_reflection_and_metrics_are_served(running: Running) -> None:
+    with channel_to(running.address) as channel:
+        inferred(channel, {"x": rows_of(1)})
+        health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=30)
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
+        asked = iter([reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE)])
+        told = next(reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(asked, timeout=30))
+        assert b"ModelInferRequest" in told.file_descriptor_response.file_descriptor_proto[0]
+    with urllib.request.urlopen(f"http://127.0.0.1:{running.started.metrics_port}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    for name in some(["requests_total", "queue_requests", "bubble", "stage_seconds_bucket", "pipe_seconds_bucket"]):
+        assert f"drumline_{name}" in text
+
+
+def test_a_cancelled_request_and_a_passed_deadline_leave_the_service_whole(running: Running) -> None:
+    with channel_to(running.address) as channel:
+        call = stub(channel, "ModelInfer")
+        code, _ = status_of(lambda: call(request_of({"x": rows_of(4)}), timeout=1e-6))
+        assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+        begun = channel.unary_unary(f"/{SERVICE}/ModelInfer").future(
+            request_of({"x": rows_of(4)}).SerializeToString(), timeout=30
+        )
+        begun.cancel()
+        x = rows_of(2)
+        np.testing.assert_allclose(inferred(channel, {"x": x})["y"], expected(x), atol=1e-6)
+
+
+def test_serving_imports_no_torch() -> None:
+    modules = "drumline.serve.front.run, drumline.serve.stage, drumline.serve.load.run, drumline.cli.serve"
+    code = f"import sys, {modules}; assert not {{'torch', 'onnx'}} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
