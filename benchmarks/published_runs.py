@@ -29,8 +29,12 @@ MEGATRON_2021 = Practice(
     overlap_tensor=False,
     overlap_pipeline=False,
     overlap_data=False,
+    host_seconds=8e-4,
+    logit_bytes=6,
 )
-MEGATRON_2022 = Practice(flash_attention=False, overlap_pipeline=False, overlap_data=False)
+MEGATRON_2022 = Practice(
+    flash_attention=False, overlap_pipeline=False, overlap_data=False, host_seconds=8e-4, logit_bytes=6
+)
 DEEPSPEED = replace(MEGATRON_2021, accumulation_bytes=18, gradient_bytes=4, duplex=False)
 PRACTICES = {
     "Megatron-LM of 2022": MEGATRON_2022,

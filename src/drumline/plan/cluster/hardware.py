@@ -18,14 +18,19 @@ from drumline.core.parsed import shown
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link as one device sees it: the latency of a message, and the bytes per second it really carries one way."""
+    """A link as one device sees it: the latency of a message, and the bytes per second it really carries one way.
+
+    `start_seconds` is what a collective takes before its first byte travels: its kernel starts, and its ranks meet.
+    """
 
     latency_seconds: float
     bytes_per_second: float
+    start_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.latency_seconds < math.inf:
-            raise PlanError(f"the latency of a link is {self.latency_seconds}", expected="0 or more seconds")
+        for name, value in (("latency", self.latency_seconds), ("start", self.start_seconds)):
+            if not 0 <= value < math.inf:
+                raise PlanError(f"the {name} of a link is {value}", expected="0 or more seconds")
         if not self.bytes_per_second > 0:
             raise PlanError(f"a link carries {self.bytes_per_second} bytes per second", expected="more than 0")
 
@@ -119,7 +124,7 @@ class Cluster:
         if together == 1:
             return self.inter_node
         speed = min(self.intra_node.bytes_per_second, together * self.inter_node.bytes_per_second)
-        return Link(self.inter_node.latency_seconds, speed)
+        return replace(self.inter_node, bytes_per_second=speed)
 
 
 _GIB = 2.0**30
@@ -131,6 +136,8 @@ NETWORK_REACH = 0.74
 # been published for a B200, so it is assumed to behave the same.
 HOPPER = replace(REACH, product=0.575)
 _KIND = Kind("machine", PlanError, "a JSON file that describes a machine")
+NODE_START = 15e-6
+NETWORK_START = 20e-6
 _NODE_LATENCY = 3e-6
 _NETWORK_LATENCY = 8e-6
 
@@ -145,6 +152,8 @@ class Machine:
     devices_per_node: int = 8
     node_reach: float = NODE_REACH
     network_reach: float = NETWORK_REACH
+    node_start_seconds: float = NODE_START
+    network_start_seconds: float = NETWORK_START
 
     def cluster(self, num_devices: int) -> Cluster:
         """Return a cluster of `num_devices` of them."""
@@ -152,8 +161,8 @@ class Machine:
             self.device,
             num_devices,
             self.devices_per_node,
-            Link(_NODE_LATENCY, self.node_bytes_per_second * self.node_reach),
-            Link(_NETWORK_LATENCY, self.network_bytes_per_second * self.network_reach),
+            Link(_NODE_LATENCY, self.node_bytes_per_second * self.node_reach, self.node_start_seconds),
+            Link(_NETWORK_LATENCY, self.network_bytes_per_second * self.network_reach, self.network_start_seconds),
         )
 
 
@@ -228,7 +237,7 @@ _SHARE = (1e-6, 1.0)
 _BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("product", "memory", "attention", "node_reach", "network_reach"), _SHARE),
     "depth": (0.0, 1e9),
-    "launch_seconds": (0.0, 1.0),
+    **dict.fromkeys(("launch_seconds", "node_start_seconds", "network_start_seconds"), (0.0, 1.0)),
     "num_processors": (1, 1e9),
     "devices_per_node": (1, 1e6),
 }

@@ -20,7 +20,7 @@ from drumline.core.errors import PlanError, counted
 from drumline.core.simulate.memory import holdings
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.plan.cluster.kernels import Ops
-from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.layout import Layout, whole_layers
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.cut.cuts import dealt
 from drumline.schedules import find, generate
@@ -94,6 +94,23 @@ class StageLayers:
     def num_layers(self) -> int:
         """Return the number of layers."""
         return self.dense + self.experts
+
+    def parts(self, recompute: str) -> list[tuple[int, bool, str]]:
+        """Return how many layers, whether with experts, are recomputed how: "full:N" takes the first N as a whole.
+
+        >>> StageLayers(2, 6).parts("full:3")
+        [(2, False, 'full'), (1, True, 'full'), (5, True, 'none')]
+        """
+        whole = whole_layers(recompute, self.num_layers)
+        rest = "none" if whole else recompute
+        first = min(whole, self.dense)
+        every = (
+            (first, False, "full"),
+            (self.dense - first, False, rest),
+            (whole - first, True, "full"),
+            (self.experts - whole + first, True, rest),
+        )
+        return [one for one in every if one[0]]
 
 
 @dataclass(frozen=True, slots=True)

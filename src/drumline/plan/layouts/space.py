@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from drumline.core.errors import PlanError, counted, nearest
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.layout import RECOMPUTE, Layout
+from drumline.plan.cluster.layout import OPS, RECOMPUTE, Layout, is_recomputation
 from drumline.plan.cluster.stages import layer_counts
 from drumline.plan.cluster.transformer import Transformer
 from drumline.schedules import DEFAULT, find, schedules
@@ -70,8 +70,9 @@ class Pins:
                 raise PlanError(f"{name} is pinned to {value}", expected="a whole number of 1 or more")
         if self.zero is not None and self.zero not in ZERO:
             raise PlanError(f"zero is pinned to {self.zero}", expected="0, 1, 2 or 3")
-        if self.recompute is not None and self.recompute not in RECOMPUTE:
-            raise PlanError(f"recompute is pinned to {self.recompute!r}", fix=nearest(self.recompute, RECOMPUTE))
+        if self.recompute is not None and not is_recomputation(self.recompute):
+            fix = nearest(self.recompute, (*RECOMPUTE, *OPS))
+            raise PlanError(f"recompute is pinned to {self.recompute!r}", fix=fix)
         for name in self.schedules:
             if name not in tried_schedules():
                 raise PlanError(f"schedule is pinned to {name!r}", fix=nearest(name, tried_schedules()))
@@ -82,10 +83,16 @@ class Pins:
         return RECOMPUTE if self.recompute is None else (self.recompute,)
 
     def zero_stages(self, mesh: Degrees) -> tuple[int, ...]:
-        """Return the ZeRO stages to try: only stage 0 if there is no rank to share with."""
+        """Return the ZeRO stages to try: only stage 0 if there is no rank to share with; in a pipeline, 2 is like 1.
+
+        >>> Pins().zero_stages(Degrees(data=8)), Pins().zero_stages(Degrees(pipeline=2, data=4))
+        ((1, 2, 3), (1, 3))
+        """
         if self.zero is not None:
             return (self.zero,)
-        return ZERO[1:] if mesh.data * mesh.context > 1 else (0,)
+        if mesh.data * mesh.context == 1:
+            return (0,)
+        return ZERO[1:] if mesh.pipeline == 1 else (1, 3)
 
     def microbatch_sizes(self, batch: int, mesh: Degrees) -> list[int]:
         """Return the microbatch sizes that divide the share of a data-parallel rank.

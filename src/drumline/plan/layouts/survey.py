@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 
 from drumline.plan.cluster.estimate import Estimate
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.layout import RECOMPUTE, Layout
+from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.stages import even_counts, layer_counts, stage_weights
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.space import Degrees, Pins, layout_of, meshes, schedules_of
@@ -63,9 +63,21 @@ class Choice:
     @property
     def rank(self) -> tuple[object, ...]:
         """Return the sort key: seconds, then bytes, then simplicity."""
+        return (self.seconds, self.bytes, *self.plainness)
+
+    @property
+    def plainness(self) -> tuple[object, ...]:
+        """Return the sort key from the plainest layout to the most involved."""
         one = self.layout
-        plain = (one.stages_per_rank, list(schedules()).index(one.schedule), one.zero, RECOMPUTE.index(one.recompute))
-        return (self.seconds, self.bytes, *plain, one.microbatch, self.mesh)
+        again = -1 if one.recompute == "none" else len(one.recompute)
+        plain = (one.stages_per_rank, list(schedules()).index(one.schedule), one.zero, again, one.recompute)
+        return (*plain, one.microbatch, self.mesh, one.counts)
+
+    @property
+    def sent_bytes(self) -> float:
+        """Return the bytes that a device sends in a step, for whatever purpose."""
+        sent = self.estimate.volumes
+        return sent.tensor + sent.context + sent.expert + sent.pipeline + sent.data
 
 
 @dataclass(slots=True)
@@ -88,33 +100,48 @@ class _Family:
 
 
 class _Best:
-    """The best candidates so far: a few per mesh, and the time that a new one must beat."""
+    """The best candidates so far: the first of each mesh, and all that take at most `margin` longer than the best."""
 
-    def __init__(self, top: int, each: int) -> None:
-        self.top, self.each = top, each
-        self.threshold = math.inf
+    def __init__(self, top: int, margin: float) -> None:
+        self.top, self.margin = top, margin
+        self._least = self._last = math.inf
         self._held: dict[Degrees, list[Choice]] = {}
+
+    @property
+    def threshold(self) -> float:
+        """Return the seconds above which no layout counts, of whatever mesh."""
+        return max(self._last, self._near)
+
+    @property
+    def _near(self) -> float:
+        return self._least * (1 + self.margin)
 
     def bound(self, mesh: Degrees) -> float:
         """Return the seconds above which no layout of this mesh counts."""
-        held = self._held.get(mesh, [])
-        return min(self.threshold, held[-1].seconds) if len(held) == self.each else self.threshold
+        held = self._held.get(mesh)
+        return max(min(self._last, held[0].seconds), self._near) if held else self.threshold
 
     def add(self, choice: Choice) -> None:
-        """Keep a layout if it is among the best of its mesh; only one stays per schedule and stages per rank."""
+        """Keep a layout if it is the best of its mesh or near the best of all."""
         held = self._held.setdefault(choice.mesh, [])
         insort(held, choice, key=lambda one: one.rank)
-        first: dict[tuple[str, int], Choice] = {}
-        for kept in held:
-            first.setdefault((kept.layout.schedule, kept.layout.stages_per_rank), kept)
-        held[:] = list(first.values())[: self.each]
+        self._least = min(self._least, choice.seconds)
+        held[1:] = [one for one in held[1:] if self.margin and one.seconds <= self._near]
         firsts = sorted(held[0].seconds for held in self._held.values())
         if len(firsts) >= self.top:
-            self.threshold = firsts[self.top - 1]
+            self._last = firsts[self.top - 1]
 
     def candidates(self) -> list[Choice]:
-        chosen = sorted(self._held.values(), key=lambda held: held[0].rank)[: self.top]
-        return sorted((one for held in chosen for one in held), key=lambda one: one.rank)
+        """Return the first of each of the best meshes, and all that are near the best, in order."""
+        chosen = sorted(self._held.values(), key=lambda held: held[0].rank)
+        near = [one for held in chosen for one in held if self.margin and one.seconds <= self._near]
+        firsts = [held[0] for held in chosen[: self.top]]
+        return sorted({one.layout: one for one in [*firsts, *near]}.values(), key=lambda one: one.rank)
+
+
+def _at_least(recompute: str) -> str:
+    """Return a kind of recomputation that takes no longer: of some layers, perhaps next to nothing."""
+    return "none" if recompute.startswith("full:") else recompute
 
 
 @dataclass(eq=False)
@@ -161,17 +188,22 @@ class Survey:
         return min(first, other, key=lambda one: (one.bytes > limit_bytes, one.rank))
 
     @property
+    def meshes(self) -> list[Degrees]:
+        """Return the meshes that are considered."""
+        return list(self._least)
+
+    @property
     def num_layouts(self) -> int:
         """Return the number of layouts."""
         settings = len(self.pins.recomputations)
         return sum(len(one.schedules) * len(self.pins.zero_stages(one.mesh)) * settings for one in self._families)
 
-    def best(self, limit_bytes: float, *, top: int = 1, each: int = 1) -> list[Choice]:
-        """Return the best layouts of the `top` best meshes within the limit, best first.
+    def best(self, limit_bytes: float, *, top: int = 1, margin: float = 0.0) -> list[Choice]:
+        """Return the best layout of each of the `top` best meshes within the limit, best first.
 
-        There are `each` layouts per mesh, which differ in schedule or stages per rank.
+        With a margin, there are also all layouts that take at most that share longer than the best.
         """
-        found = _Best(top, each)
+        found = _Best(top, margin)
         lightest = self.pins.recomputations[0]
         for family in self._least.values():  # one layout of every mesh, to have bounds from the start
             self._search(family, family.schedules[-1], limit_bytes, found)
@@ -223,8 +255,10 @@ class Survey:
             if larger in family.schedules and self._bytes(family, (larger, zero, lightest)) <= limit:
                 continue
             recompute = self._first_within(family, schedule, zero, limit)
+            if recompute is not None and recompute == self.pins.recomputations[-1] != lightest:
+                recompute = self._fewest_within(family, schedule, zero, limit)
             bound = best.bound(family.mesh)
-            if recompute is None or self._floor(family, recompute) * idle > bound:
+            if recompute is None or self._floor(family, _at_least(recompute)) * idle > bound:
                 continue
             one = self._seen(family, (schedule, zero, recompute))
             if one.seconds <= bound:
@@ -232,6 +266,18 @@ class Survey:
             took = one.estimate.seconds
             if recompute == lightest and took.total - took.data_exposed - took.optimizer > bound:
                 return
+
+    def _fewest_within(self, family: _Family, schedule: tuple[str, int], zero: int, limit: float) -> str:
+        """Return the full recomputation of as few layers of every stage as keep within the limit."""
+        most = -(-self.transformer.num_layers // (family.mesh.pipeline * schedule[1]))
+        low, high = 1, most
+        while low < high:
+            middle = (low + high) // 2
+            if self._bytes(family, (schedule, zero, f"full:{middle}")) <= limit:
+                high = middle
+            else:
+                low = middle + 1
+        return f"full:{low}" if low < most else "full"
 
     def _first_within(self, family: _Family, schedule: tuple[str, int], zero: int, limit: float) -> str | None:
         """Return the least recomputation within the limit, if any."""
