@@ -32,7 +32,6 @@ from drumline.plan.cluster.transformer import Transformer
 
 WORD = 2  # bytes of a 16-bit number
 NUM_LAUNCHES = 12  # kernels that pass over memory, per layer and direction
-LOSS_BYTES = 50  # passes over the logits in 32 bits: cast, maximum, difference, exponential, sum, quotient, and back
 
 
 class Product(NamedTuple):
@@ -63,7 +62,7 @@ def head_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> Ops:
     tokens = tokens_of(transformer, layout)
     part = transformer.vocabulary / layout.tensor
     forward, by_input, by_weight = _products(cluster, [Product(tokens, part, transformer.hidden)])
-    loss = memory_seconds(device, LOSS_BYTES * tokens * part)
+    loss = memory_seconds(device, layout.practice.loss_bytes * tokens * part)
     add = memory_seconds(device, layout.practice.accumulation_bytes * part * transformer.hidden)
     exchange = _exchange(cluster, layout, WORD * tokens * transformer.hidden)
     hidden = by_weight if layout.practice.overlap_tensor else 0.0
@@ -124,13 +123,14 @@ def _layer(transformer: Transformer, cluster: Cluster, layout: Layout, experts: 
 
 
 def host_floor(layout: Layout) -> float:
-    """Return the least seconds of a pass through a layer: what the host takes to issue its kernels.
+    """Return the least seconds of a pass through a layer: what the slowest host takes to issue its kernels.
 
     >>> from drumline.plan.cluster.layout import Practice
-    >>> host_floor(Layout(batch=8, practice=Practice(host_seconds=0.001)))
-    0.001
+    >>> practice = Practice(host_seconds=0.5, host_meets=0.125)
+    >>> [host_floor(Layout(batch=8, tensor=ranks, practice=practice)) for ranks in (1, 2, 8)]
+    [0.5, 0.5625, 0.9375]
     """
-    return layout.practice.host_seconds
+    return layout.practice.host_seconds * (1 + layout.practice.host_meets * (layout.tensor - 1))
 
 
 def _at_least(spent: Spent, floor: float) -> Spent:
@@ -281,7 +281,8 @@ def routed_bytes(transformer: Transformer, layout: Layout) -> float:
 
 def _exchange(cluster: Cluster, layout: Layout, size: float) -> float:
     """Return the seconds of an all-reduce among tensor-parallel ranks; reduce-scatter plus all-gather take the same."""
-    return reduce_seconds(cluster.link(layout.tensor, 1), layout.tensor, size)
+    seconds = reduce_seconds(cluster.link(layout.tensor, 1), layout.tensor, size)
+    return seconds + layout.practice.meet_seconds if layout.tensor > 1 else seconds
 
 
 def _exchange_back(layout: Layout, exchange: float, by_weight: float) -> float:

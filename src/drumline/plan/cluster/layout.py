@@ -32,6 +32,10 @@ class Practice:
     - `overlap_data`: ranks exchange gradients during the last backward, and weights during the next forward.
     - `host_seconds`: what the host takes to issue the kernels of one layer in one pass (forward, gradients of inputs,
       gradients of weights); a pass cannot be shorter, however small its products are.
+    - `host_meets`: the share by which that grows with every further tensor-parallel rank: ranks that meet in a
+      collective wait for the slowest host.
+    - `meet_seconds`: how long tensor-parallel ranks wait for each other at every collective.
+    - `loss_bytes`: bytes that the loss reads and writes per logit, forward and backward together.
     - `logit_bytes`: bytes that the loss holds per logit at its peak. PyTorch's cross entropy holds the logits in 16
       bits, a copy in 32, their log-softmax and its gradient: 14. A fused loss holds 6.
     """
@@ -45,6 +49,9 @@ class Practice:
     duplex: bool = True
     overlap_data: bool = True
     host_seconds: float = 3e-4
+    host_meets: float = 0.03
+    meet_seconds: float = 2e-5
+    loss_bytes: float = 50.0
     logit_bytes: int = 14
 
 
