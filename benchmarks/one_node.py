@@ -166,7 +166,7 @@ def published(constants: Constants) -> list[float]:
     return found
 
 
-def fit(rows: Sequence[Sample], *, start: Constants | None = None, steps: int = 6) -> Constants:
+def fit(rows: Sequence[Sample], *, start: Constants | None = None, steps: int = 15) -> Constants:
     """Return the constants with the least squares of relative errors, over the rows and SC'21's ten, half each."""
     names, constants = list(FREE), dict(start or default())
     real = np.array([one.seconds for one in rows])

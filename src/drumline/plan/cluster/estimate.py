@@ -7,13 +7,14 @@ gradients that were not exchanged earlier, and the optimizer steps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.kernels import memory_seconds
+from drumline.plan.cluster.kernels import Ops, memory_seconds
 from drumline.plan.cluster.layout import Layout, check
-from drumline.plan.cluster.loads import Volumes, device_volumes, hop_seconds, loads_of, stage_ops, tied_exchange
+from drumline.plan.cluster.loads import Load, Volumes, device_volumes, hop_seconds, loads_of, stage_ops, tied_exchange
 from drumline.plan.cluster.memory import Bytes, device_bytes, sharded
 from drumline.plan.cluster.stages import simulated, simulated_few
 from drumline.plan.cluster.transformer import Transformer, model_flops
@@ -100,12 +101,7 @@ def estimate(transformer: Transformer, cluster: Cluster, layout: Layout, *, exac
     loads = loads_of(transformer, cluster, layout, waiting)
     paces = [load.pace for load in loads]
     pace, busiest = max(zip(paces, loads, strict=True), key=lambda pair: pair[0].total)
-    formula = find(layout.schedule).makespan
-    if exact or formula is None:
-        pipeline = (layout.schedule, stage_ops(transformer, cluster, layout), layout.pipeline, times)
-        taken = simulated(*pipeline, hop_seconds=hop).makespan if exact else simulated_few(*pipeline, hop_seconds=hop)
-    else:
-        taken = formula(Paces(paces, times, layout.stages_per_rank, hop))
+    taken = _taken(transformer, cluster, layout, loads, hop, exact)
     work, again, exchange = busiest.ops.total, busiest.ops.again, busiest.exchange
     tied = tied_exchange(transformer, cluster, layout)
     once = max(load.exchange.once for load in loads) + tied.once
@@ -129,6 +125,33 @@ def estimate(transformer: Transformer, cluster: Cluster, layout: Layout, *, exac
         model_flops(transformer, layout.batch) / layout.num_devices,
         1.0 - busy / max(taken, busy),
     )
+
+
+EVEN = 0.02  # share by which stages may differ for a formula that takes them as equal
+
+
+def _taken(
+    transformer: Transformer, cluster: Cluster, layout: Layout, loads: Sequence[Load], hop: float, exact: bool
+) -> float:
+    """Return the seconds of the pipeline: by formula where that is as good as simulating, or by simulating it."""
+    paces, times = [load.pace for load in loads], layout.num_microbatches
+    schedule = find(layout.schedule)
+    holds = schedule.makespan_holds is None or schedule.makespan_holds(
+        layout.pipeline, times, layout.stages_per_rank
+    )
+    stages: list[Ops] = []
+    if layout.pipeline > 1:
+        stages = stage_ops(transformer, cluster, layout, loads)
+        totals = [stage.total.total for stage in stages]
+        holds = holds and max(totals) <= (1 + EVEN) * min(totals)
+    if schedule.makespan is not None and holds and (not exact or layout.pipeline == 1):
+        return schedule.makespan(Paces(paces, times, layout.stages_per_rank, hop))
+    if layout.pipeline == 1:
+        stages = stage_ops(transformer, cluster, layout, loads)
+    pipeline = (layout.schedule, stages, layout.pipeline, times)
+    if exact:
+        return simulated(*pipeline, hop_seconds=hop).makespan
+    return simulated_few(*pipeline, hop_seconds=hop)
 
 
 def _beyond(taken: float, work: float) -> float:

@@ -5,6 +5,7 @@ Messages are counted in bytes by purpose, and in seconds that compute does not h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from drumline.plan.cluster.hardware import Cluster, Link
@@ -182,12 +183,15 @@ def loads_of(transformer: Transformer, cluster: Cluster, layout: Layout, waiting
     return found
 
 
-def stage_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> list[Ops]:
-    """Return the seconds of a microbatch in every stage, including everything that delays its rank; for `exact`."""
+def stage_ops(
+    transformer: Transformer, cluster: Cluster, layout: Layout, loads: Sequence[Load] | None = None
+) -> list[Ops]:
+    """Return the seconds of a microbatch in every stage, including everything that delays its rank."""
     _, waiting = hop_seconds(transformer, cluster, layout)
     slices = slices_of(transformer, counts_of(transformer, layout))
     known = {slice_: slice_ops(transformer, cluster, layout, slice_) for slice_ in set(slices)}
-    loads = loads_of(transformer, cluster, layout, waiting)
+    if loads is None:
+        loads = loads_of(transformer, cluster, layout, waiting)
     exchanges = {rank: load.exchange for load in loads for rank in load.alike.ranks}
     found = [Ops()] * len(slices)
     for rank, exchange in exchanges.items():

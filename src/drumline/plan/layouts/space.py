@@ -3,15 +3,17 @@
 Unless a pin says otherwise, this enumerates:
 
     tensor      degrees within a node that divide heads, key/value heads and the feed-forward width
-    context     1, and degrees that leave a device at least 8,192 tokens, in two equal pieces
+    context     1, and degrees that leave a device at least 4,096 tokens, in two equal pieces
     pipeline    any number of ranks up to the number of layers, with stages as even as possible (`cut`)
     data        the remaining devices; it divides the batch
     expert      degrees that divide data x context and the experts
     microbatch  1, 2, 4, 8 or 16 sequences
-    schedule    those to try; interleaved ones with 2 to 8 stages per rank if ranks divide microbatches
-    ZeRO        1 to 3: stage 0 returns 32-bit gradients where stage 1 returns 16-bit weights, and holds more
+    schedule    those to try; interleaved ones if ranks divide microbatches, with 2 to 8 stages per rank and all that
+                make stages equal, embedding and head as layers or as stages of their own
+    ZeRO        1 to 3: stage 0 returns 32-bit gradients where stage 1 returns 16-bit weights, and holds more;
+                in a pipeline 1 and 3: stage 2 keeps whole gradients there, and is stage 1
     sequence    parallel whenever there is tensor parallelism: the same bytes sent, fewer kept
-    recompute   none, selective, full
+    recompute   none, selective, full; full for as few layers of every stage as fit
 
 Degrees of parallelism come first; if pinned degrees contradict each other, the error says why.
 """
@@ -33,7 +35,7 @@ from drumline.schedules import DEFAULT, find, schedules
 from drumline.schedules.registry import MAX_PAIRS
 
 MICROBATCHES = (1, 2, 4, 8, 16)
-SHORTEST = 8192  # the fewest tokens on a context-parallel rank
+SHORTEST = 4096  # the fewest tokens on a context-parallel rank
 ZERO = (0, 1, 2, 3)
 
 
@@ -277,13 +279,32 @@ def schedules_of(transformer: Transformer, mesh: Degrees, num_microbatches: int,
     return [
         (name, stages)
         for name in pins.schedules or tried
-        for stages in (tried[name] if pins.stages_per_rank is None else (pins.stages_per_rank,))
+        for stages in (
+            stages_to_try(name, mesh.pipeline, transformer.num_layers)
+            if pins.stages_per_rank is None
+            else (pins.stages_per_rank,)
+        )
         if _admits(name, stages, mesh.pipeline, num_microbatches, transformer.num_layers)
     ]
 
 
+def stages_to_try(name: str, pipeline: int, num_layers: int) -> tuple[int, ...]:
+    """Return the numbers of stages per rank with which to try a schedule.
+
+    If it takes any, all that make stages equal are among them, also if the embedding and the head count as layers.
+
+    >>> stages_to_try("interleaved-1f1b", 4, 80), stages_to_try("interleaved-1f1b", 16, 126), stages_to_try("zb-v", 4, 8)
+    ((2, 3, 4, 5, 6, 8, 10, 20), (2, 3, 4, 6, 8), (2,))
+    """
+    found = set(tried_schedules()[name])
+    if find(name).stage_counts == "any":
+        for count in (num_layers, num_layers + 2):
+            found |= set(divisors(count // pipeline)[1:]) if count % pipeline == 0 else set()
+    return tuple(sorted(found))
+
+
 def _admits(name: str, stages: int, pipeline: int, num_microbatches: int, num_layers: int) -> bool:
-    if pipeline * stages > num_layers or pipeline * stages * num_microbatches > MAX_PAIRS:
+    if (pipeline * stages > num_layers and pipeline * stages != num_layers + 2) or pipeline * stages * num_microbatches > MAX_PAIRS:
         return False
     schedule = find(name)
     suits = schedule.suits is None or schedule.suits(pipeline, num_microbatches, stages)

@@ -144,6 +144,21 @@ def _at_least(recompute: str) -> str:
     return "none" if recompute.startswith("full:") else recompute
 
 
+def other_cuts(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
+    """Return cuts into stages that are as equal as possible, without and with the embedding and the head as layers.
+
+    >>> other_cuts(6, 4), other_cuts(5, 4)
+    ([(1, 2, 2, 1)], [(1, 2, 1, 1)])
+    >>> other_cuts(10, 4)
+    [(2, 3, 3, 2)]
+    """
+    found = [even_counts(num_layers, num_stages)] if num_stages <= num_layers else []
+    each, odd = divmod(num_layers + 2, num_stages)
+    if not odd and num_stages > 1:
+        found.append((each - 1, *(each,) * (num_stages - 2), each - 1))
+    return list(dict.fromkeys(found))
+
+
 @dataclass(eq=False)
 class Survey:
     """All layouts of a transformer on a cluster, evaluated on demand."""
@@ -176,16 +191,16 @@ class Survey:
         return self._exact[layout]
 
     def cut(self, layout: Layout, limit_bytes: float) -> Choice:
-        """Return the layout with the better of two cuts, simulated exactly.
+        """Return the layout with the best of several cuts, simulated exactly.
 
         Interleaved stages wait for each other, so equal stages may be faster than equal ranks; no formula shows which.
         """
         first = self.exact(layout)
         if find(layout.schedule).placement == "v" or layout.stages_per_rank == 1 or not first.is_exact:
             return first
-        even = even_counts(self.transformer.num_layers, layout.num_stages)
-        other = self.exact(replace(layout, counts=even))
-        return min(first, other, key=lambda one: (one.bytes > limit_bytes, one.rank))
+        cuts = other_cuts(self.transformer.num_layers, layout.num_stages)
+        others = [self.exact(replace(layout, counts=counts)) for counts in cuts if counts != layout.counts]
+        return min(first, *others, key=lambda one: (one.bytes > limit_bytes, one.rank)) if others else first
 
     @property
     def meshes(self) -> list[Degrees]:
