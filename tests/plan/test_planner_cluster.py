@@ -6,6 +6,7 @@ import random
 import re
 import shlex
 import tomllib
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -42,12 +43,21 @@ def planned(memory: float = 1.2 * GIB, **options: object) -> ClusterPlan:
     return plan(PLAIN, small_cluster(memory=memory), batch=32, evaluate=Rough(), **options)  # type: ignore[arg-type]
 
 
+def every_layout(transformer: Transformer, machines: Cluster, batch: int, pins: Pins) -> Iterator[Layout]:
+    """Yield every layout, also those that recompute some layers of every stage."""
+    for layout in layouts(transformer, machines, batch, pins):
+        yield layout
+        if layout.recompute == "full" and pins.recompute is None:
+            for count in range(1, max(layout.counts)):
+                yield replace(layout, recompute=f"full:{count}")
+
+
 def brute_force(
     transformer: Transformer, machines: Cluster, batch: int, pins: Pins, evaluate: Evaluator, limit: float
 ) -> list[Choice]:
     """Return the best layout of each mesh, with a look at every single one."""
     best: dict[Degrees, Choice] = {}
-    for layout in layouts(transformer, machines, batch, pins):
+    for layout in every_layout(transformer, machines, batch, pins):
         one = Choice(layout, evaluate(transformer, machines, layout))
         if one.bytes <= limit and (one.mesh not in best or one.rank < best[one.mesh].rank):
             best[one.mesh] = one
@@ -247,7 +257,7 @@ def test_meshes_use_all_devices_and_stay_inside_a_node() -> None:
 
 def test_long_sequences_may_be_shared_and_experts_spread() -> None:
     long = {one.context for one in meshes(small_transformer(sequence=32768), small_cluster(), 8, Pins())}
-    assert long == {1, 2, 4}
+    assert long == {1, 2, 4, 8}
     assert {one.context for one in meshes(PLAIN, small_cluster(), 8, Pins())} == {1}
     spread = {one.expert for one in meshes(sparse_transformer(), small_cluster(), 8, Pins())}
     assert spread == {1, 2, 4, 8}

@@ -13,15 +13,15 @@ are shown plays no part in it.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from drumline.core.errors import PlanError, counted
 from drumline.plan.cluster.estimate import estimate
 from drumline.plan.cluster.hardware import Cluster
+from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.memory import peak_bytes
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.space import Degrees, Pins
@@ -35,6 +35,7 @@ OBJECTIVE = (
 HEADROOM = 0.1
 BAND = 0.01  # layouts this close to the fastest count as equally fast
 MISS = 0.02  # how far formulas may be from the simulator
+_WIDEST = 1e6  # a margin that no layout exceeds
 _PAIRS = 120_000  # (stage, microbatch) pairs to simulate at most for an answer
 
 
@@ -91,11 +92,12 @@ def plan(
     `evaluate` is fast and sees every layout that may matter; `refine` is exact and sees the best of them. The defaults
     are `estimate` by formula and by simulation.
     """
-    began, weigh = clock(), None
+    began, weigh, sketch = clock(), None, None
     if evaluate is None:
         evaluate, refine, weigh = estimate, partial(estimate, exact=True), peak_bytes
+        sketch = partial(estimate, rough=True)
     check(cluster, batch, headroom, top)
-    survey = Survey(transformer, cluster, batch, pins or Pins(), evaluate, refine, weigh)
+    survey = Survey(transformer, cluster, batch, pins or Pins(), evaluate, refine, weigh, sketch)
     limit = limit_of(cluster, headroom)
     best = chosen_of(survey, limit, top=top, pairs=_PAIRS)
     if not best:
@@ -108,16 +110,7 @@ def chosen_of(survey: Survey, limit: float, *, top: int = 1, pairs: int = _PAIRS
 
     It simulates what may be the best by formula, until the rest cannot be; at most `pairs` pairs, whatever `top` is.
     """
-    margin = BAND if survey.refine is None else (1 + BAND) * (1 + MISS) / (1 - MISS) - 1
-    found = survey.best(limit, top=top, margin=margin)
-    if not found:
-        return []
-    nearest = found[0].seconds * (1 + margin)
-    near = [one for one in found if one.seconds <= nearest]
-    exact = near if survey.refine is None else list(_simulated(survey, near, limit, pairs))
-    if not exact:  # what looked best by formula holds too much
-        found = survey.best(limit, top=len(survey.meshes))
-        exact = [one for one in (survey.cut(one.layout, limit) for one in found) if one.bytes <= limit]
+    found, exact = _near_best(survey, limit, top, pairs)
     if not exact:
         return []
     first: dict[Degrees, Choice] = {}
@@ -133,17 +126,32 @@ def chosen_of(survey: Survey, limit: float, *, top: int = 1, pairs: int = _PAIRS
     return [chosen, *sorted(others, key=lambda one: one.rank)][:top]
 
 
-def _simulated(survey: Survey, near: list[Choice], limit: float, pairs: int) -> Iterator[Choice]:
-    """Yield layouts simulated, the best by formula first, until the others cannot be near the best."""
-    least = math.inf
-    for one in near:
-        if least < math.inf and (one.seconds * (1 - MISS) > least * (1 + BAND) or pairs < 0):
-            return
-        exact = survey.cut(one.layout, limit)
-        pairs -= one.layout.num_stages * one.layout.num_microbatches if one.layout.pipeline > 1 else 0
-        if exact.bytes <= limit:
-            least = min(least, exact.seconds)
-            yield exact
+def _near_best(survey: Survey, limit: float, top: int, pairs: int) -> tuple[list[Choice], list[Choice]]:
+    """Return the best by formula, and all that may be within the band of the fastest, as exactly as known.
+
+    If simulating finds the best of them slower than its formula, more of the others may be as fast: the margin grows.
+    """
+    if survey.refine is None:
+        found = survey.best(limit, top=top, margin=BAND)
+        return found, [one for one in found if one.seconds <= found[0].seconds * (1 + BAND)]
+    margin, exact, spent = (1 + BAND) / (1 - MISS) - 1, dict[Layout, Choice](), 0
+    while True:
+        found = survey.best(limit, top=top, margin=margin)
+        for one in found:
+            if one.layout in exact or one.seconds > found[0].seconds * (1 + margin):
+                continue
+            if spent > pairs and any(known.bytes <= limit for known in exact.values()):
+                break
+            exact[one.layout] = survey.cut(one.layout, limit)
+            spent += one.layout.num_stages * one.layout.num_microbatches if one.layout.pipeline > 1 else 0
+        within = [known for known in exact.values() if known.bytes <= limit]
+        if not found or (not within and margin > _WIDEST):
+            return found, []
+        needed = _WIDEST * 2 if not within else min(one.seconds for one in within) / found[0].seconds
+        needed = needed * (1 + BAND) / (1 - MISS) - 1
+        if within and (needed <= margin or spent > pairs):
+            return found, within
+        margin = max(needed, margin)
 
 
 def band(choices: Sequence[Choice]) -> list[Choice]:

@@ -34,6 +34,7 @@ Weigher = Callable[[Transformer, Layout], float]
 _Key = tuple[tuple[str, int], int, str]  # the schedule with its stages per rank, the ZeRO stage, the recomputation
 
 MOST_PAIRS = 40_000  # (stage, microbatch) pairs of the largest pipeline to simulate
+_SKETCHED = 0.9  # factor on a sketch: formulas are up to a tenth too long where stages are unequal
 _SLACK = 0.97  # factor on a lower bound: stages of other schedules may be slightly more even than the weights say
 
 
@@ -91,6 +92,7 @@ class _Family:
     floors: dict[str, float] = field(default_factory=dict)
     weighed: dict[_Key, float] = field(default_factory=dict)
     seen: dict[_Key, Choice] = field(default_factory=dict)
+    sketched: dict[_Key, Choice] = field(default_factory=dict)
 
     def bubble(self, schedule: tuple[str, int]) -> float:
         """Return the least bubble as a share of the work: known for (interleaved) 1f1b, 0 for others."""
@@ -161,7 +163,11 @@ def other_cuts(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
 
 @dataclass(eq=False)
 class Survey:
-    """All layouts of a transformer on a cluster, evaluated on demand."""
+    """All layouts of a transformer on a cluster, evaluated on demand.
+
+    `evaluate` says what a layout takes. `sketch` is faster and at most a tenth too long: what it shows to be too slow
+    is not evaluated. `refine` is exact, and `weigh` returns the bytes alone.
+    """
 
     transformer: Transformer
     cluster: Cluster
@@ -170,6 +176,7 @@ class Survey:
     evaluate: Evaluator
     refine: Evaluator | None = None
     weigh: Weigher | None = None
+    sketch: Evaluator | None = None
     num_evaluated: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -210,8 +217,18 @@ class Survey:
     @property
     def num_layouts(self) -> int:
         """Return the number of layouts."""
-        settings = len(self.pins.recomputations)
-        return sum(len(one.schedules) * len(self.pins.zero_stages(one.mesh)) * settings for one in self._families)
+        return sum(
+            (len(self.pins.recomputations) + self._largest_stage(one.mesh, schedule) - 1)
+            * len(self.pins.zero_stages(one.mesh))
+            for one in self._families
+            for schedule in one.schedules
+        )
+
+    def _largest_stage(self, mesh: Degrees, schedule: tuple[str, int]) -> int:
+        """Return the most layers of a stage that may be recomputed apart from the others; 1 if a pin says which."""
+        if self.pins.recompute is not None:
+            return 1
+        return max(layer_counts(self.transformer, mesh.pipeline, *schedule))
 
     def best(self, limit_bytes: float, *, top: int = 1, margin: float = 0.0) -> list[Choice]:
         """Return the best layout of each of the `top` best meshes within the limit, best first.
@@ -220,7 +237,7 @@ class Survey:
         """
         found = _Best(top, margin)
         lightest = self.pins.recomputations[0]
-        for family in self._least.values():  # one layout of every mesh, to have bounds from the start
+        for family in sorted(self._least.values(), key=self._plain_seconds)[: 2 * top]:  # to have bounds from the start
             self._search(family, family.schedules[-1], limit_bytes, found)
         for family in self._families:
             if self._floor(family, lightest) > found.threshold:
@@ -253,12 +270,17 @@ class Survey:
         """Return what no layout of the family can save: work on a perfectly even cut, without bubble and exchange."""
         if recompute not in family.floors:
             zero = self.pins.zero_stages(family.mesh)[0]
-            took = self._seen(family, ((DEFAULT, 1), zero, recompute)).estimate.seconds
+            took = self._sketched(family, ((DEFAULT, 1), zero, recompute)).estimate.seconds
             weights = stage_weights(self.transformer, layer_counts(self.transformer, family.mesh.pipeline))
             even = sum(weights) / (len(weights) * max(weights))
             work = took.compute + took.recompute + took.tensor + took.context + took.expert
             family.floors[recompute] = _SLACK * even * work
         return family.floors[recompute]
+
+    def _plain_seconds(self, family: _Family) -> float:
+        """Return the seconds of the family's plainest layout, whether it fits or not."""
+        zero = self.pins.zero_stages(family.mesh)[0]
+        return self._sketched(family, ((DEFAULT, 1), zero, self.pins.recomputations[0])).seconds
 
     def _search(self, family: _Family, schedule: tuple[str, int], limit: float, best: _Best) -> None:
         """Add layouts that are within the limit and may be among the best."""
@@ -269,22 +291,33 @@ class Survey:
         for zero in self.pins.zero_stages(family.mesh):
             if larger in family.schedules and self._bytes(family, (larger, zero, lightest)) <= limit:
                 continue
-            recompute = self._first_within(family, schedule, zero, limit)
-            if recompute is not None and recompute == self.pins.recomputations[-1] != lightest:
-                recompute = self._fewest_within(family, schedule, zero, limit)
-            bound = best.bound(family.mesh)
-            if recompute is None or self._floor(family, _at_least(recompute)) * idle > bound:
-                continue
-            one = self._seen(family, (schedule, zero, recompute))
-            if one.seconds <= bound:
-                best.add(one)
-            took = one.estimate.seconds
-            if recompute == lightest and took.total - took.data_exposed - took.optimizer > bound:
-                return
+            for recompute in self._recomputations(family, schedule, zero, limit):
+                bound = best.bound(family.mesh)
+                if self._floor(family, _at_least(recompute)) * idle > bound:
+                    continue
+                if self._sketched(family, (schedule, zero, recompute)).seconds * _SKETCHED > bound:
+                    continue
+                one = self._seen(family, (schedule, zero, recompute))
+                if one.seconds <= bound:
+                    best.add(one)
+                took = one.estimate.seconds
+                if recompute == lightest and took.total - took.data_exposed - took.optimizer > bound:
+                    return
+
+    def _recomputations(self, family: _Family, schedule: tuple[str, int], zero: int, limit: float) -> Iterator[str]:
+        """Yield the least recomputation of every layer within the limit, and that of the fewest whole layers."""
+        first = self._first_within(family, schedule, zero, limit)
+        if first is None:
+            return
+        if first == "none" or self.pins.recompute is not None:
+            yield first
+            return
+        fewest = self._fewest_within(family, schedule, zero, limit)
+        yield from (first, fewest) if first != "full" else (fewest,)
 
     def _fewest_within(self, family: _Family, schedule: tuple[str, int], zero: int, limit: float) -> str:
         """Return the full recomputation of as few layers of every stage as keep within the limit."""
-        most = -(-self.transformer.num_layers // (family.mesh.pipeline * schedule[1]))
+        most = self._largest_stage(family.mesh, schedule)
         low, high = 1, most
         while low < high:
             middle = (low + high) // 2
@@ -317,6 +350,14 @@ class Survey:
             family.seen[key] = Choice(layout, self.evaluate(self.transformer, self.cluster, layout))
             self.num_evaluated += 1
         return family.seen[key]
+
+    def _sketched(self, family: _Family, key: _Key) -> Choice:
+        if self.sketch is None or key in family.seen:
+            return self._seen(family, key)
+        if key not in family.sketched:
+            layout = self._layout(family, key)
+            family.sketched[key] = Choice(layout, self.sketch(self.transformer, self.cluster, layout))
+        return family.sketched[key]
 
     def _layout(self, family: _Family, key: _Key) -> Layout:
         return layout_of(self.transformer, self.batch, self.pins, family.mesh, family.microbatch, *key)
