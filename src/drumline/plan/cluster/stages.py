@@ -238,9 +238,7 @@ def _few(num_ranks: int, num_microbatches: int) -> int:
 
 @lru_cache(maxsize=128)
 def _program(schedule: str, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Program:
-    return generate(
-        schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=stages_per_rank
-    )
+    return generate(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=stages_per_rank)
 
 
 @lru_cache(maxsize=256)

@@ -304,7 +304,9 @@ def stages_to_try(name: str, pipeline: int, num_layers: int) -> tuple[int, ...]:
 
 
 def _admits(name: str, stages: int, pipeline: int, num_microbatches: int, num_layers: int) -> bool:
-    if (pipeline * stages > num_layers and pipeline * stages != num_layers + 2) or pipeline * stages * num_microbatches > MAX_PAIRS:
+    if (
+        pipeline * stages > num_layers and pipeline * stages != num_layers + 2
+    ) or pipeline * stages * num_microbatches > MAX_PAIRS:
         return False
     schedule = find(name)
     suits = schedule.suits is None or schedule.suits(pipeline, num_microbatches, stages)
