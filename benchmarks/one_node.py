@@ -262,9 +262,7 @@ def main() -> None:
         f"{len(rows)} rows; {linear} of {triples} triples over microbatches are linear to 2 ns: sums, not measurements"
     )
     print(f"{'held-out half':22} {'mean error':>10} {'mean regret':>12} {'worst regret':>13}", end="")
-    print(
-        f"   {'product':>8} {'memory':>7} {'node':>6} {'meet us':>8} {'host ms':>8} {'meets':>6} {'loss':>5} {'SC21':>6}"
-    )
+    print(f"   {'product':>8} {'memory':>7} {'node':>6} {'meet us':>8} {'host ms':>8} {'meets':>6} {'loss':>5}   SC21")
     written: dict[str, object] = {"rows": len(rows), "triples": triples, "linear": linear}
     held: list[Shown] = []
     for seed in range(options.halves):

@@ -134,7 +134,7 @@ NODE_REACH = 0.778
 NETWORK_REACH = 0.74
 # A Hopper's tensor cores exceed its power limit. From one row of Llama 3's table, 430 TFLOP/s on 8192 H100. No row has
 # been published for a B200, so it is assumed to behave the same.
-HOPPER = replace(REACH, product=0.568)
+HOPPER = replace(REACH, product=0.575)
 _KIND = Kind("machine", PlanError, "a JSON file that describes a machine")
 # What a collective of a current library takes at least, by its own benchmarks; not fitted.
 NODE_START = 15e-6

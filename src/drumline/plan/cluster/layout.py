@@ -29,7 +29,8 @@ class Practice:
     - `scatter_gather`: each tensor-parallel rank sends only its part of a message between stages, and the receivers
       gather it over the faster links of their node.
     - `duplex`: messages between two ranks travel both ways at once.
-    - `overlap_data`: ranks exchange gradients during the last backward, and weights during the next forward.
+    - `overlap_data`: ranks exchange gradients during the last backward, and weights during the next forward; in a
+      pipeline only with `overlap_staged`.
     - `host_seconds`: what the host takes to issue the kernels of one layer in one pass (forward, gradients of inputs,
       gradients of weights); a pass cannot be shorter, however small its products are.
     - `host_meets`: the share by which that grows with every further tensor-parallel rank: ranks that meet in a
@@ -48,6 +49,7 @@ class Practice:
     scatter_gather: bool = True
     duplex: bool = True
     overlap_data: bool = True
+    overlap_staged: bool = True
     host_seconds: float = 3e-4
     host_meets: float = 0.03
     meet_seconds: float = 2e-5

@@ -61,7 +61,8 @@ def data_exchange(
             reduced += there * count * (size - 1) / size
             gathered += back * count * (size - 1) / size
     times = layout.num_microbatches
-    hidden, hidden_back = (forward_seconds, backward_seconds) if layout.practice.overlap_data else (0.0, 0.0)
+    beside = layout.practice.overlap_data and (layout.pipeline == 1 or layout.practice.overlap_staged)
+    hidden, hidden_back = (forward_seconds, backward_seconds) if beside else (0.0, 0.0)
     if layout.zero == 0:
         return ExchangeCost(once=exposed(reduce + gather, hidden_back), bytes=reduced + gathered)
     if layout.zero == 3:

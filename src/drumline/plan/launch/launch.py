@@ -94,7 +94,7 @@ def launch(transformer: Transformer, cluster: Cluster, layout: Layout, *, source
     """Return the configs for every framework; `source` is the folder or config.json of the model."""
     start = torchrun(cluster)
     by_titan = f"{start} -m torchtitan.train --job.config_file plan.toml"
-    by_megatron = f"grep -v '^#' plan.args | xargs {start} pretrain_gpt.py"
+    by_megatron = f"grep -v '^#' plan.args | CUDA_DEVICE_MAX_CONNECTIONS=1 xargs {start} pretrain_gpt.py"
     return Launch(
         (
             _own(transformer, cluster, layout, source),
@@ -134,6 +134,8 @@ def not_run(transformer: Transformer, layout: Layout, *, source: str = "") -> It
     for axis in ("tensor", "data", "context", "expert"):
         if (size := getattr(layout, axis)) > 1:
             yield f"{axis} {size}: only the pipeline axis runs so far (--{axis} 1 plans without)"
+    if layout.recompute not in ("none", "full"):
+        yield f"{layout.recomputation}: it recomputes nothing or everything so far (--recompute none or full plans so)"
     details = transformer.details
     if source:
         return

@@ -48,9 +48,38 @@ def tried_schedules() -> dict[str, tuple[int, ...]]:
     return {name: one.planned_with for name, one in schedules().items() if one.planned_with}
 
 
+class Runs(NamedTuple):
+    """What a framework runs: kinds of recomputation, of some layers too, and ZeRO stages without and with a pipeline.
+
+    With `any_schedule` it takes the order of a schedule from a file; otherwise a schedule says whether it is there.
+    """
+
+    recompute: tuple[str, ...]
+    some_layers: bool
+    zero: tuple[int, ...]
+    zero_staged: tuple[int, ...]
+    any_schedule: bool = True
+
+    def schedule(self, name: str) -> bool:
+        """Whether it runs a schedule."""
+        return self.any_schedule or find(name).in_megatron
+
+
+# Megatron-LM recomputes norms by themselves, but no activation function, and `block` recomputes some layers; in a
+# pipeline its distributed optimizer is ZeRO 1. torchtitan shards by FSDP, whose optimizer state is always sharded.
+FRAMEWORKS = {
+    "": Runs(RECOMPUTE, True, ZERO[1:], (1, 3)),
+    "megatron": Runs(("none", "norms", "full"), True, ZERO[1:], (1,), any_schedule=False),
+    "torchtitan": Runs(("none", "full"), False, (2, 3), (2, 3)),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """What the user has fixed; None leaves the choice to the planner."""
+    """What the user has fixed; None leaves the choice to the planner.
+
+    `framework` restricts the choice to what Megatron-LM ("megatron") or torchtitan runs.
+    """
 
     tensor: int | None = None
     pipeline: int | None = None
@@ -63,6 +92,7 @@ class Pins:
     sequence_parallel: bool | None = None
     recompute: str | None = None
     schedules: tuple[str, ...] = ()
+    framework: str = ""
 
     def __post_init__(self) -> None:
         counts = ("tensor", "pipeline", "data", "context", "expert", "microbatch", "stages_per_rank")
@@ -78,11 +108,35 @@ class Pins:
         for name in self.schedules:
             if name not in tried_schedules():
                 raise PlanError(f"schedule is pinned to {name!r}", fix=nearest(name, tried_schedules()))
+        if self.framework not in FRAMEWORKS:
+            raise PlanError(f"framework is pinned to {self.framework!r}", fix=nearest(self.framework, FRAMEWORKS))
+        self._check_framework()
+
+    def _check_framework(self) -> None:
+        """Refuse pins that the framework does not run."""
+        runs, name = FRAMEWORKS[self.framework], self.framework
+        if not name:
+            return
+        own = [one for one in tried_schedules() if runs.schedule(one)]
+        if self.schedules and not any(runs.schedule(one) for one in self.schedules):
+            raise PlanError(
+                f"{name} does not run the schedule {' or '.join(self.schedules)}", expected=" or ".join(own)
+            )
+        whole = self.recompute or "none"
+        if whole not in runs.recompute and not (runs.some_layers and whole.startswith("full:")):
+            raise PlanError(f"{name} does not recompute as {whole!r} says", expected=" or ".join(runs.recompute))
+        if self.zero is not None and self.zero not in {0, *runs.zero, *runs.zero_staged}:
+            raise PlanError(f"{name} does not run ZeRO {self.zero}", expected=" or ".join(map(str, runs.zero)))
+
+    @property
+    def runs(self) -> Runs:
+        """What may be chosen."""
+        return FRAMEWORKS[self.framework]
 
     @property
     def recomputations(self) -> tuple[str, ...]:
         """The allowed kinds of recomputation, from the fastest to the smallest."""
-        return RECOMPUTE if self.recompute is None else (self.recompute,)
+        return self.runs.recompute if self.recompute is None else (self.recompute,)
 
     def zero_stages(self, mesh: Degrees) -> tuple[int, ...]:
         """Return the ZeRO stages to try: only stage 0 if there is no rank to share with; in a pipeline, 2 is like 1.
@@ -94,7 +148,7 @@ class Pins:
             return (self.zero,)
         if mesh.data * mesh.context == 1:
             return (0,)
-        return ZERO[1:] if mesh.pipeline == 1 else (1, 3)
+        return self.runs.zero if mesh.pipeline == 1 else self.runs.zero_staged
 
     def microbatch_sizes(self, batch: int, mesh: Degrees) -> list[int]:
         """Return the microbatch sizes that divide the share of a data-parallel rank.
@@ -279,6 +333,7 @@ def schedules_of(transformer: Transformer, mesh: Degrees, num_microbatches: int,
     return [
         (name, stages)
         for name in pins.schedules or tried
+        if pins.runs.schedule(name)
         for stages in (
             stages_to_try(name, mesh.pipeline, transformer.num_layers)
             if pins.stages_per_rank is None
@@ -293,8 +348,8 @@ def stages_to_try(name: str, pipeline: int, num_layers: int) -> tuple[int, ...]:
 
     If it takes any, all that make stages equal are among them, also if the embedding and the head count as layers.
 
-    >>> stages_to_try("interleaved-1f1b", 4, 80), stages_to_try("interleaved-1f1b", 16, 126), stages_to_try("zb-v", 4, 8)
-    ((2, 3, 4, 5, 6, 8, 10, 20), (2, 3, 4, 6, 8), (2,))
+    >>> stages_to_try("interleaved-1f1b", 4, 80), stages_to_try("zb-v", 4, 8)
+    ((2, 3, 4, 5, 6, 8, 10, 20), (2,))
     """
     found = set(tried_schedules()[name])
     if find(name).stage_counts == "any":

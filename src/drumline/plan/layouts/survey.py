@@ -226,7 +226,7 @@ class Survey:
 
     def _largest_stage(self, mesh: Degrees, schedule: tuple[str, int]) -> int:
         """Return the most layers of a stage that may be recomputed apart from the others; 1 if a pin says which."""
-        if self.pins.recompute is not None:
+        if self.pins.recompute is not None or not self.pins.runs.some_layers:
             return 1
         return max(layer_counts(self.transformer, mesh.pipeline, *schedule))
 
@@ -309,7 +309,7 @@ class Survey:
         first = self._first_within(family, schedule, zero, limit)
         if first is None:
             return
-        if first == "none" or self.pins.recompute is not None:
+        if first == "none" or self.pins.recompute is not None or not self.pins.runs.some_layers:
             yield first
             return
         fewest = self._fewest_within(family, schedule, zero, limit)
