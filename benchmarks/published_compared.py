@@ -17,7 +17,7 @@ class Row:
 
     run: Run
     estimate: Estimate
-    by_constant: tuple[float, ...]
+    by_constant: tuple[float, ...] = ()
 
     @property
     def error(self) -> float:

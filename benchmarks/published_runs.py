@@ -1,6 +1,7 @@
 """Published runs as layouts, with what was measured.
 
-The software of a run is part of it: it decides what is fused and what waits (`Practice`). All of this is public:
+The software of a run is part of it: it decides what is fused and what waits (`Practice`). The rule: a run takes the
+preset of its framework and year, and no row has a switch of its own. All of this is public:
 
 - SC'21 (Megatron-LM of 2021; microbatches, virtual stages and flags from `examples/sc21` of its repository): gradients
   are added up in 16 bits by a kernel of their own, 6 bytes a parameter; a rank waits for its messages of all kinds.
@@ -28,9 +29,14 @@ MEGATRON_2021 = Practice(
     gradient_bytes=2,
     overlap_tensor=False,
     overlap_pipeline=False,
-    overlap_data=False,
+    overlap_staged=False,
+    host_seconds=1.007e-3,
+    host_meets=0.043,
+    meet_seconds=124e-6,
+    loss_bytes=128.0,
+    logit_bytes=6,
 )
-MEGATRON_2022 = Practice(flash_attention=False, overlap_pipeline=False, overlap_data=False)
+MEGATRON_2022 = replace(MEGATRON_2021, accumulation_bytes=0, gradient_bytes=4, overlap_tensor=True)
 DEEPSPEED = replace(MEGATRON_2021, accumulation_bytes=18, gradient_bytes=4, duplex=False)
 PRACTICES = {
     "Megatron-LM of 2022": MEGATRON_2022,
@@ -55,6 +61,11 @@ class Run:
     def cluster(self) -> Cluster:
         """Return its machines."""
         return cluster(self.hardware, self.layout.num_devices)
+
+    @property
+    def preset(self) -> str:
+        """Return the name of its practice: framework and year."""
+        return next(name for name, practice in PRACTICES.items() if practice == self.layout.practice)
 
     def under(self, practice: Practice) -> Run:
         """Return the same run as if its software had done as `practice` says."""
@@ -119,9 +130,8 @@ def sc21_sharded() -> tuple[Run, ...]:
     found = []
     for name, rows in _SHARDED:
         for devices, microbatch, batch, rate in rows:
-            practice = replace(MEGATRON_2021, overlap_data=True)
             layout = Layout(
-                batch=batch, microbatch=microbatch, data=devices, zero=3, recompute="full", practice=practice
+                batch=batch, microbatch=microbatch, data=devices, zero=3, recompute="full", practice=DEEPSPEED
             )
             one = model(f"gpt-{name}")
             seconds = _seconds(run_flops(one, layout), layout, rate * 1e12)
@@ -249,7 +259,7 @@ def _sc21(
         stages_per_rank=virtual,
         schedule=_schedule(virtual),
         recompute="full",
-        practice=replace(MEGATRON_2021, overlap_data=pipeline == 1),
+        practice=MEGATRON_2021,
     )
     one = model(f"gpt-{name}")
     return Run("SC'21", label or name, one, "a100-80", layout, _seconds(run_flops(one, layout), layout, rate * 1e12))

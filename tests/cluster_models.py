@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from drumline.plan.cluster.estimate import Estimate, Seconds
 from drumline.plan.cluster.hardware import Cluster, Device, Link
-from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.layout import Layout, whole_layers
 from drumline.plan.cluster.loads import Volumes
 from drumline.plan.cluster.memory import Bytes
 from drumline.plan.cluster.stages import stage_weights
@@ -76,7 +76,7 @@ class Rough:
         uneven = max(ranks) * layout.pipeline / sum(ranks)
         ideal = flops / layout.num_devices / cluster.device.flops_per_second
         compute = ideal * uneven * (1 + self.launch / layout.microbatch)
-        again = {"none": 0.0, "selective": 0.05, "full": 0.33}[layout.recompute] * compute
+        again = _share(transformer, layout, 0.0, 0.05, 0.33) * compute
         tensor = compute * self.split * (layout.tensor - 1)
         context = compute * self.split * (layout.context - 1) / 2
         expert = compute * self.split * (layout.expert - 1) / 3
@@ -90,7 +90,7 @@ class Rough:
         data = self.exchange * 2 * held * ways / cluster.inter_node.bytes_per_second
         optimizer = held * 16 / (sharers if layout.zero else 1) / cluster.device.memory_bytes_per_second
         in_flight = min(layout.num_microbatches, layout.pipeline) * (1 + (layout.stages_per_rank > 2) * 0.2)
-        kept = {"none": 34.0, "selective": 24.0, "full": 2.0}[layout.recompute]
+        kept = _share(transformer, layout, 34.0, 24.0, 2.0)
         piece = transformer.sequence * transformer.hidden * transformer.num_layers / layout.pipeline / layout.context
         activations = self.stash * kept * piece * layout.microbatch * in_flight
         activations /= layout.tensor if layout.sequence_parallel else (1 + layout.tensor) / 2
@@ -102,3 +102,11 @@ class Rough:
             flops / layout.num_devices,
             bubble / (compute + again + tensor + bubble),
         )
+
+
+def _share(transformer: Transformer, layout: Layout, none: float, selective: float, full: float) -> float:
+    """Return a number by recomputation; between those of none and full, if only some layers are recomputed."""
+    if layout.recompute.startswith("full"):
+        most = max(layout.counts)
+        return none + (full - none) * whole_layers(layout.recompute, most) / most
+    return selective if layout.recompute == "selective" else none

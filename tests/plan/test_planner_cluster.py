@@ -6,6 +6,7 @@ import random
 import re
 import shlex
 import tomllib
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -19,15 +20,16 @@ from drumline.plan.cluster.hardware import Cluster, cluster
 from drumline.plan.cluster.hugging_face import transformer_of
 from drumline.plan.cluster.kernels import Ops, Spent
 from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.loads import Volumes
 from drumline.plan.cluster.memory import peak_bytes
 from drumline.plan.cluster.models import model
 from drumline.plan.cluster.stages import layer_counts, pairs_held, simulated, stages_of
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.launch.launch import AXES, launch, links, place, torchrun
 from drumline.plan.layouts.explain import brief
-from drumline.plan.layouts.planner import ClusterPlan, plan
+from drumline.plan.layouts.planner import BAND, ClusterPlan, band, plan, preferred
 from drumline.plan.layouts.space import Degrees, Pins, layouts, meshes
-from drumline.plan.layouts.survey import Choice, Evaluator, Survey
+from drumline.plan.layouts.survey import Choice, Evaluator, Survey, other_cuts
 from drumline.plan.layouts.what_if import against_fsdp, changes, margins, pareto, scaling
 from drumline.plan.layouts.why import Alternative, why
 from drumline.schedules import find, generate
@@ -42,12 +44,21 @@ def planned(memory: float = 1.2 * GIB, **options: object) -> ClusterPlan:
     return plan(PLAIN, small_cluster(memory=memory), batch=32, evaluate=Rough(), **options)  # type: ignore[arg-type]
 
 
+def every_layout(transformer: Transformer, machines: Cluster, batch: int, pins: Pins) -> Iterator[Layout]:
+    """Yield every layout, also those that recompute some layers of every stage."""
+    for layout in layouts(transformer, machines, batch, pins):
+        yield layout
+        if layout.recompute == "full" and pins.recompute is None:
+            for count in range(1, max(layout.counts)):
+                yield replace(layout, recompute=f"full:{count}")
+
+
 def brute_force(
     transformer: Transformer, machines: Cluster, batch: int, pins: Pins, evaluate: Evaluator, limit: float
 ) -> list[Choice]:
     """Return the best layout of each mesh, with a look at every single one."""
     best: dict[Degrees, Choice] = {}
-    for layout in layouts(transformer, machines, batch, pins):
+    for layout in every_layout(transformer, machines, batch, pins):
         one = Choice(layout, evaluate(transformer, machines, layout))
         if one.bytes <= limit and (one.mesh not in best or one.rank < best[one.mesh].rank):
             best[one.mesh] = one
@@ -125,10 +136,55 @@ def test_the_exact_estimate_decides() -> None:
     assert all(some(one.is_exact for one in exact.best))
 
 
+def exactly(transformer: Transformer, machines: Cluster, batch: int, limit: float, pins: Pins) -> list[Choice]:
+    """Return every layout with every cut that the planner knows, simulated, as far as it is within the limit."""
+    found = []
+    for layout in every_layout(transformer, machines, batch, pins):
+        cuts = [layout.counts]
+        if layout.schedule == "interleaved-1f1b":
+            cuts += other_cuts(transformer.num_layers, layout.num_stages)
+        for counts in dict.fromkeys(cuts):
+            cut = replace(layout, counts=counts)
+            found.append(Choice(cut, estimate(transformer, machines, cut, exact=True)))
+    return [one for one in found if one.bytes <= limit]
+
+
+@pytest.mark.parametrize(("layers", "gpus", "batch", "memory"), [(4, 4, 8, 1.0), (6, 4, 6, 3.0), (4, 8, 8, 0.8)])
+def test_the_answer_is_that_of_brute_force_however_many_are_shown(
+    layers: int, gpus: int, batch: int, memory: float
+) -> None:
+    transformer = small_transformer(num_layers=layers, hidden=512, vocabulary=8000)
+    machines = replace(cluster("a100-40", gpus), devices_per_node=4)
+    machines = replace(machines, device=replace(machines.device, memory_bytes=memory * GIB))
+    pins = Pins(sequence_parallel=False)
+    plans = [plan(transformer, machines, batch=batch, pins=pins, top=top) for top in (1, 2, 5, 30)]
+    assert len({one.chosen.layout for one in plans}) == 1
+    every = exactly(transformer, machines, batch, plans[0].limit_bytes, pins)
+    least = min(one.seconds for one in every)
+    assert plans[0].chosen.seconds <= least * (1 + BAND)
+    assert plans[0].chosen.layout == preferred(every).layout
+
+
+def test_the_band_prefers_fewer_bytes_sent_then_the_plainer_layout() -> None:
+    chosen = planned().chosen
+
+    def like(seconds: float, sent: float, **change: object) -> Choice:
+        took = replace(chosen.estimate.seconds, bubble=0.0)
+        took = replace(took, bubble=seconds - took.total)
+        costs = replace(chosen.estimate, seconds=took, volumes=Volumes(0.0, 0.0, 0.0, 0.0, sent))
+        return Choice(replace(chosen.layout, **change), costs)  # type: ignore[arg-type]
+
+    fastest, near, plain = like(100.0, 5.0, zero=3), like(100.9, 4.0, zero=3), like(100.5, 4.0, zero=1)
+    far = like(101.1, 1.0)
+    assert band([fastest, near, plain, far]) == [plain, near, fastest]
+    assert preferred([far, fastest]) == fastest
+
+
 def test_best_are_of_different_meshes_and_in_order() -> None:
     found = planned()
     assert len({one.mesh for one in found.best}) == len(found.best) > 5
-    assert [one.seconds for one in found.best] == sorted(one.seconds for one in found.best)
+    assert [one.seconds for one in found.best[1:]] == sorted(one.seconds for one in found.best[1:])
+    assert found.chosen.seconds <= found.best[1].seconds * (1 + BAND)
     assert len(planned(top=3).best) == 3
 
 
@@ -247,7 +303,7 @@ def test_meshes_use_all_devices_and_stay_inside_a_node() -> None:
 
 def test_long_sequences_may_be_shared_and_experts_spread() -> None:
     long = {one.context for one in meshes(small_transformer(sequence=32768), small_cluster(), 8, Pins())}
-    assert long == {1, 2, 4}
+    assert long == {1, 2, 4, 8}
     assert {one.context for one in meshes(PLAIN, small_cluster(), 8, Pins())} == {1}
     spread = {one.expert for one in meshes(sparse_transformer(), small_cluster(), 8, Pins())}
     assert spread == {1, 2, 4, 8}

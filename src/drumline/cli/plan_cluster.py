@@ -44,13 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sequence", type=whole, metavar="N", help="tokens per sequence (default: the model's)")
     add("--top", type=whole, metavar="N", default=10, help="number of meshes to show and explain (default 10)")
     add("--brief", action="store_true", help="print only the plan, without what-ifs, scaling and traffic")
-    whose = "framework to print the command and write the config for (default drumline)"
+    whose = "framework to plan for, print the command and write the config for (default drumline)"
     add("--launch", choices=tuple(_ENDINGS), default="drumline", help=whose)
     pins = parser.add_argument_group("decisions to fix (default: the planner makes all of them)")
     for name, meaning in _DEGREES.items():
         pins.add_argument(f"--{name}", type=whole, metavar="N", help=meaning)
     pins.add_argument("--zero", type=whole, metavar="N", help="ZeRO stage: 0, 1, 2 or 3")
-    pins.add_argument("--recompute", metavar="HOW", help="activations to recompute: none, selective or full")
+    pins.add_argument(
+        "--recompute", metavar="HOW", help="activations to recompute: none, selective, full, full:N or operations"
+    )
     without = "plan tensor parallelism without sequence parallelism"
     pins.add_argument("--no-sequence-parallel", action="store_true", help=without)
 
@@ -146,6 +148,7 @@ def _pins(args: argparse.Namespace) -> Pins:
         recompute=args.recompute,
         sequence_parallel=False if args.no_sequence_parallel else None,
         schedules=tuple(args.schedules or ()),
+        framework="" if args.launch == "drumline" else args.launch,
     )
 
 

@@ -27,6 +27,7 @@ from drumline.schedules.registry import schedule
     stages_per_rank=2,
     peak_pairs=lambda rank, num_ranks, num_microbatches, stages_per_rank: 2 * num_ranks + 1,
     makespan=idling(lambda pace, num_ranks: idle(pace, 2 * num_ranks)),  # like twice as many ranks, folded
+    makespan_holds=lambda num_ranks, num_microbatches, stages_per_rank: num_ranks > 2,
     planned_with=(2,),
     suits=lambda num_ranks, num_microbatches, stages_per_rank: num_microbatches >= 2 * num_ranks,
     titan="DualPipeV",

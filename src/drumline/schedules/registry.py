@@ -39,10 +39,11 @@ class Schedule:
 
     `stages_per_rank` is the default; `stage_counts` says which others work: none ("fixed"), "any", or "even".
 
-    Optional formulas: `peak_pairs` and `makespan` as in `formulas`, and `bubble`, its lower bound. `planned_with` lists
-    the stages per rank that the cluster planner tries (none: never), if the counts `suit`. `saves_memory_of` names the
-    schedule that this one modifies to hold less. `titan` is its torchtitan name; `in_megatron` says whether Megatron-LM
-    has it. A `baseline` exists only for comparison.
+    Optional formulas: `peak_pairs` and `makespan` as in `formulas`, and `bubble`, its lower bound. `makespan_holds`
+    says for which counts that formula is within 2% of the simulator if stages are equal (None: all). `planned_with`
+    lists the stages per rank that the cluster planner tries (none: never), if the counts `suit`. `saves_memory_of`
+    names the schedule that this one modifies to hold less. `titan` is its torchtitan name; `in_megatron` says whether
+    Megatron-LM has it. A `baseline` exists only for comparison.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Schedule:
     even_ranks: bool = False
     peak_pairs: PeakPairs | None = None
     makespan: Makespan | None = None
+    makespan_holds: Counts | None = None
     bubble: IdleShare | None = None
     planned_with: tuple[int, ...] = ()
     suits: Counts | None = None

@@ -31,6 +31,7 @@ def _idle(pace: Pace, num_ranks: int) -> float:
     summary="1F1B with W delayed into the drain: a third of its bubble, the same peak memory",
     peak_pairs=lambda rank, num_ranks, num_microbatches, stages_per_rank: num_ranks,
     makespan=idling(_idle),
+    makespan_holds=lambda num_ranks, num_microbatches, stages_per_rank: num_microbatches >= num_ranks,
     planned_with=(1,),
 )
 def zb_h1(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:

@@ -33,6 +33,7 @@ def _idle(pace: Pace, num_ranks: int) -> float:
     stages_per_rank=2,
     peak_pairs=lambda rank, num_ranks, num_microbatches, stages_per_rank: 2 * num_ranks,
     makespan=idling(_idle),
+    makespan_holds=lambda num_ranks, num_microbatches, stages_per_rank: num_microbatches > 2 * num_ranks,
     planned_with=(2,),
     titan="ZBVZeroBubble",
 )

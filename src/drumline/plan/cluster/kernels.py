@@ -6,10 +6,12 @@ what they are spent on (`Spent`), and by the pass of a microbatch that they belo
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from drumline.plan.cluster.hardware import Device, Link
 
+CONTENTION = 0.15  # of a hidden message's seconds: it runs on 16 of an A100's 108 processors
 TILE = 128  # a processor computes 128 x 128 numbers of a product at a time
 
 
@@ -43,17 +45,41 @@ def attention_seconds(device: Device, flops: float) -> float:
 
 
 def gather_seconds(link: Link, num_devices: int, size: float) -> float:
-    """Return the seconds of an all-gather or a reduce-scatter with `size` bytes in total.
+    """Return the seconds of an all-gather or a reduce-scatter with `size` bytes in total, round a ring.
 
-    >>> gather_seconds(Link(0.0, 1e9), 4, 4e9)
-    3.0
+    >>> gather_seconds(Link(0.0, 1e9), 4, 4e9), gather_seconds(Link(0.0, 1e9, start_seconds=0.5), 4, 4e9)
+    (3.0, 3.5)
     """
-    return (num_devices - 1) * (link.latency_seconds + size / num_devices / link.bytes_per_second)
+    if num_devices == 1:
+        return 0.0
+    return link.start_seconds + (num_devices - 1) * (link.latency_seconds + size / num_devices / link.bytes_per_second)
 
 
 def reduce_seconds(link: Link, num_devices: int, size: float) -> float:
-    """Return the seconds of an all-reduce of `size` bytes: a reduce-scatter and an all-gather."""
-    return 2 * gather_seconds(link, num_devices, size)
+    """Return the seconds of an all-reduce of `size` bytes: round a ring, or up and down a tree if that is faster.
+
+    A ring sends fewer bytes, a tree takes fewer hops.
+
+    >>> reduce_seconds(Link(0.0, 1e9), 4, 4e9), reduce_seconds(Link(1.0, 1e9), 64, 1e9)
+    (6.0, 14.0)
+    """
+    if num_devices == 1:
+        return 0.0
+    hops, carried = num_devices - 1, size / link.bytes_per_second
+    ring = 2 * hops * (link.latency_seconds + carried / num_devices)
+    tree = 2 * (math.ceil(math.log2(num_devices)) * link.latency_seconds + carried)
+    return link.start_seconds + min(ring, tree)
+
+
+def exposed(seconds: float, hidden: float) -> float:
+    """Return what messages of so many seconds cost beside compute of `hidden` seconds.
+
+    What compute does not hide is waited for. What it hides still takes processors and memory from it.
+
+    >>> exposed(3.0, 1.0), exposed(1.0, 3.0)
+    (2.15, 0.15)
+    """
+    return max(seconds - hidden, 0.0) + CONTENTION * min(seconds, hidden)
 
 
 @dataclass(frozen=True, slots=True)

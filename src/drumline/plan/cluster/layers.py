@@ -21,17 +21,17 @@ from drumline.plan.cluster.kernels import (
     Ops,
     Spent,
     attention_seconds,
+    exposed,
     gather_seconds,
     memory_seconds,
     product_seconds,
     reduce_seconds,
 )
-from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.layout import Layout, recomputed_ops
 from drumline.plan.cluster.transformer import Transformer
 
 WORD = 2  # bytes of a 16-bit number
 NUM_LAUNCHES = 12  # kernels that pass over memory, per layer and direction
-LOSS_BYTES = 50  # passes over the logits in 32 bits: cast, maximum, difference, exponential, sum, quotient, and back
 
 
 class Product(NamedTuple):
@@ -62,14 +62,14 @@ def head_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> Ops:
     tokens = tokens_of(transformer, layout)
     part = transformer.vocabulary / layout.tensor
     forward, by_input, by_weight = _products(cluster, [Product(tokens, part, transformer.hidden)])
-    loss = memory_seconds(device, LOSS_BYTES * tokens * part)
+    loss = memory_seconds(device, layout.practice.loss_bytes * tokens * part)
     add = memory_seconds(device, layout.practice.accumulation_bytes * part * transformer.hidden)
     exchange = _exchange(cluster, layout, WORD * tokens * transformer.hidden)
     hidden = by_weight if layout.practice.overlap_tensor else 0.0
     return Ops(
         Spent(forward + loss / 2, tensor=exchange / 2 if layout.sequence_parallel else 0.0),
         Spent(),
-        Spent(by_input + loss / 2, tensor=max(exchange - hidden, 0.0)),
+        Spent(by_input + loss / 2, tensor=exposed(exchange, hidden)),
         Spent(by_weight + add),
     )
 
@@ -108,19 +108,63 @@ def _layer(transformer: Transformer, cluster: Cluster, layout: Layout, experts: 
     routing = _routing(transformer, cluster, layout) if experts else 0.0
     exchange = _exchange(cluster, layout, WORD * tokens_of(transformer, layout) * transformer.hidden)
     once = Spent(forward + passes + attend, 2 * exchange, context, routing)
-    again = Spent()
-    if layout.recompute == "full":
-        again = once
-    elif layout.recompute == "selective" and not practice.flash_attention:
-        again = Spent(attend)
     add = memory_seconds(device, practice.accumulation_bytes * _parameters(transformer, layout, experts))
     tensor_back = _exchange_back(layout, exchange, by_weight)
-    return Ops(
-        once,
-        again,
-        Spent(by_input + passes_back + attend_back, tensor_back, context_back, routing),
-        Spent(by_weight + add),
-    )
+    back = Spent(by_input + passes_back + attend_back, tensor_back, context_back, routing)
+    floor = host_floor(layout)
+    hosted = _at_least(once, floor)
+    again = Spent()
+    if layout.recompute == "full":
+        again = hosted
+    else:
+        for op in recomputed_ops(layout):
+            again = again + _again(transformer, cluster, layout, experts, op, Spent(attend, context=context))
+    return Ops(hosted, again, _at_least(back, floor), _at_least(Spent(by_weight + add), floor))
+
+
+def host_floor(layout: Layout) -> float:
+    """Return the least seconds of a pass through a layer: what the slowest host takes to issue its kernels.
+
+    >>> from drumline.plan.cluster.layout import Practice
+    >>> practice = Practice(host_seconds=0.5, host_meets=0.125)
+    >>> [host_floor(Layout(batch=8, tensor=ranks, practice=practice)) for ranks in (1, 2, 8)]
+    [0.5, 0.5625, 0.9375]
+    """
+    return layout.practice.host_seconds * (1 + layout.practice.host_meets * (layout.tensor - 1))
+
+
+def _at_least(spent: Spent, floor: float) -> Spent:
+    """Return a pass that lasts at least as long as the host takes to issue it."""
+    return spent + Spent(max(floor - spent.total, 0.0))
+
+
+def _again(
+    transformer: Transformer, cluster: Cluster, layout: Layout, experts: bool, op: str, attention: Spent
+) -> Spent:
+    """Return the seconds to compute one kind of operation of a layer once more."""
+    if op == "attention":
+        return attention
+    if op == "experts":
+        if not experts or transformer.experts is None:
+            return Spent()
+        seconds = sum(
+            product_seconds(cluster.device, one.rows, one.columns, one.depth, one.times)
+            for one in _routed_products(transformer, layout)
+        )
+        return Spent(seconds, expert=_routing(transformer, cluster, layout))
+    along = layout.tensor if layout.sequence_parallel else 1
+    width = 4 * transformer.hidden / along  # two norms, each read and written
+    if op == "activation":
+        width = (3 if transformer.gated else 2) * inner_of(transformer, layout, experts)
+    size = WORD * tokens_of(transformer, layout) * width
+    return Spent(memory_seconds(cluster.device, size) + 2 * cluster.device.reach.launch_seconds)
+
+
+def inner_of(transformer: Transformer, layout: Layout, experts: bool) -> float:
+    """Return the feed-forward width that a token uses on one tensor-parallel rank."""
+    if experts and (found := transformer.experts) is not None:
+        return (found.per_token + found.num_shared) * found.feedforward / layout.tensor
+    return transformer.feedforward / layout.tensor
 
 
 def _layer_products(transformer: Transformer, layout: Layout, experts: bool) -> list[Product]:
@@ -130,11 +174,19 @@ def _layer_products(transformer: Transformer, layout: Layout, experts: bool) -> 
     if not experts or transformer.experts is None:
         return products + _feedforward(transformer, tokens, transformer.feedforward / layout.tensor, 1.0)
     found = transformer.experts
-    local, width = found.num_experts / layout.expert, found.feedforward / layout.tensor
-    products += _feedforward(transformer, tokens * found.per_token / local, width, local)
+    products += _routed_products(transformer, layout)
     if found.num_shared:
-        products += _feedforward(transformer, tokens, found.num_shared * width, 1.0)
+        products += _feedforward(transformer, tokens, found.num_shared * found.feedforward / layout.tensor, 1.0)
     return [*products, Product(tokens, found.num_experts, hidden)]
+
+
+def _routed_products(transformer: Transformer, layout: Layout) -> list[Product]:
+    """Return the products of the experts that tokens are sent to; the tokens are spread evenly."""
+    found = transformer.experts
+    assert found is not None, "only layers with experts route"
+    local = found.num_experts / layout.expert
+    tokens = tokens_of(transformer, layout) * found.per_token / local
+    return _feedforward(transformer, tokens, found.feedforward / layout.tensor, local)
 
 
 def _feedforward(transformer: Transformer, tokens: float, width: float, times: float) -> list[Product]:
@@ -162,9 +214,8 @@ def _passes(transformer: Transformer, cluster: Cluster, layout: Layout, experts:
     masks = 1.0 if transformer.dropout else 0.0
     along = layout.tensor if layout.sequence_parallel else 1
     heads = transformer.num_heads * transformer.head_width / layout.tensor + keys_of(transformer, layout)
-    inner, copies = transformer.feedforward / layout.tensor, 0.0
+    inner, copies = inner_of(transformer, layout, experts), 0.0
     if experts and (found := transformer.experts) is not None:
-        inner = (found.per_token + found.num_shared) * found.feedforward / layout.tensor
         copies = 2.0 * found.per_token * transformer.hidden / along
     reads = 2 if transformer.gated else 1
     forward = (10 + masks) * transformer.hidden / along + 2 * heads + (reads + 1) * inner + copies
@@ -201,7 +252,7 @@ def _ring(
         return 0.0, 0.0
     link = cluster.link(layout.context, layout.tensor)
     seconds = gather_seconds(link, layout.context, ring_bytes(transformer, layout))
-    return max(seconds - attend, 0.0), max(2 * seconds - attend_back, 0.0)
+    return exposed(seconds, attend), exposed(2 * seconds, attend_back)
 
 
 def ring_bytes(transformer: Transformer, layout: Layout) -> float:
@@ -230,7 +281,8 @@ def routed_bytes(transformer: Transformer, layout: Layout) -> float:
 
 def _exchange(cluster: Cluster, layout: Layout, size: float) -> float:
     """Return the seconds of an all-reduce among tensor-parallel ranks; reduce-scatter plus all-gather take the same."""
-    return reduce_seconds(cluster.link(layout.tensor, 1), layout.tensor, size)
+    seconds = reduce_seconds(cluster.link(layout.tensor, 1), layout.tensor, size)
+    return seconds + layout.practice.meet_seconds if layout.tensor > 1 else seconds
 
 
 def _exchange_back(layout: Layout, exchange: float, by_weight: float) -> float:
@@ -240,8 +292,8 @@ def _exchange_back(layout: Layout, exchange: float, by_weight: float) -> float:
     hidden. With sequence parallelism a block also begins with a gather that cannot be hidden, and gathers its stored
     input, which can.
     """
-    exposed = max(2 * exchange - by_weight, 0.0) if layout.practice.overlap_tensor else 2 * exchange
-    return exposed + exchange if layout.sequence_parallel else exposed
+    waited = exposed(2 * exchange, by_weight if layout.practice.overlap_tensor else 0.0)
+    return waited + exchange if layout.sequence_parallel else waited
 
 
 def _parameters(transformer: Transformer, layout: Layout, experts: bool) -> float:

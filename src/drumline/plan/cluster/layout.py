@@ -5,14 +5,15 @@ Every contradiction raises an error with the value, what was expected, and the f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from drumline.core.errors import PlanError, nearest
+from drumline.core.errors import PlanError, counted, nearest
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.transformer import Transformer
 from drumline.schedules import find
 
 RECOMPUTE = ("none", "selective", "full")
+OPS = ("norms", "activation", "attention", "experts")  # what can be recomputed by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,16 @@ class Practice:
     - `scatter_gather`: each tensor-parallel rank sends only its part of a message between stages, and the receivers
       gather it over the faster links of their node.
     - `duplex`: messages between two ranks travel both ways at once.
-    - `overlap_data`: ranks exchange gradients during the last backward, and weights during the next forward.
+    - `overlap_data`: ranks exchange gradients during the last backward, and weights during the next forward; in a
+      pipeline only with `overlap_staged`.
+    - `host_seconds`: what the host takes to issue the kernels of one layer in one pass (forward, gradients of inputs,
+      gradients of weights); a pass cannot be shorter, however small its products are.
+    - `host_meets`: the share by which that grows with every further tensor-parallel rank: ranks that meet in a
+      collective wait for the slowest host.
+    - `meet_seconds`: how long tensor-parallel ranks wait for each other at every collective.
+    - `loss_bytes`: bytes that the loss reads and writes per logit, forward and backward together.
+    - `logit_bytes`: bytes that the loss holds per logit at its peak. PyTorch's cross entropy holds the logits in 16
+      bits, a copy in 32, their log-softmax and its gradient: 14. A fused loss holds 6.
     """
 
     flash_attention: bool = True
@@ -39,6 +49,12 @@ class Practice:
     scatter_gather: bool = True
     duplex: bool = True
     overlap_data: bool = True
+    overlap_staged: bool = True
+    host_seconds: float = 3e-4
+    host_meets: float = 0.03
+    meet_seconds: float = 2e-5
+    loss_bytes: float = 50.0
+    logit_bytes: int = 14
 
 
 PRACTICE = Practice()
@@ -94,8 +110,14 @@ class Layout:
 
         >>> Layout(batch=8).recomputation, Layout(batch=8, recompute="full").recomputation
         ('no recomputation', 'full recomputation')
+        >>> Layout(batch=8, recompute="full:3").recomputation, Layout(batch=8, recompute="norms+experts").recomputation
+        ('full recomputation of 3 layers per stage', 'recomputation of norms and experts')
         """
-        return f"{'no' if self.recompute == 'none' else self.recompute} recomputation"
+        if self.recompute in RECOMPUTE:
+            return f"{'no' if self.recompute == 'none' else self.recompute} recomputation"
+        if self.recompute.startswith("full:"):
+            return f"full recomputation of {counted(int(self.recompute[5:]), 'layer')} per stage"
+        return f"recomputation of {' and '.join(self.recompute.split('+'))}"
 
     @property
     def settings(self) -> dict[str, str]:
@@ -113,6 +135,51 @@ class Layout:
         }
 
 
+def recomputed_ops(layout: Layout) -> tuple[str, ...]:
+    """Return the operations of every layer that a layout recomputes, each by itself; full recomputation is not here.
+
+    "selective" means what is cheap to compute and large to keep: the scores of attention if it is not fused, otherwise
+    the norms and the activation function. Other sets are written with a plus: "norms+experts".
+
+    >>> recomputed_ops(Layout(batch=8, recompute="selective")), recomputed_ops(Layout(batch=8, recompute="experts"))
+    (('norms', 'activation'), ('experts',))
+    """
+    if layout.recompute == "none" or layout.recompute.startswith("full"):
+        return ()
+    if layout.recompute == "selective":
+        return ("norms", "activation") if layout.practice.flash_attention else ("attention",)
+    return tuple(layout.recompute.split("+"))
+
+
+def whole_layers(recompute: str, num_layers: int) -> int:
+    """Return how many of a stage's layers are recomputed as a whole: all, or the first N with "full:N".
+
+    >>> whole_layers("full", 8), whole_layers("full:3", 8), whole_layers("full:3", 2), whole_layers("selective", 8)
+    (8, 3, 2, 0)
+    """
+    if not recompute.startswith("full"):
+        return 0
+    return min(int(recompute[5:]), num_layers) if recompute.startswith("full:") else num_layers
+
+
+def with_recompute(layout: Layout, recompute: str) -> Layout:
+    """Return the layout with another recomputation."""
+    return layout if recompute == layout.recompute else replace(layout, recompute=recompute)
+
+
+def is_recomputation(name: str) -> bool:
+    """Whether a name says what is recomputed.
+
+    >>> [is_recomputation(name) for name in ("selective", "norms+experts", "full:3", "norms+norms", "full:0")]
+    [True, True, True, False, False]
+    """
+    if name.startswith("full:"):
+        return name[5:].isdecimal() and name[5:].isascii() and 0 < int(name[5:]) <= _MOST_LAYERS
+    ops = name.split("+")
+    return name in RECOMPUTE or (set(ops) <= set(OPS) and len(set(ops)) == len(ops))
+
+
+_MOST_LAYERS = 10_000
 _COUNTS = ("batch", "microbatch", "tensor", "pipeline", "data", "context", "expert", "stages_per_rank")
 
 
@@ -134,8 +201,8 @@ def _check_values(layout: Layout) -> None:
             raise PlanError(f"{name} is {value!r}", expected="a whole number of 1 or more")
     if layout.zero not in (0, 1, 2, 3):
         raise PlanError(f"zero is {layout.zero!r}", expected="0, 1, 2 or 3")
-    if layout.recompute not in RECOMPUTE:
-        raise PlanError(f"recompute is {layout.recompute!r}", fix=nearest(str(layout.recompute), RECOMPUTE))
+    if not is_recomputation(str(layout.recompute)):
+        raise PlanError(f"recompute is {layout.recompute!r}", fix=nearest(str(layout.recompute), (*RECOMPUTE, *OPS)))
 
 
 def _check_devices(cluster: Cluster, layout: Layout) -> None:

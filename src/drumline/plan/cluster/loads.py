@@ -5,13 +5,14 @@ Messages are counted in bytes by purpose, and in seconds that compute does not h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from drumline.plan.cluster.hardware import Cluster, Link
-from drumline.plan.cluster.kernels import Ops, Spent, gather_seconds, reduce_seconds
+from drumline.plan.cluster.kernels import Ops, Spent, exposed, gather_seconds, reduce_seconds
 from drumline.plan.cluster.layers import WORD, embedding_ops, head_ops, layer_ops, ring_bytes, routed_bytes, tokens_of
-from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.memory import WEIGHT_BYTES, device_parameters
+from drumline.plan.cluster.layout import Layout, recomputed_ops, whole_layers, with_recompute
+from drumline.plan.cluster.memory import WEIGHT_BYTES, device_parameters, keeps_gradients
 from drumline.plan.cluster.stages import Alike, StageLayers, alike, counts_of, num_sides, slices_of, stages_of
 from drumline.plan.cluster.transformer import Transformer
 from drumline.schedules.formulas import Pace
@@ -38,8 +39,9 @@ def data_exchange(
     """Return the exchange of a rank's gradients and weights; the seconds are those of one microbatch on the rank.
 
     A reduce-scatter sums the gradients. All sums (ZeRO 0) or the new 16-bit weights come back. ZeRO 2 keeps no whole
-    gradients and sums them after every microbatch. ZeRO 3 keeps no whole weights either, and gathers them before every
-    forward and every backward, layer by layer, so every layer pays the latency.
+    gradients and sums them after every microbatch; in a pipeline it keeps them, and sums once. ZeRO 3 keeps no whole
+    weights either, and gathers them before every forward and every backward, layer by layer, so every layer pays for
+    the start and the latency of a collective.
     """
     reduce = gather = reduced = gathered = 0.0
     there = layout.practice.gradient_bytes
@@ -52,22 +54,27 @@ def data_exchange(
         if size > 1 and count:
             link = cluster.link(size, stride)
             if layout.zero == 3:
-                link = replace(link, latency_seconds=num_layers * link.latency_seconds)
+                start, late = num_layers * link.start_seconds, num_layers * link.latency_seconds
+                link = replace(link, start_seconds=start, latency_seconds=late)
             reduce += gather_seconds(link, size, there * count)
             gather += gather_seconds(link, size, back * count)
             reduced += there * count * (size - 1) / size
             gathered += back * count * (size - 1) / size
     times = layout.num_microbatches
-    hidden, hidden_back = (forward_seconds, backward_seconds) if layout.practice.overlap_data else (0.0, 0.0)
+    beside = layout.practice.overlap_data and (layout.pipeline == 1 or layout.practice.overlap_staged)
+    hidden, hidden_back = (forward_seconds, backward_seconds) if beside else (0.0, 0.0)
+    if layout.zero == 0:
+        return ExchangeCost(once=exposed(reduce + gather, hidden_back), bytes=reduced + gathered)
     if layout.zero == 3:
-        sent = times * (reduced + 2 * gathered)
-        return ExchangeCost(max(gather - hidden, 0.0), max(gather + reduce - hidden_back, 0.0), 0.0, sent)
-    if layout.zero == 2:
+        sums = 1 if keeps_gradients(layout) else times
+        forward, backward, once = exposed(gather, hidden), exposed(gather, hidden_back), exposed(reduce, hidden_back)
+        if sums == times:
+            backward, once = exposed(gather + reduce, hidden_back), 0.0
+        return ExchangeCost(forward, backward, once, sums * reduced + 2 * times * gathered)
+    if layout.zero == 2 and not keeps_gradients(layout):
         sent = times * reduced + gathered
-        return ExchangeCost(0.0, max(reduce - hidden_back, 0.0), max(gather - hidden, 0.0), sent)
-    if layout.zero == 1:
-        return ExchangeCost(0.0, 0.0, max(reduce - hidden_back, 0.0) + max(gather - hidden, 0.0), reduced + gathered)
-    return ExchangeCost(0.0, 0.0, max(reduce + gather - hidden_back, 0.0), reduced + gathered)
+        return ExchangeCost(0.0, exposed(reduce, hidden_back), exposed(gather, hidden), sent)
+    return ExchangeCost(once=exposed(reduce, hidden_back) + exposed(gather, hidden), bytes=reduced + gathered)
 
 
 def tied_exchange(transformer: Transformer, cluster: Cluster, layout: Layout) -> ExchangeCost:
@@ -113,7 +120,7 @@ def device_volumes(transformer: Transformer, layout: Layout, rank: Alike, data: 
     """
     times, ranks = layout.num_microbatches, layout.tensor
     exchange = 2 * WORD * tokens_of(transformer, layout) * transformer.hidden * (ranks - 1) / ranks
-    forwards = 2 if layout.recompute == "full" else 1
+    forwards, ops = 1 + _again(layout, rank), recomputed_ops(layout)
     exchanges = 2 * (forwards + 1) + (1 if layout.sequence_parallel else 0)
     ring = ring_bytes(transformer, layout) * (layout.context - 1) / layout.context
     num_layers = sum(part * slice_.num_layers for slice_, part in rank.slices)
@@ -121,11 +128,17 @@ def device_volumes(transformer: Transformer, layout: Layout, rank: Alike, data: 
     sides = sum(part * (2 - slice_.is_first - slice_.is_last) for slice_, part in rank.slices)
     return Volumes(
         tensor=times * num_layers * exchanges * exchange,
-        context=times * num_layers * (forwards + 2) * ring,
-        expert=times * num_expert_layers * 2 * (forwards + 1) * routed_bytes(transformer, layout),
+        context=times * num_layers * (forwards + ("attention" in ops) + 2) * ring,
+        expert=times * num_expert_layers * 2 * (forwards + ("experts" in ops) + 1) * routed_bytes(transformer, layout),
         pipeline=times * sides * message_bytes(transformer, layout) if layout.pipeline > 1 else 0.0,
         data=data,
     )
+
+
+def _again(layout: Layout, rank: Alike) -> float:
+    """Return the share of a rank's layers that are recomputed as a whole."""
+    every = [slice_.num_layers for slice_, _ in rank.slices]
+    return sum(whole_layers(layout.recompute, count) for count in every) / max(sum(every), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +184,15 @@ def loads_of(transformer: Transformer, cluster: Cluster, layout: Layout, waiting
     return found
 
 
-def stage_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> list[Ops]:
-    """Return the seconds of a microbatch in every stage, including everything that delays its rank; for `exact`."""
+def stage_ops(
+    transformer: Transformer, cluster: Cluster, layout: Layout, loads: Sequence[Load] | None = None
+) -> list[Ops]:
+    """Return the seconds of a microbatch in every stage, including everything that delays its rank."""
     _, waiting = hop_seconds(transformer, cluster, layout)
     slices = slices_of(transformer, counts_of(transformer, layout))
     known = {slice_: slice_ops(transformer, cluster, layout, slice_) for slice_ in set(slices)}
-    loads = loads_of(transformer, cluster, layout, waiting)
+    if loads is None:
+        loads = loads_of(transformer, cluster, layout, waiting)
     exchanges = {rank: load.exchange for load in loads for rank in load.alike.ranks}
     found = [Ops()] * len(slices)
     for rank, exchange in exchanges.items():
@@ -189,9 +205,9 @@ def stage_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> lis
 
 def slice_ops(transformer: Transformer, cluster: Cluster, layout: Layout, slice_: StageLayers) -> Ops:
     """Return the seconds of a microbatch in a stage."""
-    ops = layer_ops(transformer, cluster, layout).times(slice_.dense) if slice_.dense else Ops()
-    if slice_.experts:
-        ops = ops + layer_ops(transformer, cluster, layout, experts=True).times(slice_.experts)
+    ops = Ops()
+    for count, experts, how in slice_.parts(layout.recompute):
+        ops = ops + layer_ops(transformer, cluster, with_recompute(layout, how), experts=experts).times(count)
     if slice_.is_first:
         ops = ops + embedding_ops(transformer, cluster, layout)
     if slice_.is_last:

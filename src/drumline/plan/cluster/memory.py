@@ -12,11 +12,12 @@ tensor-parallel ranks, a heads and s the sequence,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from drumline.plan.cluster.layers import keys_of, tokens_of
-from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.stages import Alike, alike, counts_of, pairs_held
+from drumline.plan.cluster.layout import Layout, recomputed_ops, with_recompute
+from drumline.plan.cluster.stages import Alike, StageLayers, alike, counts_of, pairs_held
 from drumline.plan.cluster.transformer import Transformer
 
 WEIGHT_BYTES = 2
@@ -70,16 +71,34 @@ def device_bytes(transformer: Transformer, layout: Layout, rank: Alike) -> Bytes
     parameters = device_parameters(transformer, layout, rank)
     whole, part = sum(parameters), sharded(layout, parameters)
     pairs = pairs_held(layout.schedule, rank.first, layout.pipeline, layout.num_microbatches, layout.stages_per_rank)
-    dense = sum(slice_.dense for slice_, _ in rank.slices) / len(rank.slices)
-    experts = sum(slice_.experts for slice_, _ in rank.slices) / len(rank.slices)
-    kept = dense * activation_bytes(transformer, layout) if dense else 0.0
-    kept += experts * activation_bytes(transformer, layout, experts=True) if experts else 0.0
+    has_experts = any(slice_.experts for slice_, _ in rank.slices)
+    kept = sum(stage_activations(transformer, layout, slice_) for slice_, _ in rank.slices) / len(rank.slices)
+    whole_gradients = layout.zero < 2 or keeps_gradients(layout)
     return Bytes(
         weights=WEIGHT_BYTES * (part if layout.zero >= 3 else whole),
-        gradients=layout.practice.gradient_bytes * (part if layout.zero >= 2 else whole),
+        gradients=layout.practice.gradient_bytes * (whole if whole_gradients else part),
         optimizer=OPTIMIZER_BYTES * (part if layout.zero >= 1 else whole),
         activations=pairs * kept,
-        buffers=_buffers(transformer, layout, rank, experts > 0),
+        buffers=_buffers(transformer, layout, rank, has_experts),
+    )
+
+
+def keeps_gradients(layout: Layout) -> bool:
+    """Whether ranks keep whole gradients until the step's last backward although ZeRO would shard them.
+
+    Stages of a pipeline do: a sum for every microbatch would stand in the way of every backward.
+
+    >>> keeps_gradients(Layout(batch=8, pipeline=2, data=2, zero=3)), keeps_gradients(Layout(batch=8, data=4, zero=3))
+    (True, False)
+    """
+    return layout.pipeline > 1 and layout.num_microbatches > 1
+
+
+def stage_activations(transformer: Transformer, layout: Layout, slice_: StageLayers) -> float:
+    """Return the bytes that a device keeps for one microbatch in one stage until its backward."""
+    return sum(
+        count * activation_bytes(transformer, with_recompute(layout, how), experts=experts)
+        for count, experts, how in slice_.parts(layout.recompute)
     )
 
 
@@ -92,8 +111,9 @@ def _buffers(transformer: Transformer, layout: Layout, rank: Alike, has_experts:
     tokens = tokens_of(transformer, layout)
     along = layout.tensor if layout.sequence_parallel else 1
     size = 4.0 * tokens * transformer.hidden / along if layout.pipeline > 1 else 0.0
-    if layout.recompute == "full":
-        size += tokens * (between(transformer) / along + inside(transformer, layout, has_experts) / layout.tensor)
+    if layout.recompute.startswith("full"):
+        kept = inside(transformer, layout, experts=has_experts) / layout.tensor
+        size += tokens * (between(transformer) / along + kept)
     if layout.zero >= 3 and layout.data * layout.context > 1:
         layer = transformer.dense_layer_parameters
         if has_experts and transformer.experts:
@@ -103,7 +123,8 @@ def _buffers(transformer: Transformer, layout: Layout, rank: Alike, has_experts:
     if transformer.dropout and any(slice_.is_first for slice_, _ in rank.slices):
         size += tokens * transformer.hidden * min(layout.pipeline, layout.num_microbatches) / along
     if any(slice_.is_last for slice_, _ in rank.slices):
-        size += tokens * (4.0 * transformer.hidden / along + 6.0 * transformer.vocabulary / layout.tensor)
+        logits = layout.practice.logit_bytes * transformer.vocabulary / layout.tensor
+        size += tokens * (4.0 * transformer.hidden / along + logits)
     return size
 
 
@@ -120,26 +141,36 @@ def activation_bytes(transformer: Transformer, layout: Layout, *, experts: bool 
     along = layout.tensor if layout.sequence_parallel else 1
     if layout.recompute == "full":
         return 2.0 * tokens * transformer.hidden / along
-    return tokens * (between(transformer) / along + inside(transformer, layout, experts) / layout.tensor)
+    ops = recomputed_ops(layout)
+    return tokens * (
+        between(transformer, ops) / along + inside(transformer, layout, experts=experts, ops=ops) / layout.tensor
+    )
 
 
-def between(transformer: Transformer) -> float:
-    """Return the bytes per token between a layer's blocks: inputs of norms and products, and dropout masks."""
-    return (8.0 + (2.0 if transformer.dropout else 0.0)) * transformer.hidden
+def between(transformer: Transformer, ops: Sequence[str] = ()) -> float:
+    """Return the bytes per token between a layer's blocks: inputs of norms and products, and dropout masks.
+
+    The inputs of products are outputs of norms; if norms are recomputed, only those of the norms are kept.
+    """
+    kept = 4.0 if "norms" in ops else 8.0
+    return (kept + (2.0 if transformer.dropout else 0.0)) * transformer.hidden
 
 
-def inside(transformer: Transformer, layout: Layout, experts: bool) -> float:
+def inside(transformer: Transformer, layout: Layout, *, experts: bool, ops: Sequence[str] = ()) -> float:
     """Return the bytes per token inside a layer's blocks, on all tensor-parallel ranks together."""
     width = transformer.num_heads * transformer.head_width
     size = 2.0 * (width + keys_of(transformer, layout) * layout.tensor) + 2.0 * width
+    scores = (5.0 if transformer.dropout else 2.0) * transformer.num_heads * transformer.sequence
     if layout.practice.flash_attention:
-        size += 4.0 * transformer.num_heads  # one 32-bit sum of exponentials per row
-    elif layout.recompute == "none":
-        size += (5.0 if transformer.dropout else 2.0) * transformer.num_heads * transformer.sequence
-    each = 6.0 if transformer.gated else 4.0
+        # One 32-bit sum of exponentials per row; it and the output come back with attention.
+        size += -2.0 * width if "attention" in ops else 4.0 * transformer.num_heads
+    elif "attention" not in ops:
+        size += scores
+    each = (6.0 if transformer.gated else 4.0) - (2.0 if "activation" in ops else 0.0)
     if experts and (found := transformer.experts) is not None:
-        copies = 2.0 * found.per_token * transformer.hidden
-        return size + copies + each * (found.per_token + found.num_shared) * found.feedforward
+        shared = each * found.num_shared * found.feedforward
+        routed = 2.0 * found.per_token * transformer.hidden + each * found.per_token * found.feedforward
+        return size + shared + (0.0 if "experts" in ops else routed)
     return size + each * transformer.feedforward
 
 

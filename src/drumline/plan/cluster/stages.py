@@ -17,10 +17,11 @@ from functools import lru_cache
 
 from drumline.core.costs import Costs
 from drumline.core.errors import PlanError, counted
+from drumline.core.program import Program
 from drumline.core.simulate.memory import holdings
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.plan.cluster.kernels import Ops
-from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.layout import Layout, whole_layers
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.cut.cuts import dealt
 from drumline.schedules import find, generate
@@ -43,17 +44,23 @@ def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
 def layer_counts(transformer: Transformer, pipeline: int, schedule: str = "1f1b", per_rank: int = 1) -> tuple[int, ...]:
     """Return the layers of every stage, each at least one, so that the largest rank is as small as possible.
 
+    With two stages more than layers, the embedding and the head are stages by themselves.
+
     >>> llama = Transformer("405b", 126, 16384, 128, 128256, 8192, 8, 53248, gated=True, tied=False)
     >>> layer_counts(llama, 16)
     (7, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 7)
     >>> layer_counts(llama, 4, "zb-v", 2)
     (16, 16, 16, 16, 16, 16, 15, 15)
+    >>> layer_counts(llama, 16, "interleaved-1f1b", 8) == (0, *(1,) * 126, 0)
+    True
     """
     num_stages = pipeline * per_rank
+    if num_stages == transformer.num_layers + 2:
+        return (0, *(1,) * transformer.num_layers, 0)
     if not 1 <= num_stages <= transformer.num_layers:
         raise PlanError(
             f"{transformer.name} has {counted(transformer.num_layers, 'layer')} for {counted(num_stages, 'stage')}",
-            expected="at least one layer per stage, and at least one stage",
+            expected="at least one layer per stage, and at least one stage; or two stages more than layers",
         )
     owners = find(schedule).layout(pipeline, per_rank).homes
     return dealt(transformer.num_layers, owners, stage_weights(transformer, [0] * num_stages))
@@ -94,6 +101,23 @@ class StageLayers:
     def num_layers(self) -> int:
         """Return the number of layers."""
         return self.dense + self.experts
+
+    def parts(self, recompute: str) -> list[tuple[int, bool, str]]:
+        """Return how many layers, whether with experts, are recomputed how: "full:N" takes the first N as a whole.
+
+        >>> StageLayers(2, 6).parts("full:3")
+        [(2, False, 'full'), (1, True, 'full'), (5, True, 'none')]
+        """
+        whole = whole_layers(recompute, self.num_layers)
+        rest = "none" if whole else recompute
+        first = min(whole, self.dense)
+        every = (
+            (first, False, "full"),
+            (self.dense - first, False, rest),
+            (whole - first, True, "full"),
+            (self.experts - whole + first, True, rest),
+        )
+        return [one for one in every if one[0]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +208,7 @@ def simulated(
     27.0
     """
     per_rank = max(len(stages) // num_ranks, 1)
-    program = generate(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=per_rank)
+    program = _program(schedule, num_ranks, num_microbatches, per_rank)
     costs = Costs(
         forward=[one.forward.total for one in stages],
         backward_input=[one.again.total + one.backward_input.total for one in stages],
@@ -210,6 +234,11 @@ def simulated_few(
 def _few(num_ranks: int, num_microbatches: int) -> int:
     """Return a smaller count that shows the same; with two directions, even if the whole count is even."""
     return num_microbatches if num_microbatches <= 4 * num_ranks else 4 * num_ranks + num_microbatches % 2
+
+
+@lru_cache(maxsize=128)
+def _program(schedule: str, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Program:
+    return generate(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=stages_per_rank)
 
 
 @lru_cache(maxsize=256)

@@ -95,7 +95,7 @@ def launch(transformer: Transformer, cluster: Cluster, layout: Layout, *, source
     """Return the configs for every framework; `source` is the folder or config.json of the model."""
     start = torchrun(cluster)
     by_titan = f"{start} -m torchtitan.train --job.config_file plan.toml"
-    by_megatron = f"grep -v '^#' plan.args | xargs {start} pretrain_gpt.py"
+    by_megatron = f"grep -v '^#' plan.args | CUDA_DEVICE_MAX_CONNECTIONS=1 xargs {start} pretrain_gpt.py"
     return Launch(
         (
             _own(transformer, cluster, layout, source),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.layout import Layout, recomputed_ops, whole_layers
 from drumline.plan.cluster.transformer import Transformer
 from drumline.schedules import find
 
+RELEASE = "core_r0.13"  # whose arguments these are
 _SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
 
 
@@ -22,9 +23,11 @@ def megatron(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, 
         *_batch_and_degrees(transformer, layout),
         *_stages(layout, missing),
     ]
-    lines += [*_sharding(layout, missing), *_memory(layout), "--attention-backend flash", "--bf16"]
+    lines += [*_sharding(layout, missing), *_memory(layout, missing), "--attention-backend flash", "--bf16"]
     missing.append(f"the vocabulary of {transformer.vocabulary}: it comes from the tokenizer you choose")
-    head = ["# Written by `drumline plan` for Megatron-LM. Not expressed:", *(f"# - {one}" for one in missing)]
+    missing.append("the data: add --data-path and the tokenizer's arguments, or --mock-data to try the plan")
+    written = f"# Written by `drumline plan` for Megatron-LM {RELEASE}. Not expressed:"
+    head = [written, *(f"# - {one}" for one in missing)]
     return "\n".join([*head, *lines]), tuple(missing)
 
 
@@ -98,6 +101,7 @@ def _experts(transformer: Transformer) -> Iterator[str]:
         sparse = transformer.num_layers - transformer.num_dense_layers
         yield f"--moe-layer-freq ([0]*{transformer.num_dense_layers}+[1]*{sparse})"
     yield "--moe-token-dispatcher-type alltoall"
+    yield "--moe-grouped-gemm"
 
 
 def _batch_and_degrees(transformer: Transformer, layout: Layout) -> Iterator[str]:
@@ -161,10 +165,21 @@ def _sharding(layout: Layout, missing: list[str]) -> Iterator[str]:
         missing.append(f"ZeRO {layout.zero} within a pipeline: the distributed optimizer is ZeRO 1, which holds more")
 
 
-def _memory(layout: Layout) -> Iterator[str]:
-    if layout.recompute == "selective":
-        yield "--recompute-granularity selective"
-    elif layout.recompute == "full":
+_MODULES = {"norms": "layernorm", "attention": "core_attn", "experts": "moe"}
+
+
+def _memory(layout: Layout, missing: list[str]) -> Iterator[str]:
+    if layout.recompute == "full":
         yield "--recompute-granularity full"
         yield "--recompute-method uniform"
         yield "--recompute-num-layers 1"
+    elif layout.recompute.startswith("full:"):
+        yield "--recompute-granularity full"
+        yield "--recompute-method block"
+        yield f"--recompute-num-layers {whole_layers(layout.recompute, max(layout.counts))}"
+    elif ops := recomputed_ops(layout):
+        if "activation" in ops:
+            missing.append("recomputing the activation function: Megatron-LM keeps its output, and holds more")
+        if modules := [_MODULES[op] for op in ops if op in _MODULES]:
+            yield "--recompute-granularity selective"
+            yield f"--recompute-modules {' '.join(modules)}"

@@ -28,6 +28,8 @@ def not_run(transformer: Transformer, cluster: Cluster, layout: Layout, *, sourc
     ['ZeRO 2: training divides optimizer state (--zero 1), or parameters and gradients too (--zero 3)']
     """
     yield from _state(transformer, cluster, layout)
+    if layout.recompute not in ("none", "full"):
+        yield f"{layout.recomputation}: it recomputes nothing or everything (--recompute none or full plans so)"
     if layout.data % layout.expert:
         yield f"expert {layout.expert}: training shares experts out between data-parallel ranks, here {layout.data}"
     if source:

@@ -14,6 +14,8 @@ from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.launch.toml import written
 from drumline.schedules import find
 
+RELEASE = "0.2"  # the last with TOML files
+
 
 def titan(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, ...]]:
     """Return the config, and a sentence for everything it cannot express."""
@@ -30,15 +32,17 @@ def titan(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, ...
     if layout.tensor > 1 and not layout.sequence_parallel:
         missing.append("no sequence parallelism: torchtitan always uses it with tensor parallelism")
     mode: dict[str, Any] = {"mode": layout.recompute}
-    if layout.recompute == "selective":
-        mode["selective_ac_option"] = "op"
-        missing.append("selective recomputation: torchtitan keeps other operations than the plan assumes")
+    if layout.recompute not in ("none", "full"):
+        mode = {"mode": "selective", "selective_ac_option": "op"}
+        missing.append(f"{layout.recomputation}: torchtitan keeps other operations than the plan assumes")
     # Without a pipeline, a forward takes the whole local batch and the rest is accumulated.
     local = layout.batch // layout.data if layout.pipeline > 1 else layout.microbatch
     if transformer.tied and layout.pipeline > 1:
         missing.append("tied embeddings: torchtitan does not tie weights across stages")
     missing.append(f"the model: choose or write the flavor for {transformer.name}: {described(transformer)}")
-    comment = "\n".join(["Written by `drumline plan` for torchtitan. Not expressed:", *(f"- {one}" for one in missing)])
+    comment = "\n".join(
+        [f"Written by `drumline plan` for torchtitan {RELEASE}. Not expressed:", *(f"- {one}" for one in missing)]
+    )
     text = written(
         {
             "training": {"seq_len": transformer.sequence, "local_batch_size": local, "global_batch_size": layout.batch},

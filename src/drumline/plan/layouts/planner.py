@@ -2,23 +2,26 @@
 
 The complete objective: **the seconds of one step of the given batch, on the busiest rank** (compute, recomputation,
 exposed communication, bubble, optimizer), **over all layouts whose fullest device fits in its memory minus the
-headroom**. Among equally fast layouts, the one that holds less wins, then the simpler one. Bubble and communication
-count as the seconds they cost, the stash as bytes of the limit; there are no weights to tune.
+headroom**. No estimate tells layouts apart that differ by less than a percent, so among those the one that sends fewer
+bytes wins, then the plainer one. Bubble and communication count as the seconds they cost, the stash as bytes of the
+limit; there are no weights to tune.
 
-Formulas evaluate every layout (`survey`). Then the pipelines of the best are simulated action by action, and those
-seconds decide.
+Formulas evaluate every layout (`survey`). They are within 2% of the simulator, or the simulator takes their place. So
+every layout that may be the best is known: it is simulated action by action, and those seconds decide. How many layouts
+are shown plays no part in it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from drumline.core.errors import PlanError, counted
 from drumline.plan.cluster.estimate import estimate
 from drumline.plan.cluster.hardware import Cluster
+from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.memory import peak_bytes
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.space import Degrees, Pins
@@ -30,8 +33,10 @@ OBJECTIVE = (
     "minus the headroom"
 )
 HEADROOM = 0.1
-_EACH = 4  # layouts to simulate per mesh
-_MORE = 4  # extra meshes to simulate beyond those requested: one of them may turn out faster
+BAND = 0.01  # layouts this close to the fastest count as equally fast
+MISS = 0.02  # how far formulas may be from the simulator
+_WIDEST = 1e6  # a margin that no layout exceeds
+_PAIRS = 120_000  # (stage, microbatch) pairs to simulate at most for an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,30 +92,81 @@ def plan(
     `evaluate` is fast and sees every layout that may matter; `refine` is exact and sees the best of them. The defaults
     are `estimate` by formula and by simulation.
     """
-    began, weigh = clock(), None
+    began, weigh, sketch = clock(), None, None
     if evaluate is None:
         evaluate, refine, weigh = estimate, partial(estimate, exact=True), peak_bytes
+        sketch = partial(estimate, rough=True)
     check(cluster, batch, headroom, top)
-    survey = Survey(transformer, cluster, batch, pins or Pins(), evaluate, refine, weigh)
+    survey = Survey(transformer, cluster, batch, pins or Pins(), evaluate, refine, weigh, sketch)
     limit = limit_of(cluster, headroom)
-    best = chosen_of(survey, limit, top=top, more=_MORE, each=_EACH)
+    best = chosen_of(survey, limit, top=top, pairs=_PAIRS)
     if not best:
         raise nothing_fits(survey, limit, headroom)
     return ClusterPlan(transformer, cluster, batch, survey.pins, headroom, tuple(best), survey, clock() - began)
 
 
-def chosen_of(survey: Survey, limit: float, *, top: int = 1, more: int = 1, each: int = 2) -> list[Choice]:
-    """Return the best layout of each of the `top` best meshes within the limit.
+def chosen_of(survey: Survey, limit: float, *, top: int = 1, pairs: int = _PAIRS // 8) -> list[Choice]:
+    """Return the best layout of each of the `top` best meshes within the limit; the first is the choice.
 
-    It simulates `each` layouts of `top` + `more` meshes: one that ranked lower may turn out faster.
+    It simulates what may be the best by formula, until the rest cannot be; at most `pairs` pairs, whatever `top` is.
+    """
+    found, exact = _near_best(survey, limit, top, pairs)
+    if not exact:
+        return []
+    first: dict[Degrees, Choice] = {}
+    for one in sorted(exact, key=lambda one: one.rank):
+        first.setdefault(one.mesh, one)
+    chosen = preferred(exact)
+    for one in found:
+        if one.mesh not in first and len(first) < top:
+            known = one if survey.refine is None else survey.cut(one.layout, limit)
+            if known.bytes <= limit:
+                first.setdefault(one.mesh, known)
+    others = (one for mesh, one in first.items() if mesh != chosen.mesh)
+    return [chosen, *sorted(others, key=lambda one: one.rank)][:top]
+
+
+def _near_best(survey: Survey, limit: float, top: int, pairs: int) -> tuple[list[Choice], list[Choice]]:
+    """Return the best by formula, and all that may be within the band of the fastest, as exactly as known.
+
+    If simulating finds the best of them slower than its formula, more of the others may be as fast: the margin grows.
     """
     if survey.refine is None:
-        return survey.best(limit, top=top)
-    exact = [survey.cut(one.layout, limit) for one in survey.best(limit, top=top + more, each=each)]
-    first: dict[Degrees, Choice] = {}
-    for one in sorted((one for one in exact if one.bytes <= limit), key=lambda one: one.rank):
-        first.setdefault(one.mesh, one)
-    return list(first.values())[:top]
+        found = survey.best(limit, top=top, margin=BAND)
+        return found, [one for one in found if one.seconds <= found[0].seconds * (1 + BAND)]
+    margin, exact, spent = (1 + BAND) / (1 - MISS) - 1, dict[Layout, Choice](), 0
+    while True:
+        found = survey.best(limit, top=top, margin=margin)
+        for one in found:
+            if one.layout in exact or one.seconds > found[0].seconds * (1 + margin):
+                continue
+            if spent > pairs and any(known.bytes <= limit for known in exact.values()):
+                break
+            exact[one.layout] = survey.cut(one.layout, limit)
+            spent += one.layout.num_stages * one.layout.num_microbatches if one.layout.pipeline > 1 else 0
+        within = [known for known in exact.values() if known.bytes <= limit]
+        if not found or (not within and margin > _WIDEST):
+            return found, []
+        needed = _WIDEST * 2 if not within else min(one.seconds for one in within) / found[0].seconds
+        needed = needed * (1 + BAND) / (1 - MISS) - 1
+        if within and (needed <= margin or spent > pairs):
+            return found, within
+        margin = max(needed, margin)
+
+
+def band(choices: Sequence[Choice]) -> list[Choice]:
+    """Return those that are as fast as the fastest, within what an estimate can tell, the preferred first.
+
+    Fewer bytes sent come first, then the plainer layout: what is hidden in an estimate may show in a run.
+    """
+    least = min(one.seconds for one in choices)
+    near = (one for one in choices if one.seconds <= least * (1 + BAND))
+    return sorted(near, key=lambda one: (one.sent_bytes, one.plainness))
+
+
+def preferred(choices: Sequence[Choice]) -> Choice:
+    """Return the first of the band."""
+    return band(choices)[0]
 
 
 def limit_of(cluster: Cluster, headroom: float) -> float:

@@ -3,15 +3,17 @@
 Unless a pin says otherwise, this enumerates:
 
     tensor      degrees within a node that divide heads, key/value heads and the feed-forward width
-    context     1, and degrees that leave a device at least 8,192 tokens, in two equal pieces
+    context     1, and degrees that leave a device at least 4,096 tokens, in two equal pieces
     pipeline    any number of ranks up to the number of layers, with stages as even as possible (`cut`)
     data        the remaining devices; it divides the batch
     expert      degrees that divide data x context and the experts
     microbatch  1, 2, 4, 8 or 16 sequences
-    schedule    those to try; interleaved ones with 2 to 8 stages per rank if ranks divide microbatches
-    ZeRO        1 to 3: stage 0 returns 32-bit gradients where stage 1 returns 16-bit weights, and holds more
+    schedule    those to try; interleaved ones if ranks divide microbatches, with 2 to 8 stages per rank and all that
+                make stages equal, embedding and head as layers or as stages of their own
+    ZeRO        1 to 3: stage 0 returns 32-bit gradients where stage 1 returns 16-bit weights, and holds more;
+                in a pipeline 1 and 3: stage 2 keeps whole gradients there, and is stage 1
     sequence    parallel whenever there is tensor parallelism: the same bytes sent, fewer kept
-    recompute   none, selective, full
+    recompute   none, selective, full; full for as few layers of every stage as fit
 
 Degrees of parallelism come first; if pinned degrees contradict each other, the error says why.
 """
@@ -26,14 +28,14 @@ from typing import NamedTuple
 
 from drumline.core.errors import PlanError, counted, nearest
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.layout import RECOMPUTE, Layout
+from drumline.plan.cluster.layout import OPS, RECOMPUTE, Layout, is_recomputation
 from drumline.plan.cluster.stages import layer_counts
 from drumline.plan.cluster.transformer import Transformer
 from drumline.schedules import DEFAULT, find, schedules
 from drumline.schedules.registry import MAX_PAIRS
 
 MICROBATCHES = (1, 2, 4, 8, 16)
-SHORTEST = 8192  # the fewest tokens on a context-parallel rank
+SHORTEST = 4096  # the fewest tokens on a context-parallel rank
 ZERO = (0, 1, 2, 3)
 
 
@@ -46,9 +48,38 @@ def tried_schedules() -> dict[str, tuple[int, ...]]:
     return {name: one.planned_with for name, one in schedules().items() if one.planned_with}
 
 
+class Runs(NamedTuple):
+    """What a framework runs: kinds of recomputation, of some layers too, and ZeRO stages without and with a pipeline.
+
+    With `any_schedule` it takes the order of a schedule from a file; otherwise a schedule says whether it is there.
+    """
+
+    recompute: tuple[str, ...]
+    some_layers: bool
+    zero: tuple[int, ...]
+    zero_staged: tuple[int, ...]
+    any_schedule: bool = True
+
+    def schedule(self, name: str) -> bool:
+        """Whether it runs a schedule."""
+        return self.any_schedule or find(name).in_megatron
+
+
+# Megatron-LM recomputes norms by themselves, but no activation function, and `block` recomputes some layers; in a
+# pipeline its distributed optimizer is ZeRO 1. torchtitan shards by FSDP, whose optimizer state is always sharded.
+FRAMEWORKS = {
+    "": Runs(RECOMPUTE, True, ZERO[1:], (1, 3)),
+    "megatron": Runs(("none", "norms", "full"), True, ZERO[1:], (1,), any_schedule=False),
+    "torchtitan": Runs(("none", "full"), False, (2, 3), (2, 3)),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """What the user has fixed; None leaves the choice to the planner."""
+    """What the user has fixed; None leaves the choice to the planner.
+
+    `framework` restricts the choice to what Megatron-LM ("megatron") or torchtitan runs.
+    """
 
     tensor: int | None = None
     pipeline: int | None = None
@@ -61,6 +92,7 @@ class Pins:
     sequence_parallel: bool | None = None
     recompute: str | None = None
     schedules: tuple[str, ...] = ()
+    framework: str = ""
 
     def __post_init__(self) -> None:
         counts = ("tensor", "pipeline", "data", "context", "expert", "microbatch", "stages_per_rank")
@@ -70,22 +102,53 @@ class Pins:
                 raise PlanError(f"{name} is pinned to {value}", expected="a whole number of 1 or more")
         if self.zero is not None and self.zero not in ZERO:
             raise PlanError(f"zero is pinned to {self.zero}", expected="0, 1, 2 or 3")
-        if self.recompute is not None and self.recompute not in RECOMPUTE:
-            raise PlanError(f"recompute is pinned to {self.recompute!r}", fix=nearest(self.recompute, RECOMPUTE))
+        if self.recompute is not None and not is_recomputation(self.recompute):
+            fix = nearest(self.recompute, (*RECOMPUTE, *OPS))
+            raise PlanError(f"recompute is pinned to {self.recompute!r}", fix=fix)
         for name in self.schedules:
             if name not in tried_schedules():
                 raise PlanError(f"schedule is pinned to {name!r}", fix=nearest(name, tried_schedules()))
+        if self.framework not in FRAMEWORKS:
+            raise PlanError(f"framework is pinned to {self.framework!r}", fix=nearest(self.framework, FRAMEWORKS))
+        self._check_framework()
+
+    def _check_framework(self) -> None:
+        """Refuse pins that the framework does not run."""
+        runs, name = FRAMEWORKS[self.framework], self.framework
+        if not name:
+            return
+        own = [one for one in tried_schedules() if runs.schedule(one)]
+        if self.schedules and not any(runs.schedule(one) for one in self.schedules):
+            raise PlanError(
+                f"{name} does not run the schedule {' or '.join(self.schedules)}", expected=" or ".join(own)
+            )
+        whole = self.recompute or "none"
+        if whole not in runs.recompute and not (runs.some_layers and whole.startswith("full:")):
+            raise PlanError(f"{name} does not recompute as {whole!r} says", expected=" or ".join(runs.recompute))
+        if self.zero is not None and self.zero not in {0, *runs.zero, *runs.zero_staged}:
+            raise PlanError(f"{name} does not run ZeRO {self.zero}", expected=" or ".join(map(str, runs.zero)))
+
+    @property
+    def runs(self) -> Runs:
+        """What may be chosen."""
+        return FRAMEWORKS[self.framework]
 
     @property
     def recomputations(self) -> tuple[str, ...]:
         """The allowed kinds of recomputation, from the fastest to the smallest."""
-        return RECOMPUTE if self.recompute is None else (self.recompute,)
+        return self.runs.recompute if self.recompute is None else (self.recompute,)
 
     def zero_stages(self, mesh: Degrees) -> tuple[int, ...]:
-        """Return the ZeRO stages to try: only stage 0 if there is no rank to share with."""
+        """Return the ZeRO stages to try: only stage 0 if there is no rank to share with; in a pipeline, 2 is like 1.
+
+        >>> Pins().zero_stages(Degrees(data=8)), Pins().zero_stages(Degrees(pipeline=2, data=4))
+        ((1, 2, 3), (1, 3))
+        """
         if self.zero is not None:
             return (self.zero,)
-        return ZERO[1:] if mesh.data * mesh.context > 1 else (0,)
+        if mesh.data * mesh.context == 1:
+            return (0,)
+        return self.runs.zero if mesh.pipeline == 1 else self.runs.zero_staged
 
     def microbatch_sizes(self, batch: int, mesh: Degrees) -> list[int]:
         """Return the microbatch sizes that divide the share of a data-parallel rank.
@@ -270,13 +333,35 @@ def schedules_of(transformer: Transformer, mesh: Degrees, num_microbatches: int,
     return [
         (name, stages)
         for name in pins.schedules or tried
-        for stages in (tried[name] if pins.stages_per_rank is None else (pins.stages_per_rank,))
+        if pins.runs.schedule(name)
+        for stages in (
+            stages_to_try(name, mesh.pipeline, transformer.num_layers)
+            if pins.stages_per_rank is None
+            else (pins.stages_per_rank,)
+        )
         if _admits(name, stages, mesh.pipeline, num_microbatches, transformer.num_layers)
     ]
 
 
+def stages_to_try(name: str, pipeline: int, num_layers: int) -> tuple[int, ...]:
+    """Return the numbers of stages per rank with which to try a schedule.
+
+    If it takes any, all that make stages equal are among them, also if the embedding and the head count as layers.
+
+    >>> stages_to_try("interleaved-1f1b", 4, 80), stages_to_try("zb-v", 4, 8)
+    ((2, 3, 4, 5, 6, 8, 10, 20), (2,))
+    """
+    found = set(tried_schedules()[name])
+    if find(name).stage_counts == "any":
+        for count in (num_layers, num_layers + 2):
+            found |= set(divisors(count // pipeline)[1:]) if count % pipeline == 0 else set()
+    return tuple(sorted(found))
+
+
 def _admits(name: str, stages: int, pipeline: int, num_microbatches: int, num_layers: int) -> bool:
-    if pipeline * stages > num_layers or pipeline * stages * num_microbatches > MAX_PAIRS:
+    if (
+        pipeline * stages > num_layers and pipeline * stages != num_layers + 2
+    ) or pipeline * stages * num_microbatches > MAX_PAIRS:
         return False
     schedule = find(name)
     suits = schedule.suits is None or schedule.suits(pipeline, num_microbatches, stages)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 
 from drumline.plan.cluster.estimate import Estimate
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.layout import RECOMPUTE, Layout
+from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.stages import even_counts, layer_counts, stage_weights
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.space import Degrees, Pins, layout_of, meshes, schedules_of
@@ -34,6 +34,7 @@ Weigher = Callable[[Transformer, Layout], float]
 _Key = tuple[tuple[str, int], int, str]  # the schedule with its stages per rank, the ZeRO stage, the recomputation
 
 MOST_PAIRS = 40_000  # (stage, microbatch) pairs of the largest pipeline to simulate
+_SKETCHED = 0.9  # factor on a sketch: formulas are up to a tenth too long where stages are unequal
 _SLACK = 0.97  # factor on a lower bound: stages of other schedules may be slightly more even than the weights say
 
 
@@ -63,9 +64,21 @@ class Choice:
     @property
     def rank(self) -> tuple[object, ...]:
         """Return the sort key: seconds, then bytes, then simplicity."""
+        return (self.seconds, self.bytes, *self.plainness)
+
+    @property
+    def plainness(self) -> tuple[object, ...]:
+        """Return the sort key from the plainest layout to the most involved."""
         one = self.layout
-        plain = (one.stages_per_rank, list(schedules()).index(one.schedule), one.zero, RECOMPUTE.index(one.recompute))
-        return (self.seconds, self.bytes, *plain, one.microbatch, self.mesh)
+        again = -1 if one.recompute == "none" else len(one.recompute)
+        plain = (one.stages_per_rank, list(schedules()).index(one.schedule), one.zero, again, one.recompute)
+        return (*plain, one.microbatch, self.mesh, one.counts)
+
+    @property
+    def sent_bytes(self) -> float:
+        """Return the bytes that a device sends in a step, for whatever purpose."""
+        sent = self.estimate.volumes
+        return sent.tensor + sent.context + sent.expert + sent.pipeline + sent.data
 
 
 @dataclass(slots=True)
@@ -79,6 +92,7 @@ class _Family:
     floors: dict[str, float] = field(default_factory=dict)
     weighed: dict[_Key, float] = field(default_factory=dict)
     seen: dict[_Key, Choice] = field(default_factory=dict)
+    sketched: dict[_Key, Choice] = field(default_factory=dict)
 
     def bubble(self, schedule: tuple[str, int]) -> float:
         """Return the least bubble as a share of the work: known for (interleaved) 1f1b, 0 for others."""
@@ -88,38 +102,72 @@ class _Family:
 
 
 class _Best:
-    """The best candidates so far: a few per mesh, and the time that a new one must beat."""
+    """The best candidates so far: the first of each mesh, and all that take at most `margin` longer than the best."""
 
-    def __init__(self, top: int, each: int) -> None:
-        self.top, self.each = top, each
-        self.threshold = math.inf
+    def __init__(self, top: int, margin: float) -> None:
+        self.top, self.margin = top, margin
+        self._least = self._last = math.inf
         self._held: dict[Degrees, list[Choice]] = {}
+
+    @property
+    def threshold(self) -> float:
+        """Return the seconds above which no layout counts, of whatever mesh."""
+        return max(self._last, self._near)
+
+    @property
+    def _near(self) -> float:
+        return self._least * (1 + self.margin)
 
     def bound(self, mesh: Degrees) -> float:
         """Return the seconds above which no layout of this mesh counts."""
-        held = self._held.get(mesh, [])
-        return min(self.threshold, held[-1].seconds) if len(held) == self.each else self.threshold
+        held = self._held.get(mesh)
+        return max(min(self._last, held[0].seconds), self._near) if held else self.threshold
 
     def add(self, choice: Choice) -> None:
-        """Keep a layout if it is among the best of its mesh; only one stays per schedule and stages per rank."""
+        """Keep a layout if it is the best of its mesh or near the best of all."""
         held = self._held.setdefault(choice.mesh, [])
         insort(held, choice, key=lambda one: one.rank)
-        first: dict[tuple[str, int], Choice] = {}
-        for kept in held:
-            first.setdefault((kept.layout.schedule, kept.layout.stages_per_rank), kept)
-        held[:] = list(first.values())[: self.each]
+        self._least = min(self._least, choice.seconds)
+        held[1:] = [one for one in held[1:] if self.margin and one.seconds <= self._near]
         firsts = sorted(held[0].seconds for held in self._held.values())
         if len(firsts) >= self.top:
-            self.threshold = firsts[self.top - 1]
+            self._last = firsts[self.top - 1]
 
     def candidates(self) -> list[Choice]:
-        chosen = sorted(self._held.values(), key=lambda held: held[0].rank)[: self.top]
-        return sorted((one for held in chosen for one in held), key=lambda one: one.rank)
+        """Return the first of each of the best meshes, and all that are near the best, in order."""
+        chosen = sorted(self._held.values(), key=lambda held: held[0].rank)
+        near = [one for held in chosen for one in held if self.margin and one.seconds <= self._near]
+        firsts = [held[0] for held in chosen[: self.top]]
+        return sorted({one.layout: one for one in [*firsts, *near]}.values(), key=lambda one: one.rank)
+
+
+def _at_least(recompute: str) -> str:
+    """Return a kind of recomputation that takes no longer: of some layers, perhaps next to nothing."""
+    return "none" if recompute.startswith("full:") else recompute
+
+
+def other_cuts(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
+    """Return cuts into stages that are as equal as possible, without and with the embedding and the head as layers.
+
+    >>> other_cuts(6, 4), other_cuts(5, 4)
+    ([(1, 2, 2, 1)], [(1, 2, 1, 1)])
+    >>> other_cuts(10, 4)
+    [(2, 3, 3, 2)]
+    """
+    found = [even_counts(num_layers, num_stages)] if num_stages <= num_layers else []
+    each, odd = divmod(num_layers + 2, num_stages)
+    if not odd and num_stages > 1:
+        found.append((each - 1, *(each,) * (num_stages - 2), each - 1))
+    return list(dict.fromkeys(found))
 
 
 @dataclass(eq=False)
 class Survey:
-    """All layouts of a transformer on a cluster, evaluated on demand."""
+    """All layouts of a transformer on a cluster, evaluated on demand.
+
+    `evaluate` says what a layout takes. `sketch` is faster and at most a tenth too long: what it shows to be too slow
+    is not evaluated. `refine` is exact, and `weigh` returns the bytes alone.
+    """
 
     transformer: Transformer
     cluster: Cluster
@@ -128,6 +176,7 @@ class Survey:
     evaluate: Evaluator
     refine: Evaluator | None = None
     weigh: Weigher | None = None
+    sketch: Evaluator | None = None
     num_evaluated: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -149,31 +198,46 @@ class Survey:
         return self._exact[layout]
 
     def cut(self, layout: Layout, limit_bytes: float) -> Choice:
-        """Return the layout with the better of two cuts, simulated exactly.
+        """Return the layout with the best of several cuts, simulated exactly.
 
         Interleaved stages wait for each other, so equal stages may be faster than equal ranks; no formula shows which.
         """
         first = self.exact(layout)
         if find(layout.schedule).placement == "v" or layout.stages_per_rank == 1 or not first.is_exact:
             return first
-        even = even_counts(self.transformer.num_layers, layout.num_stages)
-        other = self.exact(replace(layout, counts=even))
-        return min(first, other, key=lambda one: (one.bytes > limit_bytes, one.rank))
+        cuts = other_cuts(self.transformer.num_layers, layout.num_stages)
+        others = [self.exact(replace(layout, counts=counts)) for counts in cuts if counts != layout.counts]
+        return min(first, *others, key=lambda one: (one.bytes > limit_bytes, one.rank)) if others else first
+
+    @property
+    def meshes(self) -> list[Degrees]:
+        """Return the meshes that are considered."""
+        return list(self._least)
 
     @property
     def num_layouts(self) -> int:
         """Return the number of layouts."""
-        settings = len(self.pins.recomputations)
-        return sum(len(one.schedules) * len(self.pins.zero_stages(one.mesh)) * settings for one in self._families)
+        return sum(
+            (len(self.pins.recomputations) + self._largest_stage(one.mesh, schedule) - 1)
+            * len(self.pins.zero_stages(one.mesh))
+            for one in self._families
+            for schedule in one.schedules
+        )
 
-    def best(self, limit_bytes: float, *, top: int = 1, each: int = 1) -> list[Choice]:
-        """Return the best layouts of the `top` best meshes within the limit, best first.
+    def _largest_stage(self, mesh: Degrees, schedule: tuple[str, int]) -> int:
+        """Return the most layers of a stage that may be recomputed apart from the others; 1 if a pin says which."""
+        if self.pins.recompute is not None or not self.pins.runs.some_layers:
+            return 1
+        return max(layer_counts(self.transformer, mesh.pipeline, *schedule))
 
-        There are `each` layouts per mesh, which differ in schedule or stages per rank.
+    def best(self, limit_bytes: float, *, top: int = 1, margin: float = 0.0) -> list[Choice]:
+        """Return the best layout of each of the `top` best meshes within the limit, best first.
+
+        With a margin, there are also all layouts that take at most that share longer than the best.
         """
-        found = _Best(top, each)
+        found = _Best(top, margin)
         lightest = self.pins.recomputations[0]
-        for family in self._least.values():  # one layout of every mesh, to have bounds from the start
+        for family in sorted(self._least.values(), key=self._plain_seconds)[: 2 * top]:  # to have bounds from the start
             self._search(family, family.schedules[-1], limit_bytes, found)
         for family in self._families:
             if self._floor(family, lightest) > found.threshold:
@@ -206,12 +270,17 @@ class Survey:
         """Return what no layout of the family can save: work on a perfectly even cut, without bubble and exchange."""
         if recompute not in family.floors:
             zero = self.pins.zero_stages(family.mesh)[0]
-            took = self._seen(family, ((DEFAULT, 1), zero, recompute)).estimate.seconds
+            took = self._sketched(family, ((DEFAULT, 1), zero, recompute)).estimate.seconds
             weights = stage_weights(self.transformer, layer_counts(self.transformer, family.mesh.pipeline))
             even = sum(weights) / (len(weights) * max(weights))
             work = took.compute + took.recompute + took.tensor + took.context + took.expert
             family.floors[recompute] = _SLACK * even * work
         return family.floors[recompute]
+
+    def _plain_seconds(self, family: _Family) -> float:
+        """Return the seconds of the family's plainest layout, whether it fits or not."""
+        zero = self.pins.zero_stages(family.mesh)[0]
+        return self._sketched(family, ((DEFAULT, 1), zero, self.pins.recomputations[0])).seconds
 
     def _search(self, family: _Family, schedule: tuple[str, int], limit: float, best: _Best) -> None:
         """Add layouts that are within the limit and may be among the best."""
@@ -222,16 +291,41 @@ class Survey:
         for zero in self.pins.zero_stages(family.mesh):
             if larger in family.schedules and self._bytes(family, (larger, zero, lightest)) <= limit:
                 continue
-            recompute = self._first_within(family, schedule, zero, limit)
-            bound = best.bound(family.mesh)
-            if recompute is None or self._floor(family, recompute) * idle > bound:
-                continue
-            one = self._seen(family, (schedule, zero, recompute))
-            if one.seconds <= bound:
-                best.add(one)
-            took = one.estimate.seconds
-            if recompute == lightest and took.total - took.data_exposed - took.optimizer > bound:
-                return
+            for recompute in self._recomputations(family, schedule, zero, limit):
+                bound = best.bound(family.mesh)
+                if self._floor(family, _at_least(recompute)) * idle > bound:
+                    continue
+                if self._sketched(family, (schedule, zero, recompute)).seconds * _SKETCHED > bound:
+                    continue
+                one = self._seen(family, (schedule, zero, recompute))
+                if one.seconds <= bound:
+                    best.add(one)
+                took = one.estimate.seconds
+                if recompute == lightest and took.total - took.data_exposed - took.optimizer > bound:
+                    return
+
+    def _recomputations(self, family: _Family, schedule: tuple[str, int], zero: int, limit: float) -> Iterator[str]:
+        """Yield the least recomputation of every layer within the limit, and that of the fewest whole layers."""
+        first = self._first_within(family, schedule, zero, limit)
+        if first is None:
+            return
+        if first == "none" or self.pins.recompute is not None or not self.pins.runs.some_layers:
+            yield first
+            return
+        fewest = self._fewest_within(family, schedule, zero, limit)
+        yield from (first, fewest) if first != "full" else (fewest,)
+
+    def _fewest_within(self, family: _Family, schedule: tuple[str, int], zero: int, limit: float) -> str:
+        """Return the full recomputation of as few layers of every stage as keep within the limit."""
+        most = self._largest_stage(family.mesh, schedule)
+        low, high = 1, most
+        while low < high:
+            middle = (low + high) // 2
+            if self._bytes(family, (schedule, zero, f"full:{middle}")) <= limit:
+                high = middle
+            else:
+                low = middle + 1
+        return f"full:{low}" if low < most else "full"
 
     def _first_within(self, family: _Family, schedule: tuple[str, int], zero: int, limit: float) -> str | None:
         """Return the least recomputation within the limit, if any."""
@@ -256,6 +350,14 @@ class Survey:
             family.seen[key] = Choice(layout, self.evaluate(self.transformer, self.cluster, layout))
             self.num_evaluated += 1
         return family.seen[key]
+
+    def _sketched(self, family: _Family, key: _Key) -> Choice:
+        if self.sketch is None or key in family.seen:
+            return self._seen(family, key)
+        if key not in family.sketched:
+            layout = self._layout(family, key)
+            family.sketched[key] = Choice(layout, self.sketch(self.transformer, self.cluster, layout))
+        return family.sketched[key]
 
     def _layout(self, family: _Family, key: _Key) -> Layout:
         return layout_of(self.transformer, self.batch, self.pins, family.mesh, family.microbatch, *key)

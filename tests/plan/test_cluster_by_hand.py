@@ -1,0 +1,365 @@
+"""Every formula of the cluster model beside a value computed by hand, with numbers small enough to follow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from drumline.plan.cluster.estimate import STEP_BYTES, estimate
+from drumline.plan.cluster.hardware import Cluster, Device, Link, Reach
+from drumline.plan.cluster.kernels import (
+    CONTENTION,
+    attention_seconds,
+    exposed,
+    gather_seconds,
+    memory_seconds,
+    product_seconds,
+    reduce_seconds,
+)
+from drumline.plan.cluster.layers import (
+    embedding_ops,
+    head_ops,
+    keys_of,
+    layer_ops,
+    ring_bytes,
+    routed_bytes,
+    tokens_of,
+)
+from drumline.plan.cluster.layout import Layout, Practice
+from drumline.plan.cluster.loads import data_exchange, device_volumes, hop_seconds, message_bytes, tied_exchange
+from drumline.plan.cluster.memory import activation_bytes, device_bytes, device_parameters, sharded
+from drumline.plan.cluster.stages import Alike, alike, counts_of
+from drumline.plan.cluster.transformer import Experts, Transformer, model_flops
+
+# A device without overheads: a byte a second from memory, an operation a second. So few processors that no wave is
+# partly empty.
+IDEAL = Device("ideal", 1.0, 1e30, 1.0, 1e-12, Reach(1.0, 0.0, 1.0, 1.0, 0.0))  # type: ignore[arg-type]
+BARE = Practice(
+    overlap_tensor=False,
+    overlap_data=False,
+    overlap_pipeline=False,
+    scatter_gather=False,
+    host_seconds=0.0,
+    host_meets=0.0,
+    meet_seconds=0.0,
+)
+# 2 layers of width 256: 4 heads of 64 on 2 heads of keys and values, feed-forward 512, 128 tokens.
+GPT = Transformer(
+    "by hand", 2, 256, 4, 1024, 128, 2, 512, tied=False, learned_positions=False, biased=False, dropout=False
+)
+# The same, gated, with 8 experts of width 128, of which a token uses 2, and one shared.
+MOE = replace(GPT, gated=True, experts=Experts(8, 2, 128, 1), num_dense_layers=0)
+
+
+def machines(num_devices: int, per_node: int = 64, latency: float = 0.0, start: float = 0.0) -> Cluster:
+    return Cluster(IDEAL, num_devices, per_node, Link(latency, 1.0, start), Link(latency, 0.5, start))
+
+
+def rank_of(transformer: Transformer, layout: Layout, at: int = 0) -> Alike:
+    counts = counts_of(transformer, layout)
+    return alike(transformer, counts, layout.schedule, layout.pipeline, layout.stages_per_rank)[at]
+
+
+def test_kernels() -> None:
+    device = Device("d", 100.0, 1.0, 10.0, 2, Reach(0.5, 128.0, 0.8, 0.25, 0.001))
+    # 256 x 384 in tiles of 128: 6 tiles on 2 processors are 3 waves, and half a wave more is lost.
+    busy = 2 * 256 * 384 * (512 + 128) / 50 * 3.5 / 3
+    assert product_seconds(device, 256, 384, 512) == pytest.approx(busy + 0.001)
+    # One row: a whole tile high, and 8 tiles wide; here the product is deep enough to hide the bytes.
+    assert product_seconds(device, 1, 1024, 64) == pytest.approx(2 * 128 * 1024 * 192 / 50 * 4.5 / 4 + 0.001)
+    assert memory_seconds(device, 16) == 2.0
+    assert attention_seconds(device, 50) == pytest.approx(2.001)
+
+
+def test_collectives() -> None:
+    link = Link(0.25, 2.0, 1.0)
+    assert gather_seconds(link, 4, 16.0) == 1 + 3 * (0.25 + 4 / 2)
+    assert reduce_seconds(link, 4, 16.0) == 1 + 2 * 3 * (0.25 + 4 / 2)  # a tree takes 1 + 2 * (2 * 0.25 + 8)
+    assert reduce_seconds(link, 16, 0.8) == 1 + 2 * (4 * 0.25 + 0.4)  # a ring takes 1 + 2 * 15 * (0.25 + 0.025)
+    assert gather_seconds(link, 1, 16.0) == reduce_seconds(link, 1, 16.0) == 0.0
+    assert link.seconds(3.0) == 1.75  # a message between two ranks has no collective's start
+    assert exposed(10.0, 4.0) == 6 + CONTENTION * 4
+
+
+def test_tokens_keys_and_messages() -> None:
+    layout = Layout(batch=12, microbatch=3, tensor=2, context=4, practice=BARE)
+    assert tokens_of(GPT, layout) == 3 * 128 / 4
+    assert keys_of(GPT, layout) == 2 * 64 * 1
+    assert keys_of(GPT, replace(layout, tensor=4)) == 2 * 64 * 1  # two ranks share a head: each has a copy
+    assert ring_bytes(GPT, layout) == 2 * 3 * 128 * 128
+    assert message_bytes(GPT, layout) == 2 * 96 * 256
+    assert message_bytes(GPT, replace(layout, sequence_parallel=True)) == 2 * 96 * 256 / 2
+    assert routed_bytes(MOE, replace(layout, expert=4)) == 2 * 96 * 2 * 256 * 3 / 4
+    assert routed_bytes(MOE, replace(layout, expert=4, sequence_parallel=True)) == 2 * 96 * 2 * 256 * 3 / 4 / 2
+    assert routed_bytes(GPT, layout) == 0.0
+
+
+def test_a_dense_layer() -> None:
+    layout = Layout(batch=1, practice=BARE)
+    ops = layer_ops(GPT, machines(1), layout)
+    weights = 256 * (256 + 256) + 256 * 256 + 2 * 256 * 512  # qkv, out, up and down
+    attention = 4 * 4 * 128 * 128 * 64 / 2
+    heads = 256 + 256
+    passes = 2 * 128 * (10 * 256 + 2 * heads + 2 * 512)
+    back = 2 * 128 * (12 * 256 + 2 * heads + 3 * 512)
+    assert ops.forward.compute == pytest.approx(2 * 128 * weights + passes + attention)
+    assert ops.backward_input.compute == pytest.approx(2 * 128 * weights + back + 2.5 * attention)
+    assert ops.backward_weight.compute == pytest.approx(2 * 128 * weights)
+    assert ops.again.total == 0
+    summed = layer_ops(GPT, machines(1), replace(layout, practice=replace(BARE, accumulation_bytes=6)))
+    added = summed.backward_weight.compute - ops.backward_weight.compute
+    assert added == pytest.approx(6 * (weights + 2 * 256))
+
+
+def test_tensor_parallel_exchanges() -> None:
+    layout, size = Layout(batch=1, tensor=2, practice=BARE), 2 * 128 * 256
+    ring = 2 * 1 * size / 2
+    plain = layer_ops(GPT, machines(2), layout)
+    assert (plain.forward.tensor, plain.backward_input.tensor) == (2 * ring, 2 * ring)
+    divided = layer_ops(GPT, machines(2), replace(layout, sequence_parallel=True))
+    assert (divided.forward.tensor, divided.backward_input.tensor) == (2 * ring, 3 * ring)
+    hidden = layer_ops(GPT, machines(2), replace(layout, practice=replace(BARE, overlap_tensor=True)))
+    assert hidden.backward_input.tensor == pytest.approx(CONTENTION * 2 * ring)  # products take longer than that
+    met = layer_ops(GPT, machines(2), replace(layout, practice=replace(BARE, meet_seconds=5.0)))
+    assert met.forward.tensor == 2 * (ring + 5)
+
+
+def test_the_host_is_a_floor_of_every_pass() -> None:
+    practice = replace(BARE, host_seconds=1e12, host_meets=0.25)
+    for tensor, floor in ((1, 1e12), (4, 1.75e12)):
+        layout = Layout(batch=1, tensor=tensor, recompute="full", practice=practice)
+        ops = layer_ops(replace(GPT, num_key_value_heads=4), machines(tensor), layout)
+        every = (ops.forward.total, ops.again.total, ops.backward_input.total, ops.backward_weight.total)
+        assert every == pytest.approx((floor,) * 4)
+
+
+def test_context_parallel_rings_hide_behind_attention() -> None:
+    layout = Layout(batch=1, context=2, practice=BARE)
+    ops = layer_ops(GPT, machines(2), layout)
+    around = 1 * 2 * 128 * 256 / 2  # half of the keys and values of a sequence
+    attention = 4 * 4 * 64 * 128 * 64 / 2
+    assert (ops.forward.context, ops.backward_input.context) == (CONTENTION * around, CONTENTION * 2 * around)
+    assert around < attention
+    slow = replace(machines(2), intra_node=Link(0.0, 1e-6))
+    waited = layer_ops(GPT, slow, layout).forward.context
+    assert waited == pytest.approx(1e6 * around - (1 - CONTENTION) * attention)
+
+
+def test_a_layer_with_experts() -> None:
+    layout = Layout(batch=1, expert=4, data=4, practice=BARE)
+    ops = layer_ops(MOE, machines(4), layout, experts=True)
+    # 128 tokens go to 2 experts each; 2 of the 8 are here, and so many tokens arrive as leave: 128 each.
+    assert ops.forward.expert == ops.backward_input.expert == 2 * (2 * 128 * 2 * 256 * 3 / 4)
+    attention_weights = 256 * 512 + 256 * 256
+    routed = 2 * 3 * 256 * 128
+    weights = attention_weights + routed + 3 * 256 * 128
+    router = 2 * 128 * 128 * 256  # 8 columns take a whole tile of 128
+    attention = 4 * 4 * 128 * 128 * 64 / 2
+    passes = 2 * 128 * (10 * 256 + 2 * 512 + 3 * 3 * 128 + 2 * 2 * 256)
+    assert ops.forward.compute == pytest.approx(2 * 128 * weights + router + attention + passes)
+    again = layer_ops(MOE, machines(4), replace(layout, recompute="experts"), experts=True).again
+    assert again.compute == pytest.approx(2 * 128 * routed)
+    assert again.expert == ops.forward.expert
+
+
+@pytest.mark.parametrize(
+    ("recompute", "seconds", "freed"),
+    [
+        ("norms", 2 * 128 * 4 * 256, 4 * 256),
+        ("activation", 2 * 128 * 2 * 512, 2 * 512),
+        ("attention", 4 * 4 * 128 * 128 * 64 / 2, 2 * 256 + 4 * 4),
+        ("norms+activation", 2 * 128 * (4 * 256 + 2 * 512), 4 * 256 + 2 * 512),
+        ("selective", 2 * 128 * (4 * 256 + 2 * 512), 4 * 256 + 2 * 512),
+    ],
+)
+def test_recomputation_by_operation(recompute: str, seconds: float, freed: float) -> None:
+    layout = Layout(batch=1, recompute=recompute, practice=BARE)
+    assert layer_ops(GPT, machines(1), layout).again.total == pytest.approx(seconds)
+    kept = activation_bytes(GPT, replace(layout, recompute="none"))
+    assert kept - activation_bytes(GPT, layout) == 128 * freed
+
+
+def test_activations_of_a_layer() -> None:
+    layout = Layout(batch=1, practice=BARE)
+    between, inside = 8 * 256, 2 * (256 + 256) + 2 * 256 + 4 * 4 + 4 * 512
+    assert activation_bytes(GPT, layout) == 128 * (between + inside)
+    scores = replace(layout, practice=replace(BARE, flash_attention=False))
+    assert activation_bytes(GPT, scores) == 128 * (between + inside - 16 + 2 * 4 * 128)
+    split = replace(layout, tensor=2)
+    assert activation_bytes(GPT, split) == 128 * (between + inside / 2)
+    assert activation_bytes(GPT, replace(split, sequence_parallel=True)) == 128 * (between + inside) / 2
+    assert activation_bytes(GPT, replace(layout, recompute="full")) == 128 * 2 * 256
+    routed = 2 * 2 * 256 + 6 * 2 * 128
+    shared = 6 * 128
+    with_experts = 128 * (between + 2 * (256 + 256) + 2 * 256 + 16 + routed + shared)
+    assert activation_bytes(MOE, layout, experts=True) == with_experts
+    assert activation_bytes(MOE, replace(layout, recompute="experts"), experts=True) == with_experts - 128 * routed
+
+
+def test_some_layers_recomputed() -> None:
+    deep = replace(GPT, num_layers=4)
+    layout = Layout(batch=1, recompute="full:3", practice=BARE)
+    rank = rank_of(deep, layout)
+    kept, input_only = activation_bytes(GPT, Layout(batch=1, practice=BARE)), 128 * 2 * 256
+    assert device_bytes(deep, layout, rank).activations == kept + 3 * input_only
+    once = layer_ops(GPT, machines(1), Layout(batch=1, practice=BARE)).forward.total
+    assert estimate(deep, machines(1), layout).seconds.recompute == pytest.approx(3 * once)
+
+
+def test_parameters_of_a_device() -> None:
+    dense = 256 * (2 * 256 + 256) + 2 * 256 * 512 + 2 * 256
+    layout = Layout(batch=4, tensor=2, pipeline=2, data=2, practice=BARE)
+    assert device_parameters(GPT, layout, rank_of(GPT, layout)) == ((dense + 1024 * 256) / 2, 0)
+    assert device_parameters(GPT, layout, rank_of(GPT, layout, 1)) == ((dense + 1024 * 256 + 256) / 2, 0)
+    one = Layout(batch=4, data=4, expert=4, practice=BARE)
+    attention, expert = 256 * (2 * 256 + 256) + 256, 3 * 256 * 128
+    beside = attention + 256 + 256 * 8 + expert
+    held = device_parameters(MOE, one, rank_of(MOE, one))
+    assert held == (2 * beside + 2 * 1024 * 256 + 256, 2 * 2 * expert)
+    assert sharded(one, held) == held[0] / 4 + held[1]
+    assert sharded(replace(one, expert=2), held) == held[0] / 4 + held[1] / 2
+
+
+@pytest.mark.parametrize(
+    ("zero", "pipeline", "weights", "gradients", "optimizer"),
+    [(0, 1, 2, 4, 12), (1, 1, 2, 4, 3), (2, 1, 2, 1, 3), (3, 1, 0.5, 1, 3), (1, 2, 2, 4, 3), (3, 2, 0.5, 4, 3)],
+)
+def test_state_by_zero(zero: int, pipeline: int, weights: float, gradients: float, optimizer: float) -> None:
+    layout = Layout(batch=8, data=4, pipeline=pipeline, zero=zero, practice=BARE)
+    rank = rank_of(GPT, layout)
+    count = sum(device_parameters(GPT, layout, rank))
+    held = device_bytes(GPT, layout, rank)
+    assert (held.weights, held.gradients, held.optimizer) == (weights * count, gradients * count, optimizer * count)
+
+
+def test_buffers() -> None:
+    logits, head = 128 * 14 * 1024, 128 * 4 * 256
+    alone = Layout(batch=4, practice=BARE)
+    assert device_bytes(GPT, alone, rank_of(GPT, alone)).buffers == logits + head
+    fused = replace(alone, practice=replace(BARE, logit_bytes=6))
+    assert device_bytes(GPT, fused, rank_of(GPT, fused)).buffers == 128 * 6 * 1024 + head
+    staged = Layout(batch=4, pipeline=2, practice=BARE)
+    message = 4 * 128 * 256
+    assert device_bytes(GPT, staged, rank_of(GPT, staged)).buffers == message
+    assert device_bytes(GPT, staged, rank_of(GPT, staged, 1)).buffers == message + logits + head
+    masked = replace(GPT, dropout=True)
+    assert device_bytes(masked, staged, rank_of(masked, staged)).buffers == message + 2 * 128 * 256
+    full = replace(staged, recompute="full")
+    layer = activation_bytes(GPT, staged)
+    assert device_bytes(GPT, full, rank_of(GPT, full)).buffers == message + layer
+    dense = 256 * (2 * 256 + 256) + 2 * 256 * 512 + 2 * 256
+    gathered = Layout(batch=4, data=2, zero=3, practice=BARE)
+    assert device_bytes(GPT, gathered, rank_of(GPT, gathered)).buffers == logits + head + 2 * 2 * dense
+
+
+# 1000 parameters on 4 ranks at a byte a second: gradients of 4 bytes take 3 x 1000 s one way, weights of 2 bytes 1500.
+@pytest.mark.parametrize(
+    ("zero", "pipeline", "forward", "backward", "once", "sent"),
+    [
+        (0, 1, 0, 0, 6000, 6000),
+        (1, 1, 0, 0, 4500, 4500),
+        (2, 1, 0, 3000, 1500, 5 * 3000 + 1500),
+        (3, 1, 1500, 4500, 0, 5 * (3000 + 2 * 1500)),
+        (1, 2, 0, 0, 4500, 4500),
+        (2, 2, 0, 0, 4500, 4500),
+        (3, 2, 1500, 1500, 3000, 3000 + 5 * 2 * 1500),
+    ],
+)
+def test_the_exchange_by_zero(
+    zero: int, pipeline: int, forward: float, backward: float, once: float, sent: float
+) -> None:
+    layout = Layout(batch=20, data=4, pipeline=pipeline, zero=zero, practice=BARE)
+    found = data_exchange(machines(4), layout, (1000.0, 0.0), 0.0, 0.0)
+    assert (found.forward, found.backward, found.once, found.bytes) == (forward, backward, once, sent)
+
+
+def test_hidden_exchanges_contend() -> None:
+    practice = replace(BARE, overlap_data=True)
+    for zero, expected in ((0, (0, 0, 6000)), (1, (0, 0, 4500)), (2, (0, 3000, 1500)), (3, (1500, 4500, 0))):
+        layout = Layout(batch=20, data=4, zero=zero, practice=practice)
+        found = data_exchange(machines(4), layout, (1000.0, 0.0), 1e6, 1e6)
+        hidden = tuple(CONTENTION * one for one in expected)
+        assert (found.forward, found.backward, found.once) == pytest.approx(hidden)
+
+
+def test_layers_of_zero_3_start_one_by_one() -> None:
+    layout = Layout(batch=20, data=4, zero=3, practice=BARE)
+    found = data_exchange(machines(4, latency=1.0, start=10.0), layout, (1000.0, 0.0), 0.0, 0.0, num_layers=7)
+    assert found.forward == 1500 + 7 * (10 + 3 * 1)
+    assert found.backward == 4500 + 2 * 7 * (10 + 3 * 1)
+
+
+def test_experts_are_exchanged_among_fewer_ranks() -> None:
+    layout = Layout(batch=20, data=4, expert=2, zero=1, practice=BARE)
+    found = data_exchange(machines(4), layout, (1000.0, 600.0), 0.0, 0.0)
+    assert found.once == 4500 + 600 * (4 + 2) / 2
+    assert found.bytes == 4500 + 600 * (4 + 2) / 2
+
+
+def test_a_tied_embedding_is_summed_between_the_ends() -> None:
+    tied, layout = replace(GPT, tied=True), Layout(batch=4, pipeline=2, tensor=2, practice=BARE)
+    size = 4 * 1024 * 256 / 2
+    found = tied_exchange(tied, machines(4), layout)
+    assert (found.once, found.bytes) == (2 * size / 2, size)
+    assert tied_exchange(GPT, machines(4), layout).once == 0.0
+
+
+def test_messages_between_stages() -> None:
+    layout = Layout(batch=4, pipeline=2, practice=BARE)
+    size = 2 * 128 * 256
+    assert hop_seconds(GPT, machines(2, latency=3.0), layout) == (0.0, size + 3.0)
+    one_way = replace(layout, practice=replace(BARE, duplex=False))
+    assert hop_seconds(GPT, machines(2, latency=3.0), one_way) == (0.0, 2 * (size + 3.0))
+    hidden = replace(layout, practice=replace(BARE, overlap_pipeline=True))
+    assert hop_seconds(GPT, machines(2, latency=3.0), hidden) == (size + 3.0, 0.0)
+    parts = replace(layout, tensor=2, practice=replace(BARE, scatter_gather=True))
+    # Between nodes at half the rate goes half of the message; inside of the node the halves are gathered.
+    assert hop_seconds(GPT, machines(4, per_node=2), parts) == (0.0, size / 2 / 0.5 + size / 2)
+
+
+def test_bytes_sent_by_purpose() -> None:
+    layout = Layout(batch=12, microbatch=3, tensor=2, pipeline=2, context=2, expert=2, practice=BARE)
+    tokens, times = 3 * 128 / 2, 4
+    rank = rank_of(MOE, layout)
+    sent = device_volumes(MOE, layout, rank, 7.0)
+    exchange = 2 * (2 * tokens * 256) * 1 / 2
+    assert sent.tensor == times * 1 * 4 * exchange
+    assert sent.context == times * 1 * 3 * (2 * 3 * 128 * 128) / 2
+    assert sent.expert == times * 1 * 4 * (2 * tokens * 2 * 256 / 2)
+    assert sent.pipeline == times * 1 * 2 * tokens * 256
+    assert sent.data == 7.0
+    again = device_volumes(MOE, replace(layout, recompute="full", sequence_parallel=True), rank, 7.0)
+    assert again.tensor == times * 1 * 7 * exchange
+    assert again.context == times * 1 * 4 * (2 * 3 * 128 * 128) / 2
+    assert again.expert == times * 1 * 6 * (2 * tokens * 2 * 256 / 2) / 2
+
+
+def test_embedding_and_head() -> None:
+    layout = Layout(batch=1, tensor=2, practice=replace(BARE, loss_bytes=10.0))
+    tokens, ring = 128, 2 * 128 * 256
+    first, last = embedding_ops(GPT, machines(2), layout), head_ops(GPT, machines(2), layout)
+    assert first.forward.compute == first.backward_weight.compute == 3 * 2 * tokens * 256
+    assert first.forward.tensor == ring
+    product, loss = 2 * tokens * 256 * 512, 10 * tokens * 512
+    assert last.forward.compute == pytest.approx(product + loss / 2)
+    assert last.backward_input.compute == pytest.approx(product + loss / 2)
+    assert last.backward_weight.compute == pytest.approx(product)
+    assert (last.forward.tensor, last.backward_input.tensor) == (0.0, ring)
+    divided = head_ops(GPT, machines(2), replace(layout, sequence_parallel=True))
+    assert (divided.forward.tensor, divided.backward_input.tensor) == (ring / 2, ring)
+
+
+def test_the_optimizer_passes_over_its_share() -> None:
+    for zero, ranks in ((0, 1), (1, 4)):
+        layout = Layout(batch=4, data=4, zero=zero, practice=BARE)
+        count = sum(device_parameters(GPT, layout, rank_of(GPT, layout)))
+        assert estimate(GPT, machines(4), layout).seconds.optimizer == STEP_BYTES * count / ranks
+    assert STEP_BYTES == 42
+
+
+def test_operations_of_a_step() -> None:
+    weights = 2 * (256 * (2 * 256 + 256) + 2 * 256 * 512) + 256 * 1024
+    attention = 4 * 128 * 128 * 256 * 2
+    assert model_flops(GPT, 3) == 3 * 3 * (2 * 128 * weights + attention)
+    assert model_flops(GPT, 3, causal=True) == 3 * 3 * (2 * 128 * weights + attention / 2)
