@@ -83,11 +83,11 @@ class _Attention(nn.Module):
         self.query, self.key, self.value, self.out = (nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = [
+        query, key, value = (
             one(x).reshape(*x.shape[:2], -1, _WIDTH // _HEADS).transpose(1, 2)
             for one in (self.query, self.key, self.value)
-        ]
-        attended = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        )
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         made: Tensor = self.out(attended.transpose(1, 2).flatten(2))
         return made
 
