@@ -36,7 +36,7 @@ def test_meshes_have_the_gradients_of_one_process() -> None:
     for mesh, more in some([*MESHES, *(OTHERS if ALL else [])]):
         given = {"schedule": "1f1b", **more}
         steps = 2 if mesh == DP else 1
-        found = dl.verify(given.pop("schedule"), mesh=mesh, num_microbatches=2, num_steps=steps, timeout=120.0, **given)
+        found = dl.verify(given.pop("schedule"), mesh=mesh, num_microbatches=4, num_steps=steps, timeout=120.0, **given)
         assert found.passes, (mesh, more, found.summary())
         assert 0 < found.tolerance <= 1e-5
         assert found.num_ranks == 4
