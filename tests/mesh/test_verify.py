@@ -12,7 +12,7 @@ from matrices import ALL
 from mesh.wrong import wrong_on_one_line
 from some import some
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(600)]
 
 DP, TP, CP, EP = ({"pp": 2, axis: 2} for axis in ("dp", "tp", "cp", "ep"))
 MESHES: list[tuple[dict[str, int], dict[str, Any]]] = [
