@@ -19,7 +19,7 @@ from drumline.plan.layouts.space import Pins
 from extras import needed
 from some import some
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(600)]
 
 TINY = Transformer("tiny", 4, 32, 4, vocabulary=300, sequence=32)
 PINS = {

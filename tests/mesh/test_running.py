@@ -212,9 +212,9 @@ def _balanced() -> tuple[int, ...]:
 
     balances._balanced = odd
     try:
-        model, options = made_model(TrainSettings()).model, {"num_microbatches": 2, "timeout": 120.0}
-        x, y = torch.randn(4, WIDTH), torch.randn(4, 2)
-        options |= {"example": x, "example_target": y, "balance": "auto", "loss_fn": nn.functional.mse_loss}
+        model, x, y = made_model(TrainSettings()).model, torch.randn(4, WIDTH), torch.randn(4, 2)
+        options: dict[str, Any] = {"num_microbatches": 2, "timeout": 120.0, "balance": "auto"}
+        options |= {"example": x, "example_target": y, "loss_fn": nn.functional.mse_loss}
         with dl.Pipeline(model, mesh={"pp": 2, "dp": 2}, **options) as pipe:
             pipe.step(x, target=y)
             assert pipe.balance is not None

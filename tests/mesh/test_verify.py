@@ -12,7 +12,7 @@ from matrices import ALL
 from mesh.wrong import wrong_on_one_line
 from some import some
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(600)]
 
 DP, TP, CP, EP = ({"pp": 2, axis: 2} for axis in ("dp", "tp", "cp", "ep"))
 MESHES: list[tuple[dict[str, int], dict[str, Any]]] = [
@@ -35,7 +35,8 @@ OTHERS: list[tuple[dict[str, int], dict[str, Any]]] = [
 def test_meshes_have_the_gradients_of_one_process() -> None:
     for mesh, more in some([*MESHES, *(OTHERS if ALL else [])]):
         given = {"schedule": "1f1b", **more}
-        found = dl.verify(given.pop("schedule"), mesh=mesh, num_microbatches=4, num_steps=2, timeout=120.0, **given)
+        steps = 2 if mesh == DP else 1
+        found = dl.verify(given.pop("schedule"), mesh=mesh, num_microbatches=4, num_steps=steps, timeout=120.0, **given)
         assert found.passes, (mesh, more, found.summary())
         assert 0 < found.tolerance <= 1e-5
         assert found.num_ranks == 4

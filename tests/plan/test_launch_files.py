@@ -284,7 +284,7 @@ COMMAND = re.compile(r"\bdrumline [a-z]+ [^`\n]*")
 def test_every_command_of_drumline_that_a_plan_prints_runs(
     schedule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*PLAN, "--batch", "32", "--pipeline", "4", "--microbatch", "2", "--schedules", schedule]
+    words = [*PLAN, "--batch", "32", "--pipeline", "4", "--data", "2", "--microbatch", "2", "--schedules", schedule]
     if schedule == "interleaved-1f1b":
         words += ["--stages-per-rank", "2"]
     commands = set[str]()
@@ -304,13 +304,19 @@ def test_every_command_of_drumline_that_a_plan_prints_runs(
 
 
 def test_a_plan_without_a_pipeline_has_no_schedule_to_show(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*PLAN, "--batch", "16", "--pipeline", "1", "--zero", "2"]) == 0
+    assert main([*PLAN, "--batch", "16", "--pipeline", "1", "--data", "8", "--zero", "2"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.endswith("--launch torchtitan and --launch megatron print commands that do.")
     assert not COMMAND.search(shown)
 
 
 CLUSTER = cluster("a100-40", 8)
+
+
+def own_config(layout: Layout) -> Config:
+    """Return what training is told of a layout of a model that comes from a file."""
+    counts = layer_counts(SPARSE, layout.pipeline, layout.schedule, layout.stages_per_rank)
+    return launch(SPARSE, CLUSTER, replace(layout, counts=counts), source="sparse.json").of("drumline")
 
 
 @pytest.mark.parametrize(
@@ -324,12 +330,11 @@ CLUSTER = cluster("a100-40", 8)
     ],
 )
 def test_what_training_does_not_run_is_said_with_a_plan_that_it_runs(layout: Layout, reason: str) -> None:
-    config = launch(SPARSE, CLUSTER, layout, source="sparse.json").of("drumline")
+    config = own_config(layout)
     assert not config.starts
     assert any(one.startswith(reason) for one in config.missing), config.missing
     assert f"# Not run by `drumline train`: {reason}" in config.text
-    runs = replace(layout, zero=0, expert=1)
-    assert launch(SPARSE, CLUSTER, runs, source="sparse.json").of("drumline").starts
+    assert own_config(replace(layout, zero=0, expert=1)).starts
 
 
 @pytest.mark.parametrize(
@@ -340,10 +345,11 @@ def test_what_training_does_not_run_is_said_with_a_plan_that_it_runs(layout: Lay
         Layout(batch=16, pipeline=2, data=4, expert=2, zero=1),
         Layout(batch=16, tensor=2, data=4, expert=2, zero=3),
         Layout(batch=16, context=2, data=4, expert=4),
+        Layout(batch=16, pipeline=8, zero=1),  # which divides nothing: there is one pipeline
     ],
 )
 def test_what_training_runs_is_started_by_the_line(layout: Layout) -> None:
-    config = launch(SPARSE, CLUSTER, layout, source="sparse.json").of("drumline")
+    config = own_config(layout)
     assert config.starts
     assert config.command == "drumline train plan.toml"
 
@@ -356,7 +362,8 @@ def test_more_memory_than_planned_is_said_and_too_much_is_not_run() -> None:
     assert config.starts
     more = [one for one in config.missing if one.startswith("ZeRO 3 as planned: training gathers whole stages")]
     # Weights of 2 bytes and gradients of 4 are whole, and only two layers' buffers are saved.
-    least = 6 * llama.num_parameters * 7 / 8
+    parameters = llama.num_layers * llama.dense_layer_parameters + llama.embedding_parameters + llama.head_parameters
+    least = 6 * parameters * 7 / 8
     assert len(more) == 1
     gib = float(re.findall(r"takes ([\d.]+) GiB more", more[0])[0])
     assert 0.97 * least - 4 * llama.dense_layer_parameters <= gib * 2**30 <= 1.01 * least

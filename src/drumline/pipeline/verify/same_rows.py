@@ -21,9 +21,10 @@ def agree_on_rows(axes: Axes, given: Given, step: int, device: torch.device) -> 
         told = [(rank, one[at]) for rank, one in zip(ranks, every, strict=True) if one[at]]
         for rank, digest in told[1:]:
             if digest != told[0][1]:
+                first, other = axes.named(told[0][0]), axes.named(rank)
                 raise MismatchError(
-                    f"step {step}: ranks {told[0][0]} and {rank}, which hold parts of the same layers (tp), got "
-                    f"different {what}{'es' if what == 'batch' else 's'}",
+                    f"step {step}: {first} and {other}, which hold parts of the same layers "
+                    f"(tp), got different {what}{'es' if what == 'batch' else 's'}",
                     expected=f"the same {what} on both",
                     fix="choose rows by pipe.axes.rows, which is the same for all lines along tp",
                 )

@@ -20,16 +20,17 @@ _LENGTH = 16
 def small(program: Program, dropout: float, mesh: Mapping[str, int]) -> Material:
     """Return a model with at least one block per stage, and a batch that does not divide evenly."""
     rows = 4 * program.num_microbatches * mesh.get("dp", 1) * mesh.get("ep", 1) + 1
-    num_blocks = max(8, program.num_stages)
     if any(mesh.get(axis, 1) > 1 for axis in ("tp", "cp", "ep")):
         tokens = torch.randint(_WORDS, (2, rows, _LENGTH))
-        return Material(_Decoder(num_blocks, dropout, mesh.get("ep", 1)), _loss, tokens[0], tokens[1])
+        model = _Decoder(max(4, program.num_stages), dropout, mesh.get("ep", 1))
+        return Material(model, _loss, tokens[0], tokens[1])
     blocks = (
         nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.LayerNorm(_WIDTH), nn.GELU(), nn.Dropout(dropout))
-        for _ in range(num_blocks)
+        for _ in range(max(8, program.num_stages))
     )
-    model = nn.Sequential(*blocks)
-    return Material(model, nn.functional.mse_loss, torch.randn(rows, _WIDTH), torch.randn(rows, _WIDTH))
+    return Material(
+        nn.Sequential(*blocks), nn.functional.mse_loss, torch.randn(rows, _WIDTH), torch.randn(rows, _WIDTH)
+    )
 
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:
@@ -83,11 +84,11 @@ class _Attention(nn.Module):
         self.query, self.key, self.value, self.out = (nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = [
+        query, key, value = (
             one(x).reshape(*x.shape[:2], -1, _WIDTH // _HEADS).transpose(1, 2)
             for one in (self.query, self.key, self.value)
-        ]
-        attended = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        )
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         made: Tensor = self.out(attended.transpose(1, 2).flatten(2))
         return made
 

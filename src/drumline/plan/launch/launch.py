@@ -34,7 +34,7 @@ from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.transformer import PLAIN, Transformer
 from drumline.plan.launch.megatron import megatron
-from drumline.plan.launch.own import differs, drops_less, not_run
+from drumline.plan.launch.own import differs, drops_less, not_run, zero_of
 from drumline.plan.launch.titan import titan
 from drumline.plan.launch.toml import written
 
@@ -203,7 +203,7 @@ def train_config(transformer: Transformer, layout: Layout, *, source: str = "", 
                 "layers": list(layout.counts),
             },
             "memory": {
-                "zero": layout.zero,
+                "zero": zero_of(layout),
                 "recompute": layout.recompute,
                 "sequence_parallel": layout.sequence_parallel,
             },

@@ -46,7 +46,7 @@ def not_run(transformer: Transformer, cluster: Cluster, layout: Layout, *, sourc
 
 
 def _state(transformer: Transformer, cluster: Cluster, layout: Layout) -> Iterator[str]:
-    zero, more = layout.zero, more_bytes(transformer, layout)
+    zero, more = zero_of(layout), more_bytes(transformer, layout)
     if zero == 2:
         yield "ZeRO 2: training divides optimizer state (--zero 1), or parameters and gradients too (--zero 3)"
     elif zero and lines_that_share(layout) <= 1:
@@ -56,6 +56,15 @@ def _state(transformer: Transformer, cluster: Cluster, layout: Layout) -> Iterat
     elif more > 0 and (needed := peak_bytes(transformer, layout) + more) > cluster.device.memory_bytes:
         without = " (--zero 1 plans without)" if zero == 3 else ""
         yield f"ZeRO {zero}: training {_how(layout)} and would need {size_text(round(needed))} per device{without}"
+
+
+def zero_of(layout: Layout) -> int:
+    """Return the ZeRO stage of a layout, 0 if it has no rank to divide anything with.
+
+    >>> zero_of(Layout(batch=8, pipeline=8, zero=1)), zero_of(Layout(batch=8, data=8, zero=1))
+    (0, 1)
+    """
+    return layout.zero if layout.data * layout.context > 1 else 0
 
 
 def _how(layout: Layout) -> str:
@@ -80,7 +89,7 @@ def more_bytes(transformer: Transformer, layout: Layout) -> float:
     0.0
     """
     lines = lines_that_share(layout)
-    if layout.zero == 0 or lines == 0:
+    if zero_of(layout) == 0 or lines == 0:
         return 0.0
     held, whole, counts = [], replace(layout, zero=0), counts_of(transformer, layout)
     for one in alike(transformer, counts, layout.schedule, layout.pipeline, layout.stages_per_rank):
