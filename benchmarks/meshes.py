@@ -1,7 +1,7 @@
 """Two pipelines of two ranks that sum their gradients: with and without overlap, and beside torch's own composition.
 
     python benchmarks/meshes.py [--rounds 15] [--width 1024] [--rows 32] [--schedules 1f1b zb-v] [--json FILE]
-                                [--timelines FILE]
+                                [--timelines FILE] [--without-torch]
 
 Four ranks of one thread, mesh pp2 x dp2, 8 blocks of Linear(D, D) + GELU. Contenders take turns, step by step:
 
@@ -113,7 +113,7 @@ def furthest(gradients: dict[str, Any], model: Any) -> float:
     return max(float((one - wanted[key]).norm() / wanted[key].norm()) for key, one in gradients.items())
 
 
-def measure(names: list[str], width: int, depth: int, count: int, rounds: int) -> list[dict[str, Any]]:
+def measure(names: list[str], width: int, depth: int, count: int, rounds: int, beside: bool) -> list[dict[str, Any]]:
     """Run every schedule on this rank."""
     import warnings
 
@@ -152,7 +152,7 @@ def measure(names: list[str], width: int, depth: int, count: int, rounds: int) -
             pipe.settle()
 
         contenders: dict[str, Any] = {one: lambda pipe=pipe, run=ours: run(pipe) for one, pipe in pipes.items()}
-        if name in THEIR_CLASS:
+        if beside and name in THEIR_CLASS:
             contenders["torch"], their_gradients = torch_step(plain, model, x, y)
         seconds: dict[str, list[float]] = {one: [] for one in contenders}
         steps: dict[str, list[Any]] = {one: [] for one in pipes}
@@ -214,11 +214,12 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--schedules", nargs="*", default=["1f1b", "interleaved-1f1b", "zb-v", "dualpipe-v"])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--without-torch", action="store_true", help="leave out torch's own composition")
     parser.add_argument("--timelines", type=Path, help="a file for the quickest steps")
     args = parser.parse_args()
     import drumline as dl
 
-    given = (list(args.schedules), args.width, args.rows, args.microbatches, args.rounds)
+    given = (list(args.schedules), args.width, args.rows, args.microbatches, args.rounds, not args.without_torch)
     ranks = dl.launch(measure, *given, num_ranks=4)
     for at, row in enumerate(ranks[0]):
         print(f"\n{row['schedule']}: D = {args.width}, {args.microbatches} microbatches of {args.rows} rows, pp2 x dp2")

@@ -66,7 +66,7 @@ class Divided:
 def _slice_of_stack(stack: nn.Parameter | None, style: Colwise | Rowwise) -> Slice:
     """Return how a stack of matrices is divided: each of them like a layer's weight.
 
-    >>> _slice_of_stack(nn.Parameter(torch.ones(4, 6, 2)), Colwise(parts=2))
+    >>> _slice_of_stack(nn.Conv1d(6, 4, 2).weight, Colwise(parts=2))
     Slice(axis='tp', dim=1, parts=2)
     """
     assert stack is not None
