@@ -15,6 +15,7 @@ OF_FOLDER = {
     "schedules": ("tests/schedules", "tests/core/test_validate.py", "tests/core/test_simulate.py"),
     "plan": ("tests/plan", "tests/report/test_plan_page.py", "tests/cli/test_plan_verb.py"),
     "report": ("tests/report",),
+    "adapt": ("tests/adapt", "tests/pipeline/test_adapting.py"),
     "runtime": (
         "tests/pipeline/test_parity.py",
         "tests/pipeline/test_pipeline.py",

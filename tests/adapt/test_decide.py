@@ -146,3 +146,22 @@ def test_a_search_runs_beside_and_ends_with_its_pipeline() -> None:
     stopped.stop()
     assert stopped._process is not None
     assert stopped._process.poll() is not None
+
+
+def test_a_gain_that_does_not_come_is_taken_back_and_not_tried_again() -> None:
+    """Whatever moves to rank 0 takes five times as long there: no measurement at 8 | 8 can know that."""
+    run = Virtual(one_f_one_b(), (8, 8), settings=settings(program=False))
+    run.slowness = lambda step: [1.0 if run.now == (8, 8) else 2.0, 1.5 if step >= 20 else 1.0]
+    run.run(70)
+    away, back = run.proposals
+    assert (away.after.counts, back.after.counts) == ((10, 6), (8, 8))
+    assert back.is_back
+    assert [one.kept for one in run.decider.judged] == [False]
+
+
+def test_fewer_microbatches_must_fit_the_memory_of_the_start() -> None:
+    """A fixed cost of every action asks for few and large microbatches, and there is room for 2 of 8 rows."""
+    given = settings(microbatches="batch", rebalance="keep", program=False)
+    run = Virtual(one_f_one_b(8), (8, 8), settings=given, build=one_f_one_b, fixed=lambda step: 0.05, rows=64).run(30)
+    assert {step.program.num_microbatches for step in some(run.steps)} <= {8, 16}
+    assert run.steps[-1].program.num_microbatches == 8
