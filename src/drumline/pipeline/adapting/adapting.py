@@ -62,7 +62,7 @@ class Adapting(Observer):
         """Change what the first rank decides, before a step."""
         if not step.draw or step.draw % self._every:
             return
-        with self._crew.together("adapting"):
+        with self._recording.between.during("hear"), self._crew.together("adapting"):
             mine = None if self._decider is None else self._decided(self._decider)
             told = self._crew.everywhere("adapt", mine)
             first = self._crew.axes.lines[0][0] if self._crew.axes.is_mesh else 0
