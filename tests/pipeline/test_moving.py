@@ -291,7 +291,9 @@ def dies() -> None:
 
 
 def test_a_rank_that_dies_in_a_move_is_named() -> None:
-    with pytest.raises(RankFailed, match=r"rank 1 .*exit code 7"):
+    with pytest.raises(
+        RankFailed, match=r"rank 1 exited with code 7 .*\n?.*rank 0 then failed with RankFailed: rank 1 died"
+    ):
         dl.launch(dies, num_ranks=2, timeout=60.0)
 
 
