@@ -250,7 +250,10 @@ def troubles(folder: str) -> dict[str, Any]:
         found["no block"] = told(lambda: pipe.repartition(["11"]))
         found["none"] = told(pipe.repartition)
         found["different"] = told(lambda: pipe.repartition(balance=[3, 5] if pipe.rank else [2, 6]))
+        unused = torch.optim.SGD(list(pipe.parameters()), lr=0.0)  # which has not stepped, so nobody knows of it yet
         move = pipe.repartition(["6"])
+        found["left behind"] = told(unused.step)
+        del unused
         found["move"] = (move.bytes_moved, sorted(move.seconds), move.step)
         found["held"] = sorted(name for name, _ in pipe.named_parameters())
         found["freed"] = [at for at, one in enumerate(weights) if not has_memory(one)]
@@ -324,6 +327,7 @@ def test_moves_between_processes(tmp_path: Path) -> None:
         assert ours[name] == theirs[name]
         assert ours[name][0] == kind.__name__
     assert "cuts" in ours["different"][1]
+    assert (ours["left behind"][0], theirs["left behind"][0]) == ("fine", "RunError")  # rank 1 has lost layers
     num_bytes, parts, step = ours["move"]
     # Two blocks: 8 x 8 weights and four vectors, each with two moments and a count; statistics; one gradient of each.
     assert num_bytes > 2 * 4 * (WIDTH * WIDTH + 3 * WIDTH) * 4
