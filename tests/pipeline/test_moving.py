@@ -269,6 +269,11 @@ def troubles(folder: str) -> dict[str, Any]:
         saved = pipe.save(f"{folder}/saved", wait=True)
         found["state"] = {name: one.clone() for name, one in pipe.state_dict().items()}
         found["optimizer"] = optimizer.state_dict()["state"]
+        model.eval()  # just before layers move back: blocks 4 and 5 are copies of the model's own on rank 0
+        pipe.repartition(balance=[4, 4])
+        pipe.repartition(balance=[6, 2])
+        blocks = [block for stage in pipe._engine.stages() for block in stage.blocks]
+        found["modes"] = [(block.name, block.module.training) for block in blocks]
         own = torch.optim.SGD(list(pipe.parameters()), lr=0.0)
         own.step()
         found["own optimizer"] = told(lambda: pipe.repartition(balance=[4, 4]))
@@ -338,14 +343,16 @@ def test_moves_between_processes(tmp_path: Path) -> None:
     assert ours["freed"] == []
     assert ours["frozen"] == [False]
     assert ours["between"] == ["move"]
+    assert [*ours["modes"], *theirs["modes"]] == [(str(at), False) for at in range(8)]
     whole = ours["state"] | theirs["state"]
     assert len(whole) == len(ours["state"]) + len(theirs["state"]) == len(chain().state_dict())
     compare(whole, ours["loaded"] | theirs["loaded"], "loaded")
     compare(
         ours["optimizer"] | theirs["optimizer"], ours["loaded optimizer"] | theirs["loaded optimizer"], "its optimizer"
     )
-    (line,) = (tmp_path / "run" / "decisions.jsonl").read_text().splitlines()
-    decision = json.loads(line)
+    lines = (tmp_path / "run" / "decisions.jsonl").read_text().splitlines()
+    assert len(lines) == 3
+    decision = json.loads(lines[0])
     assert (decision["kind"], decision["step"], decision["after"]) == ("move", 1, ["6"])
     assert dl.read_run(tmp_path / "run").num_steps == 2
 

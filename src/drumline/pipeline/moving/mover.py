@@ -148,6 +148,7 @@ class Mover:
 
     def _moved(self, counts: tuple[int, ...]) -> Move:
         run = self._run
+        run.holdings.follow()  # what the user changed since the last step moves too
         chain, before, program = run.engine.chain, run.engine.assembly.ties, run.frozen.program
         counts_before, after = chain.counts, before.recut(counts)
         moves = freights(before, after, [counts_before, counts])
