@@ -29,6 +29,12 @@ Moves = dict[int, Any]  # before which step which cut is taken
 BACK: Moves = {2: [3, 5], 3: [6, 2], 5: [4, 4]}
 
 
+def linear(model: nn.Module, at: int) -> nn.Linear:
+    found = model.get_submodule(f"{at}.0")
+    assert isinstance(found, nn.Linear)
+    return found
+
+
 def chain(*, dropout: float = 0.2, tied: Sequence[int] = (), frozen: int = 0) -> nn.Sequential:
     """Return eight blocks with weights, running statistics and random numbers."""
     torch.manual_seed(0)
@@ -39,8 +45,8 @@ def chain(*, dropout: float = 0.2, tied: Sequence[int] = (), frozen: int = 0) ->
         )
     )
     for at in tied[1:]:
-        model[at][0].weight = model[tied[0]][0].weight
-    for block in model[:frozen]:
+        linear(model, at).weight = linear(model, tied[0]).weight
+    for block in list(model.children())[:frozen]:
         block.requires_grad_(False)
     return model
 
@@ -241,7 +247,7 @@ def troubles(folder: str) -> dict[str, Any]:
     """Move, save, load and ask for what is refused; training goes on after each refusal."""
     found: dict[str, Any] = {}
     model = chain(dropout=0.0)
-    weights = [block[0].weight for block in model]
+    weights = [linear(model, at).weight for at in range(8)]
     with made(model, record=f"{folder}/run") as pipe:
         optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.05)
         pipe.step(batch(0)[0], target=batch(0)[1])
@@ -259,7 +265,7 @@ def troubles(folder: str) -> dict[str, Any]:
         found["freed"] = [at for at, one in enumerate(weights) if not has_memory(one)]
         if pipe.rank == 0:  # who freezes a block does so in every process
             assert all(has_memory(one) for _, one in pipe.named_parameters())
-        model[5][0].weight.requires_grad_(False)
+        linear(model, 5).weight.requires_grad_(False)
         model[6].eval()
         loss = pipe.step(batch(1)[0], target=batch(1)[1]).loss
         optimizer.step()
