@@ -62,11 +62,13 @@ class Updates(Observer):
         self.wholes = WholeMatrices(holdings.crew.axes, precise=master_weights)
         self._own: WeakSet[Optimizer] = WeakSet()
         self._made: list[ref[Optimizer]] = []  # in the order in which they were asked for
+        self._left: list[ref[nn.Parameter]] = []  # parameters whose layers have moved to other ranks
         self._parameters: WeakKeyDictionary[Optimizer, list[nn.Parameter]] = WeakKeyDictionary()
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
         """Record the parameters of all stages here, and guard them against optimizers."""
-        self._guard = Guard(self.holdings.parameters(), self.before, self.after)
+        left = [one for seen in self._left if (one := seen()) is not None]
+        self._guard = Guard([*self.holdings.parameters(), *left], self.before, self.after)
         listed = list(parameters)
         if self.masters is not None:
             self.masters.follow(listed)
@@ -97,6 +99,7 @@ class Updates(Observer):
     def before(self, optimizer: Optimizer) -> None:
         """Stop an optimizer from stepping on a failed step."""
         self.check(optimizer)
+        self._refuse_left(optimizer)
         self._check.refuse()
         self._recording.settle()
         self._recording.between.enter("update")
@@ -117,6 +120,17 @@ class Updates(Observer):
             + ("so that all ranks skip the same steps" if self.scaler is not None else "for the float32 copies"),
             fix=f"use pipe.optimizer(torch.optim.{kind}, ...)",
         )
+
+    def _refuse_left(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that still holds what has moved to other ranks, and so lacks what has come."""
+        left = {id(one) for seen in self._left if (one := seen()) is not None}
+        if left and any(id(one) in left for group in optimizer.param_groups for one in group["params"]):
+            kind = type(optimizer).__name__
+            raise RunError(
+                f"{kind} holds parameters of layers that have moved to another rank",
+                expected="an optimizer from pipe.optimizer, which follows them",
+                fix=f"use pipe.optimizer(torch.optim.{kind}, ...)",
+            )
 
     def forget(self) -> None:
         """Record that all gradients were set to zero."""
@@ -206,6 +220,7 @@ class Updates(Observer):
                 optimizer.state.pop(one, None)
             if not self._parameters[optimizer] and optimizer not in self._own:
                 self._wrap(optimizer)
+        self._left += map(ref, parameters)
         if self.masters is not None:
             for parameter in parameters:
                 self.masters.drop(parameter)
@@ -222,6 +237,8 @@ class Updates(Observer):
                     self._parameters[optimizer].append(parameter)
                     if kept.state:
                         optimizer.state[updated] = dict(kept.state)
+        here = set(map(id, order))
+        self._left = [seen for seen in self._left if (one := seen()) is not None and id(one) not in here]
         places = {id(self.updated(one)): at for at, one in enumerate(order)}
         for optimizer in self.optimizers():
             for group in optimizer.param_groups:
