@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from planted_adapt import ADAPT
 from planted_core import CORE
 from planted_followed import FOLLOWED
 from planted_pipeline import PIPELINE
@@ -10,4 +11,4 @@ from planted_report import REPORT
 from planted_runtime import RUNTIME
 from planted_schedules import SCHEDULES
 
-BUGS = (*CORE, *SCHEDULES, *PLAN, *REPORT, *RUNTIME, *FOLLOWED, *PIPELINE)
+BUGS = (*CORE, *SCHEDULES, *PLAN, *REPORT, *RUNTIME, *FOLLOWED, *ADAPT, *PIPELINE)

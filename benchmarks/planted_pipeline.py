@@ -140,7 +140,7 @@ PIPELINE = (
     ),
     Bug(
         "masters-rounded",
-        "pipeline/state/updates.py",
+        "pipeline/state/masters.py",
         "            copy.grad = None\n            self._seen[parameter] = _mark(parameter)\n",
         "            copy.grad = None\n",
         "Copies take over the rounded parameters after every step, and lose small updates.",
@@ -238,10 +238,31 @@ PIPELINE = (
     ),
     Bug(
         "optimizers-looked-at-once",
-        "pipeline/state/updates.py",
+        "pipeline/state/guard.py",
         "        _found.clear()\n",
         "",
         "An optimizer that stepped before a pipeline took its parameters is never stopped.",
+    ),
+    Bug(
+        "moved-without-state",
+        "pipeline/state/updates.py",
+        "                    if kept.state:\n",
+        "                    if not kept.state:\n",
+        "Layers that move leave their optimizer's state behind.",
+    ),
+    Bug(
+        "moved-as-it-was",
+        "pipeline/moving/mover.py",
+        "        run.holdings.follow()  # what the user changed since the last step moves too\n",
+        "",
+        "A block that moves has the mode of the last step, not the one that the user set since.",
+    ),
+    Bug(
+        "left-with-memory",
+        "pipeline/moving/mover.py",
+        "            give_up(one)\n",
+        "            one.grad = None\n",
+        "A rank keeps the memory of layers that have left it.",
     ),
     Bug(
         "throughput-of-all-devices",

@@ -15,6 +15,7 @@ OF_FOLDER = {
     "schedules": ("tests/schedules", "tests/core/test_validate.py", "tests/core/test_simulate.py"),
     "plan": ("tests/plan", "tests/report/test_plan_page.py", "tests/cli/test_plan_verb.py"),
     "report": ("tests/report",),
+    "adapt": ("tests/adapt", "tests/pipeline/test_adapting.py"),
     "runtime": (
         "tests/pipeline/test_parity.py",
         "tests/pipeline/test_pipeline.py",
@@ -56,7 +57,14 @@ OF_FILE = {
     "pipeline/model/blocks.py": ("tests/pipeline/test_pipeline.py",),
     "pipeline/setup.py": ("tests/pipeline/test_captured.py",),
     "pipeline/state/tensors.py": ("tests/pipeline/test_tied.py",),
-    "pipeline/state/updates.py": ("tests/pipeline/test_precision.py", "tests/pipeline/test_pipeline.py"),
+    "pipeline/moving": ("tests/pipeline/test_moving.py",),
+    "pipeline/state/guard.py": ("tests/runtime/test_patches.py", "tests/pipeline/test_pipeline.py"),
+    "pipeline/state/masters.py": ("tests/pipeline/test_precision.py",),
+    "pipeline/state/updates.py": (
+        "tests/pipeline/test_precision.py",
+        "tests/pipeline/test_pipeline.py",
+        "tests/pipeline/test_moving.py",
+    ),
     "pipeline/verify/lines.py": ("tests/mesh/test_first_check.py",),
     "pipeline/record/recording.py": ("tests/pipeline/test_recording.py",),
     "pipeline/loss/own_loss.py": ("tests/pipeline/test_hugging_face.py",),

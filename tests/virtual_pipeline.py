@@ -63,6 +63,7 @@ class Virtual:
     rows: int = 0
     proposals: list[Proposal] = field(default_factory=list)
     steps: list[Measured] = field(default_factory=list)
+    now: tuple[int, ...] = ()  # the cut of the step that runs
 
     def run(self, num_steps: int) -> Virtual:
         """Run so many steps, and take up what is proposed."""
@@ -73,6 +74,7 @@ class Virtual:
         first = self.program.num_microbatches
         for step in range(num_steps):
             now = decider.now
+            self.now = now.counts
             layers = Layers(self.truth or timed, now.program)
             share = first / now.program.num_microbatches
             costs = layers.costs(now.counts)

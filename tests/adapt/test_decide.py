@@ -16,6 +16,8 @@ from drumline.core.timeline.idle import Limit
 from some import some
 from virtual_pipeline import Virtual, one_f_one_b, profile, settings
 
+pytestmark = pytest.mark.slow
+
 
 def test_nothing_happens_while_nothing_changes() -> None:
     run = Virtual(one_f_one_b(), (8, 8)).run(60)
@@ -118,11 +120,10 @@ def test_the_number_of_microbatches_follows_what_an_action_costs() -> None:
     run = Virtual(one_f_one_b(8), (8, 8), settings=given, build=made, fixed=costs, rows=64).run(80)
 
     def static(number: int, step: int) -> float:
-        other = Virtual(made(number), (8, 8), settings=settings(program=False, rebalance="keep"))
-        other.timed, other.fixed = profile(16), costs
+        """Return what a step takes with a number that never changes."""
         share = 8 / number
-        other.slowness = lambda step: [share, share]
-        return other.run(step + 1).steps[step].makespan
+        other = Virtual(made(number), (8, 8), slowness=lambda _: [share, share], fixed=lambda _: costs(step))
+        return other.run(1).steps[0].makespan
 
     for step in (39, 79):
         best = min(static(number, step) for number in (1, 2, 4, 8, 16, 32, 64))
@@ -146,3 +147,22 @@ def test_a_search_runs_beside_and_ends_with_its_pipeline() -> None:
     stopped.stop()
     assert stopped._process is not None
     assert stopped._process.poll() is not None
+
+
+def test_a_gain_that_does_not_come_is_taken_back_and_not_tried_again() -> None:
+    """Whatever moves to rank 0 takes five times as long there: no measurement at 8 | 8 can know that."""
+    run = Virtual(one_f_one_b(), (8, 8), settings=settings(program=False))
+    run.slowness = lambda step: [1.0 if run.now == (8, 8) else 2.0, 1.5 if step >= 20 else 1.0]
+    run.run(70)
+    away, back = run.proposals
+    assert (away.after.counts, back.after.counts) == ((10, 6), (8, 8))
+    assert back.is_back
+    assert [one.kept for one in run.decider.judged] == [False]
+
+
+def test_fewer_microbatches_must_fit_the_memory_of_the_start() -> None:
+    """A fixed cost of every action asks for few and large microbatches, and there is room for 2 of 8 rows."""
+    given = settings(microbatches="batch", rebalance="keep", program=False)
+    run = Virtual(one_f_one_b(8), (8, 8), settings=given, build=one_f_one_b, fixed=lambda step: 0.05, rows=64).run(30)
+    assert {step.program.num_microbatches for step in some(run.steps)} <= {8, 16}
+    assert run.steps[-1].program.num_microbatches == 8

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from virtual_pipeline import Virtual, one_f_one_b, profile, settings
+
+pytestmark = pytest.mark.slow
 
 EXPERTS = dict.fromkeys(range(16, 24), 2.5)  # the last third of the blocks takes so many times as long
 

@@ -119,7 +119,7 @@ def _watched(name: str, at: str) -> None:
 
 
 def _moves_layers() -> None:
-    """Move a layer from rank 0 to rank 1 before the fifth step, and back before that of the fault; sending is a moment.
+    """Move layers from rank 0 to rank 1 before the fifth step, and back before that of the fault; sending is a moment.
 
     Checkpoints in between are of the other cut. Rank 0 gets nothing but a promise where rank 1 is killed.
     """
@@ -127,7 +127,7 @@ def _moves_layers() -> None:
     from drumline.runtime.weights import transfer
 
     step, messages = Pipeline.step, transfer._messages
-    wanted = {4: [3, 4], int(_GIVEN["step"]): [4, 3]}  # of seven blocks
+    wanted = {4: [2, 5], int(_GIVEN["step"]): [4, 3]}  # of seven blocks
 
     def moves(pipe: Any, *args: Any, **kwargs: Any) -> Any:
         if _steps in wanted:

@@ -365,8 +365,8 @@ class Decider:
             return None
         self._trial = None
         if trial.is_trial:
-            self._why.append("another number was tried")
-            return self._propose(step) if len(self._recent) else None
+            found = self._number(step)
+            return None if found is None else replace(found, why=f"{self.now.words} was tried")
         without = self._without(trial)
         kept = 1.0 - self._seconds / without >= self.settings.least_gain / 2
         self.judged.append(Judged(step, trial, self._seconds, without, kept))

@@ -257,8 +257,11 @@ def is_asked(balance: Sequence[int] | str | None, cuts: Sequence[str] | None, ex
 
 def chosen_stages(
     given: Options, crew: Crew, program: Program, intake: Intake, precision: Precision
-) -> tuple[list[tuple[Block, ...]], Balance | None]:
-    """Return the blocks of every stage, and their measurements if they were timed."""
+) -> tuple[list[tuple[Block, ...]], Balance | None, Profile | None]:
+    """Return the blocks of every stage, the cut and its measurements if it was chosen by them, and what blocks take.
+
+    Blocks of a given cut are timed too if layers may move later.
+    """
     blocks = blocks_for(
         given.model,
         given.example,
@@ -267,18 +270,33 @@ def chosen_stages(
         cuts=given.cuts,
         split=given.split,
     )
-    balance, measured = given.balance, None
+    balance, measured, timed = given.balance, None, None
     if isinstance(given.plan, Plan):
         refuse_other(given.plan.model, identity_of(blocks, type(given.model).__name__), "the plan")
     elif is_asked(balance, given.cuts, given.example):
         with precision.autocast:
             measured = _measured(given, crew, program, intake, blocks)
         balance = None if measured is None else measured.counts
-    return cut(blocks, program.num_stages, balance, given.cuts, held=held_by(program)), measured
+    elif given.moves_layers and given.example is not None:
+        with precision.autocast:
+            timed = _timed(given, crew, program, intake, blocks)
+    stages = cut(blocks, program.num_stages, balance, given.cuts, held=held_by(program))
+    known = measured or timed
+    return stages, measured, None if known is None else known.profile
 
 
 def _measured(given: Options, crew: Crew, program: Program, intake: Intake, blocks: Sequence[Block]) -> Balance | None:
     """Time the blocks on all ranks at once, print and return rank 0's best cut; None for a model on meta."""
+    found = _timed(given, crew, program, intake, blocks)
+    if found is not None and crew.rank == crew.axes.number == 0:
+        print(f"{found.table()}\nbalance={list(found.counts)}, measured on {found.profile.device}", file=sys.stderr)
+        if found.profile.disturbed:
+            print(f"{found.profile.disturbed} Measure again on an idle machine, or pass balance=.", file=sys.stderr)
+    return found
+
+
+def _timed(given: Options, crew: Crew, program: Program, intake: Intake, blocks: Sequence[Block]) -> Balance | None:
+    """Time the blocks on all ranks at once, and return rank 0's best cut; None for a model on meta."""
     if any(one.is_meta for block in blocks for one in block.module.parameters()):
         return None
     for block in blocks:
@@ -294,9 +312,4 @@ def _measured(given: Options, crew: Crew, program: Program, intake: Intake, bloc
         intake.loss if has_loss else None,
         max_seconds=_SECONDS_TO_MEASURE,
     )
-    found = _of_rank_0(measured, partial(crew.everywhere, "balance"))
-    if crew.rank == crew.axes.number == 0:
-        print(f"{found.table()}\nbalance={list(found.counts)}, measured on {found.profile.device}", file=sys.stderr)
-        if found.profile.disturbed:
-            print(f"{found.profile.disturbed} Measure again on an idle machine, or pass balance=.", file=sys.stderr)
-    return found
+    return _of_rank_0(measured, partial(crew.everywhere, "balance"))

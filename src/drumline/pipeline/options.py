@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from drumline.adapt.settings import Adapt
+from drumline.adapt.settings import KEEP, Adapt
 from drumline.core.errors import ModelError, UsageError, counted
 from drumline.core.program import Program
 from drumline.pipeline import transports
@@ -201,6 +201,12 @@ class Options:
             raise UsageError("programs are named and schedule is 'auto'", expected="only one of them")
         if self.record is False:
             raise UsageError("record is False and schedule is 'auto'", expected="record=True, to measure steps")
+
+    @property
+    def moves_layers(self) -> bool:
+        """Whether layers may move between ranks while training goes on."""
+        adapt = Adapt.of(self.adapt)
+        return adapt is not None and adapt.rebalance != KEEP
 
     def _check_adapt(self) -> None:
         """Refuse to adapt if nothing is measured."""

@@ -52,6 +52,7 @@ from drumline.pipeline.verify.agreement import Followed, agree_on_lines, code_of
 from drumline.pipeline.verify.lines import LineParts
 from drumline.pipeline.verify.model_check import ModelCheck
 from drumline.pipeline.verify.watched import Watched
+from drumline.plan.device.blocks import Profile
 from drumline.runtime.axes.axes import DATA, Axes
 from drumline.runtime.axes.context import WholeContext, positions_of
 from drumline.runtime.axes.experts.parallel import ExpertParallel
@@ -134,7 +135,7 @@ class _SetUp:
         )
         numbers = Precision(given.precision, self.device)
         values = {} if crew.alone or given.weights is not None else weights_of(given.model)
-        stages, balance = self._stages(intake, numbers)
+        stages, balance, profile = self._stages(intake, numbers)
         refuse_hidden(stages)
         if self.axes.size(*DATA) > 1:
             intake.count_across(partial(self.axes.totals, device=self.device))
@@ -191,7 +192,7 @@ class _SetUp:
         check.attach(engine, holdings)
         followed = Followed(blocks)
         auto = AutoSchedule(crew, ledger, frozen) if given.schedule == AUTO else None
-        adapting = self._adapting(stages, balance, ledger, recording, engine)
+        adapting = self._adapting(stages, profile, ledger, recording, engine)
         arranging = Arranging(
             crew, lambda: programs[engine.number] if engine.number else frozen.program, is_on=given.arrange
         )
@@ -206,7 +207,7 @@ class _SetUp:
     def _adapting(
         self,
         stages: Sequence[Sequence[Block]],
-        balance: Balance | None,
+        profile: Profile | None,
         ledger: Ledger,
         recording: Recording,
         engine: Engine,
@@ -220,7 +221,7 @@ class _SetUp:
         if crew.rank == crew.axes.number == 0:
             names = {block.name for stage in stages for block in stage}
             recompute = bool(names) and names <= engine.assembly.checkpointed
-            decider = decider_for(settings, self.program, stages, balance, given.schedule, recompute=recompute)
+            decider = decider_for(settings, self.program, stages, profile, given.schedule, recompute=recompute)
         return Adapting(settings, crew, ledger, recording, engine, decider)
 
     def _check(
@@ -297,13 +298,15 @@ class _SetUp:
         given = self.options
         return ExpertLoads(engine, self.axes, plan, hooks=not given.compile and not given.capture)
 
-    def _stages(self, intake: Intake, numbers: Precision) -> tuple[list[tuple[Block, ...]], Balance | None]:
+    def _stages(
+        self, intake: Intake, numbers: Precision
+    ) -> tuple[list[tuple[Block, ...]], Balance | None, Profile | None]:
         """Return the blocks of every stage; those of this process have their parameters."""
         given = self.options
         stored = opened(given.weights)
         self._agree({"weights": stored and stored.described()})
         with nullcontext() if self.axes.size("cp") == 1 else WholeContext(self.axes):  # which refuses masks
-            stages, balance = chosen_stages(given, self.crew, self.program, intake, numbers)
+            stages, balance, profile = chosen_stages(given, self.crew, self.program, intake, numbers)
         intake.weigh_by(stages)
         stages[-1] = (*stages[-1], *loss_block(given.loss_fn))
         materialise(
@@ -314,7 +317,7 @@ class _SetUp:
             device=self.device,
             seed=given.seed,
         )
-        return stages, balance
+        return stages, balance, profile
 
     def _assembled(
         self, program: Program, stages: list[tuple[Block, ...]], intake: Intake, numbers: Precision

@@ -149,7 +149,7 @@ class StepRun:
         self.frozen.pruned(program)
         self._switch(self.programs.own)
         if self.adapting is not None:
-            self.adapting.took_up(program)
+            self.adapting.took_up(program, self.programs.own)
 
     def take_program(self, given: Any, num_microbatches: int | None) -> Program:
         """Run by another program from the next step on, once all ranks have proven the same one."""

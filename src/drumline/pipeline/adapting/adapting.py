@@ -23,12 +23,12 @@ from drumline.adapt.settings import Adapt
 from drumline.core.errors import DrumlineError, ModelError, RunError, UsageError
 from drumline.core.program import Program
 from drumline.pipeline.assembly import LossHolder
-from drumline.pipeline.balance import Balance
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.engine import Engine
 from drumline.pipeline.observer import Observer
 from drumline.pipeline.record.recording import Recording
 from drumline.pipeline.record.tally import Ledger
+from drumline.plan.device.blocks import Profile
 from drumline.runtime.blocks.cut import Block, guessed_costs
 from drumline.runtime.executor import Step
 from drumline.schedules import generate, schedules
@@ -55,13 +55,14 @@ class Adapting(Observer):
         self._decider = decider
         self._every = _EVERY if crew.axes.is_mesh else 1
         self._seen = -1  # the last step that was looked at
+        self._own = 0  # the number of the pipeline's own program
         self._num_judged = 0
 
     def before(self, step: Step, take: Take, move: Moving) -> None:
         """Change what the first rank decides, before a step."""
         if not step.draw or step.draw % self._every:
             return
-        with self._crew.together("adapting"):
+        with self._recording.between.during("hear"), self._crew.together("adapting"):
             mine = None if self._decider is None else self._decided(self._decider)
             told = self._crew.everywhere("adapt", mine)
             first = self._crew.axes.lines[0][0] if self._crew.axes.is_mesh else 0
@@ -77,7 +78,7 @@ class Adapting(Observer):
         except RunError:
             return None  # not measured
         number = measured.records[0].step
-        if number == self._seen or last is None:
+        if number == self._seen or last is None or measured.records[0].program != self._own:
             return None
         self._seen = number
         try:
@@ -116,8 +117,9 @@ class Adapting(Observer):
         if self._decider is not None:
             self._decider.took(proposal, proposal.after, seconds=seconds, num_bytes=num_bytes)
 
-    def took_up(self, program: Program) -> None:
-        """Hear that another program was taken up, whoever decided so."""
+    def took_up(self, program: Program, number: int) -> None:
+        """Hear that another program was taken up, whoever decided so; steps of others are not looked at."""
+        self._own = number
         if self._decider is not None and program != self._decider.now.program:
             self._decider.changed(replace(self._decider.now, program=program))
 
@@ -137,7 +139,7 @@ def decider_for(
     settings: Adapt,
     program: Program,
     stages: Sequence[Sequence[Block]],
-    balance: Balance | None,
+    profile: Profile | None,
     schedule: Any,
     *,
     recompute: bool,
@@ -146,11 +148,8 @@ def decider_for(
     blocks = [[one for one in stage if not isinstance(one.module, LossHolder)] for stage in stages]
     counts = tuple(map(len, blocks))
     every = [one for stage in blocks for one in stage]
-    profile = (
-        guessed([one.name for one in every], guessed_costs(every), [_sizes(one) for one in every], 1.0)
-        if balance is None
-        else balance.profile
-    )
+    if profile is None:
+        profile = guessed([one.name for one in every], guessed_costs(every), [_sizes(one) for one in every], 1.0)
     layers = Layers(profile, program, max_bytes=settings.max_bytes, recompute=recompute)
     return Decider(settings, Arrangement(program, counts), layers=layers, build=_built(schedule, program))
 

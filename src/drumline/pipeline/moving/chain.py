@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate, pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from drumline.core.errors import ModelError
 from drumline.pipeline.assembly import LossHolder
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.weights.absent import Absent
@@ -60,6 +61,16 @@ class Chain:
         """Return a block, or its copy without memory."""
         found = self._blocks.get(number)
         return self._absent.block(number) if found is None else found
+
+    def shown(self) -> list[Block]:
+        """Return the model's own blocks, to be cut; what cannot be copied has no insides."""
+        found = []
+        for number, name in enumerate(self.names[: len(self.names) - self.has_loss]):
+            try:
+                found.append(self.block(number))
+            except ModelError:  # which is raised again if this very block has to come here
+                found.append(Block(name, nn.Identity()))
+        return found
 
     def tensors(self, numbers: Iterable[int]) -> dict[str, Tensor]:
         """Return the tensors of some blocks by their first names."""

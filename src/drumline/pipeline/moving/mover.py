@@ -71,7 +71,8 @@ class Mover:
             problem = error
         updates = self._run.updates
         optimizers = [(type(one).__name__, len(one.param_groups)) for one in updates.optimizers()]
-        told = self._run.crew.everywhere("move", (problem, counts, optimizers))
+        with self._run.crew.together(_DURING):
+            told = self._run.crew.everywhere("move", (problem, counts, optimizers))
         for one, _, _ in told:
             if one is not None:
                 raise one
@@ -94,8 +95,7 @@ class Mover:
             )
         engine = self._run.engine
         program, chain = engine.assembly.program, engine.chain
-        blocks = [chain.block(number) for number in range(len(chain.names) - chain.has_loss)]
-        *others, last = cut(blocks, program.num_stages, balance, cuts, held=held_by(program))
+        *others, last = cut(chain.shown(), program.num_stages, balance, cuts, held=held_by(program))
         return (*map(len, others), len(last) + chain.has_loss)
 
     def _refuse(self, counts: Sequence[int]) -> None:
@@ -138,7 +138,14 @@ class Mover:
                 expected="the same program in a recorded run",
                 fix="keep a trainable block in each stage that has one now, or pass record=True",
             )
-        for name, one in run.engine.chain.tensors(self._numbers(run.engine.chain.counts)).items():
+        self._refuse_sparse()
+        run.engine.assembly.ties.recut(counts)  # refuses statistics that several stages would share
+        for number in self._numbers(counts):
+            run.engine.chain.block(number)  # refuses what could not be copied
+
+    def _refuse_sparse(self) -> None:
+        chain = self._run.engine.chain
+        for name, one in chain.tensors(self._numbers(chain.counts)).items():
             for what, tensor in (("value", one), ("gradient", one.grad)):
                 if tensor is not None and tensor.layout is not torch.strided:
                     raise UsageError(
@@ -146,12 +153,12 @@ class Mover:
                         expected="dense tensors",
                         fix="move after optimizer.zero_grad()" if what == "gradient" else "",
                     )
-        run.engine.assembly.ties.recut(counts)  # refuses statistics that several stages would share
 
     # ---- send --------------------------------------------------------------------------------------------------------
 
     def _moved(self, counts: tuple[int, ...]) -> Move:
         run = self._run
+        run.holdings.follow()  # what the user changed since the last step moves too
         chain, before, program = run.engine.chain, run.engine.assembly.ties, run.frozen.program
         counts_before, after = chain.counts, before.recut(counts)
         moves = freights(before, after, [counts_before, counts])

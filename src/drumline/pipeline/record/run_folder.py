@@ -140,6 +140,8 @@ class RunFolder:
     def rewind(self, number: int) -> None:
         """Remove the lines of steps from a number on."""
         self.flush()
+        if METRICS in self._files and DECISIONS not in self._files and (self.path / DECISIONS).exists():
+            cut_lines(self.path / DECISIONS, number)
         for name in [one for one in self._files if cut_lines(self.path / one, number)]:
             os.close(self._files.pop(name))
             self._files[name] = os.open(self.path / name, _ADDING)

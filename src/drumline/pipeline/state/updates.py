@@ -74,6 +74,7 @@ class Updates(Observer):
         self.wholes = WholeMatrices(holdings.crew.axes, precise=master_weights)
         self._own: WeakSet[Optimizer] = WeakSet()
         self._made: list[ref[Optimizer]] = []  # in the order in which they were asked for
+        self._left: list[ref[nn.Parameter]] = []  # parameters whose layers have moved to other ranks
         self._parameters: WeakKeyDictionary[Optimizer, list[nn.Parameter]] = WeakKeyDictionary()
         self.streams = False  # whether optimizers step inside of a step, because the schedule has no flush
         self._kept: list[Optimizer] = []  # then, because nobody else may hold them
@@ -81,7 +82,8 @@ class Updates(Observer):
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
         """Record the parameters of all stages here, and guard them against optimizers."""
-        self._guard = Guard(self.holdings.parameters(), self.before, self.after)
+        left = [one for seen in self._left if (one := seen()) is not None]
+        self._guard = Guard([*self.holdings.parameters(), *left], self.before, self.after)
         listed = list(parameters)
         if self.masters is not None:
             self.masters.follow(listed)
@@ -114,6 +116,7 @@ class Updates(Observer):
         self.check(optimizer)
         if self._is_stepped_inside(optimizer):
             return
+        self._refuse_left(optimizer)
         self._check.refuse()
         if not self.validation.is_on:
             self._recording.settle()
@@ -162,6 +165,17 @@ class Updates(Observer):
             + ("for the float32 copies" if self.masters is not None else "so that all ranks skip the same steps"),
             fix=f"use pipe.optimizer(torch.optim.{kind}, ...)",
         )
+
+    def _refuse_left(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that still holds what has moved to other ranks, and so lacks what has come."""
+        left = {id(one) for seen in self._left if (one := seen()) is not None}
+        if left and any(id(one) in left for group in optimizer.param_groups for one in group["params"]):
+            kind = type(optimizer).__name__
+            raise RunError(
+                f"{kind} holds parameters of layers that have moved to another rank",
+                expected="an optimizer from pipe.optimizer, which follows them",
+                fix=f"use pipe.optimizer(torch.optim.{kind}, ...)",
+            )
 
     def forget(self) -> None:
         """Record that all gradients were set to zero."""
@@ -281,6 +295,7 @@ class Updates(Observer):
                 optimizer.state.pop(one, None)
             if not self._parameters[optimizer] and optimizer not in self._own:
                 self._wrap(optimizer)
+        self._left += map(ref, parameters)
         if self.masters is not None:
             for parameter in parameters:
                 self.masters.drop(parameter)
@@ -297,6 +312,8 @@ class Updates(Observer):
                     self._parameters[optimizer].append(parameter)
                     if kept.state:
                         optimizer.state[updated] = dict(kept.state)
+        here = set(map(id, order))
+        self._left = [seen for seen in self._left if (one := seen()) is not None and id(one) not in here]
         places = {id(self.updated(one)): at for at, one in enumerate(order)}
         for optimizer in self.optimizers():
             for group in optimizer.param_groups:

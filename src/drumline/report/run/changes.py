@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from drumline.core.parsed import LARGEST
 from drumline.report.units import duration, size_text
 
 Line = Mapping[str, Any]
@@ -28,12 +29,14 @@ def changes_of(decisions: Sequence[Line]) -> list[dict[str, Any]]:
         if "of" in line:
             for one in found:
                 if one["decided"] == line["of"] and one["kind"] == line["kind"]:
-                    one |= {name: line.get(name) for name in ("real", "without", "kept")}
+                    one |= {"real": _number(line, "real"), "without": _number(line, "without")}
+                    one["kept"] = line.get("kept") is not False
         elif line.get("kind") == "move":
             before, after = (_blocks(line.get(f"balance_{when}")) for when in ("before", "after"))
             seconds = line.get("seconds")
-            pause = sum(seconds.values()) if isinstance(seconds, Mapping) else None
-            moved = {"before": before, "after": after, "pause": pause, "bytes": line.get("bytes_moved")}
+            parts = seconds if isinstance(seconds, Mapping) else {}
+            pause = sum(_number(parts, part) or 0.0 for part in parts)
+            moved = {"before": before, "after": after, "pause": pause, "bytes": _number(line, "bytes_moved")}
             if found and found[-1]["kind"] == "cut" and found[-1]["step"] == line["step"]:
                 found[-1] |= moved
             else:
@@ -44,10 +47,19 @@ def changes_of(decisions: Sequence[Line]) -> list[dict[str, Any]]:
 
 
 def _change(line: Line) -> dict[str, Any]:
-    named = ("kind", "why", "before", "after", "seconds", "predicted", "back", "trial")
-    empty: dict[str, Any] = dict.fromkeys(("real", "without", "kept", "pause", "bytes"))
     decided = line["step"]
-    return {"step": decided + 1, "decided": decided, **{name: line.get(name) for name in named}, **empty}
+    texts = {name: str(line.get(name) or "") for name in ("kind", "why", "before", "after")}
+    numbers = {name: _number(line, name) for name in ("seconds", "predicted")}
+    flags = {name: line.get(name) is True for name in ("back", "trial")}
+    empty: dict[str, Any] = dict.fromkeys(("real", "without", "kept", "pause", "bytes"))
+    return {"step": decided + 1, "decided": decided, **texts, **numbers, **flags, **empty}
+
+
+def _number(line: Line, name: str) -> float | None:
+    """Return a number of 0 or more, None for anything else."""
+    value = line.get(name)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < LARGEST
+    return value if is_number else None
 
 
 def _blocks(counts: Any) -> str:
@@ -78,7 +90,7 @@ def cells(change: Line) -> list[str]:
     what = f"{change['kind']}, taken back" if change["kept"] is False else str(change["kind"])
     what = f"{what} (back)" if change["back"] else f"{what} (a try)" if change["trial"] else what
     times = [_time(change[name]) for name in ("seconds", "predicted", "real", "without", "pause")]
-    texts = [str(change[name] or "") for name in ("before", "after", "why")]
+    texts = [change[name] for name in ("before", "after", "why")]
     moved = "" if not change["bytes"] else size_text(change["bytes"])
     return [str(change["step"]), what, *texts, *times, moved]
 

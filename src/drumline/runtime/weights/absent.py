@@ -131,16 +131,17 @@ class Absent:
         self._made: dict[int, Block] = {}
         self._problems: dict[int, ModelError] = {}
         self._pairs: dict[int, list[_Pair]] = {}
-        known, memo = dict(own), dict[int, Any]()
-        for block in blocks.values():
-            for place in places_in(block):
-                name = first(place.name)
-                assert place.tensor is not None
-                if name not in known:
-                    known[name] = _stand_in(place.tensor, device)
-                memo[id(place.tensor)] = known[name]
-            for module in block.module.modules():
-                memo |= {id(one): one for one in vars(module).values() if isinstance(one, Tensor)}
+        modules = [module for block in blocks.values() for module in block.module.modules()]
+        memo: dict[int, Any] = {
+            id(one): one for each in modules for one in vars(each).values() if isinstance(one, Tensor)
+        }
+        known = dict(own)
+        for place in (place for block in blocks.values() for place in places_in(block)):
+            name = first(place.name)
+            assert place.tensor is not None
+            if name not in known:
+                known[name] = _stand_in(place.tensor, device)
+            memo[id(place.tensor)] = known[name]
         for number, block in blocks.items():
             self._copy(number, block, memo)
 

@@ -1,0 +1,85 @@
+"""Bugs for `adapt`: what counts as a change, what is proposed, and what comes of it."""
+
+from __future__ import annotations
+
+from planting import Bug
+
+ADAPT = (
+    Bug(
+        "one-step-is-a-change",
+        "adapt/drift.py",
+        "off = min(max(off, -most), most)",
+        "off = min(max(off, -10 * most), 10 * most)",
+        "One noisy step counts as a lasting change.",
+    ),
+    Bug(
+        "only-slower-is-a-change",
+        "adapt/drift.py",
+        "if max(self.up, self.down) < limit:",
+        "if self.up < limit:",
+        "A slowness that ends goes unnoticed.",
+    ),
+    Bug(
+        "old-level-stays-the-reference",
+        "adapt/drift.py",
+        "        self.begin(None)\n        return found",
+        "        self.up = self.down = 0.0\n        return found",
+        "The same change is told again and again.",
+    ),
+    Bug(
+        "uneven-in-all",
+        "adapt/drift.py",
+        "self._in_a_row + 1 if excess >= self._threshold else 0",
+        "self._in_a_row + 1 if excess >= self._threshold else self._in_a_row",
+        "Noisy steps far apart count as a rank that stays slow.",
+    ),
+    Bug(
+        "speeds-upside-down",
+        "adapt/rebalance.py",
+        "speeds = tuple(one / now if",
+        "speeds = tuple(now / one if",
+        "The slow rank gets more layers.",
+    ),
+    Bug(
+        "bytes-of-what-stays",
+        "adapt/rebalance.py",
+        "            if old != new\n",
+        "            if old == new\n",
+        "A move is weighed by the layers that stay.",
+    ),
+    Bug(
+        "split-where-it-was-whole",
+        "adapt/repair.py",
+        "made = found.program if is_split(program) else joined(found.program)",
+        "made = found.program",
+        "A pipeline of whole backwards gets a program that splits them.",
+    ),
+    Bug(
+        "search-without-limit",
+        "adapt/decide.py",
+        "return Limit(max_activations=self._most_pairs)",
+        "return Limit()",
+        "A searched program holds more than was allowed.",
+    ),
+    Bug(
+        "never-taken-back",
+        "adapt/decide.py",
+        "kept = 1.0 - self._seconds / without >= self.settings.least_gain / 2",
+        "kept = True",
+        "A change whose gain does not come stays.",
+    ),
+    Bug(
+        "pays-some-day",
+        "adapt/decide.py",
+        "pays = one.gain >= self.settings.least_gain and saved > cost",
+        "pays = one.gain >= self.settings.least_gain",
+        "Layers move although the move costs more than it saves in time.",
+    ),
+    Bug(
+        "memory-of-any-size",
+        "adapt/microbatches.py",
+        "None if held > self.most_rows * (1 + 1e-9) else made",
+        "made",
+        "Fewer and larger microbatches hold more than was allowed.",
+    ),
+)
