@@ -223,7 +223,7 @@ class StepRun:
             self.recording.settle()  # evaluations see parameters that all ranks agree on
         with self.crew.together("the start of a step"):
             self.watched.look()
-        self.holdings.follow()
+            self.holdings.follow()
         if self.engine.renew():
             self.holdings.renew()
             self.updates.follow(self.engine.parameters())
