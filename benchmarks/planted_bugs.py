@@ -9,5 +9,6 @@ from planted_plan import PLAN
 from planted_report import REPORT
 from planted_runtime import RUNTIME
 from planted_schedules import SCHEDULES
+from planted_stream import STREAM
 
-BUGS = (*CORE, *SCHEDULES, *PLAN, *REPORT, *RUNTIME, *FOLLOWED, *PIPELINE)
+BUGS = (*CORE, *SCHEDULES, *PLAN, *REPORT, *RUNTIME, *FOLLOWED, *PIPELINE, *STREAM)

@@ -36,6 +36,7 @@ class Case:
     checkpoint: str = "none"
     num_steps: int = 5
     max_norm: float | None = None
+    varies: bool = False  # whether the learning rate changes from step to step
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
         torch.manual_seed(0)
@@ -76,7 +77,12 @@ class Case:
             at += size
         tied = ("0.weight", f"{len(blocks) - 1}.weight") if self.tied else None
         return emulate(stages, self.kind, self.batches(), self.loss, lambda named: optimizers_of(self, named),
-                       num_microbatches=self.num_microbatches, tied=tied, max_norm=self.max_norm)  # fmt: skip
+                       num_microbatches=self.num_microbatches, tied=tied, max_norm=self.max_norm,
+                       rate=rate_of if self.varies else None)  # fmt: skip
+
+
+def rate_of(step: int) -> float:
+    return 0.01 * (1 + step % 3)
 
 
 def chosen(case: Case, names: dict[str, torch.Size]) -> list[tuple[type[Optimizer], dict[str, Any], list[str]]]:
@@ -111,10 +117,12 @@ class Ran:
 
 
 def trained(case: Case, look: Callable[[Pipeline, int], None] | None = None, **settings: Any) -> Ran:
-    pipe, _optimizers = pipeline(case, **settings)
+    pipe, optimizers = pipeline(case, **settings)
     with pipe:
         results, versions = [], []
         for step, (x, y) in enumerate(case.batches()):
+            for group in (group for one in optimizers for group in one.param_groups if case.varies):
+                group["lr"] = rate_of(step)
             results.append(pipe.step(x, target=y))
             if look is not None:
                 look(pipe, step)
@@ -159,13 +167,13 @@ def check_versions(case: Case, ran: Ran) -> None:
 
 
 CASES = [
-    Case("pipedream", "SGD", 3, 4),
+    Case("pipedream", "SGD", 3, 4, varies=True),
     Case("pipedream", "AdamW", 2, 1, num_steps=8),
     Case("pipedream", "Muon", 4, 2, num_steps=6),
     Case("pipedream", "SGD", 1, 2),
-    Case("vertical", "SGD", 3, 4),
+    Case("vertical", "SGD", 3, 4, varies=True),
     Case("vertical", "AdamW", 4, 1, num_steps=9),
-    Case("2bw", "SGD", 2, 2),
+    Case("2bw", "SGD", 2, 2, varies=True),
     Case("2bw", "AdamW", 4, 4, max_norm=0.1),
     Case("vertical", "Muon", 3, 2, max_norm=0.05),
     Case("2bw", "Muon", 3, 4),
