@@ -87,6 +87,14 @@ class Forecast:
         """Return the simulated step, messages taking no time."""
         return simulate(self.program, replace(self.costs, message_bytes=0.0))
 
+    def step(self) -> tuple[float, float]:
+        """Return the seconds of a simulated step, and its bubble; without a flush the busiest rank never waits."""
+        timeline = self.timeline()
+        if not self.program.num_updates:
+            return timeline.makespan, timeline.bubble
+        busy = [sum(one.ends) - sum(one.starts) for one in timeline.tracks]
+        return max(busy), 1.0 - sum(busy) / len(busy) / max(busy)
+
 
 def forecast(
     options: Options, batch: Any, target: Any, *, device: torch.device, state_of: StateOf, accumulates: bool = False
