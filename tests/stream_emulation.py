@@ -86,7 +86,7 @@ def emulate(
             loss = loss_fn(value, ys[index])
             losses.append(loss.detach())
             share = torch.tensor(1.0 / num_microbatches) if kind == "2bw" else torch.tensor(1.0)
-            loss.backward(share)
+            torch.autograd.backward(loss, share)
             for key, one in ((key, one) for weights in seen for key, one in weights.items()):
                 assert one.grad is not None
                 sums[key] = sums[key] + one.grad if key in sums else one.grad

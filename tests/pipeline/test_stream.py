@@ -51,8 +51,8 @@ class Case:
 
     @property
     def balance(self) -> list[int]:
-        total = 4 * self.num_ranks
-        return [2] + [4] * (self.num_ranks - 2) + [total - 2 - 4 * (self.num_ranks - 2)] if self.num_ranks > 1 else [4]
+        inner = [4] * (self.num_ranks - 2)
+        return [3, *inner, 4 * self.num_ranks - 3 - sum(inner)] if self.num_ranks > 1 else [4]
 
     def batches(self) -> list[tuple[Tensor, Tensor]]:
         torch.manual_seed(1)
