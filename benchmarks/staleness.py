@@ -108,8 +108,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Attend, then compute on every place."""
         rows, length, width = x.shape
-        parts = (one.view(rows, length, -1, 32).transpose(1, 2) for one in self.qkv(self.first(x)).chunk(3, -1))
-        mixed = functional.scaled_dot_product_attention(*parts, is_causal=True)
+        q, k, v = (one.view(rows, length, -1, 32).transpose(1, 2) for one in self.qkv(self.first(x)).chunk(3, -1))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
         made: Tensor = x + self.down(functional.gelu(self.up(self.second(x))))
         return made
@@ -171,7 +171,7 @@ def run(problem: Problem, schedule: str, optimizer: str, rate: float, given: arg
             result = pipe.step(x.to(given.device), target=y.to(given.device))
             if schedule == "1f1b":
                 for one in made:
-                    one.step()
+                    one.step()  # type: ignore[no-untyped-call]
                     one.zero_grad()
             assert result.loss is not None
             losses.append(float(result.loss))
