@@ -171,7 +171,7 @@ def run(problem: Problem, schedule: str, optimizer: str, rate: float, given: arg
             result = pipe.step(x.to(given.device), target=y.to(given.device))
             if schedule == "1f1b":
                 for one in made:
-                    one.step()  # type: ignore[no-untyped-call]
+                    one.step()
                     one.zero_grad()
             assert result.loss is not None
             losses.append(float(result.loss))
@@ -192,7 +192,10 @@ def figure(losses: list[float], steps: int) -> float:
 def studied(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield every problem, optimizer and schedule with all its runs."""
     for name in given.problems:
-        problem = {"quadratic": quadratic, "mlp": mlp}.get(name, lambda ranks: gpt(ranks, given.size))(given.ranks)
+        if name == "gpt":
+            problem = gpt(given.ranks, given.size)
+        else:
+            problem = (quadratic if name == "quadratic" else mlp)(given.ranks)
         for optimizer in OPTIMIZERS:
             for schedule in SCHEDULES:
                 runs = {rate: run(problem, schedule, optimizer, rate, given) for rate in given.rates}
