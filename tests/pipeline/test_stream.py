@@ -36,6 +36,7 @@ class Case:
     checkpoint: str = "none"
     num_steps: int = 5
     max_norm: float | None = None
+    low: bool = False  # whether the model is in bfloat16, with float32 copies for the optimizers
     varies: bool = False  # whether the learning rate changes from step to step
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
@@ -47,7 +48,8 @@ class Case:
         last = nn.Linear(WIDTH, 7, bias=False) if self.tied else nn.LayerNorm(WIDTH)
         if self.tied:
             last.weight = first.weight  # type: ignore[assignment]
-        return [(str(at), one) for at, one in enumerate([first, *inner, last])]
+        blocks = [first, *inner, last]
+        return [(str(at), one.bfloat16() if self.low else one) for at, one in enumerate(blocks)]
 
     @property
     def balance(self) -> list[int]:
@@ -58,7 +60,9 @@ class Case:
         torch.manual_seed(1)
         if self.tied:
             return [(torch.randint(7, (ROWS,)), torch.randint(7, (ROWS,))) for _ in range(self.num_steps)]
-        return [(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)) for _ in range(self.num_steps)]
+        dtype = torch.bfloat16 if self.low else torch.float32
+        return [(torch.randn(ROWS, WIDTH, dtype=dtype), torch.randn(ROWS, WIDTH, dtype=dtype))
+                for _ in range(self.num_steps)]  # fmt: skip
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return (nn.functional.cross_entropy if self.tied else nn.functional.mse_loss)(output, target)
@@ -68,7 +72,7 @@ class Case:
         return {"schedule": SCHEDULES[self.kind], "vertical_sync": self.kind == "vertical", "balance": self.balance,
                 "num_microbatches": self.num_microbatches, "num_ranks": self.num_ranks, "seed": 0,
                 "loss_fn": nn.functional.cross_entropy if self.tied else nn.functional.mse_loss,
-                "checkpoint": self.checkpoint}  # fmt: skip
+                "checkpoint": self.checkpoint, "master_weights": self.low}  # fmt: skip
 
     def emulated(self, first: int = 0) -> Emulated:
         blocks, at, stages = self.blocks(), 0, []
@@ -78,6 +82,7 @@ class Case:
         tied = ("0.weight", f"{len(blocks) - 1}.weight") if self.tied else None
         return emulate(stages, self.kind, self.batches(), self.loss, lambda named: optimizers_of(self, named),
                        num_microbatches=self.num_microbatches, tied=tied, max_norm=self.max_norm,
+                       dtype=torch.bfloat16 if self.low else torch.float32,
                        rate=rate_of if self.varies else None)  # fmt: skip
 
 
@@ -178,6 +183,7 @@ CASES = [
     Case("vertical", "Muon", 3, 2, max_norm=0.05),
     Case("2bw", "Muon", 3, 4),
     Case("2bw", "SGD", 2, 4, checkpoint="full"),
+    Case("pipedream", "AdamW", 3, 2, low=True),
     Case("pipedream", "AdamW", 3, 2, checkpoint="full", dropout=False),
 ]
 
