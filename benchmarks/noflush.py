@@ -124,7 +124,7 @@ def simulated(name: str, seconds: dict[str, float]) -> float:
     from drumline.core.simulate.simulate import simulate
     from drumline.schedules import generate
 
-    given = {
+    given: dict[str, Any] = {
         field: [seconds.get(f"{stage} {op}", 0.0) for stage in range(RANKS)]
         for field, op in (("forward", "FORWARD"), ("backward", "BACKWARD"), ("update", "UPDATE"))
     }

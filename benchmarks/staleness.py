@@ -108,8 +108,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Attend, then compute on every place."""
         rows, length, width = x.shape
-        parts = (one.view(rows, length, -1, 32).transpose(1, 2) for one in self.qkv(self.first(x)).chunk(3, -1))
-        mixed = functional.scaled_dot_product_attention(*parts, is_causal=True)
+        q, k, v = (one.view(rows, length, -1, 32).transpose(1, 2) for one in self.qkv(self.first(x)).chunk(3, -1))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
         made: Tensor = x + self.down(functional.gelu(self.up(self.second(x))))
         return made
@@ -192,7 +192,10 @@ def figure(losses: list[float], steps: int) -> float:
 def studied(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield every problem, optimizer and schedule with all its runs."""
     for name in given.problems:
-        problem = {"quadratic": quadratic, "mlp": mlp}.get(name, lambda ranks: gpt(ranks, given.size))(given.ranks)
+        if name == "gpt":
+            problem = gpt(given.ranks, given.size)
+        else:
+            problem = (quadratic if name == "quadratic" else mlp)(given.ranks)
         for optimizer in OPTIMIZERS:
             for schedule in SCHEDULES:
                 runs = {rate: run(problem, schedule, optimizer, rate, given) for rate in given.rates}

@@ -56,13 +56,14 @@ def emulate(
     first_step: int = 0,
     tied: tuple[str, str] | None = None,
     max_norm: float | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Emulated:
-    """Train by the batches, one step each."""
-    stages = [[(name, copy.deepcopy(one)) for name, one in stage] for stage in stages]
+    """Train by the batches, one step each; forwards see weights in `dtype`, of which updates keep float32 copies."""
+    stages = [[(name, copy.deepcopy(one).float()) for name, one in stage] for stage in stages]
     newest = {f"{name}.{key}": one for stage in stages for name, module in stage for key, one in
               module.named_parameters()}  # fmt: skip
     made = optimizers(newest)
-    history: list[list[Weights]] = [[_copied(stage)] for stage in stages]
+    history: list[list[Weights]] = [[_copied(stage, dtype)] for stage in stages]
     found, randomness = Emulated(), Randomness(0, torch.device("cpu"))
     sums: Weights = {}
     for step, (x, y) in enumerate(batches):
@@ -86,10 +87,11 @@ def emulate(
             loss = loss_fn(value, ys[index])
             losses.append(loss.detach())
             share = torch.tensor(1.0 / num_microbatches) if kind == "2bw" else torch.tensor(1.0)
-            loss.backward(share)
+            torch.autograd.backward(loss, share)
             for key, one in ((key, one) for weights in seen for key, one in weights.items()):
                 assert one.grad is not None
-                sums[key] = sums[key] + one.grad if key in sums else one.grad
+                gradient = one.grad.float()
+                sums[key] = sums[key] + gradient if key in sums else gradient
             if kind == "2bw" and index < num_microbatches - 1:
                 continue
             if tied is not None:
@@ -107,14 +109,15 @@ def emulate(
                 optimizer.step()
             sums = {}
             for stage, versions in zip(stages, history, strict=True):
-                versions.append(_copied(stage))
+                versions.append(_copied(stage, dtype))
         total = losses[0] * (1.0 / num_microbatches)
         for loss in losses[1:]:
             total = total + loss * (1.0 / num_microbatches)
         found.losses.append(total)
-    found.weights = {key: one.detach() for key, one in newest.items()}
+    found.weights = {key: one.detach().to(dtype) for key, one in newest.items()}
     return found
 
 
-def _copied(stage: Stage) -> Weights:
-    return {f"{name}.{key}": one.detach().clone() for name, module in stage for key, one in module.named_parameters()}
+def _copied(stage: Stage, dtype: torch.dtype) -> Weights:
+    named = ((f"{name}.{key}", one) for name, module in stage for key, one in module.named_parameters())
+    return {name: one.detach().clone().to(dtype) for name, one in named}

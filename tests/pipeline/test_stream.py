@@ -36,6 +36,8 @@ class Case:
     checkpoint: str = "none"
     num_steps: int = 5
     max_norm: float | None = None
+    low: bool = False  # whether the model is in bfloat16, with float32 copies for the optimizers
+    varies: bool = False  # whether the learning rate changes from step to step
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
         torch.manual_seed(0)
@@ -46,18 +48,21 @@ class Case:
         last = nn.Linear(WIDTH, 7, bias=False) if self.tied else nn.LayerNorm(WIDTH)
         if self.tied:
             last.weight = first.weight  # type: ignore[assignment]
-        return [(str(at), one) for at, one in enumerate([first, *inner, last])]
+        blocks = [first, *inner, last]
+        return [(str(at), one.bfloat16() if self.low else one) for at, one in enumerate(blocks)]
 
     @property
     def balance(self) -> list[int]:
-        total = 4 * self.num_ranks
-        return [2] + [4] * (self.num_ranks - 2) + [total - 2 - 4 * (self.num_ranks - 2)] if self.num_ranks > 1 else [4]
+        inner = [4] * (self.num_ranks - 2)
+        return [3, *inner, 4 * self.num_ranks - 3 - sum(inner)] if self.num_ranks > 1 else [4]
 
     def batches(self) -> list[tuple[Tensor, Tensor]]:
         torch.manual_seed(1)
         if self.tied:
             return [(torch.randint(7, (ROWS,)), torch.randint(7, (ROWS,))) for _ in range(self.num_steps)]
-        return [(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)) for _ in range(self.num_steps)]
+        dtype = torch.bfloat16 if self.low else torch.float32
+        return [(torch.randn(ROWS, WIDTH, dtype=dtype), torch.randn(ROWS, WIDTH, dtype=dtype))
+                for _ in range(self.num_steps)]  # fmt: skip
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return (nn.functional.cross_entropy if self.tied else nn.functional.mse_loss)(output, target)
@@ -67,7 +72,7 @@ class Case:
         return {"schedule": SCHEDULES[self.kind], "vertical_sync": self.kind == "vertical", "balance": self.balance,
                 "num_microbatches": self.num_microbatches, "num_ranks": self.num_ranks, "seed": 0,
                 "loss_fn": nn.functional.cross_entropy if self.tied else nn.functional.mse_loss,
-                "checkpoint": self.checkpoint}  # fmt: skip
+                "checkpoint": self.checkpoint, "master_weights": self.low}  # fmt: skip
 
     def emulated(self, first: int = 0) -> Emulated:
         blocks, at, stages = self.blocks(), 0, []
@@ -76,7 +81,13 @@ class Case:
             at += size
         tied = ("0.weight", f"{len(blocks) - 1}.weight") if self.tied else None
         return emulate(stages, self.kind, self.batches(), self.loss, lambda named: optimizers_of(self, named),
-                       num_microbatches=self.num_microbatches, tied=tied, max_norm=self.max_norm)  # fmt: skip
+                       num_microbatches=self.num_microbatches, tied=tied, max_norm=self.max_norm,
+                       dtype=torch.bfloat16 if self.low else torch.float32,
+                       rate=rate_of if self.varies else None)  # fmt: skip
+
+
+def rate_of(step: int) -> float:
+    return 0.01 * (1 + step % 3)
 
 
 def chosen(case: Case, names: dict[str, torch.Size]) -> list[tuple[type[Optimizer], dict[str, Any], list[str]]]:
@@ -111,10 +122,12 @@ class Ran:
 
 
 def trained(case: Case, look: Callable[[Pipeline, int], None] | None = None, **settings: Any) -> Ran:
-    pipe, _optimizers = pipeline(case, **settings)
+    pipe, optimizers = pipeline(case, **settings)
     with pipe:
         results, versions = [], []
         for step, (x, y) in enumerate(case.batches()):
+            for group in (group for one in optimizers for group in one.param_groups if case.varies):
+                group["lr"] = rate_of(step)
             results.append(pipe.step(x, target=y))
             if look is not None:
                 look(pipe, step)
@@ -159,17 +172,18 @@ def check_versions(case: Case, ran: Ran) -> None:
 
 
 CASES = [
-    Case("pipedream", "SGD", 3, 4),
+    Case("pipedream", "SGD", 3, 4, varies=True),
     Case("pipedream", "AdamW", 2, 1, num_steps=8),
     Case("pipedream", "Muon", 4, 2, num_steps=6),
     Case("pipedream", "SGD", 1, 2),
-    Case("vertical", "SGD", 3, 4),
+    Case("vertical", "SGD", 3, 4, varies=True),
     Case("vertical", "AdamW", 4, 1, num_steps=9),
-    Case("2bw", "SGD", 2, 2),
+    Case("2bw", "SGD", 2, 2, varies=True),
     Case("2bw", "AdamW", 4, 4, max_norm=0.1),
     Case("vertical", "Muon", 3, 2, max_norm=0.05),
     Case("2bw", "Muon", 3, 4),
     Case("2bw", "SGD", 2, 4, checkpoint="full"),
+    Case("pipedream", "AdamW", 3, 2, low=True),
     Case("pipedream", "AdamW", 3, 2, checkpoint="full", dropout=False),
 ]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from drumline.schedules import find
+from drumline.core.prove.validate import validate
+from drumline.schedules import find, generate
 from names import build
 
 
@@ -38,6 +39,15 @@ def test_bidirectional_schedules_exchange_at_the_end() -> None:
     for name in ("chimera", "dualpipe"):
         for rank, actions in enumerate(build(name, 4, 8).rows):
             assert [str(action) for action in actions[-2:]] == [f"{s}REDUCE_GRAD" for s in sorted({rank, 3 - rank})]
+
+
+def test_vertical_sync_updates_where_rank_0_does() -> None:
+    program = generate("pipedream", num_ranks=2, num_microbatches=3, vertical_sync=True)
+    assert program.format().splitlines() == [
+        "0F0,0F1,0B0,0UPDATE0,0F2,0B1,0B2,0UPDATE1,0UPDATE2",
+        "1F0,1B0,1F1,1B1,1UPDATE0,1F2,1B2,1UPDATE1,1UPDATE2",
+    ]
+    assert validate(generate("pipedream", num_ranks=5, num_microbatches=12, vertical_sync=True)) == []
 
 
 def test_pipedream_updates_after_every_backward() -> None:

@@ -38,8 +38,8 @@ def program_for(
         options: dict[str, Any] = {"num_steps": 1} if "num_steps" in find(schedule).options else {}
         if vertical_sync:
             options["vertical_sync"] = True
-        counts = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}
-        program = generate(schedule, **counts, **options)
+        counts: dict[str, Any] = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
+        program = generate(schedule, **counts, stages_per_rank=stages_per_rank, **options)
     if program.num_ranks != num_ranks:
         raise ProgramError(
             f"program {program.name!r} is for {counted(program.num_ranks, 'rank')}",

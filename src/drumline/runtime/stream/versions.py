@@ -47,7 +47,7 @@ class Versions:
     >>> from drumline.runtime.blocks.cut import Block
     >>> from drumline.runtime.randomness import Randomness
     >>> layer = nn.Linear(2, 2, bias=False)
-    >>> versions = Versions(Stage(0, [Block("0", layer)], Randomness(0)))
+    >>> versions = Versions(Stage(0, [Block("0", layer)], Randomness(0, torch.device("cpu"))))
     >>> with versions.forward("microbatch 0"):
     ...     y = layer(torch.ones(1, 2, requires_grad=True))
     >>> before = layer.weight.data_ptr()

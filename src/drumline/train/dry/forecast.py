@@ -26,7 +26,7 @@ from drumline.core.action import Action, Op
 from drumline.core.costs import Costs
 from drumline.core.program import Program
 from drumline.core.prove.frozen import prune
-from drumline.core.simulate.memory import Sizes
+from drumline.core.simulate.memory import Sizes, holdings
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.pipeline.assembly import checkpointed
 from drumline.pipeline.balance import is_asked
@@ -45,6 +45,7 @@ from drumline.runtime.precision import LOW, Precision, casts_kept
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.stage import Stage
 from drumline.runtime.values import moved, pack
+from drumline.schedules import find
 from drumline.train.dry.stand_ins import is_on_meta, stand_ins
 
 _RUNS, _SECONDS = 3, 2.0  # for the simulated step; bytes are the same in every run
@@ -85,6 +86,14 @@ class Forecast:
     def timeline(self) -> Simulation:
         """Return the simulated step, messages taking no time."""
         return simulate(self.program, replace(self.costs, message_bytes=0.0))
+
+    def step(self) -> tuple[float, float]:
+        """Return the seconds of a simulated step, and its bubble; without a flush the busiest rank never waits."""
+        timeline = self.timeline()
+        if not self.program.num_updates:
+            return timeline.makespan, timeline.bubble
+        busy = [sum(one.ends) - sum(one.starts) for one in timeline.tracks]
+        return max(busy), 1.0 - sum(busy) / len(busy) / max(busy)
 
 
 def forecast(
@@ -138,7 +147,24 @@ def forecast(
     )
     costs = replace(costs, gradient_bytes=_gradients(costs, stages, given))
     ranks = tuple(_ranks(program, costs, stages, cast, state_of, accumulates=accumulates))
+    if program.num_updates:
+        ranks = tuple(
+            replace(one, weights=one.weights * versions)
+            for one, versions in zip(ranks, _versions(given, program), strict=True)
+        )
     return Forecast(program, tuple(stages), found, costs, ranks)
+
+
+def _versions(given: Options, program: Program) -> list[int]:
+    """Return how many weight versions every rank of a schedule without a flush holds at most."""
+    assert isinstance(given.schedule, str)
+    schedule, steps = find(given.schedule), 2 + program.num_ranks
+    options: dict[str, Any] = {"vertical_sync": True} if given.vertical_sync else {}
+    if "num_steps" in schedule.options:
+        long = schedule.build(program.num_ranks, program.num_microbatches, num_steps=steps, **options)
+    else:
+        long = schedule.build(program.num_ranks, program.num_microbatches * steps, **options)
+    return [one.peak_versions for one in holdings(long, Costs())]
 
 
 def _num_ranks(given: Options) -> int:

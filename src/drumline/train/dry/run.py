@@ -64,7 +64,7 @@ class DryRun:
     def summary(self) -> dict[str, Any]:
         """Return all of it as plain values."""
         program, settings = self.forecast.program, self.settings
-        timeline = self.forecast.timeline()
+        seconds, bubble = self.forecast.step()
         return {
             "model": self.name,
             "parameters": count(block for stage in self.forecast.stages for block in stage),
@@ -77,8 +77,8 @@ class DryRun:
             "schedule": program.name,
             "proven": not self.violations,
             "violations": list(self.violations),
-            "bubble": timeline.bubble,
-            "step_seconds": timeline.makespan * settings.batch.accumulate,
+            "bubble": bubble,
+            "step_seconds": seconds * settings.batch.accumulate,
             "device": self.device,
             "stages": [
                 {
