@@ -252,7 +252,7 @@ def test_the_verdict_says_what_was_decided_and_several_updates_without_a_step_wa
     assert pipe.verdict is None
     found = []
     with ahead():
-        for batch, target in given[:4]:
+        for batch, target in some(given[:4]):
             pipe.step(batch, target=target)
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
