@@ -374,6 +374,7 @@ class Pipeline:
         name. In a mesh each line returns all of it; tensors of which lines hold parts come whole, so that all ranks
         must call this.
         """
+        self._settle_update()
         return self._holdings.whole_state_dict()
 
     def load_state_dict(self, mapping: Mapping[str, Any]) -> None:
@@ -381,8 +382,14 @@ class Pipeline:
 
         Names of other stages are ignored. A tied tensor may have any of its names, and reaches all ranks that hold it.
         """
+        self._settle_update()
         self._holdings.load_state_dict(mapping)
         self._run.check.loaded(mapping)
+
+    def _settle_update(self) -> None:
+        """Wait for the verdict on an update that was made ahead of it."""
+        if self._updates.validation.is_on:
+            self.settle()
 
     def save(
         self,
