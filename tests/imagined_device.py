@@ -27,7 +27,7 @@ NAME = "imagined"
 HOST = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
-class Backend(registration._DummyBackendModule):  # type: ignore[misc]
+class Backend(registration._DummyBackendModule):
     """What `torch.imagined` offers: random states and a name."""
 
     default_generators = (torch.Generator(),)
@@ -124,7 +124,8 @@ def copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Ten
 def register() -> list[torch.library.Library]:
     """Make the device known; what is returned must be kept."""
     registration._setup_privateuseone_for_python_backend(NAME, Backend())
-    every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    library: Any = torch.library.Library
+    every, aten = library("_", "IMPL"), library("aten", "IMPL")
     every.fallback(run, "PrivateUse1")
     for name in ("as_strided", "view", "_reshape_alias", "unfold"):  # views have no values
         aten.impl(name, partial(getattr(torch.ops.aten, name).default.redispatch, HOST), "PrivateUse1")
@@ -222,8 +223,11 @@ def main() -> None:
     kept = register()
     assert torch.accelerator.current_accelerator() == torch.device(NAME)
     forbid_cuda()
-    runs = {name: partial(trained, **settings) for name, settings in CASES.items()}
-    for name, run_on in {**runs, "drumline train": trained_by_settings}.items():
+    runs: dict[str, Callable[[str, str], dict[str, Any]]] = {
+        **{name: partial(trained, **settings) for name, settings in CASES.items()},
+        "drumline train": trained_by_settings,
+    }
+    for name, run_on in runs.items():
         with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
             host, device = run_on("cpu", one), run_on(NAME, other)
         assert host.keys() == device.keys()

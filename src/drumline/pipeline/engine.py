@@ -189,7 +189,8 @@ class Engine(Observer):
             self.assembly.precision.step(),
         ):
             jobs = [None if step.accepts is None else one.gated(step.accepts) for one in executors]
-            self._crew.drive([one.run(step, *with_) for one, *with_ in zip(executors, drafts, jobs, strict=True)])
+            runs = zip(executors, drafts, jobs, strict=True)
+            self._crew.drive([one.run(step, draft, each) for one, draft, each in runs])
 
     def weigh_next(self) -> None:
         """Count the bytes of the next step, in a pipeline that otherwise counts those of its first one alone."""

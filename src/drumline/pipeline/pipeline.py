@@ -274,7 +274,7 @@ class Pipeline:
         self._recording.check()
         return self._ledger.timeline(what)
 
-    def note(self, of_step: int | None = None, **metrics: float | Tensor) -> None:
+    def note(self, of_step: int | None = None, /, **metrics: float | Tensor) -> None:
         """Add metrics to the last training step's line of the run folder; nothing where no run is recorded.
 
         With `validated="after"`, `of_step` may be the number of the step before it, as `StepResult.step` has it.

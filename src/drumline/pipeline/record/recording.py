@@ -315,7 +315,7 @@ class Recording(Observer):
                 self._dials, self._read_until = self._ledger.dials(tally), time.monotonic() + _SECONDS_TO_READ
             folder.add_metrics(tally.number, tally.metrics(noted, self._dials))
 
-    def note(self, of_step: int | None = None, **metrics: Any) -> None:
+    def note(self, of_step: int | None = None, /, **metrics: Any) -> None:
         """Add metrics to the last step, or to the one of a number if it is not written yet."""
         for tally, noted in self._waiting[-1:] if of_step is None else self._waiting:
             if of_step in (None, tally.number):
