@@ -27,7 +27,7 @@ from drumline.pipeline.state.validated import Validation
 from drumline.runtime.blocks.cut import blocks_of, cut
 from drumline.runtime.randomness import Randomness
 from drumline.schedules import generate
-from matrices import ALL
+from matrices import ALL, matrix
 from reference_step import reference_step
 from some import some
 from torch_models import CPU, SYNCHRONOUS, TWO_WAYS, WIDTH, data, mlp
@@ -154,22 +154,21 @@ def assert_same(pipe: Pipeline, wanted: dict[str, Tensor]) -> None:
         assert torch.equal(one, wanted[name]), name
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_rollback_at_a_random_step_leaves_the_bits_of_one_process(name: str) -> None:
+@matrix("name, kind", SCHEDULES, OPTIMIZERS, times=1)
+def test_a_rollback_at_a_random_step_leaves_the_bits_of_one_process(name: str, kind: str) -> None:
     torch.ones(8, 8).bfloat16() @ torch.ones(8, 8).bfloat16()  # Muon's first changes later products on some processors
-    drawn = random.Random(name)
-    for kind, (make, plain) in some(OPTIMIZERS.items()):
-        clipped, skipped = drawn.sample(range(STEPS), 2)
-        given = batches({clipped: LARGE, skipped: float("nan")})
-        model = mlp(8, dropout=0.2)
-        norms = one_process(model, given, plain, name)
-        over = [step for step, norm in enumerate(norms) if not norm <= MOST]
-        assert set(over) == {clipped, skipped}, norms
-        pipe = validated(mlp(8, dropout=0.2), given, make, schedule=name, num_ranks=2, num_microbatches=4)
-        assert_same(pipe, dict(model.named_parameters()))
-        # The second of two in a row is not made ahead, so it need not be taken back.
-        assert pipe._updates.validation.num_amended == 2, kind
-        assert pipe._updates.validation.num_taken_back == (1 if abs(clipped - skipped) == 1 else 2), kind
+    make, plain = OPTIMIZERS[kind]
+    clipped, skipped = random.Random(f"{name} {kind}").sample(range(STEPS), 2)
+    given = batches({clipped: LARGE, skipped: float("nan")})
+    model = mlp(8, dropout=0.2)
+    norms = one_process(model, given, plain, name)
+    over = [step for step, norm in enumerate(norms) if not norm <= MOST]
+    assert set(over) == {clipped, skipped}, norms
+    pipe = validated(mlp(8, dropout=0.2), given, make, schedule=name, num_ranks=2, num_microbatches=4)
+    assert_same(pipe, dict(model.named_parameters()))
+    # The second of two in a row is not made ahead, so it need not be taken back.
+    assert pipe._updates.validation.num_amended == 2
+    assert pipe._updates.validation.num_taken_back == (1 if abs(clipped - skipped) == 1 else 2)
 
 
 def test_masters_tied_weights_and_buffers_come_back_too() -> None:
