@@ -6,8 +6,8 @@ Two ranks, one thread each, 8 blocks of Linear(D, D) + GELU, AdamW, gradients cl
 pipelines take turns in one run: one that waits for the norm of all ranks before every update (validated="before"), and
 one that validates afterwards. A turn is so many steps in a row, from a barrier to a barrier; the norm never exceeds the
 limit, so nothing is taken back. Printed: milliseconds of a step, medians; the ratio of both in the same round, with its
-quartiles; the simulated ratio, from the actions that were measured here, with an update that takes as long as it took
-(`optimizer.step()` waiting for nobody, copies included), and with copies that cost nothing.
+quartiles; the simulated ratio, from the actions that were measured here, with updates that take as long as they took
+(clipping and `optimizer.step()`, waiting for nobody, copies included), and with copies that cost nothing.
 
 Last: the same with an update that is taken back in every turn, which is what a rollback costs.
 """
@@ -67,6 +67,22 @@ class Contender:
         self.turns.append((time.perf_counter() - start) / steps)
         self.timelines.append(self.pipe.timeline())
 
+    def clipping(self, x: Any, y: Any) -> float:
+        """Return what clipping takes on this rank, without waiting for others."""
+        import torch
+
+        from drumline.runtime.gradients import clip
+
+        self.pipe.step(x, target=y)
+        taken = []
+        for _ in range(20):
+            start = time.perf_counter()
+            self.pipe._holdings.norms(2.0)
+            clip.scale(self.pipe.parameters(), torch.ones(()), NEVER)
+            taken.append(time.perf_counter() - start)
+        self.pipe.zero_grad()
+        return statistics.median(taken)
+
     def _reject(self) -> None:
         """Update ahead of a verdict that will find the norm too large; no rank knows that by itself."""
         validation = self.pipe._updates.validation
@@ -94,7 +110,8 @@ def measure(sizes: Any, microbatches: int, names: Any, rounds: int, steps: int) 
                 for one in each[turn % 3 :] + each[: turn % 3]:  # no contender always follows the same one
                     one.turn(steps, x, y)
                     one.pipe._updates.validation.max_norm = NEVER
-            told = each[0].pipe.gather([statistics.median(one.updates[2 * steps :]) for one in each[:2]])
+            waits, ahead = (statistics.median(one.updates[2 * steps :]) for one in each[:2])
+            told = each[0].pipe.gather([waits + each[0].clipping(x, y), ahead])
             row = {"schedule": name, "width": width, "rows": depth, "microbatches": microbatches, "steps": steps}
             rows.append({**row, **compared(each), **simulated(each[0], told)})
             rows[-1]["taken_back"] = each[2].pipe._updates.validation.num_taken_back

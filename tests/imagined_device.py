@@ -27,7 +27,7 @@ NAME = "imagined"
 HOST = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
-class Backend(registration._DummyBackendModule):  # type: ignore[misc]
+class Backend(registration._DummyBackendModule):
     """What `torch.imagined` offers: random states and a name."""
 
     default_generators = (torch.Generator(),)
@@ -124,7 +124,8 @@ def copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Ten
 def register() -> list[torch.library.Library]:
     """Make the device known; what is returned must be kept."""
     registration._setup_privateuseone_for_python_backend(NAME, Backend())
-    every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    library: Any = torch.library.Library
+    every, aten = library("_", "IMPL"), library("aten", "IMPL")
     every.fallback(run, "PrivateUse1")
     for name in ("as_strided", "view", "_reshape_alias", "unfold"):  # views have no values
         aten.impl(name, partial(getattr(torch.ops.aten, name).default.redispatch, HOST), "PrivateUse1")
@@ -158,8 +159,7 @@ CASES: dict[str, dict[str, Any]] = {
     "1f1b": {},
     "split backward": {"schedule": "zb-v"},
     "two copies": {"schedule": "dualpipe"},
-    "recomputed": {"schedule": "zb-h1", "checkpoint": "full"},
-    "weighed": {"weigh": True},
+    "recomputed and weighed": {"schedule": "zb-h1", "checkpoint": "full", "weigh": True},
     "master weights": {"master_weights": True},
     "validated after": {"schedule": "zb-h2", "how": {"validated": "after", "max_norm": 0.5}},
 }
@@ -176,7 +176,7 @@ def trained(device: str, folder: str, *, how: dict[str, Any] | None = None, **se
     with Pipeline(mlp(4, dropout=0.2).to(kind), device=device, transport="in-process", **settings) as pipe:
         optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.01, **(how or {}))
         assert pipe.device.type == device
-        for step in range(3):
+        for step in range(2):
             batch, target = (one.to(device, kind) for one in data(8, seed=step))
             found[f"loss {step}"] = pipe.step(batch, target=target).loss
             if how is None:
@@ -223,8 +223,11 @@ def main() -> None:
     kept = register()
     assert torch.accelerator.current_accelerator() == torch.device(NAME)
     forbid_cuda()
-    runs = {name: partial(trained, **settings) for name, settings in CASES.items()}
-    for name, run_on in {**runs, "drumline train": trained_by_settings}.items():
+    runs: dict[str, Callable[[str, str], dict[str, Any]]] = {
+        **{name: partial(trained, **settings) for name, settings in CASES.items()},
+        "drumline train": trained_by_settings,
+    }
+    for name, run_on in runs.items():
         with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
             host, device = run_on("cpu", one), run_on(NAME, other)
         assert host.keys() == device.keys()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -19,13 +21,13 @@ from torch.optim import Optimizer
 
 import drumline as dl
 import tied_models
-from drumline.core.errors import NonFiniteError, RunError, UsageError
+from drumline.core.errors import NonFiniteError, RankFailed, RunError, UsageError
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.state.validated import Validation
 from drumline.runtime.blocks.cut import blocks_of, cut
 from drumline.runtime.randomness import Randomness
 from drumline.schedules import generate
-from matrices import ALL
+from matrices import ALL, matrix
 from reference_step import reference_step
 from some import some
 from torch_models import CPU, SYNCHRONOUS, TWO_WAYS, WIDTH, data, mlp
@@ -35,7 +37,7 @@ pytestmark = pytest.mark.torch
 Make = Callable[[list[nn.Parameter]], list[Optimizer]]
 STEPS, LARGE = 7, 400.0  # a target of that size has gradients that must be clipped
 MOST = 10.0
-HOW = {"validated": "after", "max_norm": MOST}
+HOW: dict[str, Any] = {"validated": "after", "max_norm": MOST}
 NO_RANK_ALONE = 6.6  # no rank alone has so large a norm in the step that is too large, and all together have
 
 
@@ -152,22 +154,21 @@ def assert_same(pipe: Pipeline, wanted: dict[str, Tensor]) -> None:
         assert torch.equal(one, wanted[name]), name
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_rollback_at_a_random_step_leaves_the_bits_of_one_process(name: str) -> None:
+@matrix("name, kind", SCHEDULES, OPTIMIZERS, times=1)
+def test_a_rollback_at_a_random_step_leaves_the_bits_of_one_process(name: str, kind: str) -> None:
     torch.ones(8, 8).bfloat16() @ torch.ones(8, 8).bfloat16()  # Muon's first changes later products on some processors
-    drawn = random.Random(name)
-    for kind, (make, plain) in some(OPTIMIZERS.items()):
-        clipped, skipped = drawn.sample(range(STEPS), 2)
-        given = batches({clipped: LARGE, skipped: float("nan")})
-        model = mlp(8, dropout=0.2)
-        norms = one_process(model, given, plain, name)
-        over = [step for step, norm in enumerate(norms) if not norm <= MOST]
-        assert set(over) == {clipped, skipped}, norms
-        pipe = validated(mlp(8, dropout=0.2), given, make, schedule=name, num_ranks=2, num_microbatches=4)
-        assert_same(pipe, dict(model.named_parameters()))
-        # The second of two in a row is not made ahead, so it need not be taken back.
-        assert pipe._updates.validation.num_amended == 2, kind
-        assert pipe._updates.validation.num_taken_back == (1 if abs(clipped - skipped) == 1 else 2), kind
+    make, plain = OPTIMIZERS[kind]
+    clipped, skipped = random.Random(f"{name} {kind}").sample(range(STEPS), 2)
+    given = batches({clipped: LARGE, skipped: float("nan")})
+    model = mlp(8, dropout=0.2)
+    norms = one_process(model, given, plain, name)
+    over = [step for step, norm in enumerate(norms) if not norm <= MOST]
+    assert set(over) == {clipped, skipped}, norms
+    pipe = validated(mlp(8, dropout=0.2), given, make, schedule=name, num_ranks=2, num_microbatches=4)
+    assert_same(pipe, dict(model.named_parameters()))
+    # The second of two in a row is not made ahead, so it need not be taken back.
+    assert pipe._updates.validation.num_amended == 2
+    assert pipe._updates.validation.num_taken_back == (1 if abs(clipped - skipped) == 1 else 2)
 
 
 def test_masters_tied_weights_and_buffers_come_back_too() -> None:
@@ -210,6 +211,7 @@ class Counting(nn.Module):
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("mean", torch.zeros(()))
         self.count: Tensor
+        self.mean: Tensor
         with torch.no_grad():
             self.layer.weight.copy_(torch.eye(WIDTH) / 2)
 
@@ -250,9 +252,9 @@ def test_the_verdict_says_what_was_decided_and_several_updates_without_a_step_wa
     pipe = Pipeline(mlp(4), loss_fn=functional.mse_loss, num_ranks=2, num_microbatches=4, transport="in-process")
     optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1, **HOW)
     assert pipe.verdict is None
-    found = []
+    found: list[Any] = []
     with ahead():
-        for batch, target in given[:4]:
+        for batch, target in some(given[:4]):
             pipe.step(batch, target=target)
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
@@ -336,6 +338,31 @@ def test_what_cannot_be_made_again_is_refused_with_its_reason() -> None:
         spoiling.step()
     with pytest.raises(UsageError, match=r'precision is "fp16".*loss scale'):
         Pipeline(mlp(4), precision="fp16", **settings).optimizer(torch.optim.SGD, **HOW)
+
+
+def test_a_loaded_state_is_not_taken_back_and_other_optimizers_may_follow() -> None:
+    pipe = Pipeline(mlp(4), loss_fn=functional.mse_loss, num_ranks=2, num_microbatches=2, transport="in-process")
+    optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.1, **HOW)
+    values, state = copy.deepcopy(pipe.state_dict()), copy.deepcopy(optimizer.state_dict())
+    batch, target = data(4)
+    with ahead():
+        pipe.step(batch, target=target * LARGE)
+        optimizer.step()
+        optimizer.zero_grad()
+        pipe.load_state_dict(values)
+        optimizer.load_state_dict(state)
+        pipe.settle()
+    assert_same(pipe, values)
+    assert optimizer.state_dict()["state"] == state["state"] == {}
+    assert pipe._updates.validation.num_bytes > 0
+    del optimizer
+    gc.collect()
+    assert pipe._updates.validation.num_bytes == 0
+    plain = pipe.optimizer(torch.optim.SGD, lr=0.1)  # validated before
+    pipe.step(batch, target=target * float("nan"))
+    with pytest.raises(NonFiniteError):
+        plain.step()
+    assert_same(pipe, values)
 
 
 def test_gradients_changed_in_place_are_noticed() -> None:
@@ -425,7 +452,7 @@ def trained_on_rank(folder: str, how: dict[str, Any], wrong: dict[int, float], *
 
 
 WRONG = {2: 15.5, 4: 1e12}  # a norm that no rank alone has; then a NaN that only the last stage has
-AFTER = {"validated": "after", "max_norm": NO_RANK_ALONE}
+AFTER: dict[str, Any] = {"validated": "after", "max_norm": NO_RANK_ALONE}
 
 
 def assert_as_if_waited(ranks: list[list[dict[str, Any]]]) -> None:
@@ -503,3 +530,20 @@ def test_lines_of_a_mesh_take_the_same_updates_back(tmp_path: Path) -> None:
         return found
 
     assert_as_if_waited(dl.launch(on_rank, num_ranks=4, timeout=240))
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_before_it_tells_its_norms_is_named() -> None:
+    def on_rank() -> None:
+        with Pipeline(mlp(4), loss_fn=functional.mse_loss, num_microbatches=4, timeout=60) as pipe:
+            optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1, **HOW)
+            batch, target = data(8)
+            pipe.step(batch, target=target)
+            if pipe.rank == 1:
+                os._exit(7)
+            optimizer.step()  # waits for nobody
+            optimizer.zero_grad()
+            pipe.step(batch, target=target)
+
+    with pytest.raises(RankFailed, match="rank 1"):
+        dl.launch(on_rank, num_ranks=2, timeout=120)

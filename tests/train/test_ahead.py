@@ -58,7 +58,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     ids=["accumulated", "paused"],
 )
 def test_a_clipped_run_is_the_same_in_all_that_it_tells_and_saves(tmp_path: Path, tables: dict[str, Any]) -> None:
-    results = []
+    results: list[list[Any]] = []
     for validated in ("before", "after"):
         told: list[Any] = []
         folder = tmp_path / validated
@@ -94,7 +94,7 @@ def test_an_update_with_a_nan_is_left_out_and_told_of(tmp_path: Path, precision:
 
 
 def test_a_dry_run_counts_the_copies() -> None:
-    small = {"model.num_layers": 2, "model.hidden": 16, "model.num_heads": 2, "batch.sequence": 8}
+    small: dict[str, Any] = {"model.num_layers": 2, "model.hidden": 16, "model.num_heads": 2, "batch.sequence": 8}
     small |= {"batch.microbatch": 2, "batch.sequences": 8, "pipeline.device": "cpu", "pipeline.check_model": False}
     waits, runs = (read_settings(None, {**small, "optimizer.validated": one}) for one in ("before", "after"))
     before, after = (sum(one.optimizer for one in dry_run(given, PARTS).forecast.ranks) for given in (waits, runs))
@@ -107,7 +107,7 @@ def test_a_dry_run_counts_the_copies() -> None:
             pipe.step(given.inputs["input"], target=given.target)
             optimizers.step()
             optimizers.zero_grad()
-        kept = sum(one.num_bytes for one in pipe._updates.validation._kept.values())
+        kept = pipe._updates.validation.num_bytes
     assert after - before == kept > before
 
 

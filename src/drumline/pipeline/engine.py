@@ -215,7 +215,8 @@ class Engine(Observer):
             self._computing(),
         ):
             jobs = [None if step.accepts is None else one.gated(step.accepts) for one in executors]
-            self._crew.drive([one.run(step, *with_) for one, *with_ in zip(executors, drafts, jobs, strict=True)])
+            runs = zip(executors, drafts, jobs, strict=True)
+            self._crew.drive([one.run(step, draft, each) for one, draft, each in runs])
 
     @contextmanager
     def _computing(self) -> Iterator[None]:

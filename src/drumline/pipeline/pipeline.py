@@ -366,7 +366,7 @@ class Pipeline:
         self._recording.check()
         return self._ledger.timeline(what)
 
-    def note(self, of_step: int | None = None, **metrics: float | Tensor) -> None:
+    def note(self, of_step: int | None = None, /, **metrics: float | Tensor) -> None:
         """Add metrics to the last training step's line of the run folder; nothing where no run is recorded.
 
         With `validated="after"`, `of_step` may be the number of the step before it, as `StepResult.step` has it.
@@ -476,6 +476,7 @@ class Pipeline:
         """
         if self._run.stream is not None:
             self._run.stream.need_drained("state_dict")
+        self._settle_update()
         return self._holdings.whole_state_dict()
 
     def load_state_dict(self, mapping: Mapping[str, Any]) -> None:
@@ -485,8 +486,14 @@ class Pipeline:
         """
         if self._run.stream is not None:
             self._run.stream.need_drained("load_state_dict")
+        self._settle_update()
         self._holdings.load_state_dict(mapping)
         self._run.check.loaded(mapping)
+
+    def _settle_update(self) -> None:
+        """Wait for the verdict on an update that was made ahead of it."""
+        if self._updates.validation.is_on:
+            self.settle()
 
     def save(
         self,

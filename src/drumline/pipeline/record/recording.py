@@ -320,7 +320,7 @@ class Recording(Observer):
         if self.folder is not None and self.folder.is_open:
             self.folder.add_decision(step, line)
 
-    def note(self, of_step: int | None = None, **metrics: Any) -> None:
+    def note(self, of_step: int | None = None, /, **metrics: Any) -> None:
         """Add metrics to the last step, or to the one of a number if it is not written yet."""
         for tally, noted in self._waiting[-1:] if of_step is None else self._waiting:
             if of_step in (None, tally.number):

@@ -43,6 +43,11 @@ class KeptOptimizer:
         self._after: list[dict[str, Any]] = []
 
     @property
+    def name(self) -> str:
+        """The class of the optimizer."""
+        return type(self._optimizer).__name__
+
+    @property
     def num_bytes(self) -> int:
         """The memory that the copies take."""
         return sum(room.nbytes for room in self._rooms.values())

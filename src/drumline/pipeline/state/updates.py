@@ -25,6 +25,7 @@ from drumline.pipeline.observer import Observer
 from drumline.pipeline.record.recording import Recording
 from drumline.pipeline.record.tally import Handler
 from drumline.pipeline.state.guard import Guard, guarded_by
+from drumline.pipeline.state.kept import KeptOptimizer
 from drumline.pipeline.state.masters import Masters
 from drumline.pipeline.state.optimizer_state import NamedTensors, StateByName
 from drumline.pipeline.state.scaler import LossScaler, multiplied
@@ -156,13 +157,14 @@ class Updates(Observer):
         if optimizer in self._own or (self.scaler is None and self.masters is None and not self.validation.is_on):
             return
         what = f'precision="{self.precision.name}"' if self.scaler is not None else "master_weights=True"
+        only_copies = self.scaler is None and not self.validation.is_on
         if self.validation.is_on:
             what = 'validated="after" on another optimizer'
         kind = type(optimizer).__name__
         raise RunError(
             f"{kind} was created directly over the pipeline's parameters, with {what}",
             expected="one from pipe.optimizer, "
-            + ("for the float32 copies" if self.masters is not None else "so that all ranks skip the same steps"),
+            + ("for the float32 copies" if only_copies else "so that all ranks skip the same steps"),
             fix=f"use pipe.optimizer(torch.optim.{kind}, ...)",
         )
 
@@ -196,6 +198,7 @@ class Updates(Observer):
                 expected="the same on all optimizers",
             )
         if not after:
+            self.validation.turn_off()
             return
         axes = self.holdings.crew.axes
         if self.scaler is not None:
@@ -245,6 +248,7 @@ class Updates(Observer):
             self._kept.append(made)
         if self.validation.is_on:
             made.register_state_dict_pre_hook(lambda _: self._recording.settle())
+            made.register_load_state_dict_pre_hook(lambda *_: self._recording.settle())
         if self.scaler is not None or self.masters is not None or self.validation.is_on or copied or not parameters:
             self._wrap(made)
         return made
@@ -257,7 +261,8 @@ class Updates(Observer):
         self._own.add(made)
         # Use bound methods, because learning-rate schedulers wrap the function of what they find here.
         listed = self._parameters[made]
-        setattr(made, "step", MethodType(self._step(listed), made))  # noqa: B010 - a method of this one instance
+        kept = self.validation.keeping(made) if self.validation.is_on else None
+        setattr(made, "step", MethodType(self._step(listed, kept), made))  # noqa: B010 - a method of this one instance
         setattr(made, "zero_grad", MethodType(self._zero_grad(listed), made))  # noqa: B010
 
     def strangers(self) -> list[Optimizer]:
@@ -337,15 +342,15 @@ class Updates(Observer):
             self.masters.catch_up()
         return ((name, self.updated(one)) for name, one in parameters)
 
-    def _step(self, parameters: Sequence[nn.Parameter]) -> Callable[..., Any]:
+    def _step(self, parameters: Sequence[nn.Parameter], kept: KeptOptimizer | None) -> Callable[..., Any]:
         def step(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> None:
             """Step, unless a gradient on any rank is not finite."""
             if closure is not None:
                 raise RunError("optimizer.step got a closure", fix="call pipe.step first, then optimizer.step()")
             apply, follow = partial(self._apply, optimizer, parameters), partial(self._follow, parameters)
-            if self.validation.is_on:
+            if kept is not None:
                 self._check.refuse()
-                self.validation.step(optimizer, parameters, apply, follow)
+                self.validation.step(kept, parameters, apply, follow)
                 return
             if not self._is_stepped_inside(optimizer):
                 self._recording.settle()

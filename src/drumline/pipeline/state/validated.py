@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -71,7 +72,6 @@ class Verdict:
 class _Stepped:
     """One optimizer's part of an update."""
 
-    optimizer: Optimizer
     parameters: Sequence[nn.Parameter]
     apply: Callable[[], None]
     follow: Callable[[], None]  # lets parameters follow what the optimizer updates, such as float32 copies
@@ -108,8 +108,8 @@ class _Update:
     def topic(self) -> str:
         return f"norms/{self.number}"
 
-    def has(self, optimizer: Optimizer) -> bool:
-        return any(one.optimizer is optimizer for one in self.stepped)
+    def has(self, kept: KeptOptimizer) -> bool:
+        return any(one.kept is kept for one in self.stepped)
 
     def release(self) -> None:
         """Keep nothing alive that the next step needs room for."""
@@ -129,7 +129,7 @@ class Validation(Observer):
         self.verdict: Verdict | None = None  # the last one
         self.num_amended = 0
         self.num_taken_back = 0
-        self._kept: dict[Optimizer, KeptOptimizer] = {}
+        self._kept: WeakSet[KeptOptimizer] = WeakSet()
         self._bad: dict[int, str] = {}  # steps with a NaN, and the ranks that had it, by name
         self._first = 0  # the first step of the next update
         self._update: _Update | None = None
@@ -147,26 +147,44 @@ class Validation(Observer):
                 f"max_norm is {max_norm}, and another optimizer of this pipeline has {self.max_norm}",
                 expected="the same on all: gradients are clipped by the norm of all of them",
             )
-        self.is_on, self.max_norm, self._first = True, max_norm, self._ledger.number
-        self._recording.notes_late = 1
-        self._ledger.awaits = self.settle
+        if not self.is_on:
+            self.is_on, self.max_norm, self._first = True, max_norm, self._ledger.number
+            self._recording.notes_late = 1
+            self._ledger.awaits = self.settle
+
+    def turn_off(self) -> None:
+        """Validate the updates of the next optimizers before they are made; all ranks call it alike."""
+        if self.is_on:
+            self._recording.settle()
+            self.is_on, self._recording.notes_late, self._ledger.awaits = False, 0, None
+            self._update, self._again, self._trusts = None, False, True
+
+    def keeping(self, optimizer: Optimizer) -> KeptOptimizer:
+        """Return what keeps the state of an optimizer; the optimizer's own step holds it."""
+        kept = KeptOptimizer(optimizer)
+        self._kept.add(kept)
+        return kept
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that copies take in this process."""
+        return sum(one.num_bytes for one in self._kept)
 
     # ---- what an optimizer does --------------------------------------------------------------------------------------
 
     def step(
         self,
-        optimizer: Optimizer,
+        kept: KeptOptimizer,
         parameters: Sequence[nn.Parameter],
         apply: Callable[[], None],
         follow: Callable[[], None],
     ) -> None:
         """Update now if nothing on this rank speaks against it, else once all ranks have told."""
         update = self._update
-        if update is None or update.has(optimizer):  # again without a step of the pipeline: one after the other
+        if update is None or update.has(kept):  # again without a step of the pipeline: one after the other
             self._recording.settle()
             update = self._update = self._begun()
-        kept = self._kept.setdefault(optimizer, KeptOptimizer(optimizer))
-        update.stepped.append(_Stepped(optimizer, parameters, apply, follow, kept))
+        update.stepped.append(_Stepped(parameters, apply, follow, kept))
         if update.is_settled:
             if not self._judged(update).skips:
                 apply()
@@ -177,7 +195,7 @@ class Validation(Observer):
         changed = [one._version for one in update.gradients.values()] != update.versions
         if changed:
             raise RunError(
-                f"{type(optimizer).__name__} changes gradients while it steps, so the step cannot be made again",
+                f"{kept.name} changes gradients while it steps, so the step cannot be made again",
                 expected='an optimizer that leaves gradients as they are, or validated="before"',
             )
 
@@ -292,7 +310,7 @@ class Validation(Observer):
             with self._mending(update):
                 self._judged(update)
             if not self._again:
-                update.release()
+                self._update = None  # it stands; its gradients make room for those of the step
         step.rejected = self._again
         return not step.rejected
 
@@ -300,12 +318,13 @@ class Validation(Observer):
         """Mend the update, before the step begins again."""
         self._buffers.give_back()
         self.settle()
+        self._update, self._again = None, False
         self._buffers.take(copies=False)
         step.accepts, step.rejected = None, False
 
     def end(self, step: Step) -> None:
-        """Forget the update: it stands."""
-        self._update, self._again = None, False
+        """Note what the step has changed, and forget an update that had its verdict before the step."""
+        self._update = None
         if self.is_on:
             self._buffers.learn()
 
