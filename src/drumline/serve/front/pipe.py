@@ -23,7 +23,7 @@ from drumline.serve.front.metrics import Metrics
 from drumline.serve.front.queue import Queue
 from drumline.serve.front.tickets import Failed, Microbatch, Signature, Ticket
 from drumline.serve.front.tuner import Tuner
-from drumline.serve.stage import Times, times_of
+from drumline.serve.stage import TELL, Times, times_of
 from drumline.serve.wire.protocol import InferRequest, InferResponse
 from drumline.serve.wire.tensors import put_inputs, read_outputs
 
@@ -165,8 +165,11 @@ class Pipe:
             if timeout <= 0:
                 raise Failed(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")
             began = time.monotonic()
-            call = microbatch.call = self._infer(body, timeout=timeout, wait_for_ready=True)
-            told = asyncio.create_task(_left(call, first))
+            # With nothing else on its way, nobody waits for the first stage: its word would only cost time.
+            busy = self.in_pipe > 1 or len(self.queue) > 0
+            asks = ((TELL, "1"),) if busy else ()
+            call = microbatch.call = self._infer(body, timeout=timeout, wait_for_ready=True, metadata=asks)
+            told = asyncio.create_task(_left(call, first)) if busy else None
             try:
                 answer = await call
             except grpc.aio.AioRpcError as error:
@@ -182,7 +185,8 @@ class Pipe:
                     raise Failed(grpc.StatusCode.CANCELLED, "nobody waits for it") from None
                 raise
             finally:
-                await told
+                if told is not None:
+                    await told
             times = times_of(await call.trailing_metadata())
             microbatch.put(read_outputs(InferResponse.FromString(answer)))
             self._took(microbatch, times, time.monotonic() - began)
