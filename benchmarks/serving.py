@@ -34,15 +34,15 @@ def served(folder: Path, *flags: str) -> Iterator[dict[str, Any]]:
         tempfile.TemporaryFile("w+") as log,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
     ):
-        assert process.stdout is not None
-        told = json.loads(first_object(process.stdout))
-        log.seek(0)
-        ready = [one for line in log if (one := json.loads(line))["event"] == "stage ready"]
-        ready.sort(key=lambda one: int(one["stage"]))
-        told["front"] = process.pid
-        told["processes"] = [one["process"] for one in ready]
-        told["stages"] = [one["address"] for one in ready]
         try:
+            assert process.stdout is not None
+            told = json.loads(first_object(process.stdout))
+            log.seek(0)
+            lines = (json.loads(line) for line in log if line.startswith("{"))
+            ready = sorted((one for one in lines if one["event"] == "stage ready"), key=lambda one: int(one["stage"]))
+            told["front"] = process.pid
+            told["processes"] = [one["process"] for one in ready]
+            told["stages"] = [one["address"] for one in ready]
             yield told
         finally:
             process.terminate()

@@ -54,9 +54,9 @@ def write_served(folder: Path, *, num_stages: int = 2, width: int = WIDTH, repea
         path = folder / f"stage{number}" / "model.onnx"
         path.parent.mkdir(parents=True)
         onnx.save(model, str(path))
-        tensors = [(Tensor(one, "FP32", ("batch", width)),) for one in (first, last)]
+        taken, given = ((Tensor(one, "FP32", ("batch", width)),) for one in (first, last))
         name = f"stage{number}/model.onnx"
-        stages.append(Stage(name, {name: digest_of(path)}, *tensors, (f"block{number}",), 0.001))
+        stages.append(Stage(name, {name: digest_of(path)}, taken, given, (f"block{number}",), 0.001))
     dimensions = {"batch": (1, None)}
     Manifest("tanh", stages[0].inputs, stages[-1].outputs, dimensions, tuple(stages)).save(folder)
     return folder

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from drumline.core.measured.run import read_run
 from drumline.serve.front.pipe import Rules
 from drumline.serve.wire.links import Tls, check_exposed, free_port
 from drumline.serve.wire.protocol import SERVICE, stub
+from drumline.serve.wire.tensors import Array
 from serving import first_object
 from some import some
 
@@ -50,6 +52,10 @@ def slow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_served(tmp_path_factory.mktemp("slow") / "tanh", width=WIDE, repeat=SLOW)
 
 
+def _compare(channel: Any, x: Array) -> None:
+    np.testing.assert_allclose(inferred(channel, {"x": x})["y"], expected(x), atol=1e-5)
+
+
 @pytest.mark.parametrize("retries", [1, 0])
 def test_a_killed_stage_comes_back_and_its_requests_are_repeated_or_fail_clearly(
     served_folder: Path, retries: int
@@ -62,8 +68,7 @@ def test_a_killed_stage_comes_back_and_its_requests_are_repeated_or_fail_clearly
             with channel_to(running.address) as channel:
                 for at in range(400):
                     x = rows_of(2, seed=1000 * number + at)
-                    codes.append(status_of(lambda x=x: np.testing.assert_allclose(  # type: ignore[misc]
-                        inferred(channel, {"x": x})["y"], expected(x), atol=1e-5)))  # fmt: skip
+                    codes.append(status_of(partial(_compare, channel, x)))
                     if at == 20 and number == 0:
                         os.kill(running.processes[1], signal.SIGKILL)
                         killed.set()
@@ -124,9 +129,7 @@ def test_garbage_at_every_port_harms_nothing(running: Running) -> None:
         np.testing.assert_allclose(inferred(channel, {"x": x})["y"], expected(x), atol=1e-6)
         for address in some(running.started.stages.addresses):
             with channel_to(address) as direct:
-                code, why = status_of(
-                    lambda direct=direct: stub(direct, "ModelInfer")(request_of({"z": x}), timeout=30)
-                )  # type: ignore[misc]
+                code, why = status_of(partial(stub(direct, "ModelInfer"), request_of({"z": x}), timeout=30))
                 assert code is grpc.StatusCode.INVALID_ARGUMENT
                 assert "input 'z' is unknown" in why
 

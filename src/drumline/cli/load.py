@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
     address = address.rstrip("/")
     parts_of(address, flag="URL")
     counts = args.concurrency if args.concurrency is not None else () if args.rate else (1, 2, 4, 8)
-    demand = Demand(*args.rows, length=args.length, below=args.integers_below, seed=args.seed)
+    least, most = args.rows
+    demand = Demand(least, most, length=args.length, below=args.integers_below, seed=args.seed)
     try:
         found = asyncio.run(
             load(

@@ -13,6 +13,7 @@ import onnxruntime
 from drumline.serve.wire.manifest import BATCH, Manifest, Tensor, check_files
 from drumline.serve.wire.tensors import DATATYPES, Array, Arrays
 
+_FATAL = 4  # ONNX Runtime raises its errors, and need not print them among the lines of our log
 _WARM_LENGTH = 8  # of dimensions other than rows, where the graph is warmed up
 
 
@@ -21,7 +22,7 @@ def open_session(path: Path, *, threads: int = 1) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    options.log_severity_level = 3
+    options.log_severity_level = _FATAL
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
@@ -66,6 +67,7 @@ class Running:
     def __init__(self, session: Any, outputs: list[str], arrays: Mapping[str, Array]) -> None:
         self._session, self._outputs, self._arrays = session, outputs, arrays
         self._options = onnxruntime.RunOptions()
+        self._options.log_severity_level = _FATAL
 
     def __call__(self) -> Arrays:
         """Run, and return the outputs by name; ValueError says what ONNX Runtime could not compute."""

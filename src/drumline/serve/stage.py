@@ -4,8 +4,9 @@
           ◄──         ◄──         ◄──     ◄──            each call stays open until its answer has come back
 
 So a deadline or a cancelled call reaches every stage by itself, and an error says which stage it comes from. A stage
-computes one microbatch at a time, in the order of arrival, and refuses more than `limit` open calls. It tells the
-caller when a microbatch has left it (initial metadata), and when it arrived, began and ended (trailing metadata).
+computes one microbatch at a time, in the order of arrival, and refuses more than `limit` open calls. It tells a caller
+that asks when a microbatch has left it (initial metadata), and every caller when it arrived, began and ended (trailing
+metadata).
 
 This process imports numpy, onnxruntime and grpc, and no PyTorch.
 """
@@ -37,6 +38,7 @@ from drumline.serve.wire.protocol import SERVICE, InferRequest, InferResponse, m
 from drumline.serve.wire.tensors import Refused, put_inputs, put_outputs, read_inputs
 
 ALONE = "drumline-alone"  # metadata of a call that the stage answers itself, without the stages behind it
+TELL = "drumline-tell"  # of a call whose caller wants to know when it leaves this stage
 TIMES = "drumline-times"
 MAX_BYTES = 64 * 2**20
 _GRACE = 5.0  # seconds for open calls when the process is told to stop
@@ -124,10 +126,11 @@ class StageService:
             except ValueError as error:
                 return await self._abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
             end = time.monotonic_ns()
-        await context.send_initial_metadata(())
-        alone = any(key == ALONE for key, _ in context.invocation_metadata() or ())
+        asked = {key for key, _ in context.invocation_metadata() or ()}
+        if TELL in asked:
+            await context.send_initial_metadata(())
         sizes = sum(map(len, request.raw_input_contents)), sum(one.nbytes for one in made.values())
-        if self._next is None or alone:
+        if self._next is None or ALONE in asked:
             response = InferResponse(model_name=self._manifest.model, id=request.id)
             put_outputs(response, made)
             context.set_trailing_metadata(((TIMES, str(Times(self.number, arrived, start, end, end, *sizes))),))

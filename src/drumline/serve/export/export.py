@@ -84,6 +84,7 @@ def export(
         raise UsageError(f"{rows} rows of length {length}", expected="1 or more of each")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} is not empty", expected="a new folder", fix="choose another --out")
+    _check_cut(block_names(subject.model), num_stages, cuts)
     is_new = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
     try:
@@ -95,6 +96,14 @@ def export(
         if is_new:
             out.rmdir()
         raise
+
+
+def _check_cut(names: Sequence[str], num_stages: int, cuts: Sequence[str] | None) -> None:
+    """Refuse early what no graph of the model can be cut into; not every block need have operations."""
+    best_cut([1.0] * max(len(names), 1), num_stages)
+    for one in cuts or ():
+        if one not in names:
+            raise UsageError(f"--cuts names block {one!r}", fix=nearest(one, names))
 
 
 def _export(

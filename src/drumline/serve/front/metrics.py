@@ -13,6 +13,7 @@ from drumline.serve.stage import Times
 
 _NANO = 1e-9
 _BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _SECONDS_BACK = 10.0
 
 
@@ -20,78 +21,52 @@ class Metrics:
     """The counters of one service; `listen` lets Prometheus fetch them."""
 
     def __init__(self, num_stages: int) -> None:
-        self.registry = made = CollectorRegistry()
-        self.requests = Counter(
-            "drumline_requests", "Requests by the status they were answered with", ["code"], registry=made
+        self.registry = CollectorRegistry()
+        self.requests = self._counter("requests", "Requests by the status they were answered with", "code")
+        self.latency = self._histogram("request_seconds", "From a request's arrival to its answer")
+        self.waiting = self._histogram(
+            "request_queue_seconds", "From a request's arrival until its first rows are sent"
         )
-        self.latency = Histogram(
-            "drumline_request_seconds", "From a request's arrival to its answer", buckets=_BUCKETS, registry=made
-        )
-        self.waiting = Histogram(
-            "drumline_request_queue_seconds",
-            "From a request's arrival until its first rows are sent",
-            buckets=_BUCKETS,
-            registry=made,
-        )
-        self.pipe = Histogram(
-            "drumline_pipe_seconds",
-            "From a microbatch's entry into the first stage until it leaves the last",
-            buckets=_BUCKETS,
-            registry=made,
-        )
-        self.stage_latency = Histogram(
-            "drumline_stage_seconds",
-            "From a microbatch's arrival at a stage until it is computed",
-            ["stage"],
-            buckets=_BUCKETS,
-            registry=made,
-        )
-        self.stage_compute = Histogram(
-            "drumline_stage_compute_seconds",
-            "What a stage computed for a microbatch",
-            ["stage"],
-            buckets=_BUCKETS,
-            registry=made,
-        )
-        self.rows = Histogram(
-            "drumline_microbatch_rows",
-            "Rows of a microbatch",
-            buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256),
-            registry=made,
-        )
-        self.cuts = Gauge("drumline_microbatches_per_batch", "Microbatches of the last batch, as tuned", registry=made)
-        self.window = Gauge("drumline_pipe_window", "Microbatches that may be in the pipe, as tuned", registry=made)
-        self.retries = Counter("drumline_retries", "Microbatches that were sent again", registry=made)
-        self.restarts = Counter("drumline_stage_restarts", "Stages that were started again", ["stage"], registry=made)
-        self.queued = Gauge("drumline_queue_requests", "Requests that wait", registry=made)
-        self.queued_bytes = Gauge("drumline_queue_bytes", "Bytes of requests that wait", registry=made)
-        self.in_pipe = Gauge("drumline_pipe_microbatches", "Microbatches in the pipe", registry=made)
-        self.depth = Gauge(
-            "drumline_stage_queue_seconds", "How long the last microbatch waited at a stage", ["stage"], registry=made
-        )
-        bubble = Gauge(
-            "drumline_bubble", f"Idle share of all stages over the last {_SECONDS_BACK:g} seconds", registry=made
-        )
-        idle = Gauge(
-            "drumline_stage_idle",
-            f"Idle share of a stage over the last {_SECONDS_BACK:g} seconds",
-            ["stage"],
-            registry=made,
-        )
+        self.pipe = self._histogram("pipe_seconds", "A microbatch from entering the first stage to leaving the last")
+        self.rows = self._histogram("microbatch_rows", "Rows of a microbatch", buckets=_ROWS)
+        self.cuts = self._gauge("microbatches_per_batch", "Microbatches of the last batch, as tuned")
+        self.window = self._gauge("pipe_window", "Microbatches that may be in the pipe, as tuned")
+        self.retries = self._counter("retries", "Microbatches that were sent again")
+        self.restarts = self._counter("stage_restarts", "Stages that were started again", "stage")
+        self.queued = self._gauge("queue_requests", "Requests that wait")
+        self.queued_bytes = self._gauge("queue_bytes", "Bytes of requests that wait")
+        self.in_pipe = self._gauge("pipe_microbatches", "Microbatches in the pipe")
+        latency = self._histogram("stage_seconds", "From a microbatch's arrival at a stage to its end there", "stage")
+        compute = self._histogram("stage_compute_seconds", "What a stage computed for a microbatch", "stage")
+        depth = self._gauge("stage_queue_seconds", "How long the last microbatch waited at a stage", "stage")
+        stages = [str(number) for number in range(num_stages)]
+        self._of_stage = [(latency.labels(one), compute.labels(one), depth.labels(one)) for one in stages]
+        lately = f"over the last {_SECONDS_BACK:g} seconds"
+        bubble = self._gauge("bubble", f"Idle share of all stages {lately}")
+        idle = self._gauge("stage_idle", f"Idle share of a stage {lately}", "stage")
         self.busy = [Busy() for _ in range(num_stages)]
         bubble.set_function(lambda: sum(one.idle() for one in self.busy) / num_stages)
         for number, one in enumerate(self.busy):
             idle.labels(str(number)).set_function(one.idle)
+
+    def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
+        return Counter(f"drumline_{name}", meaning, labels, registry=self.registry)
+
+    def _gauge(self, name: str, meaning: str, *labels: str) -> Gauge:
+        return Gauge(f"drumline_{name}", meaning, labels, registry=self.registry)
+
+    def _histogram(self, name: str, meaning: str, *labels: str, buckets: Sequence[float] = _BUCKETS) -> Histogram:
+        return Histogram(f"drumline_{name}", meaning, labels, buckets=buckets, registry=self.registry)
 
     def took(self, times: Sequence[Times], rows: int) -> None:
         """Take in what the stages measured of a microbatch."""
         self.rows.observe(rows)
         self.pipe.observe((times[-1].end - times[0].arrived) * _NANO)
         for one in times:
-            stage = str(one.stage)
-            self.stage_latency.labels(stage).observe((one.end - one.arrived) * _NANO)
-            self.stage_compute.labels(stage).observe((one.end - one.start) * _NANO)
-            self.depth.labels(stage).set((one.start - one.arrived) * _NANO)
+            latency, compute, depth = self._of_stage[one.stage]
+            latency.observe((one.end - one.arrived) * _NANO)
+            compute.observe((one.end - one.start) * _NANO)
+            depth.set((one.start - one.arrived) * _NANO)
             self.busy[one.stage].add(one.start, one.end)
 
     def listen(self, host: str, port: int) -> tuple[int, Callable[[], None]]:

@@ -23,7 +23,7 @@ from drumline.serve.front.metrics import Metrics
 from drumline.serve.front.queue import Queue
 from drumline.serve.front.tickets import Failed, Microbatch, Signature, Ticket
 from drumline.serve.front.tuner import Tuner
-from drumline.serve.stage import Times, times_of
+from drumline.serve.stage import TELL, Times, times_of
 from drumline.serve.wire.protocol import InferRequest, InferResponse
 from drumline.serve.wire.tensors import put_inputs, read_outputs
 
@@ -58,10 +58,13 @@ class Pipe:
     ) -> None:
         self._infer, self.queue, self._tuner, self._metrics = infer, queue, tuner, metrics
         self._rules, self._is_back, self._seen = rules, is_back, seen
-        self._wake = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
         self._batch: tuple[Signature, list[int]] = ((), [])  # microbatches of the batch that is being sent
         self._sent: dict[asyncio.Task[None], Microbatch] = {}
         self._in_first = 0
+        metrics.queued.set_function(lambda: len(queue))
+        metrics.queued_bytes.set_function(lambda: queue.bytes)
+        metrics.in_pipe.set_function(lambda: self.in_pipe)
 
     @property
     def in_pipe(self) -> int:
@@ -69,22 +72,21 @@ class Pipe:
         return len(self._sent)
 
     def poke(self) -> None:
-        """Look again whether something can be sent."""
-        self._wake.set()
+        """Send what may enter now, and look again when more may."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        wait = self._send_what_may()
+        if wait is not None:
+            self._timer = asyncio.get_running_loop().call_later(wait, self.poke)
 
-    async def run(self) -> None:
-        """Send what is queued, until cancelled."""
-        while True:
-            wait = self._send_what_may()
-            self._metrics.queued.set(len(self.queue))
-            self._metrics.queued_bytes.set(self.queue.bytes)
-            self._metrics.in_pipe.set(self.in_pipe)
-            try:
-                async with asyncio.timeout(wait):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
-            self._wake.clear()
+    async def close(self) -> None:
+        """Give up what is under way."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._sent:
+            task.cancel()
+        await asyncio.gather(*self._sent, return_exceptions=True)
 
     def _send_what_may(self) -> float | None:
         """Send microbatches while they may enter; returns after how many seconds to look again, if nothing happens."""
@@ -165,8 +167,11 @@ class Pipe:
             if timeout <= 0:
                 raise Failed(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")
             began = time.monotonic()
-            call = microbatch.call = self._infer(body, timeout=timeout, wait_for_ready=True)
-            told = asyncio.create_task(_left(call, first))
+            # With nothing else on its way, nobody waits for the first stage: its word would only cost time.
+            busy = self.in_pipe > 1 or len(self.queue) > 0
+            asks = ((TELL, "1"),) if busy else ()
+            call = microbatch.call = self._infer(body, timeout=timeout, wait_for_ready=True, metadata=asks)
+            told = asyncio.create_task(_left(call, first)) if busy else None
             try:
                 answer = await call
             except grpc.aio.AioRpcError as error:
@@ -182,7 +187,8 @@ class Pipe:
                     raise Failed(grpc.StatusCode.CANCELLED, "nobody waits for it") from None
                 raise
             finally:
-                await told
+                if told is not None:
+                    await told
             times = times_of(await call.trailing_metadata())
             microbatch.put(read_outputs(InferResponse.FromString(answer)))
             self._took(microbatch, times, time.monotonic() - began)

@@ -98,8 +98,7 @@ async def serve(settings: Settings, *, told: Callable[[Started], None], stop: as
         if record is not None:
             kept.callback(record.close)
         pipe = _pipe(settings, manifest, channel, stages, metrics, record)
-        sending = asyncio.create_task(pipe.run())
-        kept.callback(sending.cancel)
+        kept.push_async_callback(pipe.close)
         await _front(settings, manifest, pipe, stages, metrics, log, stopped, told, kept)
 
 
