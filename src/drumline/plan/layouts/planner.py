@@ -36,7 +36,7 @@ HEADROOM = 0.1
 BAND = 0.01  # layouts this close to the fastest count as equally fast
 MISS = 0.02  # how far formulas may be from the simulator
 _WIDEST = 1e6  # a margin that no layout exceeds
-_PAIRS = 120_000  # (stage, microbatch) pairs to simulate at most for an answer
+_PAIRS = 60_000  # (stage, microbatch) pairs to simulate at most for an answer
 
 
 @dataclass(frozen=True, slots=True)
