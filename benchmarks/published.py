@@ -42,7 +42,7 @@ def squares(runs: Sequence[Run], constants: Sequence[float]) -> float:
     """Return the sum of squares of log(estimated / published) for (product, memory, node)."""
     found = 0.0
     for run in runs:
-        found += math.log(_estimated(run, constants).seconds.total / run.seconds) ** 2
+        found += math.log(_estimated(run, constants, rough=True).seconds.total / run.seconds) ** 2
     return found
 
 
@@ -78,11 +78,11 @@ def left_out() -> dict[str, tuple[Row, ...]]:
     return found
 
 
-def _estimated(run: Run, constants: Sequence[float]) -> Estimate:
+def _estimated(run: Run, constants: Sequence[float], *, rough: bool = False) -> Estimate:
     machine = MACHINES[run.hardware]
     reach = replace(machine.device.reach, product=constants[0], memory=constants[1])
     tried = replace(machine, device=replace(machine.device, reach=reach), node_reach=constants[2])
-    return estimate(run.transformer, tried.cluster(run.layout.num_devices), run.layout)
+    return estimate(run.transformer, tried.cluster(run.layout.num_devices), run.layout, rough=rough)
 
 
 def left_out_table(found: dict[str, tuple[Row, ...]]) -> str:

@@ -4,6 +4,7 @@ import pytest
 
 from cluster_models import num_parameters
 from drumline.core.errors import PlanError
+from drumline.plan.cluster.hugging_face import transformer_of
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.models import MODELS, model
 from drumline.plan.cluster.transformer import Experts, Transformer, model_flops
@@ -48,6 +49,28 @@ def active_parameters(transformer: Transformer) -> int:
 def test_a_token_uses_some_of_the_experts(name: str, billions: float, within: float) -> None:
     assert active_parameters(model(name)) / 1e9 == pytest.approx(billions, rel=within)
     assert active_parameters(model("llama-3-8b")) == num_parameters(model("llama-3-8b"))
+
+
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256,
+    "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3, "vocab_size": 129280,
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_a_config_with_latent_attention_has_the_parameters_that_its_authors_name() -> None:
+    found = transformer_of({**DEEPSEEK_V3, "max_position_embeddings": 4096}, name="v3")
+    assert num_parameters(found) / 1e9 == pytest.approx(671.0, rel=0.005)
+    assert active_parameters(found) / 1e9 == pytest.approx(37.0, rel=0.02)
+    assert found.details.others == ()
+
+
+def test_a_config_without_a_length_is_planned_with_one_that_is_said() -> None:
+    found = transformer_of(DEEPSEEK_V3, name="v3")
+    assert found.sequence == 2048
+    assert found.details.others == ("no length of sequences: planned with 2048 tokens",)
 
 
 def test_operations_are_six_per_active_parameter_and_token_but_for_attention_and_the_embedding() -> None:

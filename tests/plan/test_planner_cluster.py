@@ -27,7 +27,7 @@ from drumline.plan.cluster.stages import layer_counts, pairs_held, simulated, st
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.launch.launch import AXES, launch, links, place, torchrun
 from drumline.plan.layouts.explain import brief
-from drumline.plan.layouts.planner import BAND, ClusterPlan, band, plan, preferred
+from drumline.plan.layouts.planner import BAND, ClusterPlan, band, plan
 from drumline.plan.layouts.space import Degrees, Pins, layouts, meshes
 from drumline.plan.layouts.survey import Choice, Evaluator, Survey, other_cuts
 from drumline.plan.layouts.what_if import against_fsdp, changes, margins, pareto, scaling
@@ -162,7 +162,7 @@ def test_the_answer_is_that_of_brute_force_however_many_are_shown(
     every = exactly(transformer, machines, batch, plans[0].limit_bytes, pins)
     least = min(one.seconds for one in every)
     assert plans[0].chosen.seconds <= least * (1 + BAND)
-    assert plans[0].chosen.layout == preferred(every).layout
+    assert plans[0].chosen.layout == band(every)[0].layout
 
 
 def test_the_band_prefers_fewer_bytes_sent_then_the_plainer_layout() -> None:
@@ -177,7 +177,7 @@ def test_the_band_prefers_fewer_bytes_sent_then_the_plainer_layout() -> None:
     fastest, near, plain = like(100.0, 5.0, zero=3), like(100.9, 4.0, zero=3), like(100.5, 4.0, zero=1)
     far = like(101.1, 1.0)
     assert band([fastest, near, plain, far]) == [plain, near, fastest]
-    assert preferred([far, fastest]) == fastest
+    assert band([far, fastest]) == [fastest]
 
 
 def test_best_are_of_different_meshes_and_in_order() -> None:

@@ -31,6 +31,7 @@ def _peak_pairs(rank: int, num_ranks: int, num_microbatches: int, stages_per_ran
     stage_counts="any",
     peak_pairs=_peak_pairs,
     makespan=fill_and_drain,
+    makespan_holds=lambda num_ranks, num_microbatches, stages_per_rank: num_microbatches > num_ranks,
     bubble=flush_bubble,
     planned_with=(2, 3, 4, 6, 8),
     suits=lambda num_ranks, num_microbatches, stages_per_rank: (

@@ -7,6 +7,7 @@ understand.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ _KEYS = frozenset(key for keys in _NAMES.values() for key in keys)
 _KIND = Kind("config", PlanError, "the config.json of a Hugging Face model")
 # Far more than any model has, but few enough to plan for.
 _MOST_LAYERS, _MOST = 10_000, 2**31
-_NEEDED = ("num_layers", "hidden", "num_heads", "vocabulary", "sequence")
+_NEEDED = ("num_layers", "hidden", "num_heads", "vocabulary")
 # Early families: two matrices in the feed-forward, biases everywhere, learned positions or none.
 _PLAIN = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "gpt_bigcode", "phi")
 _LEARNED = ("gpt2", "gpt_neo", "opt", "gpt_bigcode")
@@ -65,6 +66,8 @@ def transformer_of(config: Any, *, name: str) -> Transformer:
     if isinstance(config.get("text_config"), Mapping):  # multimodal models
         config = {**config, **config["text_config"]}
     found = {key: _number(config, key) for key in _NAMES}
+    assumed = () if found["sequence"] else (f"no length of sequences: planned with {_ASSUMED} tokens",)
+    found["sequence"] = found["sequence"] or _ASSUMED
     lacking = [key for key in _NEEDED if not found[key]]
     if lacking:
         raise PlanError(
@@ -77,14 +80,12 @@ def transformer_of(config: Any, *, name: str) -> Transformer:
     if found["num_experts"] > 1:
         width = found["expert_width"] or found["feedforward"]
         experts = Experts(found["num_experts"], max(found["per_token"], 1), width, found["num_shared"])
-    shared = found["num_key_value_heads"]
-    latent = _whole(config, "kv_lora_rank", _MOST)
-    if latent:  # keys and values pass a narrow projection; the same number of plain heads has the same size
+    shared, latent = found["num_key_value_heads"], _latent(config)
+    if latent is not None:
+        shared, found["head_width"] = plain_heads(found["hidden"], found["num_heads"], latent)
+    elif narrow := _whole(config, "kv_lora_rank", _MOST):  # its other widths are not named
         width = found["head_width"] or max(found["hidden"] // found["num_heads"], 1)
-        narrow = latent + _whole(config, "qk_rope_head_dim", _MOST)
-        shared = 1
-        while 2 * shared * width < narrow:
-            shared *= 2
+        shared = _shared_heads(width, narrow + _whole(config, "qk_rope_head_dim", _MOST))
     return Transformer(
         name,
         found["num_layers"],
@@ -102,8 +103,40 @@ def transformer_of(config: Any, *, name: str) -> Transformer:
         head_width=found["head_width"],
         biased=plain,
         dropout=any(config.get(key) for key in ("attention_dropout", "resid_pdrop", "attn_pdrop", "hidden_dropout")),
-        details=details_of(config, read=_KEYS, gated=not plain),
+        details=_also(details_of(config, read=_KEYS, gated=not plain), assumed),
     )
+
+
+def _also(details: Details, others: tuple[str, ...]) -> Details:
+    return replace(details, others=(*details.others, *others)) if others else details
+
+
+def plain_heads(hidden: int, num_heads: int, latent: Latent) -> tuple[int, int]:
+    """Return plain heads with as many parameters as latent attention: heads of keys and values, and their width.
+
+    DeepSeek-V3's attention has 187 million parameters per layer:
+
+    >>> shared, width = plain_heads(7168, 128, Latent(1536, 512, 128, 64, 128))
+    >>> shared, width, round(2 * 7168 * (128 + shared) * width / 1e6)
+    (4, 99, 187)
+    """
+    queries, from_latent = num_heads * (latent.head + latent.rotary_head), num_heads * (latent.head + latent.value_head)
+    by_queries = latent.queries * (hidden + queries) if latent.queries else hidden * queries
+    by_keys = hidden * (latent.keys_values + latent.rotary_head) + latent.keys_values * from_latent
+    total = by_queries + by_keys + num_heads * latent.value_head * hidden
+    shared = _shared_heads(total / (2 * hidden * num_heads), latent.keys_values + latent.rotary_head)
+    return shared, max(round(total / (2 * hidden * (num_heads + shared))), 1)
+
+
+def _shared_heads(width: float, narrow: int) -> int:
+    """Return the fewest heads of keys and values, a power of two, that are as wide as the narrow projection."""
+    shared = 1
+    while 2 * shared * width < narrow:
+        shared *= 2
+    return shared
+
+
+_ASSUMED = 2048  # tokens of a sequence, if a config does not say
 
 
 def _number(config: Mapping[str, Any], key: str) -> int:

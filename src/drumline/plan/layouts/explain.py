@@ -96,6 +96,7 @@ class Explanation:
             "num_evaluated": plan.survey.num_evaluated,
             "plan_seconds": plan.seconds,
             "chosen": _layout_json(plan, plan.chosen),
+            "band": [_layout_json(plan, one) for one in plan.band],
             "best": [{**_layout_json(plan, one.choice), "why": one.sentence} for one in self.best],
             "ranks": {
                 "order": list(AXES),

@@ -36,12 +36,15 @@ HEADROOM = 0.1
 BAND = 0.01  # layouts this close to the fastest count as equally fast
 MISS = 0.02  # how far formulas may be from the simulator
 _WIDEST = 1e6  # a margin that no layout exceeds
-_PAIRS = 120_000  # (stage, microbatch) pairs to simulate at most for an answer
+_PAIRS = 60_000  # (stage, microbatch) pairs to simulate at most for an answer
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """The best layouts, one per mesh, best first; the first is the choice."""
+    """The best layouts, one per mesh, best first; the first is the choice.
+
+    `band` has all that are as fast, within what an estimate can tell, the choice first.
+    """
 
     transformer: Transformer
     cluster: Cluster
@@ -51,6 +54,7 @@ class ClusterPlan:
     best: tuple[Choice, ...]
     survey: Survey = field(repr=False)
     seconds: float
+    band: tuple[Choice, ...] = ()
 
     @property
     def chosen(self) -> Choice:
@@ -99,10 +103,11 @@ def plan(
     check(cluster, batch, headroom, top)
     survey = Survey(transformer, cluster, batch, pins or Pins(), evaluate, refine, weigh, sketch)
     limit = limit_of(cluster, headroom)
-    best = chosen_of(survey, limit, top=top, pairs=_PAIRS)
+    best, near = _answer(survey, limit, top, _PAIRS)
     if not best:
         raise nothing_fits(survey, limit, headroom)
-    return ClusterPlan(transformer, cluster, batch, survey.pins, headroom, tuple(best), survey, clock() - began)
+    took = clock() - began
+    return ClusterPlan(transformer, cluster, batch, survey.pins, headroom, tuple(best), survey, took, tuple(near))
 
 
 def chosen_of(survey: Survey, limit: float, *, top: int = 1, pairs: int = _PAIRS // 8) -> list[Choice]:
@@ -110,20 +115,26 @@ def chosen_of(survey: Survey, limit: float, *, top: int = 1, pairs: int = _PAIRS
 
     It simulates what may be the best by formula, until the rest cannot be; at most `pairs` pairs, whatever `top` is.
     """
+    return _answer(survey, limit, top, pairs)[0]
+
+
+def _answer(survey: Survey, limit: float, top: int, pairs: int) -> tuple[list[Choice], list[Choice]]:
+    """Return the best layouts, one per mesh, and the band."""
     found, exact = _near_best(survey, limit, top, pairs)
     if not exact:
-        return []
+        return [], []
     first: dict[Degrees, Choice] = {}
     for one in sorted(exact, key=lambda one: one.rank):
         first.setdefault(one.mesh, one)
-    chosen = preferred(exact)
+    near = band(exact)
+    chosen = near[0]
     for one in found:
         if one.mesh not in first and len(first) < top:
             known = one if survey.refine is None else survey.cut(one.layout, limit)
             if known.bytes <= limit:
                 first.setdefault(one.mesh, known)
     others = (one for mesh, one in first.items() if mesh != chosen.mesh)
-    return [chosen, *sorted(others, key=lambda one: one.rank)][:top]
+    return [chosen, *sorted(others, key=lambda one: one.rank)][:top], near
 
 
 def _near_best(survey: Survey, limit: float, top: int, pairs: int) -> tuple[list[Choice], list[Choice]]:
@@ -162,11 +173,6 @@ def band(choices: Sequence[Choice]) -> list[Choice]:
     least = min(one.seconds for one in choices)
     near = (one for one in choices if one.seconds <= least * (1 + BAND))
     return sorted(near, key=lambda one: (one.sent_bytes, one.plainness))
-
-
-def preferred(choices: Sequence[Choice]) -> Choice:
-    """Return the first of the band."""
-    return band(choices)[0]
 
 
 def limit_of(cluster: Cluster, headroom: float) -> float:

@@ -53,6 +53,8 @@ def why(chosen: Choice, other: Choice, limit_bytes: float) -> str:
     lost, saved = lost_and_saved(chosen.estimate.seconds, other.estimate.seconds, _EVEN * chosen.seconds)
     if abs(slower) <= _EVEN:
         return _as_fast(chosen, other)
+    if slower < 0:
+        return f"{-slower:.1%} faster, but sends {(other.sent_bytes - chosen.sent_bytes) / _GIB:.1f} GiB more"
     reasons = [_MORE_AND_LESS[item][0].format(_seconds(by)) for item, by in lost[:2]]
     if saved and saved[0][1] > 0.1 * lost[0][1]:
         item, by = saved[0]

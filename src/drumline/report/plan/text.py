@@ -35,6 +35,7 @@ BYTES = {
     "buffers": "buffers",
 }
 _PLAIN_HEADS = ("Latent attention is planned as plain heads with the same number of parameters.",)
+_SHOWN = 4  # layouts of the band to list
 SCALING = ("scaling", "GPUs", "sequences", "mesh", "step", "tokens/s", "efficiency")
 VOLUMES = ("tensor", "context", "expert", "pipeline", "data")
 
@@ -115,7 +116,17 @@ def _best(told: Explanation, width: int) -> str:
     shown = [_wrapped([count], width), "", table(header, rows, width=width, left=3, keep=("mesh", "step"))]
     if reasons:
         shown += ["", _wrapped(["Why the others lose:", *reasons], width)]
+    if len(told.plan.band) > 1:
+        shown += ["", _wrapped(band_lines(told.plan), width)]
     return "\n".join(shown)
+
+
+def band_lines(plan: ClusterPlan) -> list[str]:
+    """Return the layouts that are as fast as the choice, within what an estimate can tell."""
+    lines = [f"- {one.mesh}: {settings_text(one)}; {duration(one.seconds)}" for one in plan.band[:_SHOWN]]
+    more = len(plan.band) - _SHOWN
+    rest = [f"- and {counted(more, 'other')}"] if more > 0 else []
+    return ["Within 1% of the fastest; of these, the first sends the fewest bytes:", *lines, *rest]
 
 
 def scaling_rows(plan: ClusterPlan, reasons: Reasons) -> list[list[str]]:
