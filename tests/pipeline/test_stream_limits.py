@@ -59,7 +59,7 @@ def test_slices_and_what_a_drain_runs_are_the_whole_program(kind: str) -> None:
         ]
         assert sliced == [(one.op, one.microbatch) for one in row[: len(sliced)]]
         rest = row[len(sliced) :]
-        for op in {one.op for one in rest}:  # a drain runs each kind in this order
+        for op in some({one.op for one in rest}):  # a drain runs each kind in this order
             order = [one.microbatch for one in rest if one.op is op]
             assert order == sorted(order)
 
@@ -76,7 +76,7 @@ def test_peak_versions_and_bytes_are_those_simulated(kind: str) -> None:
     optimizer = pipe.optimizer(torch.optim.SGD, lr=1e-3)
     size = sum(one.nbytes for one in model[0].parameters())
     most = [0] * ranks
-    for _ in range(steps):
+    for _ in some(range(steps)):
         pipe.step(torch.randn(8, WIDTH), target=torch.randn(8, WIDTH))
         found = pipe.timeline().peak_stash
         assert found is not None
