@@ -61,7 +61,8 @@ matrices: $(VENV)/full.stamp
 	ALL_CASES=1 $(BIN)/pytest -m matrix --numprocesses 2
 	OMP_NUM_THREADS=1 $(BIN)/python tests/hf_matrix.py --write
 
-# Real runs of `drumline train` that are killed, stopped or damaged (tests/faults); the short form is for .ci/run.
+# Real runs of `drumline train` that are killed, stopped or damaged (tests/faults), and a service under faults; the short
+# form is for .ci/run.
 faults faults-short: export PYTHONPATH := src:tests
 faults: $(VENV)/full.stamp
 	@mkdir -p out

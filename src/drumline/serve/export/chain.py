@@ -106,6 +106,7 @@ def _values(
 def described(name: str, examples: Sequence[Array]) -> Tensor:
     """Return what is known of a tensor from examples at three sizes.
 
+    >>> import numpy as np
     >>> described("x", [np.zeros((4, 8, 3)), np.zeros((5, 8, 3)), np.zeros((4, 2, 3))])
     Tensor(name='x', datatype='FP64', shape=('batch', 'length', 3))
     """
