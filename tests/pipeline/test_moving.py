@@ -88,6 +88,7 @@ def trained(
     moves: Moves,
     *,
     first: int = 0,
+    steps: int = STEPS,
     folder: str = "",
     steps_per_update: int = 1,
     dtype: torch.dtype | None = None,
@@ -103,7 +104,7 @@ def trained(
         if first:
             pipe.load(folder)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 1.0 if folder else 0.9)
-        for step in range(first, STEPS):
+        for step in range(first, steps):
             if folder and not first and step in moves:
                 pipe.save(folder, wait=True)
             if step in moves:
@@ -368,9 +369,7 @@ PARAMETERS = ("0.weight", "0.bias", "1.weight", "1.bias")
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_compiled_stages_are_compiled_again() -> None:
-    still, moved = (
-        trained(chain_of_norms, moves, compile="aot_eager", schedule="zb-h1", **HERE) for moves in ({}, {2: [3, 5]})
-    )
+    still, moved = (trained(chain_of_norms, moves, steps=2, compile="aot_eager", **HERE) for moves in ({}, {1: [3, 5]}))
     assert len(moved.pop("moves")) == 1
     still.pop("moves")
     moved.pop("blocks")

@@ -202,7 +202,7 @@ class StepRun:
         self.ledger.settle(until=step.number - 2, gradients_left=self.holdings.has_gradients)
         with self.crew.together("the start of a step"):
             self.watched.look()
-        self.holdings.follow()
+            self.holdings.follow()
         if self.engine.renew():
             self.holdings.renew()
             self.updates.follow(self.engine.parameters())
