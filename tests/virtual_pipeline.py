@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from drumline.adapt.decide import Arrangement, Decider, Proposal
+from drumline.adapt.decide import Decider
+from drumline.adapt.proposal import Arrangement, Proposal
 from drumline.adapt.rebalance import Layers
 from drumline.adapt.repair import repaired
 from drumline.adapt.seen import Seen

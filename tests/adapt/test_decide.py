@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from drumline.adapt.decide import CUT, NUMBER, PROGRAM
+from drumline.adapt.proposal import CUT, NUMBER, PROGRAM
 from drumline.adapt.repair import Aside, Repair
 from drumline.core.costs import Costs
 from drumline.core.program import Program

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import drumline as dl
-from drumline.adapt.decide import CUT, NUMBER, PROGRAM, Arrangement, Judged, Proposal
+from drumline.adapt.proposal import CUT, NUMBER, PROGRAM, Arrangement, Judged, Proposal
 from drumline.adapt.seen import Seen
 from drumline.core.errors import DrumlineError, MismatchError, ProgramError, UsageError
 from drumline.core.prove.violation import InvalidProgram

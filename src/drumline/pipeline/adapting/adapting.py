@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from drumline.adapt.decide import CUT, Arrangement, Decider, Proposal
+from drumline.adapt.decide import Decider
 from drumline.adapt.move import Move
+from drumline.adapt.proposal import CUT, Arrangement, Proposal
 from drumline.adapt.rebalance import Layers, guessed
 from drumline.adapt.seen import Seen
 from drumline.adapt.settings import Adapt
