@@ -31,12 +31,12 @@ from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import OPS, RECOMPUTE, Layout, is_recomputation
 from drumline.plan.cluster.stages import layer_counts
 from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.layouts.frameworks import FRAMEWORKS, ZERO, Runs
 from drumline.schedules import DEFAULT, find, schedules
 from drumline.schedules.registry import MAX_PAIRS
 
 MICROBATCHES = (1, 2, 4, 8, 16)
 SHORTEST = 4096  # the fewest tokens on a context-parallel rank
-ZERO = (0, 1, 2, 3)
 
 
 def tried_schedules() -> dict[str, tuple[int, ...]]:
@@ -46,32 +46,6 @@ def tried_schedules() -> dict[str, tuple[int, ...]]:
     (2,)
     """
     return {name: one.planned_with for name, one in schedules().items() if one.planned_with}
-
-
-class Runs(NamedTuple):
-    """What a framework runs: kinds of recomputation, of some layers too, and ZeRO stages without and with a pipeline.
-
-    With `any_schedule` it takes the order of a schedule from a file; otherwise a schedule says whether it is there.
-    """
-
-    recompute: tuple[str, ...]
-    some_layers: bool
-    zero: tuple[int, ...]
-    zero_staged: tuple[int, ...]
-    any_schedule: bool = True
-
-    def schedule(self, name: str) -> bool:
-        """Whether it runs a schedule."""
-        return self.any_schedule or find(name).in_megatron
-
-
-# Megatron-LM recomputes norms by themselves, but no activation function, and `block` recomputes some layers; in a
-# pipeline its distributed optimizer is ZeRO 1. torchtitan shards by FSDP, whose optimizer state is always sharded.
-FRAMEWORKS = {
-    "": Runs(RECOMPUTE, True, ZERO[1:], (1, 3)),
-    "megatron": Runs(("none", "norms", "full"), True, ZERO[1:], (1,), any_schedule=False),
-    "torchtitan": Runs(("none", "full"), False, (2, 3), (2, 3)),
-}
 
 
 @dataclass(frozen=True, slots=True)

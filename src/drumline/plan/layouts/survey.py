@@ -34,7 +34,7 @@ Weigher = Callable[[Transformer, Layout], float]
 _Key = tuple[tuple[str, int], int, str]  # the schedule with its stages per rank, the ZeRO stage, the recomputation
 
 MOST_PAIRS = 40_000  # (stage, microbatch) pairs of the largest pipeline to simulate
-_SKETCHED = 0.9  # factor on a sketch: formulas are up to a tenth too long where stages are unequal
+_SKETCHED = 0.89  # factor on a sketch: formulas are up to an eighth too long where stages are unequal
 _SLACK = 0.97  # factor on a lower bound: stages of other schedules may be slightly more even than the weights say
 
 
@@ -165,7 +165,7 @@ def other_cuts(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
 class Survey:
     """All layouts of a transformer on a cluster, evaluated on demand.
 
-    `evaluate` says what a layout takes. `sketch` is faster and at most a tenth too long: what it shows to be too slow
+    `evaluate` says what a layout takes. `sketch` is faster and at most an eighth too long: what it shows to be too slow
     is not evaluated. `refine` is exact, and `weigh` returns the bytes alone.
     """
 

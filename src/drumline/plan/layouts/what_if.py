@@ -15,8 +15,9 @@ from drumline.core.errors import PlanError
 from drumline.plan.advice import Remedy
 from drumline.plan.cluster.layout import RECOMPUTE, Layout
 from drumline.plan.cluster.stages import layer_counts
+from drumline.plan.layouts.frameworks import ZERO
 from drumline.plan.layouts.planner import ClusterPlan, chosen_of
-from drumline.plan.layouts.space import ZERO, Pins, layouts, schedules_of
+from drumline.plan.layouts.space import Pins, layouts, schedules_of
 from drumline.plan.layouts.survey import Choice, Survey
 from drumline.plan.layouts.why import Alternative, settings, why_not
 
