@@ -308,14 +308,14 @@ PIPELINE = (
     ),
     Bug(
         "shares-of-the-check-upside-down",
-        "pipeline/verify/model_check.py",
+        "pipeline/check/model_check.py",
         "ratio = share / self._wanted.share",
         "ratio = self._wanted.share / share",
         "A loss whose shares are known only once it is seen is said to be computed wrongly.",
     ),
     Bug(
         "first-microbatch-checked",
-        "pipeline/verify/model_check.py",
+        "pipeline/check/model_check.py",
         "return step, self._parts.first(step.shares, self._intake.device)",
         "return step, 0",
         "A microbatch that counts nothing is compared, in which every model is right.",
@@ -336,14 +336,14 @@ PIPELINE = (
     ),
     Bug(
         "parts-of-sequences-alone",
-        "pipeline/verify/lines.py",
+        "pipeline/check/lines.py",
         "return (*partial, context.AXIS) if self.divides_sequences else partial",
         "return partial",
         "A line's part of each gradient is compared with that of whole sequences.",
     ),
     Bug(
         "experts-of-one-line",
-        "pipeline/verify/lines.py",
+        "pipeline/check/lines.py",
         "total = self._summed(own, parameter, (EXPERTS,))",
         "total = own",
         "An expert's gradient, of the tokens of all lines, is compared with that of one line's.",

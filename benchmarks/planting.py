@@ -65,7 +65,7 @@ OF_FILE = {
         "tests/pipeline/test_pipeline.py",
         "tests/pipeline/test_moving.py",
     ),
-    "pipeline/verify/lines.py": ("tests/mesh/test_first_check.py",),
+    "pipeline/check/lines.py": ("tests/mesh/test_first_check.py",),
     "pipeline/record/recording.py": ("tests/pipeline/test_recording.py",),
     "pipeline/loss/own_loss.py": ("tests/pipeline/test_hugging_face.py",),
     "pipeline/record/run_folder.py": ("tests/pipeline/test_recording.py",),

@@ -15,6 +15,7 @@ from drumline.core.errors import RunError, UsageError, counted
 from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
 from drumline.pipeline.adapting.auto_schedule import Searched
+from drumline.pipeline.check.verdict import Checked
 from drumline.pipeline.lengths.arrange import SearchedSizes
 from drumline.pipeline.moving.mover import Mover
 from drumline.pipeline.options import Options, made_with
@@ -27,7 +28,6 @@ from drumline.pipeline.state.scaler import LossScaler
 from drumline.pipeline.state.validated import Verdict, refusal
 from drumline.pipeline.state.validated import check as validated_after
 from drumline.pipeline.step import CalledWith, StepResult, output_of
-from drumline.pipeline.verify.verdict import Checked
 from drumline.runtime.axes.axes import AXES, Axes
 from drumline.runtime.executor import Step
 from drumline.runtime.gradients import clip

@@ -28,6 +28,9 @@ from drumline.pipeline.adapting.adapting import Adapting, decider_for
 from drumline.pipeline.adapting.auto_schedule import AUTO, AutoSchedule, first_schedule
 from drumline.pipeline.assembly import Assembly, loss_block
 from drumline.pipeline.balance import Balance, chosen_stages
+from drumline.pipeline.check.lines import LineParts
+from drumline.pipeline.check.model_check import ModelCheck
+from drumline.pipeline.check.watched import Watched
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.engine import CapturingEngine, Engine
 from drumline.pipeline.intake import Intake
@@ -49,9 +52,6 @@ from drumline.pipeline.state.updates import Updates
 from drumline.pipeline.state.validated import Validation
 from drumline.pipeline.step import StepRun
 from drumline.pipeline.verify.agreement import Followed, agree_on_lines, code_of, first_difference, plan_of, weights_of
-from drumline.pipeline.verify.lines import LineParts
-from drumline.pipeline.verify.model_check import ModelCheck
-from drumline.pipeline.verify.watched import Watched
 from drumline.plan.device.blocks import Profile
 from drumline.runtime.axes.axes import DATA, Axes
 from drumline.runtime.axes.context import WholeContext, positions_of

@@ -31,6 +31,8 @@ from drumline.core.timeline.idle import Limit
 from drumline.pipeline.adapting.adapting import Adapting
 from drumline.pipeline.adapting.auto_schedule import AutoSchedule
 from drumline.pipeline.balance import Balance
+from drumline.pipeline.check.model_check import ModelCheck
+from drumline.pipeline.check.watched import Watched
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.engine import Engine
 from drumline.pipeline.intake import Intake
@@ -46,9 +48,7 @@ from drumline.pipeline.state.stream import Stream
 from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.state.updates import Updates
 from drumline.pipeline.verify.agreement import Followed, Given, begun
-from drumline.pipeline.verify.model_check import ModelCheck
 from drumline.pipeline.verify.same_rows import agree_on_rows
-from drumline.pipeline.verify.watched import Watched
 from drumline.runtime.axes import context
 from drumline.runtime.axes.axes import DATA
 from drumline.runtime.batch import counted_in

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drumline.core.errors import ModelError, RunError, UsageError
+from drumline.pipeline.check.model_check import ModelCheck
 from drumline.pipeline.observer import Observer
 from drumline.pipeline.record.recording import Recording
 from drumline.pipeline.record.tally import Handler
@@ -32,7 +33,6 @@ from drumline.pipeline.state.scaler import LossScaler, multiplied
 from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.state.validated import Validation, refusal
 from drumline.pipeline.state.whole_matrices import WholeMatrices
-from drumline.pipeline.verify.model_check import ModelCheck
 from drumline.runtime.axes.sharding import StateShards, by_element
 from drumline.runtime.executor import Step
 from drumline.runtime.precision import LOW, Precision

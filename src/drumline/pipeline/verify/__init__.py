@@ -1,1 +1,1 @@
-"""Compare a pipeline with one process: the unsplit model, the check of the first step, and agreement between ranks."""
+"""Compare a pipeline with one process: the unsplit model, what `verify` does with it, and agreement between ranks."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
+from drumline.pipeline.check.verdict import FLOOR
 from drumline.pipeline.verify.comparing import off
-from drumline.pipeline.verify.verdict import FLOOR
 from drumline.runtime.executor import Executor
 from drumline.runtime.gradients.sketch import distances, norms, sketch
 

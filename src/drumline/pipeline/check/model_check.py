@@ -25,6 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import DrumlineError, MismatchError
+from drumline.pipeline.check.lines import LineParts
+from drumline.pipeline.check.relay import GaveUp, Places, Relay
+from drumline.pipeline.check.sketched import Expected, Found, differences, found_by, unsettled
+from drumline.pipeline.check.verdict import Checked, Outcome, allowed_off, verdict
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.engine import Engine
 from drumline.pipeline.intake import Intake
@@ -32,12 +36,8 @@ from drumline.pipeline.model.blocks import is_chain
 from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.verify.agreement import Given, agree_on_batch, first_difference, samples_of
 from drumline.pipeline.verify.comparing import few, off, outputs_off
-from drumline.pipeline.verify.lines import LineParts
 from drumline.pipeline.verify.plain import Plain
 from drumline.pipeline.verify.plain_step import Slice, Wanted, plain_step
-from drumline.pipeline.verify.relay import GaveUp, Places, Relay
-from drumline.pipeline.verify.sketched import Expected, Found, differences, found_by, unsettled
-from drumline.pipeline.verify.verdict import Checked, Outcome, allowed_off, verdict
 from drumline.runtime.blocks.cut import Block, Model
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.gradients.clip import Witness
