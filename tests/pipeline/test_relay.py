@@ -18,7 +18,7 @@ from drumline.pipeline.check.relay import GaveUp, Places, Relay
 from drumline.pipeline.check.verdict import Checked
 from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.verify import relay
+from drumline.pipeline.check import relay
 from drumline.runtime.blocks.pieces import Piece
 from drumline.runtime.blocks.script import Live
 from drumline.runtime.randomness import Randomness
