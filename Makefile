@@ -67,7 +67,7 @@ faults faults-short: export PYTHONPATH := src:tests
 faults: $(VENV)/full.stamp
 	@mkdir -p out
 	$(BIN)/python tests/faults/run.py --json out/faults.json
-	PYTHONPATH=src:tests:tests/serve $(BIN)/python benchmarks/serve_faults.py --json out/serve_faults.json
+	PYTHONPATH=src:tests $(BIN)/python benchmarks/serve_faults.py --json out/serve_faults.json
 
 faults-short: $(VENV)/full.stamp
 	$(BIN)/python tests/faults/run.py --short

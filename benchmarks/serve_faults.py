@@ -1,6 +1,6 @@
 """A service under faults: dead, stopped and disturbed stages, clients that go, garbage, and a soak.
 
-    PYTHONPATH=tests:tests/serve python benchmarks/serve_faults.py [--short] [--json FILE]
+    PYTHONPATH=tests python benchmarks/serve_faults.py [--short] [--json FILE]
 
     kill        kill -9 of each stage under load. Without repeats only requests inside it fail, with UNAVAILABLE; with
                 repeats none does; the service is back within 5 s
@@ -29,11 +29,11 @@ from typing import Any
 
 import grpc
 import numpy as np
-from fuzzing import garbage_at
-from services import WIDTH, expected, rows_of, write_served
 
 from drumline.serve.wire.protocol import InferRequest, stub
 from drumline.serve.wire.tensors import put_inputs, read_outputs
+from served.fuzzing import garbage_at
+from served.services import WIDTH, expected, rows_of, write_served
 from serving import by_stage, descriptors, metric, resident_mib, served
 
 CLIENTS, MOST_SECONDS_BACK = 8, 5.0

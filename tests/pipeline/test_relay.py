@@ -14,11 +14,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from drumline.core.errors import DrumlineError
+from drumline.pipeline.check import relay
 from drumline.pipeline.check.relay import GaveUp, Places, Relay
 from drumline.pipeline.check.verdict import Checked
 from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.check import relay
 from drumline.runtime.blocks.pieces import Piece
 from drumline.runtime.blocks.script import Live
 from drumline.runtime.randomness import Randomness

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 for _package in ("onnxruntime", "onnx", "grpc_health", "grpc_reflection", "prometheus_client"):
     needed(_package, "servetest")
 
-from services import Running, serving, write_served  # noqa: E402 - needs the packages above
+from served.services import Running, serving, write_served  # noqa: E402 - needs the packages above
 
 
 @pytest.fixture(scope="session")

@@ -17,9 +17,16 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from certificates import Authority
-from fuzzing import garbage_at
-from services import (
+
+from drumline.core.errors import LaunchError, RecordError, UsageError
+from drumline.core.measured.run import read_run
+from drumline.serve.front.pipe import Rules
+from drumline.serve.wire.links import Tls, check_exposed, free_port
+from drumline.serve.wire.protocol import SERVICE, stub
+from drumline.serve.wire.tensors import Array
+from served.certificates import Authority
+from served.fuzzing import garbage_at
+from served.services import (
     Running,
     channel_to,
     expected,
@@ -31,13 +38,6 @@ from services import (
     together,
     write_served,
 )
-
-from drumline.core.errors import LaunchError, RecordError, UsageError
-from drumline.core.measured.run import read_run
-from drumline.serve.front.pipe import Rules
-from drumline.serve.wire.links import Tls, check_exposed, free_port
-from drumline.serve.wire.protocol import SERVICE, stub
-from drumline.serve.wire.tensors import Array
 from serving import first_object
 from some import some
 

@@ -13,10 +13,10 @@ import pytest
 import tritonclient.grpc as triton
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from services import WIDTH, Running, channel_to, expected, inferred, request_of, rows_of, status_of, together
 
 from drumline.serve.wire.protocol import SERVICE, InferRequest, message, stub
 from drumline.serve.wire.tensors import read_outputs
+from served.services import WIDTH, Running, channel_to, expected, inferred, request_of, rows_of, status_of, together
 from some import some
 
 pytestmark = pytest.mark.slow

@@ -8,9 +8,9 @@ from contextlib import suppress
 from typing import Any
 
 import grpc
-from services import channel_to, request_of, rows_of
 
 from drumline.serve.wire.protocol import path_of
+from served.services import channel_to, request_of, rows_of
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _CALLS = ("ModelInfer", "ModelMetadata", "ModelReady", "ServerLive", "NoSuchCall")

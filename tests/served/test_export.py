@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import tritonclient.grpc as triton
-from services import serving
 from torch import nn
 
 from drumline.cli.main import main
@@ -22,6 +21,7 @@ from drumline.serve.wire.manifest import Manifest, read_manifest
 from drumline.serve.wire.tensors import Array
 from drumline.train.finished import finished_model
 from extras import needed
+from served.services import serving
 from some import some
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]

@@ -11,7 +11,6 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from services import rows_of, write_served
 
 from drumline.core.errors import RecordError
 from drumline.core.measured.run import read_run
@@ -23,6 +22,7 @@ from drumline.serve.front.tuner import Tuner
 from drumline.serve.session import open_session
 from drumline.serve.stage import Times
 from drumline.serve.wire.manifest import Tensor, check_files, read_manifest
+from served.services import rows_of, write_served
 from some import some
 
 MS = 1_000_000
