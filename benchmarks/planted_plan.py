@@ -219,15 +219,15 @@ PLAN = (
     Bug(
         "sharded-gradients-of-zero-1",
         "plan/cluster/memory.py",
-        "gradients=layout.practice.gradient_bytes * (part if layout.zero >= 2 else whole),",
-        "gradients=layout.practice.gradient_bytes * (part if layout.zero >= 1 else whole),",
+        "whole_gradients = layout.zero < 2 or keeps_gradients(layout)",
+        "whole_gradients = layout.zero < 1 or keeps_gradients(layout)",
         "ZeRO 1, which keeps whole gradients, is said to hold a part of them.",
     ),
     Bug(
         "weights-gathered-once",
         "plan/cluster/loads.py",
-        "sent = times * (reduced + 2 * gathered)",
-        "sent = times * (reduced + gathered)",
+        "once, sums * reduced + 2 * times * gathered)",
+        "once, sums * reduced + times * gathered)",
         "ZeRO 3 gathers weights for the forward and again for the backward; one is left out.",
     ),
     Bug(
