@@ -8,6 +8,7 @@ import os
 import random
 import re
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -67,6 +68,14 @@ class StandingClock:
     def monotonic() -> float:
         """Return always the same moment."""
         return 0.0
+
+
+@pytest.fixture(autouse=True)
+def products_round_alike() -> Iterator[None]:
+    """Let no test change how later ones round: see `runtime.precision.settle_products`."""
+    yield
+    if (torch := sys.modules.get("torch")) is not None and hasattr(torch, "backends"):
+        torch.backends.mkldnn.set_flags(True)
 
 
 @pytest.fixture(autouse=True)

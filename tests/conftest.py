@@ -31,6 +31,14 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drumline.pipeline.launch.launch._SECONDS_OF_GRACE", 200.0)
 
 
+@pytest.fixture
+def settled_products() -> None:
+    """Let float32 products of plain loops with Muon round like those of pipelines, from the first one on."""
+    from drumline.runtime.precision import settle_products
+
+    settle_products()
+
+
 @pytest.fixture(scope="session")
 def warm_ranks() -> Iterator[WarmRanks]:
     """What `launch` can fork its ranks by, one for all tests of a process."""

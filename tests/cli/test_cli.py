@@ -379,7 +379,7 @@ def test_demo_trains_by_every_schedule_to_the_weights_of_one_process(
 ) -> None:
     code, found = run_json(capsys, "demo", "--out", str(tmp_path), "--width", "16", "--epochs", "2")
     assert code == 0
-    assert [one["difference"] for one in found["rows"]] == [0] * 7
+    assert [one["difference"] for one in found["rows"]] == [0] * 8
     page = Path(found["report"]).read_text()
     assert page.startswith("<!doctype html>")
     assert all(Path(one["run"]).name in page for one in found["rows"])
@@ -388,6 +388,7 @@ def test_demo_trains_by_every_schedule_to_the_weights_of_one_process(
         ("gpipe", 4): 0.8,
         ("1f1b", 4): 0.8,
         ("zb-h1", 4): round(12 / 13, 4),
+        ("pipedream-2bw", 4): 1.0,
         ("gpipe", 8): round(8 / 9, 4),
         ("1f1b", 8): round(8 / 9, 4),
     }

@@ -36,10 +36,10 @@ def test_plan_prints_the_choice_and_its_reasons(capsys: pytest.CaptureFixture[st
         "Why the others lose:",
         "What more hardware would gain:",
         "one more GiB per device",
-        "--launch torchtitan",
+        "Start it: drumline train plan.toml",
     ):
         assert words in out
-    _, out, _ = run(capsys, *SMALL, *FAST, "--brief", "--launch", "torchtitan")
+    _, out, _ = run(capsys, *SMALL, *FAST, "--zero", "3", "--brief", "--launch", "torchtitan")
     assert "Start it: torchrun --standalone --nproc-per-node 8" in out
 
 
@@ -84,7 +84,7 @@ def test_out_writes_page_picture_json_and_configs(tmp_path: Path, capsys: pytest
     assert {name: getattr(read, name) for name in ("tensor", "pipeline", "data", "schedule")} == {
         name: layout[name] for name in ("tensor", "pipeline", "data", "schedule")
     }
-    assert run(capsys, *brief, "--launch", "torchtitan", "--out", str(tmp_path / "titan.toml"))[0] == 0
+    assert run(capsys, *brief, "--zero", "3", "--launch", "torchtitan", "--out", str(tmp_path / "titan.toml"))[0] == 0
     assert tomllib.loads((tmp_path / "titan.toml").read_text())["parallelism"]["pipeline_parallel_degree"] == 2
     assert run(capsys, *brief, "--launch", "megatron", "--out", str(tmp_path / "plan.args"))[0] == 0
     assert "--pipeline-model-parallel-size 2" in (tmp_path / "plan.args").read_text()

@@ -21,6 +21,7 @@ from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.blocks.pieces import Piece
 from drumline.runtime.blocks.script import Live
+from drumline.runtime.channel.rank_names import BY_NUMBER
 from drumline.runtime.randomness import Randomness
 from follow_faults import FAULTS, WIDTH, Skips, data, stale_attribute
 from some import some
@@ -253,6 +254,8 @@ def test_a_chain_without_memory_runs_as_it_is() -> None:
 def test_what_the_blocks_make_may_be_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     class Alone:
         """The only rank."""
+
+        called = BY_NUMBER
 
         def all_told(self, what: str, values: list[Any]) -> list[Any]:
             return values

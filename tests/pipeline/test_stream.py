@@ -18,7 +18,7 @@ from drumline.pipeline.pipeline import Pipeline
 from some import some
 from stream_emulation import Emulated, emulate, version_of
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("settled_products")]
 WIDTH, ROWS = 6, 12
 SCHEDULES = {"pipedream": "pipedream", "vertical": "pipedream", "2bw": "pipedream-2bw"}
 

@@ -20,7 +20,7 @@ from host_recorder import HostRecorder
 from some import some
 from torch_models import data, mlp
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("settled_products")]
 
 IGNORED = -100
 

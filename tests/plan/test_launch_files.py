@@ -289,9 +289,10 @@ def test_every_command_of_drumline_that_a_plan_prints_runs(
         words += ["--stages-per-rank", "2"]
     commands = set[str]()
     with contextlib.chdir(tmp_path):
-        for framework in ("drumline", "torchtitan", "megatron"):
+        # Of ZeRO's stages, drumline does not run the second, torchtitan not the first.
+        for framework, stages in (("drumline", "12"), ("torchtitan", "23"), ("megatron", "1")):
             runs = framework != "megatron" or find(schedule).in_megatron
-            for zero in ("1", "2"):  # of which the second is not run
+            for zero in stages:
                 assert main([*words, "--launch", framework, "--zero", zero]) == (0 if runs else 2)
                 commands |= set(COMMAND.findall(" ".join(capsys.readouterr().out.split())))
         assert any(one.startswith(f"drumline show {schedule} ") for one in commands)

@@ -198,7 +198,7 @@ def test_what_a_plan_writes_is_read_as_it_was_planned(tmp_path: Path) -> None:
 
 def test_a_function_returns_settings_or_some_of_their_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(
-        "from beside import STEPS\n"
+        "from steps_beside import STEPS\n"
         "from drumline.train.config.settings import *\n"
         "def all_of_it(): return TrainSettings(run=RunSettings(steps=STEPS), model=ModelSettings(kind='mlp'))\n"
         "def some_of_it(): return {'run': RunSettings(steps=8), 'mesh': {'pipeline': 4}}\n"
@@ -206,7 +206,7 @@ def test_a_function_returns_settings_or_some_of_their_tables(tmp_path: Path, mon
         "def failing(): return 1 / 0\n"
         "def nothing(): return None\n"
     )
-    (tmp_path / "beside.py").write_text("STEPS = 7\n")
+    (tmp_path / "steps_beside.py").write_text("STEPS = 7\n")
     name = f"{tmp_path}/mine.py"
     found = read_settings(f"{name}:all_of_it", {"run.seed": 3})
     assert (found.run, found.data.kind) == (RunSettings(steps=7, seed=3), "points")

@@ -36,7 +36,7 @@ from drumline.train.loop.stopping import Skipped
 from drumline.train.models.built import Built
 from some import some
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("settled_products")]
 
 ROWS, WIDTH = 8, 4
 BAD = 2  # the update with a NaN, from 0

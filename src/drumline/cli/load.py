@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=whole, default=0, metavar="S", help="random seed (default 0)")
     add("--tls-ca", metavar="FILE", help="the authority of the service's certificate, PEM")
     add("--tls-cert", metavar="FILE", help="this side's certificate, for mutual TLS")
-    add("--tls-key", metavar="FILE", help="its key")
+    add("--tls-key", metavar="FILE", help="the key of that certificate, PEM")
     flags.add_out(parser, TEXTS | PICTURES, "write FILE.txt, FILE.json, or a plot as FILE.svg or FILE.html")
     flags.add_json(parser)
 

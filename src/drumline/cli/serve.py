@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     host("--next", metavar="HOST:PORT", help="with --stage: the address of the stage behind it")
     tls = parser.add_argument_group("TLS").add_argument
     tls("--tls-cert", metavar="FILE", help="this side's certificate, PEM")
-    tls("--tls-key", metavar="FILE", help="its key, PEM")
+    tls("--tls-key", metavar="FILE", help="the key of that certificate, PEM")
     tls("--tls-ca", metavar="FILE", help="the authority that clients need a certificate of (mutual TLS)")
     tls("--plain", action="store_true", help="allow addresses that other machines can reach without TLS")
 

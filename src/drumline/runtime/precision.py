@@ -11,6 +11,7 @@ is cast once per step, and all microbatches share the copy.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -96,3 +97,16 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def settle_products() -> None:
+    """Let all later float32 products of this process round alike, on processors without bfloat16 too.
+
+    There, PyTorch's first large bfloat16 product turns oneDNN off for good, and float32 products go to another library.
+    Muon makes that product in its first step. A run that continues from a checkpoint would make one forward before it
+    that the continued run made after it, and lose the same bits.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it tells with a long stack that oneDNN failed
+        square = torch.ones(64, 64, dtype=torch.bfloat16)
+        torch.mm(square, square.T)

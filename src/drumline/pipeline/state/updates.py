@@ -35,7 +35,7 @@ from drumline.pipeline.state.validated import Validation, refusal
 from drumline.pipeline.state.whole_matrices import WholeMatrices
 from drumline.runtime.axes.sharding import StateShards, by_element
 from drumline.runtime.executor import Step
-from drumline.runtime.precision import LOW, Precision
+from drumline.runtime.precision import LOW, Precision, settle_products
 
 
 class Kept(NamedTuple):
@@ -236,6 +236,8 @@ class Updates(Observer):
             )
         if not by_element(kind):
             self.wholes.cover(parameters)
+        if issubclass(kind, torch.optim.Muon) and any(one.device.type == "cpu" for one in parameters):
+            settle_products()
         if self.divided is not None:
             self.divided.divide([one for one in parameters if self.wholes.of(one) is None], kind)
         updated = [self.updated(one) for one in parameters]
