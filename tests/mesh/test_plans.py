@@ -17,6 +17,7 @@ from drumline.plan.layouts.explain import brief
 from drumline.plan.layouts.planner import plan
 from drumline.plan.layouts.space import Pins
 from extras import needed
+from matrices import long
 from some import some
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -69,6 +70,7 @@ def test_a_plan_of_a_small_cluster_trains_as_one_process(tmp_path: Path, capsys:
             assert len(found) == 3
 
 
+@long
 def test_the_line_that_is_printed_for_a_mixture_of_experts_trains_as_one_process(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
