@@ -18,7 +18,6 @@ the quick half leaves them out and runs the rest of their page.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import doctest
 import importlib
@@ -27,7 +26,7 @@ import os
 import re
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,16 +61,6 @@ class Block:
     @property
     def needs_torch(self) -> bool:
         return self.kind in ("console", "python") and bool(NEEDS_TORCH.search("\n".join(self.lines)))
-
-
-def outside_of_loops(run: Callable[[], int]) -> int:
-    """Run as in a process of its own, although browser tests keep an event loop running in this one."""
-    running = asyncio._get_running_loop()
-    asyncio._set_running_loop(None)
-    try:
-        return run()
-    finally:
-        asyncio._set_running_loop(running)
 
 
 def blocks(lines: list[str]) -> Iterator[Block]:
@@ -179,7 +168,7 @@ class Replay:
         ):
             for name in set(registry._REGISTRY) - BUILT_IN:
                 unregister(name)
-            self.exit_code = outside_of_loops(lambda: main(words[1:]))
+            self.exit_code = main(words[1:])
         printed = [text.rstrip() for text in (out.getvalue() + err.getvalue()).splitlines()]
         return [part for text in printed for part in folded(text)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 from typing import TYPE_CHECKING, Any
 
 from drumline.cli import flags
@@ -50,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
         from drumline.serve.load.picture import load_page, load_svg, load_text
         from drumline.serve.load.run import Demand, load
         from drumline.serve.wire.links import Tls, parts_of
+        from drumline.serve.wire.loops import run_to_end
     except ModuleNotFoundError as error:
         raise UsageError(f"load needs {error.name}", fix=installing("serve")) from None
     address = args.url
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     least, most = args.rows
     demand = Demand(least, most, length=args.length, below=args.integers_below, seed=args.seed)
     try:
-        found = asyncio.run(
+        found = run_to_end(
             load(
                 address,
                 model=args.model or "",

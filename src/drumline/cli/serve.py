@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 from pathlib import Path
 from typing import Any
@@ -70,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
         from drumline.serve.front.pipe import Rules
         from drumline.serve.front.run import Settings, Started, serve
         from drumline.serve.wire.links import Tls, check_exposed, parts_of
+        from drumline.serve.wire.loops import run_to_end
     except ModuleNotFoundError as error:
         raise UsageError(f"serve needs {error.name}", fix=installing("serve")) from None
     tls = Tls(args.tls_cert or "", args.tls_key or "", args.tls_ca or "")
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         host = parts_of(args.listen, flag="--listen")[0]
         _told(args, {"address": f"{host}:{started.port}", "metrics_port": started.metrics_port})
 
-    asyncio.run(serve(settings, told=told))
+    run_to_end(serve(settings, told=told))
     return 0
 
 
@@ -122,8 +122,9 @@ def _told(args: argparse.Namespace, found: dict[str, Any]) -> None:
 
 def _run_stage(args: argparse.Namespace, tls: Any) -> int:
     from drumline.serve.stage import run_stage
+    from drumline.serve.wire.loops import run_to_end
 
-    asyncio.run(
+    run_to_end(
         run_stage(
             args.folder,
             args.stage,
