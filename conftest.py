@@ -17,7 +17,7 @@ import pytest
 # Where searches look at the clock; their budgets are counted in timed actions, too.
 SEARCHES = ("drumline.plan.search.run", "drumline.plan.search.search", "drumline.plan.device.planner")
 
-TORCH_HALF = ("runtime", "profile", "pipeline", "train", "serve", "peers", "zoo", "faults")
+TORCH_HALF = ("runtime", "profile", "pipeline", "train", "serve", "served", "mesh", "peers", "zoo", "faults")
 IMPORTS_TORCH = re.compile(
     r"^(?:from|import) (?:torch|transformers|drumline\.(?:runtime|profile|pipeline|train|serve))"
     r"|^\w.*\b(?:importorskip|needed)\(",

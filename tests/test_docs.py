@@ -233,7 +233,7 @@ COMPUTES = re.compile(r"^\$ drumline (?:search|plan|compare) ", re.MULTILINE)
 
 
 def marked(path: Path) -> Any:
-    return pytest.param(path, marks=[pytest.mark.slow] * (len(COMPUTES.findall(path.read_text(encoding="utf-8"))) > 3))
+    return pytest.param(path, marks=[pytest.mark.slow] * (len(COMPUTES.findall(path.read_text(encoding="utf-8"))) > 2))
 
 
 def trains(path: Path) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import drumline as dl
 from drumline.core.errors import DrumlineError
 from drumline.runtime.axes.experts import parallel
+from matrices import ALL
 from mesh.small import LENGTH, MICROBATCHES, PLAN, ROWS, Decoder, batch, decoder, loss_fn
 from some import some
 
@@ -25,6 +26,8 @@ RIGHT: dict[str, dict[str, Any]] = {
     "ep and cp": {"mesh": {"ep": 2, "cp": 2}},
     "ep and tp": {"mesh": {"ep": 2, "tp": 2}, "tensor_parallel": PLAN},
 }
+if not ALL:
+    del RIGHT["cp"], RIGHT["ep"]  # which the others have in company
 
 
 class NoPlaces(Decoder):
