@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drumline.adapt.settings import Adapt
 from drumline.core.errors import ConfigError
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.models import MODELS
@@ -21,6 +22,7 @@ from drumline.plan.launch.launch import train_config
 from drumline.train.config.keys import TABLES, Key, keys
 from drumline.train.config.read import from_toml, read_settings
 from drumline.train.config.settings import (
+    AdaptSettings,
     MeshSettings,
     OptimizerGroup,
     OptimizerSettings,
@@ -290,3 +292,9 @@ def test_what_is_printed_reads_back_through_all_checks(tmp_path: Path) -> None:
     path.write_text(config_text(made))
     assert read_settings(path) == made
     assert json.loads(json.dumps(refusal("[a]", tmp_path).problems))[0]["key"] == "a"
+
+
+def test_what_may_change_while_a_run_goes_on_has_the_defaults_of_a_pipeline() -> None:
+    defaults = {one.name: one.default for one in fields(AdaptSettings)}
+    assert defaults.pop("on") is False
+    assert defaults == {one.name: one.default for one in fields(Adapt)}
