@@ -3,7 +3,9 @@
     python benchmarks/experts.py [--hidden 512] [--tokens 256] [--steps 24]
 
 Steps alternate in one run: halves of a pair take turns at their exchanges, or run one after the other. `exposed` is the
-time that a rank waits for exchanges inside a step, the median over steps; `step` is the time of the whole step.
+time that a rank waits for exchanges of tokens in overlapped pairs, and `elsewhere` in the forwards and backwards of the
+ramps, which no other half can hide; both are medians over steps. `step` is the time of the whole step. The last line is
+the mean over ranks.
 """
 
 from __future__ import annotations
@@ -34,32 +36,35 @@ class Layer(nn.Module):
         return made
 
 
-def run(hidden: int, tokens: int, steps: int) -> dict[str, list[tuple[float, float]]]:
-    """Return, of each kind, every step's seconds, and the seconds of waiting in it."""
+def run(hidden: int, tokens: int, steps: int) -> dict[str, list[tuple[float, float, float]]]:
+    """Return, of each kind, every step's seconds, and the seconds of waiting in its pairs and elsewhere."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer(hidden) for _ in range(8)))
-    found: dict[str, list[tuple[float, float]]] = {"one by one": [], "in turns": []}
-    waited = [0.0]
+    found: dict[str, list[tuple[float, float, float]]] = {"one by one": [], "in turns": []}
+    waited, running = [0.0, 0.0], []
     plain = Axes.wait
 
     def wait(self: Axes, work: Any, what: str, names: Any) -> None:
         start = time.perf_counter()
         plain(self, work, what, names)
-        waited[0] += time.perf_counter() - start if list(names) == ["ep"] else 0.0
+        action = running[0].current if running else None
+        if list(names) == ["ep"] and action is not None:
+            waited[len(action.work) == 1] += time.perf_counter() - start
 
     setattr(Axes, "wait", wait)  # noqa: B010 - measured from outside
     options: dict[str, Any] = {"mesh": {"pp": 2, "ep": 2}, "schedule": "dualpipe-v", "num_microbatches": 8}
     with dl.Pipeline(model, loss_fn=nn.functional.mse_loss, check_finite=False, **options) as pipe:
+        running += pipe._engine.executors
         torch.manual_seed(pipe.axes.rows[0])
         x = torch.randn(8, tokens, hidden)
         for step in range(steps + 2):
             kind = "in turns" if step % 2 else "one by one"
             pipe._engine.takes_turns = kind == "in turns"
             pipe.gather(step)
-            waited[0], start = 0.0, time.perf_counter()
+            waited[:], start = (0.0, 0.0), time.perf_counter()
             pipe.step(x, target=x)
-            found[kind] += [(time.perf_counter() - start, waited[0])] if step > 1 else []
+            found[kind] += [(time.perf_counter() - start, *waited)] if step > 1 else []
     setattr(Axes, "wait", plain)  # noqa: B010
     return found
 
@@ -70,12 +75,16 @@ def main() -> None:
     for name, value in (("hidden", 512), ("tokens", 256), ("steps", 24)):
         parser.add_argument(f"--{name}", type=int, default=value)
     given = vars(parser.parse_args())
+    means: dict[str, list[float]] = {}
     for rank, found in enumerate(dl.launch(run, given["hidden"], given["tokens"], given["steps"], num_ranks=4)):
         for kind, each in found.items():
-            step, exposed = (statistics.median(one[at] for one in each) for at in range(2))
+            step, exposed, elsewhere = (1e3 * statistics.median(one[at] for one in each) for at in range(3))
             spread = " to ".join(f"{1e3 * one[0]:.0f}" for one in (min(each), max(each)))
-            times = f"step {1e3 * step:7.1f} ms ({spread})  exposed {1e3 * exposed:6.1f} ms"
+            times = f"step {step:7.1f} ms ({spread})  exposed {exposed:6.1f} ms  elsewhere {elsewhere:6.1f} ms"
             print(f"rank {rank}  {kind:10}  {times}")
+            means.setdefault(kind, []).append(exposed)
+    plain, turns = (statistics.fmean(means[kind]) for kind in ("one by one", "in turns"))
+    print(f"in pairs: {plain:.1f} ms exposed, {turns:.1f} ms in turns: {1 - turns / plain:.0%} hidden")
 
 
 if __name__ == "__main__":

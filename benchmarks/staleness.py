@@ -1,7 +1,8 @@
 """What old weights cost: training without a flush beside synchronous training, with AdamW and with Muon.
 
     python benchmarks/staleness.py [--problems quadratic mlp gpt] [--steps 200] [--ranks 4] [--rates 0.3 1 3]
-                                   [--device cuda] [--size small] [--json FILE] [--plot FOLDER]
+                                   [--optimizers AdamW Muon] [--schedules 1f1b pipedream-2bw pipedream]
+                                   [--device cuda] [--size small] [--json FILE] [--plot FOLDER] [--found FILE ...]
 
 Every run is a real pipeline whose ranks take turns in one process, on any device; all see the same batches and begin
 with the same weights. Steps have as many microbatches as there are ranks.
@@ -16,7 +17,8 @@ with the same weights. Steps have as many microbatches as there are ranks.
     gpt         a byte-level decoder on the text that Drumline ships; --size 10m has about 10 million parameters
 
 A run's figure is the mean loss of its last tenth; "diverged" is a loss that is not finite, or over 10 times the first.
-`--rates` multiply each optimizer's own rate; the best of them counts for each schedule.
+`--rates` multiply each optimizer's own rate; the best of them counts for each schedule. A long study can be divided
+between processes by `--optimizers` and `--schedules`; `--found` then prints and draws what their JSON files hold.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ import argparse
 import json
 import math
 import statistics
+import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,8 +169,12 @@ def run(problem: Problem, schedule: str, optimizer: str, rate: float, given: arg
     made = [pipe.optimizer(torch.optim.Muon, names=inner, lr=lr)] if inner else []
     made += [pipe.optimizer(torch.optim.AdamW, names=plain, lr=adam if inner else lr)] if plain else []
     generator, losses = torch.Generator().manual_seed(1), []
+    began = time.perf_counter()
     try:
-        for _ in range(given.steps):
+        for at in range(given.steps):
+            if at and at % 100 == 0:
+                each = (time.perf_counter() - began) / at
+                print(f"{schedule}, {optimizer}, rate x {rate:g}: step {at}, {each * 1e3:.0f} ms each", file=sys.stderr)
             x, y = problem.batch(generator)
             result = pipe.step(x.to(given.device), target=y.to(given.device))
             if schedule == "1f1b":
@@ -196,13 +204,21 @@ def studied(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             problem = gpt(given.ranks, given.size)
         else:
             problem = (quadratic if name == "quadratic" else mlp)(given.ranks)
-        for optimizer in OPTIMIZERS:
-            for schedule in SCHEDULES:
+        for optimizer in given.optimizers:
+            for schedule in given.schedules:
                 runs = {rate: run(problem, schedule, optimizer, rate, given) for rate in given.rates}
                 figures = {rate: figure(losses, given.steps) for rate, losses in runs.items()}
                 best = min(figures, key=lambda rate: figures[rate])
                 yield {"problem": name, "optimizer": optimizer, "schedule": schedule, "figures": figures,
                        "best": best, "losses": runs[best]}  # fmt: skip
+
+
+def already(files: list[Path]) -> Iterator[dict[str, Any]]:
+    """Yield what earlier runs wrote, in the order in which one run would have."""
+    found = [one for file in files for one in json.loads(file.read_text())]
+    order = [*OPTIMIZERS, *SCHEDULES]
+    for one in sorted(found, key=lambda one: (order.index(one["optimizer"]), order.index(one["schedule"]))):
+        yield one | {"figures": {float(rate): loss for rate, loss in one["figures"].items()}}
 
 
 def plot(found: list[dict[str, Any]], folder: Path) -> None:
@@ -231,14 +247,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rates", type=float, nargs="+", default=[0.3, 1.0, 3.0])
+    parser.add_argument("--optimizers", nargs="+", default=list(OPTIMIZERS), choices=OPTIMIZERS)
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--size", default="small", choices=SIZES)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--found", type=Path, nargs="+", help="JSON files of earlier runs, instead of running")
     given = parser.parse_args()
     print(f"{given.ranks} ranks, {given.steps} steps on {given.device}; loss of the last tenth, by rate")
     found = []
-    for one in studied(given):
+    for one in already(given.found) if given.found else studied(given):
         found.append(one)
         shown = "  ".join(f"x{rate:g} {'diverged' if math.isinf(loss) else f'{loss:.4g}'}"
                           for rate, loss in one["figures"].items())  # fmt: skip
