@@ -42,7 +42,7 @@ def run(hidden: int, tokens: int, steps: int) -> dict[str, list[tuple[float, flo
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer(hidden) for _ in range(8)))
     found: dict[str, list[tuple[float, float, float]]] = {"one by one": [], "in turns": []}
-    waited, running = [0.0, 0.0], []
+    waited, running = [0.0, 0.0], list[Any]()
     plain = Axes.wait
 
     def wait(self: Axes, work: Any, what: str, names: Any) -> None:
@@ -64,7 +64,7 @@ def run(hidden: int, tokens: int, steps: int) -> dict[str, list[tuple[float, flo
             pipe.gather(step)
             waited[:], start = (0.0, 0.0), time.perf_counter()
             pipe.step(x, target=x)
-            found[kind] += [(time.perf_counter() - start, *waited)] if step > 1 else []
+            found[kind] += [(time.perf_counter() - start, waited[0], waited[1])] if step > 1 else []
     setattr(Axes, "wait", plain)  # noqa: B010
     return found
 

@@ -12,7 +12,9 @@ from drumline.core.costs import Costs
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import simulate
+from drumline.core.simulate.steps import in_groups
 from drumline.core.timeline.idle import Limit
+from drumline.schedules import generate
 from some import some
 from virtual_pipeline import Virtual, one_f_one_b, profile, settings
 
@@ -130,6 +132,26 @@ def test_the_number_of_microbatches_follows_what_an_action_costs() -> None:
         assert run.steps[step].makespan <= 1.05 * best
     assert {one.kind for one in run.proposals} == {NUMBER}
     assert run.steps[39].program.num_microbatches > 8 > run.steps[79].program.num_microbatches
+
+
+def test_at_a_fixed_size_a_step_runs_in_as_few_groups_as_memory_allows() -> None:
+    """GPipe holds every microbatch of a group: 16 run as 2 groups of 8 where a rank may hold 8."""
+
+    def build(number: int) -> Program:
+        return generate("gpipe", num_ranks=2, num_microbatches=number)
+
+    first = in_groups(build(2), 8)
+    given = settings(microbatches="size", rebalance="keep", program=False, max_activations=8)
+    run = Virtual(first, (8, 8), settings=given, build=build, rows=64).run(30)
+    (change,) = run.proposals
+    assert (change.kind, change.after.program) == (NUMBER, in_groups(build(8), 2))
+    assert validate(change.after.program) == []
+    assert max(simulate(change.after.program).peak_activations) == 8
+    static = [
+        Virtual(in_groups(build(number), 16 // number), (8, 8)).run(1).steps[0].makespan for number in (1, 2, 4, 8)
+    ]
+    assert run.steps[-1].makespan == min(static) < run.steps[0].makespan
+    assert run.decider.judged[0].kept
 
 
 def test_a_search_runs_beside_and_ends_with_its_pipeline() -> None:

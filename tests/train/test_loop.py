@@ -16,6 +16,8 @@ from torch import nn
 
 import drumline as dl
 from drumline.core.errors import BatchError, RankFailed, UsageError
+from drumline.core.simulate.steps import in_groups
+from drumline.schedules import generate
 from drumline.train.config.settings import (
     AdaptSettings,
     BatchSettings,
@@ -31,6 +33,7 @@ from drumline.train.config.settings import (
     RunSettings,
     TrainSettings,
 )
+from drumline.train.config.write import KEPT
 from drumline.train.loop.curve import Curve
 from drumline.train.loop.run import Trained, run_training
 from some import some
@@ -112,6 +115,23 @@ def test_a_run_that_adapts_keeps_to_the_same_curve_whatever_it_decides(tmp_path:
     adapted = trained(settings(tmp_path / "adapted", adapt=eager)).losses
     assert adapted == plain
     assert dl.read_run(tmp_path / "adapted").config["settings"]["adapt"]["threshold"] == 0.01
+
+
+def test_an_update_of_several_steps_runs_in_groups_where_their_number_may_change(tmp_path: Path) -> None:
+    """GPipe's steps of 4 microbatches become groups; whether they then run all at once depends on measured times."""
+    base = {"pipeline": PipelineSettings(schedule="gpipe", transport="in-process", timeout=60)}
+    size = AdaptSettings(on=True, program=False, rebalance="keep", microbatches="size", least_gain=0.0, within=10**6)
+    run = RunSettings(steps=12, seed=3, out=str(tmp_path / "groups"))
+    found = trained(settings(tmp_path, run=run, adapt=replace(size, max_activations=8), **base))
+    told = dl.read_run(tmp_path / "groups")
+    programs = [told.timeline(step).program for step in told.steps]
+    groups = in_groups(generate("gpipe", num_ranks=2, num_microbatches=4), 2)
+    assert programs[0].compute_only().rows == groups.rows
+    assert {one.num_microbatches for one in some(programs)} == {8}
+    at_once = settings(tmp_path, run=run, batch=BatchSettings(sequences=16, microbatch=2, sequence=6))
+    plain = plain_run(seeded(Writer), at_once, adam, lambda step: cosine(step, 12, 2, 0.1))
+    assert found.losses == pytest.approx(plain[0], rel=1e-6)
+    assert "accumulate = 2" in (tmp_path / "groups" / KEPT).read_text(), "the folder has what the user gave"
 
 
 def test_low_precision_keeps_to_the_same_curve(tmp_path: Path) -> None:

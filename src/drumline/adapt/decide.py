@@ -17,12 +17,12 @@ from statistics import median
 from typing import Any
 
 from drumline.adapt.drift import Change, Drift, Uneven
-from drumline.adapt.microbatches import Build, Sizing
+from drumline.adapt.microbatches import Build, Groups, Sizing
 from drumline.adapt.proposal import CUT, NUMBER, PROGRAM, Arrangement, Judged, Proposal
 from drumline.adapt.rebalance import Layers
 from drumline.adapt.repair import Aside, Repair, is_split, least_seconds
 from drumline.adapt.seen import NAMED_QUEUE, Seen
-from drumline.adapt.settings import BATCH, HALF, KEEP, Adapt
+from drumline.adapt.settings import HALF, KEEP, SIZE, Adapt
 from drumline.core.costs import Costs
 from drumline.core.errors import DrumlineError
 from drumline.core.measured.costs import costs_of
@@ -61,6 +61,7 @@ class Decider:
         self._layers = layers if settings.rebalance != KEEP and now.counts else None
         self._build, self._search = build, search
         self._sizing: Sizing | None = None
+        self._groups: Groups | None = None
         self._drift = Drift(threshold=settings.threshold)
         self._uneven = Uneven(threshold=settings.threshold, patience=settings.patience)
         self._recent: deque[Seen] = deque(maxlen=_RECENT)
@@ -92,11 +93,19 @@ class Decider:
             return self._found(seen.step)
         if self._rest > 0 or len(self._recent) < _RECENT:
             return None
-        if self._sizing is None and rows and self.settings.microbatches == BATCH and self._build is not None:
-            most = self._most_pairs * rows / self.now.program.num_microbatches
-            self._sizing = Sizing(rows, self._build, most)
-            self._why.append("no other number was tried yet")
+        self._begin_counting(rows)
         return self._propose(seen.step) if self._why else None
+
+    def _begin_counting(self, rows: int | None) -> None:
+        """If the number of microbatches may change, get ready for that at the first look."""
+        how, now = self.settings.microbatches, self.now.program.num_microbatches
+        if how == KEEP or self._build is None or self._sizing is not None or self._groups is not None:
+            return
+        if how == SIZE:
+            self._groups = Groups(now, self._build, self._most_pairs)
+        elif rows:
+            self._sizing = Sizing(rows, self._build, self._most_pairs * rows / now)
+        self._why.append("no other number was tried yet")
 
     def took(self, proposal: Proposal, now: Arrangement, *, seconds: float = 0.0, num_bytes: int = 0) -> None:
         """Hear that all ranks have taken up a proposal, how they run now, and what that took."""
@@ -243,6 +252,8 @@ class Decider:
 
     def _number(self, step: int) -> Proposal | None:
         """Return another number of microbatches that pays, or that is worth a try."""
+        if self._groups is not None:
+            return self._grouped(step, self._groups)
         if self._sizing is None:
             return None
         now = self.now.program.num_microbatches
@@ -257,6 +268,16 @@ class Decider:
         predicted = scale * (times[1] or 0.0)
         found = Proposal(step, NUMBER, "", self.now, after, self._seconds, predicted, is_trial=is_trial, scale=scale)
         return found if is_trial else self._paying(found)
+
+    def _grouped(self, step: int, groups: Groups) -> Proposal | None:
+        """Return the step in other groups, if that pays."""
+        costs = self._costs
+        program = groups.best(costs)
+        if program is None or program == self.now.program:
+            return None
+        scale = self._scale(costs)
+        after, predicted = replace(self.now, program=program), scale * simulate(program, costs).makespan
+        return self._paying(Proposal(step, NUMBER, "", self.now, after, self._seconds, predicted, scale=scale))
 
     def _paying(self, one: Proposal, *, cost: float = _SECONDS_TO_CHANGE) -> Proposal | None:
         """Return a proposal if it gains enough, soon enough, and was not taken back since things changed."""
@@ -290,7 +311,8 @@ class Decider:
         if trial.kind == CUT and self._layers is not None:
             return trial.scale * self._measured().seconds(trial.before.counts)
         costs = self._costs
-        if trial.kind == PROGRAM and is_split(trial.before.program) == is_split(self.now.program):
+        same_size = trial.kind == PROGRAM or (trial.kind == NUMBER and self._groups is not None)
+        if same_size and is_split(trial.before.program) == is_split(self.now.program):
             return trial.scale * simulate(trial.before.program, costs).makespan
         if trial.kind == NUMBER and self._sizing is not None:
             self._sizing.see(self.now.program.num_microbatches, costs)

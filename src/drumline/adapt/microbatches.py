@@ -1,10 +1,10 @@
 """How many microbatches a step should have, from what actions take at the sizes that were tried.
 
     fixed batch     8 microbatches of 4 rows, or 16 of 2, ...     seconds of an action = a + b * rows, fitted
-    fixed size      1 step of 16 microbatches, or 2 of 8          as many as memory allows: fewer steps fill and drain
+    fixed size      16 microbatches at once, or 2 groups of 8     as many as memory allows: fewer groups fill and drain
 
-With one size known, the fixed part of an action is a guess, so a neighbouring size is tried first. With two or more,
-the simulator times every number of microbatches by its own program, and the best is taken.
+At a fixed batch, with one size known, the fixed part of an action is a guess, so a neighbouring size is tried first.
+With two or more, the simulator times every number of microbatches by its own program, and the best is taken.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from drumline.core.costs import Costs
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
+from drumline.core.simulate.steps import in_groups
 from drumline.plan.device.overheads import Line, fitted
 
 _FIXED = 0.15  # share of an action that a smaller microbatch does not save, until it is measured
@@ -118,21 +119,33 @@ def _line(points: Mapping[float, float]) -> Line:
     return Line(_FIXED * seconds, (1 - _FIXED) * seconds / size)
 
 
-def at_fixed_size(now: int, accumulate: int, build: Build, costs: Costs, *, most_pairs: float) -> tuple[int, int]:
-    """Return microbatches of a step and steps of an update that together are the same and take least.
+@dataclass
+class Groups:
+    """What is known of a step of `total` microbatches whose size is fixed: it may run in several groups.
+
+    Gradients accumulate over the groups, so the update is the same. Fewer groups fill and drain the pipeline less
+    often, and may hold more: at most `most_pairs` pairs of stage and microbatch on a rank.
 
     >>> from drumline.schedules import generate
     >>> build = lambda number: generate("gpipe", num_ranks=2, num_microbatches=number)
-    >>> at_fixed_size(4, 4, build, Costs(), most_pairs=8)
-    (8, 2)
+    >>> Groups(16, build, most_pairs=8).best(Costs()).name
+    'gpipe in groups of 8'
     """
-    found = []
-    for number in numbers(now * accumulate):
-        program = build(number)
-        if program is not None and max(simulate(program).peak_activations) <= most_pairs:
-            steps = now * accumulate // number
-            found.append((simulate(program, costs).makespan * steps, steps, number))
-    if not found:
-        return now, accumulate
-    _, steps, number = min(found)
-    return number, steps
+
+    total: int
+    build: Build
+    most_pairs: float
+    _fitting: list[Program] | None = None
+
+    def best(self, costs: Costs) -> Program | None:
+        """Return the program that takes least, the one with fewest groups among equals; None if none fits."""
+        if self._fitting is None:
+            each = [self._program(number) for number in reversed(numbers(self.total))]
+            self._fitting = [one for one in each if one is not None]
+        return min(self._fitting, key=lambda one: simulate(one, costs).makespan, default=None)
+
+    def _program(self, number: int) -> Program | None:
+        made = self.build(number)
+        if made is None or max(simulate(made).peak_activations) > self.most_pairs:
+            return None
+        return in_groups(made, self.total // number)

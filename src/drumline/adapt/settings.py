@@ -9,9 +9,9 @@ from typing import Any
 
 from drumline.core.errors import UsageError, nearest
 
-SOLVE, HALF, KEEP, BATCH = "solve", "half", "keep", "batch"
+SOLVE, HALF, KEEP, BATCH, SIZE = "solve", "half", "keep", "batch", "size"
 REBALANCES = (SOLVE, HALF, KEEP)
-MICROBATCHES = (KEEP, BATCH)
+MICROBATCHES = (KEEP, BATCH, SIZE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,8 @@ class Adapt:
     - `program`: search another program for the same stages if actions or messages take other times than before.
     - `rebalance`: how to move layers: "solve" for the best cut, "half" of the slow stage's layers to its neighbour, or
       "keep" the cut.
-    - `microbatches`: "keep" their number, or choose it at a fixed "batch".
+    - `microbatches`: "keep" their number, choose it at a fixed "batch", or at a fixed "size" of a microbatch: the step
+      then runs in groups whose gradients accumulate.
     - `threshold`: a rank that takes this share longer than its neighbour is too slow, and an action that takes this
       share longer or shorter than before has changed.
     - `patience`: for how many steps in a row a rank must be too slow. `cooldown`: steps between two changes.

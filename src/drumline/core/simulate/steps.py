@@ -53,6 +53,23 @@ def several_steps(program: Program, num_steps: int) -> Program:
     return Program(tuple(rows), program.name)
 
 
+def in_groups(program: Program, num_groups: int) -> Program:
+    r"""Return a program for so many times its microbatches: one group after the other, and no update between them.
+
+    A rank holds no more activations than with one group, since it begins the next only when its own part is done.
+
+    >>> groups = in_groups(Program.parse("0F0,0B0\n1F0,1B0", name="one by one"), 2)
+    >>> print(f"{groups.name}\n{groups}")
+    one by one in groups of 1
+    0F0,0B0,0F1,0B1
+    1F0,1B0,1F1,1B1
+    """
+    if num_groups == 1:
+        return program
+    made = several_steps(program, num_groups).without({Op.UPDATE})
+    return Program(made.rows, f"{program.name} in groups of {program.num_microbatches}")
+
+
 _MAKES = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 
 

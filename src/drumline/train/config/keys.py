@@ -209,7 +209,10 @@ _ADAPT: dict[str, tuple[Rule, str]] = {
         one_of("solve", "half", "keep"),
         "how to move layers: to the best cut, half of a slow stage's to its neighbour, or not at all",
     ),
-    "microbatches": (one_of("keep", "batch"), "keep their number, or choose it at the same batch"),
+    "microbatches": (
+        one_of("keep", "batch", "size"),
+        "keep their number, choose it at the same batch, or at the same size through accumulation",
+    ),
     "threshold": (POSITIVE, "share by which a rank must be slower than its neighbour, or an action than before"),
     "patience": (COUNT, "steps in a row for which a rank must be too slow"),
     "cooldown": (COUNT, "steps between two changes"),

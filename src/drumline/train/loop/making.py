@@ -10,7 +10,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from drumline.adapt.settings import SIZE
 from drumline.core.errors import UsageError, counted
+from drumline.core.program import Program
+from drumline.core.simulate.simulate import simulate
 from drumline.pipeline.model.blocks import guesses, is_chain
 from drumline.report.run.follow import needed
 from drumline.runtime.axes.axes import Axes
+from drumline.schedules import generate
 from drumline.train.config.settings import TrainSettings
 from drumline.train.data.batch import Batch
 from drumline.train.models.built import Built, Tokenizer
@@ -68,6 +72,39 @@ def check(settings: TrainSettings) -> None:
     for package, wanted in (("tensorboard", settings.run.tensorboard), ("wandb", bool(settings.run.wandb))):
         if wanted:
             needed(package, extra=package)
+
+
+def gathered(settings: TrainSettings) -> TrainSettings:
+    """Return settings with one pipeline step to an update, if `adapt` chooses how many microbatches run at once.
+
+    Such a step begins in groups of as many microbatches as a step had, and may hold no more unless the settings say so.
+
+    >>> from drumline.train.config.settings import AdaptSettings, BatchSettings
+    >>> batch = BatchSettings(sequences=16, microbatch=1, accumulate=4)
+    >>> gathered(TrainSettings(batch=batch)).num_microbatches
+    4
+    >>> gathered(TrainSettings(batch=batch, adapt=AdaptSettings(on=True, microbatches="size"))).num_microbatches
+    16
+    """
+    chooses = settings.adapt.on and settings.adapt.microbatches == SIZE
+    if not chooses or settings.batch.accumulate == 1 or settings.pipeline.plan or settings.lengths.how == "buckets":
+        return settings
+    most = settings.adapt.max_activations or max(simulate(group_of(settings)).peak_activations)
+    return replace(
+        settings,
+        batch=replace(settings.batch, accumulate=1),
+        adapt=replace(settings.adapt, max_activations=most),
+    )
+
+
+def group_of(settings: TrainSettings) -> Program:
+    """Return the program of one pipeline step, as the settings have it."""
+    return generate(
+        settings.pipeline.schedule,
+        num_ranks=settings.mesh.pipeline,
+        num_microbatches=settings.num_microbatches,
+        stages_per_rank=settings.pipeline.stages_per_rank,
+    )
 
 
 def seeded(seed: int) -> None:

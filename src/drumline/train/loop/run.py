@@ -26,6 +26,7 @@ from torch import Tensor
 
 from drumline.core.errors import BatchError, RunError, UsageError
 from drumline.core.measured.measured import Measured
+from drumline.core.simulate.steps import in_groups
 from drumline.pipeline.launch.stop import asked, stop_on_signals
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.step import StepResult
@@ -38,7 +39,16 @@ from drumline.train.loop.checkpoints import Checkpoints
 from drumline.train.loop.curve import Curve
 from drumline.train.loop.evaluate import Evaluation, Sample, evaluate, sample
 from drumline.train.loop.log import Log
-from drumline.train.loop.making import Calling, MakeModel, build, check, pipeline_arguments, rows_of
+from drumline.train.loop.making import (
+    Calling,
+    MakeModel,
+    build,
+    check,
+    gathered,
+    group_of,
+    pipeline_arguments,
+    rows_of,
+)
 from drumline.train.loop.memory import PeakMemory, resident
 from drumline.train.loop.optimizers import Optimizers
 from drumline.train.loop.progress import Progress, Tell, Told, Update
@@ -89,6 +99,7 @@ def _run_training(
     settings: TrainSettings, tell: Tell | None, make_model: MakeModel, make_data: MakeData, *, continues: bool
 ) -> Trained:
     check(settings)
+    given, settings = settings, gathered(settings)
     rate(settings.learning_rate, 0, settings.run.steps)
     if settings.run.threads:
         torch.set_num_threads(settings.run.threads)
@@ -102,7 +113,9 @@ def _run_training(
     arguments |= {"continue_record": continues}
     with Pipeline(built.model, **arguments) as pipe:
         if pipe.rank == pipe.axes.number == 0:
-            keep_settings(settings, folder)
+            keep_settings(given, folder)
+        if given is not settings:
+            pipe.take_program(in_groups(group_of(given), given.batch.accumulate))
         call, memory = Calling.of(built, data.counts), PeakMemory(torch.device(pipe.device), before=before)
         del built, arguments  # a rank keeps its own stages alone
         return _Training(settings, pipe, call, data, Trained(folder), memory, continues=continues).run(tell)
