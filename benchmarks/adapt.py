@@ -206,6 +206,27 @@ def static_cuts(given: dict[str, Any], steps: int) -> dict[int, float]:
     return {at: median(each) for at, each in taken.items()}
 
 
+def channel_rate(num_bytes: int) -> float:
+    """Return the bytes a second at which the pipeline's channel carries one large tensor from rank 0 to rank 1."""
+    from drumline.runtime.weights.transfer import Shape, transferred
+
+    torch.set_num_threads(1)
+    sent, taken = torch.ones(num_bytes // 4), list[float]()
+    with dl.Pipeline(model_of(2), loss_fn=nn.functional.mse_loss, num_microbatches=2, check_model=False) as pipe:
+        pipe.step(torch.ones(2, _WIDTH), target=torch.ones(2, _WIDTH))
+        crew, arrived = pipe._run.crew, dict[int, list[Tensor]]()
+        crew.connect([(0, 1)])
+        for _ in range(6):
+            pipe.gather(None)
+            begun = time.perf_counter()
+            away = {1: [sent]} if pipe.rank == 0 else {}
+            coming = {0: [Shape.of(sent)]} if pipe.rank == 1 else {}
+            crew.drive([transferred(crew.channels[0], away, coming, sent.device, arrived)])
+            pipe.gather(None)
+            taken.append(time.perf_counter() - begun)
+    return num_bytes / median(taken[1:])
+
+
 def slow_link(steps: int, given: dict[str, Any], record: str | None, link: Any) -> dict[str, Any]:
     """Run with a link that gets slow; return the steps, and the optimum for its delay."""
     import os
@@ -361,6 +382,12 @@ def measured(case: str, args: argparse.Namespace, given: dict[str, Any]) -> dict
         told = show(case, found, 3 if case == "slowing" else next(
             (at for at, one in enumerate(found) if one["balance"]), 3))  # fmt: skip
         if case == "sudden":
+            if sizes := [one["bytes"] for one in found if one["bytes"]]:
+                rate = ranked(channel_rate, sizes[0])
+                shares = [one["bytes"] / one["send_seconds"] / rate for one in found if one["send_seconds"]]
+                told["share_of_rate"] = shares
+                print(f"  the channel carries {rate / 2**20:.0f} MiB/s; moves reach"
+                      f" {', '.join(f'{one:.0%}' for one in shares)} of that")  # fmt: skip
             each = ranked(static_cuts, given, 6)
             after = [one["seconds"] for one in found[since + 12 : 2 * since]]
             best = min(each, key=each.__getitem__)
