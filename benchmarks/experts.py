@@ -1,16 +1,18 @@
 """What overlapped pairs hide of the exchange of tokens between experts: PP2 x EP2 by dualpipe-v over gloo, on CPUs.
 
-    python benchmarks/experts.py [--hidden 512] [--tokens 256] [--steps 24]
+    python benchmarks/experts.py [--hidden 512] [--tokens 256] [--steps 24] [--balanced]
 
 Steps alternate in one run: halves of a pair take turns at their exchanges, or run one after the other. `exposed` is the
 time that a rank waits for exchanges of tokens in overlapped pairs, and `elsewhere` in the forwards and backwards of the
 ramps, which no other half can hide; both are medians over steps. `step` is the time of the whole step. The last line is
-the mean over ranks.
+the mean over ranks. With `--balanced` every expert gets as many tokens as any other: no rank then waits for one whose
+experts have more to do, and what is left is the exchange itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from typing import Any
@@ -36,7 +38,19 @@ class Layer(nn.Module):
         return made
 
 
-def run(hidden: int, tokens: int, steps: int) -> dict[str, list[tuple[float, float, float]]]:
+def balance(model: nn.Sequential, x: Tensor) -> None:
+    """Let token number n go to experts n and n + 1, counted round: mark it in x, and let routers see the mark alone."""
+    experts = 4
+    marks = torch.eye(experts).repeat(x.shape[1] // experts, 1)
+    x[..., :experts] = 30.0 * marks
+    for layer in model:
+        assert isinstance(layer, Layer)
+        with torch.no_grad():
+            layer.moe.router.weight.zero_()
+            layer.moe.router.weight[:, :experts] = torch.eye(experts) + 0.5 * torch.eye(experts).roll(1, 0)
+
+
+def run(hidden: int, tokens: int, steps: int, balanced: bool) -> dict[str, list[tuple[float, float, float]]]:
     """Return, of each kind, every step's seconds, and the seconds of waiting in its pairs and elsewhere."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -52,12 +66,14 @@ def run(hidden: int, tokens: int, steps: int) -> dict[str, list[tuple[float, flo
         if list(names) == ["ep"] and action is not None:
             waited[len(action.work) == 1] += time.perf_counter() - start
 
+    torch.manual_seed(int(os.environ["RANK"]) % 2)  # lines have batches of their own
+    x = torch.randn(8, tokens, hidden)
+    if balanced:
+        balance(model, x)
     setattr(Axes, "wait", wait)  # noqa: B010 - measured from outside
     options: dict[str, Any] = {"mesh": {"pp": 2, "ep": 2}, "schedule": "dualpipe-v", "num_microbatches": 8}
     with dl.Pipeline(model, loss_fn=nn.functional.mse_loss, check_finite=False, **options) as pipe:
         running += pipe._engine.executors
-        torch.manual_seed(pipe.axes.rows[0])
-        x = torch.randn(8, tokens, hidden)
         for step in range(steps + 2):
             kind = "in turns" if step % 2 else "one by one"
             pipe._engine.takes_turns = kind == "in turns"
@@ -74,9 +90,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     for name, value in (("hidden", 512), ("tokens", 256), ("steps", 24)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--balanced", action="store_true", help="as many tokens for every expert")
     given = vars(parser.parse_args())
     means: dict[str, list[float]] = {}
-    for rank, found in enumerate(dl.launch(run, given["hidden"], given["tokens"], given["steps"], num_ranks=4)):
+    for rank, found in enumerate(dl.launch(run, *given.values(), num_ranks=4)):
         for kind, each in found.items():
             step, exposed, elsewhere = (1e3 * statistics.median(one[at] for one in each) for at in range(3))
             spread = " to ".join(f"{1e3 * one[0]:.0f}" for one in (min(each), max(each)))
