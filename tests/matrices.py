@@ -30,14 +30,21 @@ def long(test: Any) -> Any:
 
 def matrix(names: str, *axes: Iterable[Any], times: int = 2) -> Callable[[Any], Any]:
     """Parametrise a test with all combinations, or with so many that each value of the longest axis occurs `times`."""
-    values = [list(axis) for axis in axes]
-    cells = list(product(*values)) if ALL else thinned(values, 1 if FEW else times)
+    cells = chosen(*axes, times=times)
     ids = ["-".join(map(str, cell)) for cell in cells]
 
     def decorate(test: Any) -> Any:
         return pytest.mark.matrix(pytest.mark.parametrize(names, cells, ids=ids)(test))
 
     return decorate
+
+
+def chosen(*axes: Iterable[Any], times: int = 2) -> list[tuple[Any, ...]]:
+    """Return the combinations that `matrix` tries, for a test that goes through them by itself."""
+    values = [list(axis) for axis in axes]
+    if ALL or not all(values):
+        return list(product(*values))
+    return thinned(values, 1 if FEW else times)
 
 
 def thinned(axes: Sequence[Sequence[Any]], times: int) -> list[tuple[Any, ...]]:

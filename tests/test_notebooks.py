@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ def test_a_notebook_is_what_its_source_says(source: Path) -> None:
 def test_a_notebook_runs(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRUMLINE_WIDTH", "32")
     monkeypatch.setenv("DRUMLINE_EPOCHS", "1")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("PYTHONSTARTUP", str(Path(__file__).with_name("warm_notebook.py")))
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     path = tmp_path / f"{source.stem}.ipynb"
     jupytext.write(made(source), path)

@@ -7,6 +7,7 @@ the module `subprocess` where `launch` starts its ranks:
       Popen(command) ── code, files ──►   has torch and drumline; forks ─────────►   runs the command's code
       poll, wait    ◄── how it ended ──   waits for its children          ◄─────────   exits
 
+The server also imports transformers once, where the test process has it: ranks would spend seconds on it, too.
 What must be a fresh process, because its interpreter or its libraries are set up otherwise, is started as ever. So is
 everything in tests of starting itself, of memory, and of what depends on the order of sets (`cold_ranks`): forked ranks
 share one order.
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
+import importlib
 import json
 import os
 import random
@@ -26,9 +29,11 @@ import socket
 import subprocess
 import sys
 import types
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 _LOADED = ("torch.distributed", "torch._dynamo", "drumline.pipeline.pipeline", "drumline.pipeline.launch.worker")
+_ONCE_USED = {"transformers": "transformers.models.llama.modeling_llama"}  # what is slow to import, of what tests use
 _FIXED_AT_START = ("ATEN", "CUDA", "GLIBC", "LD_", "MALLOC", "MKL", "NCCL", "OMP", "PYTHON", "TORCH")
 _READ_LATER = ("NCCL_SOCKET_IFNAME", "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR")
 _LARGEST = 1 << 17
@@ -86,9 +91,10 @@ class Forked:
         outputs = [os.pipe(), os.pipe()]
         with theirs, open(os.devnull, "rb") as nothing:
             code = re.sub(rf"\bparent={os.getpid()}\b", f"parent={parent}", code)
-            told = json.dumps({"code": code, "env": env, "cwd": os.getcwd(), "control": control}).encode()
+            used = [module for package, module in _ONCE_USED.items() if package in sys.modules]
+            task = {"code": code, "env": env, "cwd": os.getcwd(), "control": control, "used": used}
             files = [nothing.fileno(), *(write for _, write in outputs), control, theirs.fileno()]
-            socket.send_fds(connection, [told], files)
+            socket.send_fds(connection, [json.dumps(task).encode()], files)
         for _, write in outputs:
             os.close(write)
         self.stdout, self.stderr = (os.fdopen(read, "rb", 0) for read, _ in outputs)
@@ -131,13 +137,7 @@ def fixed(env: dict[str, str]) -> dict[str, str]:
 
 def serve(connection: socket.socket) -> None:
     """Fork ranks as they are asked for, until nobody can ask any more."""
-    import gc
-    import importlib
-
-    for name in _LOADED:
-        importlib.import_module(name)
-    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked safely"
-    gc.freeze()
+    load(_LOADED)
     woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -149,6 +149,16 @@ def serve(connection: socket.socket) -> None:
             tell_ended(running)
         if connection.fileno() in ready and not start(connection, running):
             return
+
+
+def load(names: Sequence[str]) -> None:
+    """Import what ranks then have from the beginning."""
+    if all(name in sys.modules for name in names):
+        return
+    for name in names:
+        importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked safely"
+    gc.freeze()
 
 
 def tell_ended(running: dict[int, socket.socket]) -> None:
@@ -165,9 +175,11 @@ def start(connection: socket.socket, running: dict[int, socket.socket]) -> bool:
     if not told:
         return False
     asker = socket.socket(fileno=files.pop())
+    task = json.loads(told)
+    load(task["used"])
     process = os.fork()
     if not process:
-        become(json.loads(told), files)
+        become(task, files)
     for file in files:
         os.close(file)
     running[process] = asker

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from browser.windows import Windows
+
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -42,6 +44,18 @@ def browser() -> Iterator[Any]:
         chromium = playwright.chromium.launch(executable_path=executable, args=list(FLAGS))
         yield chromium
         chromium.close()
+
+
+@pytest.fixture(scope="session")
+def every_window(browser: Any) -> Windows:
+    return Windows(browser)
+
+
+@pytest.fixture
+def windows(every_window: Windows) -> Windows:
+    """The windows of the browser, all of them free."""
+    every_window.begin()
+    return every_window
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from browser.windows import Windows
 from drumline.core.costs import Costs
 from drumline.core.simulate.simulate import simulate
 from drumline.report.draw.scene import document
@@ -28,18 +29,15 @@ def server() -> Iterator[ExploreServer]:
         thread.join(timeout=10)
 
 
+ANSWERED = "html[data-answered]"
+
+
 @pytest.fixture
-def page(browser: Any, server: ExploreServer) -> Iterator[Any]:
-    with browser.new_context(viewport={"width": 1280, "height": 900}) as context:
-        opened = context.new_page()
-        trouble: list[str] = []
-        opened.on("pageerror", lambda error: trouble.append(str(error)))
-        opened.on("console", lambda message: trouble.append(message.text) if message.type == "error" else None)
-        opened.on("request", lambda request: trouble.append(request.url) if leaves(request.url, server) else None)
-        opened.goto(server.address)
-        opened.wait_for_selector("html[data-answered]")
-        yield opened
-        assert trouble == []
+def page(windows: Windows, server: ExploreServer) -> Iterator[Any]:
+    opened = windows.open(server.address, ANSWERED)
+    yield opened.page
+    assert opened.troubles == []
+    assert [url for url in opened.requests if leaves(url, server)] == []
 
 
 def leaves(url: str, server: ExploreServer) -> bool:
@@ -79,16 +77,13 @@ def test_sliders_change_the_numbers_to_those_of_simulate(page: Any) -> None:
     assert page.evaluate("window.drumline.stats().boxes") == program.num_actions
 
 
-def test_an_address_shared_is_the_same_picture(page: Any, browser: Any) -> None:
+def test_an_address_shared_is_the_same_picture(page: Any, windows: Windows) -> None:
     after(page, lambda: page.select_option("select[name=schedule]", "zb-v"))
     slide(page, "microbatches", 11)
     address, makespan = page.url, figure(page, "makespan")
-    with browser.new_context() as context:
-        other = context.new_page()
-        other.goto(address)
-        other.wait_for_selector("html[data-answered]")
-        assert figure(other, "makespan") == makespan
-        assert other.locator("select[name=schedule]").input_value() == "zb-v"
+    other = windows.open(address, ANSWERED).page
+    assert figure(other, "makespan") == makespan
+    assert other.locator("select[name=schedule]").input_value() == "zb-v"
 
 
 def test_a_memory_limit_is_shown_where_it_is_broken(page: Any) -> None:
@@ -146,7 +141,7 @@ def explained(page: Any) -> None:
 def test_a_large_picture_comes_before_its_explanations_and_says_so(page: Any, server: ExploreServer) -> None:
     held = Held(page, "explanations")
     page.goto(f"{server.address}{LARGE}")
-    page.wait_for_selector("html[data-answered]")
+    page.wait_for_selector(ANSWERED)
     held.wait(1)
     timeline = simulate(generate("1f1b", num_ranks=16, num_microbatches=100))
     assert float(figure(page, "makespan")) == timeline.makespan
@@ -164,7 +159,7 @@ def test_a_large_picture_comes_before_its_explanations_and_says_so(page: Any, se
 def test_explanations_of_an_older_picture_are_dropped(page: Any, server: ExploreServer) -> None:
     held = Held(page, "explanations")
     page.goto(f"{server.address}{LARGE}")
-    page.wait_for_selector("html[data-answered]")
+    page.wait_for_selector(ANSWERED)
     held.wait(1)
     slide(page, "forward", 2)
     held.wait(2)
@@ -238,12 +233,9 @@ def test_files_can_be_taken_away(page: Any, kind: str, begins: bytes, tmp_path: 
     assert (tmp_path / "file").read_bytes().startswith(begins)
 
 
-def test_a_phone_needs_no_sideways_scrolling(browser: Any, server: ExploreServer) -> None:
-    with browser.new_context(viewport={"width": 390, "height": 844}) as context:
-        phone = context.new_page()
-        phone.goto(server.address)
-        phone.wait_for_selector("html[data-answered]")
-        assert phone.evaluate("document.documentElement.scrollWidth") <= 390
+def test_a_phone_needs_no_sideways_scrolling(windows: Windows, server: ExploreServer) -> None:
+    phone = windows.open(server.address, ANSWERED, viewport={"width": 390, "height": 844}).page
+    assert phone.evaluate("document.documentElement.scrollWidth") <= 390
 
 
 def ask(server: ExploreServer, path: str, **options: Any) -> tuple[int, bytes]:
@@ -284,7 +276,7 @@ def test_other_paths_and_large_bodies_are_refused(server: ExploreServer) -> None
     assert b"not UTF-8" in ask(server, "/answer", method="POST", body=b"\xff\xfe")[1]
 
 
-def test_two_schedules_stand_over_each_other_and_end_together(page: Any, browser: Any) -> None:
+def test_two_schedules_stand_over_each_other_and_end_together(page: Any, windows: Windows) -> None:
     after(page, lambda: page.select_option("select[name=schedule]", "1f1b"))
     after(page, lambda: page.select_option("select[name=against]", "zb-h1"))
     stats = page.evaluate("drumline.stats()")
@@ -292,11 +284,8 @@ def test_two_schedules_stand_over_each_other_and_end_together(page: Any, browser
     assert page.locator("[data-figure=makespan] b").all_inner_texts() == ["33", "27"]
     left, right = (page.evaluate(f"drumline.place(0, {time}, {at})")["x"] for at, time in ((0, 33), (1, 27)))
     assert left == pytest.approx(right, abs=1)
-    with browser.new_context() as context:
-        shared = context.new_page()
-        shared.goto(page.url)
-        shared.wait_for_selector("html[data-answered]")
-        assert shared.locator("h1").inner_text() == "Schedule explorer: 1f1b against zb-h1"
+    shared = windows.open(page.url, ANSWERED).page
+    assert shared.locator("h1").inner_text() == "Schedule explorer: 1f1b against zb-h1"
 
 
 def test_the_picture_comes_before_the_controls_and_stays_in_view(page: Any) -> None:

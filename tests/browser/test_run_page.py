@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from browser.windows import Window, Windows
 from drumline.core.measured.run import read_run
 from drumline.report.run.page import run_page
 from drumline.report.run.report import RunReport, reports_of
@@ -20,30 +21,21 @@ Open = Callable[..., Any]
 
 
 @pytest.fixture
-def opened(browser: Any, tmp_path: Path) -> Iterator[Open]:
+def opened(windows: Windows, tmp_path: Path) -> Iterator[Open]:
     """Open the page of some reports; it must neither complain nor ask for anything."""
-    troubles: list[str] = []
-    requests: list[str] = []
-    contexts = []
+    pages: list[Window] = []
 
     def open_page(*reports: RunReport, **options: Any) -> Any:
         file = tmp_path / "report.html"
         file.write_text(run_page(reports), encoding="utf-8")
-        context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
-        contexts.append(context)
-        page = context.new_page()
-        page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.on("console", lambda message: troubles.append(message.text))
-        page.on("request", lambda request: requests.append(request.url))
-        page.goto(file.as_uri())
-        page.wait_for_selector("html[data-painted-ms]")
-        return page
+        pages.append(windows.open(file.as_uri(), "html[data-painted-ms]", **options))
+        return pages[-1].page
 
     yield open_page
-    for context in contexts:
-        context.close()
-    assert troubles == []
-    assert set(requests) == {(tmp_path / "report.html").as_uri()}
+    assert pages
+    for one in pages:
+        assert one.troubles == []
+        assert one.requests == [one.address]
 
 
 def reports(tmp_path: Path, *names: str, **options: Any) -> list[RunReport]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from browser.windows import Window, Windows
 from drumline.core.costs import Costs
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import Simulation, simulate
@@ -26,24 +27,9 @@ EVIL = "<script>alert(1)</script>"
 
 @dataclass
 class Opened:
-    """A page in the browser, and what went wrong in it."""
+    """A page in the browser, and what tests ask of it."""
 
     page: Any
-    address: str
-    troubles: list[str] = field(default_factory=list)
-    requests: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.page.on("pageerror", lambda error: self.troubles.append(str(error)))
-        self.page.on("console", lambda message: self.troubles.append(message.text))
-        self.page.on("dialog", self.refuse)
-        self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.goto(self.address)
-        self.page.wait_for_selector("html[data-painted-ms]")
-
-    def refuse(self, dialog: Any) -> None:
-        self.troubles.append("a dialog opened")
-        dialog.dismiss()
 
     def ask(self, script: str) -> Any:
         return self.page.evaluate(f"drumline.{script}")
@@ -72,23 +58,20 @@ Open = Callable[..., Opened]
 
 
 @pytest.fixture
-def opened(browser: Any, tmp_path: Path) -> Iterator[Open]:
-    contexts, pages = [], []
+def opened(windows: Windows, tmp_path: Path) -> Iterator[Open]:
+    """Open the page of some timelines; it must neither complain nor ask for anything."""
+    pages: list[Window] = []
 
     def open_page(*timelines: Timeline, page_options: dict[str, Any] | None = None, **options: Any) -> Opened:
         file = tmp_path / "page.html"
         file.write_text(page(timelines, **(page_options or {})), encoding="utf-8")
-        context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
-        contexts.append(context)
-        pages.append(Opened(context.new_page(), file.as_uri()))
-        return pages[-1]
+        pages.append(windows.open(file.as_uri(), "html[data-painted-ms]", **options))
+        return Opened(pages[-1].page)
 
     yield open_page
     for one in pages:
         assert one.troubles == []
         assert one.requests == [one.address]
-    for context in contexts:
-        context.close()
 
 
 def timeline(name: str = "1f1b", num_ranks: int = 4, num_microbatches: int = 8, **costs: Any) -> Simulation:

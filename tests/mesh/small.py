@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import drumline as dl
+from matrices import ALL
 
 WORDS, WIDTH, HEADS, LENGTH, ROWS, MICROBATCHES = 12, 16, 4, 8, 16, 4
+LAYERS = 4 if ALL else 2  # one of each kind; following a model takes longer than all its steps
 PLAN = {
     "tokens": "embedding",
     "*.query": "colwise", "*.key": "colwise", "*.value": "colwise", "*.out": "rowwise",
@@ -71,12 +73,12 @@ class Statistics(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder of four layers, of which two have experts."""
+    """A decoder of which every second layer has experts."""
 
     def __init__(self, *, tied: bool = False, statistics: bool = False) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.layers = nn.ModuleList([Layer(sparse=at % 2 == 1) for at in range(4)])
+        self.layers = nn.ModuleList([Layer(sparse=at % 2 == 1) for at in range(LAYERS)])
         self.statistics = Statistics() if statistics else None
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         if tied:
@@ -106,7 +108,7 @@ def decoder(*, low: bool = False, frozen: bool = False, meta: bool = False, **ch
             return Decoder(**changes)
     model = Decoder(**changes)
     if frozen:
-        for part in (model.tokens, model.places, model.layers[0], model.layers[2].attention):
+        for part in (model.tokens, model.places, model.layers[0], model.layers[-1].attention):
             part.requires_grad_(False)
     return model.to(torch.bfloat16) if low else model
 
@@ -131,6 +133,16 @@ def batch(kind: str, step: int, lines: int) -> list[list[Microbatch]]:
 
     lengths = {"lengths": (8, 2, 6, 4), "buckets": (8, 6)}.get(kind, (LENGTH,) * MICROBATCHES)
     return [[one(ROWS // MICROBATCHES // lines, length) for length in lengths] for _ in range(lines)]
+
+
+def example(mesh: dict[str, int]) -> Tensor:
+    """Return tokens of a microbatch's shape on one line: with any other, the first step would follow the model again.
+
+    >>> example({"pp": 2, "dp": 2}).shape
+    torch.Size([2, 8])
+    """
+    lines = mesh.get("dp", 1) * mesh.get("ep", 1)
+    return torch.zeros(ROWS // MICROBATCHES // lines, LENGTH, dtype=torch.long)
 
 
 def count(target: Tensor) -> int:

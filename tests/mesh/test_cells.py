@@ -15,7 +15,7 @@ from drumline.core.errors import DrumlineError
 from drumline.runtime.axes.slices import put_together, slice_of
 from matrices import ALL, thinned
 from mesh.cells import BEGIN, END, WAYS, WHATS, Cell, cells, table
-from mesh.small import LENGTH, MICROBATCHES, PLAN, ROWS, alone, batch, decoder, loss_fn
+from mesh.small import MICROBATCHES, PLAN, alone, batch, decoder, example, loss_fn
 from some import some
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.matrix]
@@ -40,7 +40,7 @@ def pipeline(cell: Cell, weights: Path) -> dl.Pipeline:
         "timeout": 120.0,
         **cell.options,
     }
-    x = torch.zeros(ROWS // MICROBATCHES, LENGTH, dtype=torch.long)
+    x = example(cell.options["mesh"])
     options["example"] = {"x": x, "documents": x} if cell.what.given == "packed" else x
     if cell.options["mesh"].get("tp", 1) > 1:
         options["tensor_parallel"] = PLAN

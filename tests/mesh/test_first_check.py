@@ -12,7 +12,7 @@ import drumline as dl
 from drumline.core.errors import DrumlineError
 from drumline.runtime.axes.experts import parallel
 from matrices import ALL
-from mesh.small import LENGTH, MICROBATCHES, PLAN, ROWS, Decoder, batch, decoder, loss_fn
+from mesh.small import MICROBATCHES, PLAN, Decoder, batch, decoder, example, loss_fn
 from some import some
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -57,10 +57,9 @@ class Drop(nn.Module):
 
 def stepped(model: Any, **options: Any) -> tuple[int, str, str]:
     """Run a step; return how many parameters were checked, what was not, and what was found wrong."""
-    example = torch.zeros(ROWS // MICROBATCHES, LENGTH, dtype=torch.long)
     given: dict[str, Any] = {"loss_fn": loss_fn, "balance": "even", "timeout": 60.0, "num_microbatches": MICROBATCHES}
     if isinstance(model, Decoder):
-        given["example"] = example
+        given["example"] = example(options["mesh"])
     with dl.Pipeline(model, **{**given, **options}) as pipe:
         number, lines = pipe.axes.rows
         x, y, _ = zip(*batch("rows", 0, lines)[number], strict=True)

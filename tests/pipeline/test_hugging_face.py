@@ -55,7 +55,7 @@ def difference(mine: Tensor, wanted: Tensor, whole: float) -> float:
     return float((mine - wanted).norm() / max(float(wanted.norm()), 1e-4 * whole))
 
 
-@matrix("name, schedule, num_ranks", MODELS, SCHEDULES, (2, 4))
+@matrix("name, schedule, num_ranks", MODELS, SCHEDULES, (2, 4), times=1)
 def test_three_steps_like_the_unsplit_model(name: str, schedule: str, num_ranks: int) -> None:
     model = tiny(name)
     reference = copy.deepcopy(model)

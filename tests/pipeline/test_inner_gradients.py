@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from drumline.core.errors import ModelError
 from drumline.pipeline.pipeline import Pipeline
+from matrices import matrix
 from torch_models import Reference, data, programs
 
 pytestmark = pytest.mark.torch
@@ -149,9 +150,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, on the first jvp
-@pytest.mark.parametrize("checkpoint", ["none", "full"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", MODELS)
+@matrix("name, schedule, checkpoint", MODELS, SCHEDULES, ("none", "full"))
 def test_gradients_of_gradients_are_those_of_one_process(name: str, schedule: str, checkpoint: str) -> None:
     if name == "buffers" and schedule == "dualpipe":
         pytest.skip("running statistics in two copies are refused")

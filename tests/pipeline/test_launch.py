@@ -20,7 +20,7 @@ from drumline.schedules import generate, schedule, unregister
 from some import some
 
 # Starts processes, which takes long on a busy machine.
-pytestmark = [pytest.mark.torch, pytest.mark.cold_ranks, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 
 
 def is_running(pid: int) -> bool:
@@ -52,6 +52,7 @@ def open_files() -> set[str]:
     return {str(link.readlink()) for link in links if link.is_symlink()}
 
 
+@pytest.mark.cold_ranks
 def test_results_come_by_rank_from_a_group_with_everything_set_up(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +179,7 @@ def test_schedules_that_the_user_registered_are_known_to_the_ranks() -> None:
         unregister("backwards-last")
 
 
+@pytest.mark.cold_ranks
 def test_a_failing_rank_is_named_with_its_error_and_the_others_end(tmp_path: Path) -> None:
     class MyError(Exception):
         pass
@@ -204,7 +206,10 @@ def test_a_failing_rank_is_named_with_its_error_and_the_others_end(tmp_path: Pat
     assert not any(map(is_running, pids(tmp_path)))
 
 
-def test_a_killed_rank_is_named_and_a_rank_that_hangs_is_ended_cleanly(tmp_path: Path) -> None:
+@pytest.mark.cold_ranks
+def test_a_killed_rank_is_named_and_a_rank_that_hangs_is_ended_cleanly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fn() -> None:
         import torch.distributed as dist
 
@@ -217,6 +222,7 @@ def test_a_killed_rank_is_named_and_a_rank_that_hangs_is_ended_cleanly(tmp_path:
         finally:
             (tmp_path / "cleaned").touch()
 
+    monkeypatch.setattr("drumline.pipeline.launch.launch._SECONDS_OF_GRACE", 0.0)  # the one that hangs needs none
     before, children = open_files(), threading.active_count()
     with pytest.raises(RankFailed, match=r"^rank 1 was killed by SIGKILL") as caught:
         launch(fn, num_ranks=2)
@@ -288,6 +294,7 @@ class Hurried:
         return time.monotonic() + (10_000 if len(pids(self.folder)) == 2 else 0)
 
 
+@pytest.mark.cold_ranks
 def test_past_the_timeout_ranks_show_their_stacks_and_are_named(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from drumline.core.errors import ModelError
 from drumline.core.program import Program
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.verify.verify import verify
+from matrices import matrix
 from some import some
 from tied_models import MODELS, WIDTH, everywhere, language_model, loss_fn, repeated, tokens
 from torch_models import Reference, data, programs
@@ -37,13 +37,9 @@ def copies_of(pipe: Pipeline) -> dict[str, list[nn.Parameter]]:
     return {name: copies for name, copies in found.items() if len(copies) > 1}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_gradients_are_those_of_one_process_and_copies_stay_equal(
-    make: Callable[..., nn.Sequential], name: str, num_ranks: int
-) -> None:
-    tried = 0
+@matrix("name, kind, num_ranks", SCHEDULES, MODELS, (2, 4, 1), times=3)
+def test_gradients_are_those_of_one_process_and_copies_stay_equal(name: str, kind: str, num_ranks: int) -> None:
+    tried, make = 0, MODELS[kind]
     for program in programs(name, num_ranks, (3, 8)):
         model = make(dropout=0.2)
         reference = Reference(model, program, loss_fn)

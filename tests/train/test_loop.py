@@ -38,7 +38,6 @@ from drumline.train.loop.curve import Curve
 from drumline.train.loop.run import Trained, run_training
 from some import some
 from train.training import Ending, OwnLoss, Uneven, Writer, chain, cosine, made, plain_run, uneven
-from warm_ranks import WarmRanks
 
 pytestmark = pytest.mark.torch
 
@@ -288,10 +287,7 @@ def test_an_update_without_tokens_is_refused(tmp_path: Path) -> None:
         run_training(settings(tmp_path / "run"), tell=print, make_model=made(Writer), make_data=empty)
 
 
-def test_processes_train_alike_and_one_that_fails_ends_all(
-    tmp_path: Path, warm_ranks: WarmRanks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("drumline.pipeline.launch.processes.subprocess", warm_ranks)
+def test_processes_train_alike_and_one_that_fails_ends_all(tmp_path: Path) -> None:
     asked = EvaluationSettings(every=3, sample_every=3, sample_tokens=3, prompt="ab")
     groups = (MUON, OptimizerGroup(names=("head.*",), kind="SGD"))  # rank 0 holds no head
     optimizer = OptimizerSettings(lr=3e-3, clip_norm=0.5, groups=groups)
