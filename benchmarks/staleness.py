@@ -230,7 +230,7 @@ def plot(found: list[dict[str, Any]], folder: Path) -> None:
         for axis, optimizer in zip(axes, OPTIMIZERS, strict=True):
             for one in found:
                 if (one["problem"], one["optimizer"]) == (name, optimizer):
-                    axis.plot(one["losses"], label=f"{one['schedule']}, rate x {one['best']:g}", linewidth=1)
+                    axis.plot(*_thinned(one["losses"]), label=f"{one['schedule']}, rate x {one['best']:g}", linewidth=1)
             axis.set_title(f"{name}, {optimizer}")
             axis.set_xlabel("step")
             axis.set_yscale("log")
@@ -238,6 +238,13 @@ def plot(found: list[dict[str, Any]], folder: Path) -> None:
         axes[0].set_ylabel("loss")
         sheet.tight_layout()
         sheet.savefig(folder / f"staleness-{name}.svg", metadata={"Date": None})
+
+
+def _thinned(losses: list[float]) -> tuple[list[int], list[float]]:
+    """Return at most about 200 points: steps, and the mean loss of those that each stands for."""
+    each = max(1, len(losses) // 200)
+    steps = list(range(0, len(losses), each))
+    return steps, [statistics.fmean(losses[at : at + each]) for at in steps]
 
 
 def main() -> None:

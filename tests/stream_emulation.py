@@ -6,6 +6,9 @@ Which weights a microbatch sees, counted in updates of a stage s of P:
     with vertical sync all updates up to that of m - P
     2bw                of step t, all updates up to that of step t - 2
 
+An update with a NaN or an infinity anywhere is left out, and counts as an update that changes nothing. With pipedream
+each stage leaves out its own alone.
+
 Shares no code with the executor, except for the seeds of dropout.
 """
 
@@ -33,6 +36,7 @@ class Emulated:
     weights: Weights = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
     versions: list[list[int]] = field(default_factory=list)  # by microbatch of the run, then by stage
+    skipped: dict[int, set[int]] = field(default_factory=dict)  # stages with a NaN, by step
 
 
 def version_of(kind: str, stage: int, num_stages: int, microbatch: int, per_step: int) -> int:
@@ -60,8 +64,7 @@ def emulate(
 ) -> Emulated:
     """Train by the batches, one step each; forwards see weights in `dtype`, of which updates keep float32 copies."""
     stages = [[(name, copy.deepcopy(one).float()) for name, one in stage] for stage in stages]
-    newest = {f"{name}.{key}": one for stage in stages for name, module in stage for key, one in
-              module.named_parameters()}  # fmt: skip
+    newest = {key: one for stage in stages for key, one in _named(stage)}
     made = optimizers(newest)
     history: list[list[Weights]] = [[_copied(stage, dtype)] for stage in stages]
     found, randomness = Emulated(), Randomness(0, torch.device("cpu"))
@@ -96,8 +99,13 @@ def emulate(
                 continue
             if tied is not None:
                 sums[tied[0]] = sums[tied[1]] = sums[tied[0]] + sums[tied[1]]
-            for key, parameter in newest.items():
-                parameter.grad = sums[key].clone()
+            bad = [_is_bad(sums, stage) for stage in stages]
+            bad[-1] |= not all(bool(one.isfinite()) for one in (losses if kind == "2bw" else losses[-1:]))
+            for at, stage in enumerate(stages):
+                for key, parameter in _named(stage):
+                    parameter.grad = None if (bad[at] if kind == "pipedream" else any(bad)) else sums[key].clone()
+            if any(bad):
+                found.skipped.setdefault(step, set()).update(at for at, one in enumerate(bad) if one)
             if max_norm is not None:
                 torch.nn.utils.clip_grad_norm_([one for key, one in newest.items() if tied is None or key != tied[1]],
                                                max_norm)  # fmt: skip
@@ -118,6 +126,13 @@ def emulate(
     return found
 
 
+def _named(stage: Stage) -> list[tuple[str, nn.Parameter]]:
+    return [(f"{name}.{key}", one) for name, module in stage for key, one in module.named_parameters()]
+
+
+def _is_bad(gradients: Weights, stage: Stage) -> bool:
+    return not all(bool(gradients[key].isfinite().all()) for key, _ in _named(stage))
+
+
 def _copied(stage: Stage, dtype: torch.dtype) -> Weights:
-    named = ((f"{name}.{key}", one) for name, module in stage for key, one in module.named_parameters())
-    return {name: one.detach().clone().to(dtype) for name, one in named}
+    return {name: one.detach().clone().to(dtype) for name, one in _named(stage)}

@@ -7,6 +7,7 @@ from dataclasses import replace
 from faults.cases import fault
 from faults.config import Config
 from faults.lab import Lab
+from faults.plain import STALE
 
 BASE = Config()
 DROPOUT = Config(dropout=0.1)  # random numbers inside blocks come back as well
@@ -56,6 +57,12 @@ def kill_publishing(lab: Lab) -> None:
 def kill_moving(lab: Lab) -> None:
     """The checkpoint is of another cut than the one with which the run goes on."""
     _kill(lab, DROPOUT, 1, "moving")
+
+
+@fault("kill-without-flush", "SIGKILL of rank 1 in a backward (pipedream-2bw)", short=True)
+def kill_without_flush(lab: Lab) -> None:
+    """The checkpoint has gradients of an update that was not made yet."""
+    _kill(lab, replace(BASE, schedule=STALE), 1, "backward")
 
 
 @fault("kill-middle-of-3", "SIGKILL of rank 1 of 3; resumed on 3")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection
 
@@ -9,6 +10,7 @@ import torch
 
 from faults.config import Config
 
+STALE = "pipedream-2bw"  # every gradient belongs to the weights one update ago
 _LR, _WARMUP, _FINAL, _CLIP, _MICROBATCHES = 0.01, 4, 0.1, 1.0, 4
 
 
@@ -18,6 +20,7 @@ def plain_losses(config: Config, skipped: Collection[int] = ()) -> list[float]:
 
     assert config.dropout == 0, "the order of random numbers is Drumline's own"
     model, loss_fn = user.build_model(config.width)
+    seen = copy.deepcopy(model) if config.schedule == STALE else model  # the weights that gradients belong to
     batches = user.build_data(config.width, nan_at=config.nan_at)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR)
     losses = []
@@ -28,9 +31,13 @@ def plain_losses(config: Config, skipped: Collection[int] = ()) -> list[float]:
         total = 0.0
         x, y = batches[step % len(batches)]
         for inputs, target in zip(x.chunk(_MICROBATCHES), y.chunk(_MICROBATCHES), strict=True):
-            loss = loss_fn(model(inputs), target) / _MICROBATCHES
+            loss = loss_fn(seen(inputs), target) / _MICROBATCHES
             loss.backward()
             total += loss.item()
+        if seen is not model:
+            for one, old in zip(model.parameters(), seen.parameters(), strict=True):
+                one.grad, old.grad = old.grad, None
+            seen.load_state_dict(model.state_dict())  # without the update of this step
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
         if step not in skipped and math.isfinite(total) and bool(torch.isfinite(norm)):
             optimizer.step()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 
 from faults.cases import fault
 from faults.config import Config
 from faults.lab import SECONDS_TO_NOTICE, Lab, Strike
 from faults.outcome import losses_of
+from faults.plain import STALE
 from faults.started import Started
 
 BASE = Config()
@@ -17,13 +19,13 @@ _SLOW = {"do": "nothing", "rank": 1, "step": 4, "at": "optimizer done", "pace": 
 _STOPPED = r"Stopped by {cause} .*after step (\d+) of 12"
 
 
-def _stopped(lab: Lab, run: Started, struck: float, cause: str) -> None:
+def _stopped(lab: Lab, run: Started, struck: float, cause: str, config: Config = BASE) -> None:
     """Demand a stop after a step with a checkpoint of that step, and resume."""
     at, match = run.says(_STOPPED.format(cause=cause), SECONDS_TO_NOTICE)
     lab.row.detected = at - struck
     step = int(match[1])
     assert lab.newest("run") == step, f"stopped after step {step}; the newest checkpoint is of {lab.newest('run')}"
-    lab.resumed(BASE, "run", Strike(struck, step, 0))
+    lab.resumed(config, "run", Strike(struck, step, 0))
     assert lab.row.lost == 0
 
 
@@ -57,15 +59,25 @@ def term_torchrun(lab: Lab) -> None:
     _stopped(lab, run, struck, "SIGTERM")
 
 
-@fault("ctrl-c", "Ctrl-C")
-def ctrl_c(lab: Lab) -> None:
-    """The terminal sends it to every process."""
-    run = lab.train(BASE, "run", fault=_SLOW)
+def _ctrl_c(lab: Lab, config: Config) -> None:
+    run = lab.train(config, "run", fault=_SLOW)
     lab.strike(run)
     struck = time.time()
     os.killpg(run.pid, signal.SIGINT)
     assert run.ends(SECONDS_TO_NOTICE) == 0, "no exit code of 0"
-    _stopped(lab, run, struck, "Ctrl-C")
+    _stopped(lab, run, struck, "Ctrl-C", config)
+
+
+@fault("ctrl-c", "Ctrl-C")
+def ctrl_c(lab: Lab) -> None:
+    """The terminal sends it to every process."""
+    _ctrl_c(lab, BASE)
+
+
+@fault("ctrl-c-without-flush", "Ctrl-C (pipedream-2bw)")
+def ctrl_c_without_flush(lab: Lab) -> None:
+    """The checkpoint is written while microbatches are in flight."""
+    _ctrl_c(lab, replace(BASE, schedule=STALE))
 
 
 @fault("ctrl-c-twice", "Ctrl-C twice, in a step that does not end")

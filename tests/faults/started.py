@@ -47,8 +47,9 @@ class Started:
         self.name, self._word = name, secrets.token_hex(8)
         self.lines: list[tuple[float, str]] = []
         self.began = time.time()
+        # A shell in the background ignores Ctrl-C, and so would all that it starts.
         self._process = subprocess.Popen(
-            [*before, *command],
+            ["env", "--default-signal=INT", *before, *command],
             env={**env, _WORD: self._word},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -15,6 +15,7 @@ from torch import nn
 
 import drumline as dl
 from drumline.core.errors import NonFiniteError
+from drumline.schedules import schedules
 from drumline.train.config.settings import (
     BatchSettings,
     CheckpointSettings,
@@ -187,6 +188,32 @@ def test_ranks_of_several_processes_skip_the_same_update_and_stop_after_too_many
         assert "continue from" in ended[1]
         assert "checkpoints/step-00000002" in ended[1]
     assert [one.name for one in (tmp_path / "ranks" / "b" / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.parametrize("schedule", [name for name, one in schedules().items() if not one.flushed])
+def test_without_a_flush_a_run_goes_on_after_a_nan_and_counts_it_once(schedule: str, tmp_path: Path) -> None:
+    def given(folder: str, **tables: Any) -> TrainSettings:
+        unclipped = OptimizerSettings(lr=1e-2, clip_norm=0.0)
+        pipeline = PipelineSettings(transport="in-process", device="cpu", schedule=schedule)
+        return replace(settings_for(tmp_path / folder), pipeline=pipeline, optimizer=unclipped, **tables)
+
+    told: list[Any] = []
+    whole = trained(given("whole"), {BAD: "input"}, told.append)
+    assert (whole.num_skipped, [math.isnan(one) for one in whole.losses].index(True)) == (1, BAD)
+    assert [(one.step, one.in_a_row) for one in told if isinstance(one, Skipped)] == [(BAD + 1, 1)]
+    parts = given("parts", run=RunSettings(steps=BAD + 1, out=str(tmp_path / "parts")))
+    first = trained(parts, {BAD: "input"})
+    assert first.num_skipped == 1, "the update is due and will be left out"
+    resumed = CheckpointSettings(resume=str(tmp_path / "parts"))
+    second = trained(given("rest", checkpoint=resumed), {BAD: "input"})
+    assert second.num_skipped == 1
+    assert str(first.losses + second.losses) == str(whole.losses)
+    ours, theirs = saved(tmp_path / "rest"), saved(tmp_path / "whole")
+    assert ours.keys() == theirs.keys()
+    for name, one in some(theirs.items()):
+        assert torch.equal(ours[name], one), name
+    with pytest.raises(NonFiniteError, match=r"step 3: a loss or gradient on rank 0, 1 .* in 2 steps in a row"):
+        trained(given("many", failures=FailureSettings(max_skipped=1)), {1: "input", 2: "input"})
 
 
 def test_overflows_of_a_loss_scaler_count_too(tmp_path: Path) -> None:

@@ -79,7 +79,8 @@ class Pipeline:
       rank 0's host. Ranks of one host use loopback alone.
     - `precision`: "fp32" (the model's dtypes), "bf16" or "fp16" (autocast; fp16 scales the loss, see `pipe.scaler`).
     - `master_weights`: `pipe.optimizer` updates float32 copies of bf16 or fp16 parameters.
-    - `check_finite`: on a NaN, raise NonFiniteError on all ranks before an optimizer steps (default True).
+    - `check_finite`: on a NaN, raise NonFiniteError on all ranks before an optimizer steps (default True). A schedule
+      without a flush leaves out that update instead: see `StepResult.skipped`.
     - `check_model`: compare one microbatch of the first step with the unsplit model (default True). If they differ,
       raise ModelError before an optimizer steps. `pipe.checked` says what was compared and what it cost.
     - `merge_weight_gradients`: run adjacent W actions as one larger product, which sums in a different order.
@@ -177,7 +178,8 @@ class Pipeline:
         self._run.check_before(step, call, given)
         tally = self._run.run(step, call)
         self._run.check_after(step)
-        return StepResult(step.number, lambda: tally.loss, output_of(step))
+        skipped = {} if self._run.stream is None else self._run.stream.skipped
+        return StepResult(step.number, lambda: tally.loss, output_of(step), skipped)
 
     @property
     def checked(self) -> Checked | None:
@@ -207,8 +209,10 @@ class Pipeline:
         """Wait for the outcome of all steps so far on all ranks, and raise if one of them failed.
 
         Optimizers call this before they step, unless they were made with `validated="after"`. Call it yourself before
-        you read or change parameters by hand.
+        you read or change parameters by hand. With a schedule without a flush, call it on every rank: it runs the
+        backwards in flight, and makes no update early.
         """
+        self._run.pause("settle")
         self._recording.settle()
 
     @property

@@ -12,7 +12,7 @@ Recording, adaptation, capture and saved state observe the step: see observer.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -77,11 +77,20 @@ class StepResult:
     step: int
     _loss: Callable[[], Tensor | None] = field(repr=False)
     output: Any = field(default=None, repr=False)
+    _skipped: Mapping[int, str] = field(default_factory=dict, repr=False)
 
     @cached_property
     def loss(self) -> Tensor | None:
         """The mean loss over the batch, detached; None without a target."""
         return self._loss()
+
+    @property
+    def skipped(self) -> str:
+        """With a schedule without a flush, the ranks whose NaN or infinity left out an update of this step, if any.
+
+        It is known `pipe.steps_in_flight` steps later, and after `pipe.settle()`; until then it is empty.
+        """
+        return self._skipped.get(self.step, "")
 
 
 @dataclass(eq=False)
@@ -336,7 +345,7 @@ class StepRun:
             told.dtype = str(losses.dtype).removeprefix("torch.")
             told.losses = parts.unbind() if alone else parts.tolist()
         if self.stream is not None:
-            return told  # every update has checked its gradients, and kept none
+            return told  # every update checks its own gradients
         if step.train and (self.check_finite or scaler is not None):
             told.scale = None if scaler is None else step.scale
             finite = all_finite(checked)

@@ -119,8 +119,9 @@ class Stream:
         self.max_norm: float | None = None  # largest norm of all gradients in an update
         updates.streams = True
         for one in self.executors:
-            one.attach(rows, self, check_finite=options.check_finite)
+            one.attach(rows, self, check_finite=options.check_finite, together=is_synchronous(options))
         self._is_synchronous = is_synchronous(options)
+        self.skipped: dict[int, str] = {}  # steps of which an update was left out, and the ranks with a NaN, by name
 
     @property
     def name(self) -> str:
@@ -154,7 +155,7 @@ class Stream:
         step.program = self._programs.added(self.rows.program(first.position, first.since))
         self.is_broken = True
         yield
-        self.is_broken = False
+        self._ran()
 
     def pause(self) -> None:
         """Run the backwards in flight, so that the ranks may do something else; all ranks call it alike."""
@@ -170,7 +171,13 @@ class Stream:
         self._check()
         self.is_broken = True
         self._engine.between(what)
+        self._ran()
+
+    def _ran(self) -> None:
         self.is_broken = False
+        called = self._updates.holdings.crew.called
+        for one in self.executors:  # all say the same
+            self.skipped |= {number: called.listed(ranks) for number, ranks in one.verdicts.found()}
 
     def _check(self) -> None:
         if self.is_broken:
@@ -211,12 +218,15 @@ class Stream:
         norms = clip.norms_of([one for _, one in named], 2.0)
         return {name: norm for (name, _), norm in zip(named, norms, strict=True) if norm is not None}
 
-    def clip(self, norms: list[dict[str, float]], parameters: list[nn.Parameter]) -> None:
-        """Scale the gradients of these parameters, given the norms of all ranks."""
-        assert self.max_norm is not None
+    def total(self, norms: list[dict[str, float]]) -> Tensor:
+        """Return the norm of all gradients, given those of every rank's own."""
         every = {name: norm for one in norms for name, norm in one.items()}
-        total = clip.total_norm([every[name] for name in self._engine.assembly.order if name in every], 2.0)
-        clip.scale(parameters, total, self.max_norm)
+        return clip.total_norm([every[name] for name in self._engine.assembly.order if name in every], 2.0)
+
+    def clip(self, norm: Tensor, parameters: list[nn.Parameter]) -> None:
+        """Scale the gradients of these parameters, given the norm of all ranks' gradients."""
+        assert self.max_norm is not None
+        clip.scale(parameters, norm, self.max_norm)
 
     def settings(self) -> Settings:
         """Return what the optimizers' groups say now."""
@@ -251,7 +261,8 @@ class Stream:
             for place, group in sorted(rank.pending.items()):
                 for one, gradient in group.gradients.items():
                     tensors[f"{_head(rank.rank, place)}/{names[one]}/gradient"] = gradient
-                groups.append({"at": list(place), "settings": _as_json(group.settings)})
+                is_finite = {} if group.is_finite else {"finite": False}
+                groups.append({"at": list(place), "settings": _as_json(group.settings), **is_finite})
             versions = [one.number for one in rank.versions.values()]
             listed.append({"rank": rank.rank, "versions": versions, "groups": groups})
         return tensors, listed
@@ -280,7 +291,7 @@ class Stream:
         """Go on from where a stream was."""
         by_rank = {one["rank"]: one for one in due}
         for rank in self.executors:
-            rank.position = int(stored["position"])
+            rank.go_on(int(stored["position"]))
             for versions, number in zip(rank.versions.values(), by_rank[rank.rank]["versions"], strict=True):
                 versions.number = number
             for group in by_rank[rank.rank]["groups"]:
@@ -292,7 +303,8 @@ class Stream:
                     if name.startswith(head)
                 }
                 settings = [[_restored(one) for one in each] for each in group["settings"]]
-                rank.pending[position, microbatch] = Group(found, settings, is_summed=True)
+                is_finite = group.get("finite", True)
+                rank.pending[position, microbatch] = Group(found, settings, is_summed=True, is_finite=is_finite)
 
     def restart(self) -> None:
         """Forget all that is in flight and due."""

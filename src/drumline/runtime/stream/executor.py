@@ -8,12 +8,14 @@ After a pause the next slices skip the backwards that have run, and make their u
 changes no number: evaluations and checkpoints do not disturb training. After a drain the stream begins again.
 
 Gradients add up in `.grad` while a slice runs. With the last microbatch of an update they move to `pending`, and with
-the UPDATE to the optimizer; what has begun to add up for the next update waits aside meanwhile.
+the UPDATE to the optimizer, unless they are not finite; what has begun to add up for the next update waits aside
+meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,28 +23,23 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.action import Action, Op
-from drumline.core.errors import NonFiniteError
 from drumline.core.rules import Backward
 from drumline.runtime.channel.channel import Wait
 from drumline.runtime.draft import BEGIN, NOTE, Draft
 from drumline.runtime.executor import Executor, Gradients, Job, Step
 from drumline.runtime.gradients.clip import all_finite
 from drumline.runtime.stream.rows import BACKWARDS, Cell, StreamRows, runs
+from drumline.runtime.stream.verdicts import Judged, Norms, Place, Verdicts
 from drumline.runtime.stream.versions import Versions
 
 _BETWEEN_STEPS = -2  # a pause belongs to no step
 
 
-class Stepping(Protocol):
+class Stepping(Norms, Protocol):
     """The optimizers, as an executor sees them."""
 
-    max_norm: float | None  # largest norm of all ranks' gradients in an update
-
-    def norms(self, rank: int) -> dict[str, float]:
-        """Return the norms of the gradients that a rank's own parameters have now, by name."""
-
-    def clip(self, norms: list[dict[str, float]], parameters: list[nn.Parameter]) -> None:
-        """Scale the gradients of these parameters, given the norms of all ranks."""
+    def clip(self, norm: Tensor, parameters: list[nn.Parameter]) -> None:
+        """Scale the gradients of these parameters, given the norm of all ranks' gradients."""
 
     def settings(self) -> Any:
         """Return the optimizers' settings now, such as learning rates: those of the step that begins."""
@@ -58,7 +55,9 @@ class Group:
     gradients: dict[nn.Parameter, Tensor]
     settings: Any
     is_summed: bool = False  # whether gradients of tied parameters have those of other ranks
-    is_told: bool = False  # whether other ranks know their norms
+    is_finite: bool = True  # whether they and the losses are, on this rank
+    is_told: bool = False  # whether other ranks know that, and the gradients' norms
+    judged: Judged | None = None  # what all ranks said
 
 
 _NO_CELL, _NO_ACTION = Cell(Op.FORWARD, 0, 0, 0), Action(0, Op.FORWARD, 0)
@@ -74,9 +73,6 @@ class _SliceJob(Job):
     target: int = -1
 
 
-Place = tuple[int, int]  # of an update: the position of its step in the stream, and its last microbatch
-
-
 class StreamExecutor(Executor):
     """One rank's stage and its endless row; give it `stream` and `optimizers` before it runs."""
 
@@ -84,19 +80,22 @@ class StreamExecutor(Executor):
     optimizers: Stepping
     check_finite = True
 
-    def attach(self, stream: StreamRows, optimizers: Stepping, *, check_finite: bool) -> None:
-        """Run these rows, and step these optimizers."""
+    def attach(self, stream: StreamRows, optimizers: Stepping, *, check_finite: bool, together: bool) -> None:
+        """Run these rows, and step these optimizers; `together` if all ranks make an update at the same place."""
         self.stream, self.optimizers, self.check_finite = stream, optimizers, check_finite
+        self.verdicts = Verdicts(
+            self.channel, self.rank, stream.ends, optimizers, check_finite=check_finite, together=together
+        )
+        rows = [cell.op for each in stream.slices for cell in each[self.rank]]
+        self._updates = Op.UPDATE in rows  # else its stage is frozen
+        self._closes = BACKWARDS if any(op in rows for op in BACKWARDS) else (Op.FORWARD,)
         self.versions = {index: Versions(stage) for index, stage in self.stages.items()}
         self._cached: dict[tuple[int, int], list[_SliceJob]] = {}
-        self.num_begun = 0  # how often the stream began
         self.restart()
 
     def restart(self) -> None:
         """Begin the stream again, with nothing in flight and no update due."""
-        self.num_begun += 1
-        self.position = 0  # of the next step
-        self.since = 0  # how many of the steps before it began after the stream was last empty
+        self.go_on(0)
         self.pending: dict[Place, Group] = {}
         self._steps: dict[int, tuple[Step, Any]] = {}  # by position, with the optimizers' settings
         self._partial: dict[nn.Parameter, Tensor] = {}
@@ -106,6 +105,12 @@ class StreamExecutor(Executor):
         self._made.clear()
         self._gradients.clear()
         self.arrived.clear()
+
+    def go_on(self, position: int) -> None:
+        """Have the next step at a position, with nothing in flight."""
+        self.position = position  # of the next step
+        self.since = 0  # how many of the steps before it began after the stream was last empty
+        self.verdicts.begin(position)
 
     def translated(self) -> list[Job]:
         """Return no jobs: those of a step depend on its slice."""
@@ -119,6 +124,7 @@ class StreamExecutor(Executor):
     def run(self, step: Step, draft: Draft, jobs: Any = None) -> Generator[Wait, None, None]:
         """Run the slice of a step."""
         self._steps[self.position] = step, self.optimizers.settings()
+        self.verdicts.number(self.position, step.number)
         oldest = self._steps[min(self._steps)][0].number
         self.channel.begin(step.number, since=oldest)
         self.clock.begin(draft)
@@ -133,6 +139,7 @@ class StreamExecutor(Executor):
         for job in self._jobs():
             yield from self._perform(job, directly)
             directly = not job.target >= 0
+        yield from self.verdicts.decide(self.position - self.stream.num_back, self._stage)
         self.position += 1
         self.since += 1
         self._leave()
@@ -150,8 +157,10 @@ class StreamExecutor(Executor):
                 cell = Cell(op, index, last - position, microbatch)
                 yield from self._perform(self._job(cell), directly=False, ends_at=last)
         for (position, microbatch), group in sorted(self.pending.items()):
-            if self.exchange.has_ties and not group.is_summed:
+            if not group.is_summed:
                 yield from self._sum(group, position, microbatch)
+            yield from self._judge(group, position, microbatch)
+        yield from self.verdicts.decide(self.position, self._stage)
         self.since = 0
         self._leave()
         assert not self._partial, "gradients of a step that is not over"
@@ -215,7 +224,7 @@ class StreamExecutor(Executor):
             self.channel.send(receive, job.target, tensors, form)
             shown = receive._replace(microbatch=job.shown.microbatch)
             self.draft.sent(shown, job.target, sum([one.nbytes for one in tensors]), begun, now())
-        if job.cell.op in BACKWARDS and job.microbatch in self.stream.ends:
+        if job.cell.op in self._closes and job.microbatch in self.stream.ends:
             self._close(position, job.microbatch)
 
     def _receive(self, job: _SliceJob, receive: Action, source: int) -> Generator[Wait, None, None]:
@@ -264,14 +273,17 @@ class StreamExecutor(Executor):
         return ((self._share(step, job.microbatch).to(step.losses[job.microbatch].dtype),),)
 
     def _share(self, step: Step, microbatch: int) -> Tensor:
-        ends = sorted(self.stream.ends)
-        if len(ends) == 1:
+        if len(self.stream.ends) == 1:
             return step.shares[microbatch]  # an update takes in the whole step
-        last = next(end for end in ends if end >= microbatch)
-        first = max((end + 1 for end in ends if end < microbatch), default=0)
-        total = torch.stack([step.shares[one] for one in range(first, last + 1)]).sum()
+        total = torch.stack([step.shares[one] for one in self._with(microbatch)]).sum()
         share = step.shares[microbatch]
         return torch.where(total > 0, share / total, torch.zeros_like(share))
+
+    def _with(self, microbatch: int) -> range:
+        """Return the microbatches of the update that takes in this one."""
+        ends = self.stream.ends
+        return range(max((end + 1 for end in ends if end < microbatch), default=0),
+                     min(end for end in ends if end >= microbatch) + 1)  # fmt: skip
 
     def _note(self, start: int, version: int) -> None:
         """Record an action that has just ended."""
@@ -319,6 +331,20 @@ class StreamExecutor(Executor):
             del self._steps[position]
         self.current = None
 
+    @property
+    def _stage(self) -> int:
+        return min(self.stages)
+
+    @contextmanager
+    def _having(self, gradients: Mapping[nn.Parameter, Tensor]) -> Iterator[list[nn.Parameter]]:
+        """Let parameters have these gradients inside, and no others; yields all parameters."""
+        aside = {one: one.grad for one in self._parameters()}
+        for one in aside:
+            one.grad = gradients.get(one)
+        yield list(aside)
+        for one, gradient in aside.items():
+            one.grad = gradient
+
     def _close(self, position: int, microbatch: int) -> None:
         """Put aside the gradients of an update, which are complete on this rank."""
         step, settings = self._steps[position]
@@ -326,66 +352,54 @@ class StreamExecutor(Executor):
             self.channel.belongs(step.number)
             self.exchange.offer_tied(microbatch)
         made = {one: one.grad for one in self._parameters() if one.grad is not None}
-        group = self.pending[position, microbatch] = Group(made, settings, is_summed=not self.exchange.has_ties)
-        if group.is_summed:
-            self._tell_norms(group, position, microbatch)
         for one in made:
             one.grad = None
+        group = Group(made, settings, is_summed=not self.exchange.has_ties or not self._updates)
+        losses = [step.losses[one] for one in self._with(microbatch) if one in step.losses]
+        group.is_finite = not self.check_finite or bool(all_finite([*made.values(), *losses]))
+        if group.is_summed:
+            self._tell(group, position, microbatch)
+        if self._updates:
+            self.pending[position, microbatch] = group
 
     def _sum(self, group: Group, position: int, microbatch: int) -> Generator[Wait, None, None]:
         """Add the gradients of other ranks to those of tied parameters."""
-        aside = {one: one.grad for one in self._parameters()}
-        for one in aside:
-            one.grad = group.gradients.get(one)
-        self.channel.belongs(self._steps[position][0].number)
-        yield from self.exchange.sum_tied(self.clock, self.draft, self.clock.now(), microbatch)
-        group.gradients = {one: one.grad for one in aside if one.grad is not None}
+        with self._having(group.gradients) as parameters:
+            self.channel.belongs(self._steps[position][0].number)
+            yield from self.exchange.sum_tied(self.clock, self.draft, self.clock.now(), microbatch)
+            group.gradients = {one: one.grad for one in parameters if one.grad is not None}
         group.is_summed = True
-        self._tell_norms(group, position, microbatch)
-        for one, gradient in aside.items():
-            one.grad = gradient
+        if self.check_finite and group.is_finite:  # sums may be too large
+            group.is_finite = bool(all_finite(list(group.gradients.values())))
+        self._tell(group, position, microbatch)
 
-    def _tell_norms(self, group: Group, position: int, microbatch: int) -> None:
-        """Tell all ranks the norms of an update's gradients, which the parameters have now, if they are clipped."""
-        if self.optimizers.max_norm is not None:
-            self.channel.tell(self._topic(position, microbatch), self.optimizers.norms(self.rank))
-            group.is_told = True
+    def _tell(self, group: Group, position: int, microbatch: int) -> None:
+        """Tell all ranks about the gradients of an update on this one."""
+        with self._having(group.gradients):
+            self.verdicts.tell((position, microbatch), is_finite=group.is_finite)
+        group.is_told = True
 
-    def _topic(self, position: int, microbatch: int) -> str:
-        return f"norms/{self.num_begun}/{position}/{microbatch}"
-
-    def _clip(
-        self, changing: list[nn.Parameter], action: Action, position: int, microbatch: int
-    ) -> Generator[Wait, None, None]:
-        """Scale the gradients of an update by the norm of all ranks' gradients."""
-        told = self.channel.hear_now(self._topic(position, microbatch))
-        while told is None:
-            yield Wait(self.rank, action, action, (self.rank + 1) % self.channel.num_ranks)
-            told = self.channel.hear_now(self._topic(position, microbatch))
-        self.optimizers.clip(told, changing)
+    def _judge(self, group: Group, position: int, microbatch: int) -> Generator[Wait, None, None]:
+        """Hear what all ranks say about an update, if all make it at the same place."""
+        if group.judged is None and self.verdicts.together and self.verdicts.is_on:
+            if not group.is_told:  # it comes from a checkpoint
+                self._tell(group, position, microbatch)
+            group.judged = yield from self.verdicts.hear((position, microbatch), self._stage)
 
     def _update(self, cell: Cell, position: int) -> Generator[Wait, None, None]:
-        """Make an update of the stage."""
+        """Make an update of the stage, or leave it out; it counts as a version either way."""
         group = self.pending.pop((position, cell.microbatch))
         if not group.is_summed:
             yield from self._sum(group, position, cell.microbatch)
-        gradients = list(group.gradients.values())
-        if self.check_finite and not bool(all_finite(gradients)):
-            raise NonFiniteError(
-                f"a gradient of stage {cell.stage} is NaN or infinite",
-                expected="finite numbers; the stage was not updated",
-                fix="load the last checkpoint and lower the learning rate, or pass check_finite=False",
-            )
-        aside = {one: one.grad for one in self._parameters()}
-        for one in aside:
-            one.grad = group.gradients.get(one)
-        changing = [one for one in aside if one.grad is not None]
-        if self.optimizers.max_norm is not None:
-            if not group.is_told:  # it comes from a checkpoint
-                self._tell_norms(group, position, cell.microbatch)
-            yield from self._clip(changing, self.stream.action(cell), position, cell.microbatch)
+        yield from self._judge(group, position, cell.microbatch)
+        judged, versions = group.judged, self.versions[cell.stage]
         start = self.clock.start(directly=False)
-        self.optimizers.update(changing, group.settings, self.versions[cell.stage].update)
-        for one, gradient in aside.items():
-            one.grad = gradient
-        self._note(start, self.versions[cell.stage].number)
+        if judged.bad if judged is not None else not group.is_finite:
+            versions.update([])
+        else:
+            with self._having(group.gradients) as parameters:
+                changing = [one for one in parameters if one.grad is not None]
+                if judged is not None and judged.norm is not None:
+                    self.optimizers.clip(judged.norm, changing)
+                self.optimizers.update(changing, group.settings, versions.update)
+        self._note(start, versions.number)

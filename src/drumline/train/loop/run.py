@@ -261,8 +261,8 @@ class _Training:
             self._catch_up()
 
     def _settle(self) -> None:
-        """Wait for the verdict on an update that ran ahead of it."""
-        if self.optimizers.run_ahead and self._made:
+        """Wait for the verdict on updates that ran ahead of it, or that are not made yet."""
+        if (self.optimizers.run_ahead or self._streams) and self._made:
             self.pipe.settle()
             self._catch_up()
 
@@ -275,6 +275,8 @@ class _Training:
     def _finish(self, made: _Made) -> None:
         """Add an update's loss to the curve, and tell of it."""
         norm = self.skips.judged() if self.optimizers.run_ahead else made.norm
+        if self._streams:
+            self.skips.found(next(filter(None, (result.skipped for _, result in made.results)), ""))
         losses = [(part, result.loss) for part, result in made.results]
         self.curve.add([(part, loss) for part, loss in losses if loss is not None], norm)
         skipped = self.skips.ended(made.step)

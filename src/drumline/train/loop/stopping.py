@@ -68,9 +68,13 @@ class Skips:
         verdict = self._pipe.verdict
         if verdict is None:
             return None
-        if verdict.skips:
-            self._problem = f"a loss or gradient on {verdict.ranks} is NaN or infinite"
+        self.found(verdict.ranks)
         return verdict.norm
+
+    def found(self, ranks: str) -> None:
+        """Take note of the ranks whose NaN left out an update, if any."""
+        if ranks:
+            self._problem = f"a loss or gradient on {ranks} is NaN or infinite"
 
     @property
     def allows(self) -> bool:
