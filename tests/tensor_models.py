@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.train.models.gpt import GPT, GPTSizes
+from matrices import ALL
 
 WORDS, WIDTH, LENGTH, ROWS = 24, 16, 6, 8
+LAYERS = 4 if ALL else 2
 
 
 class Attention(nn.Module):
@@ -60,7 +62,7 @@ class Layer(nn.Module):
 def chain(dropout: float = 0.0) -> nn.Sequential:
     """A decoder as a list of blocks."""
     torch.manual_seed(0)
-    layers = [Layer(dropout) for _ in range(4)]
+    layers = [Layer(dropout) for _ in range(LAYERS)]
     return nn.Sequential(nn.Embedding(WORDS, WIDTH), *layers, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS))
 
 
@@ -75,7 +77,7 @@ def plan() -> dict[str, Any]:
         "*.up": "colwise",
         "*.gate": "colwise",
         "*.down": "rowwise",
-        "6": "colwise_gather",
+        f"{LAYERS + 2}": "colwise_gather",
     }
 
 
@@ -83,7 +85,7 @@ def gpt(**sizes: Any) -> GPT:
     """The built-in decoder, with all that tp must respect: shared keys and values, norms of heads, tied weights."""
     torch.manual_seed(0)
     given: dict[str, Any] = {
-        "num_layers": 4, "hidden": WIDTH, "num_heads": 4, "vocabulary": WORDS, "sequence": LENGTH,
+        "num_layers": LAYERS, "hidden": WIDTH, "num_heads": 4, "vocabulary": WORDS, "sequence": LENGTH,
         "num_key_value_heads": 2, "gated": True, "tied": True, "qk_norm": True, "biased": False,
     }  # fmt: skip
     return GPT(GPTSizes(**{**given, **sizes}))
@@ -95,8 +97,8 @@ def llama(**settings: Any) -> nn.Module:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=LENGTH, **settings,
+        vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=LAYERS,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH, **settings,
     )  # fmt: skip
     make: Callable[..., nn.Module] = LlamaForCausalLM
     return make(config)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from browser.windows import Window, Windows
 from cluster_models import GIB, Rough, small_cluster, small_transformer
 from drumline.cli.main import main
 from drumline.core.costs import Costs
@@ -40,7 +41,7 @@ from simulated_runs import even_blocks, per_stage, write_simulated_run
 from some import some
 
 MEASURE = (Path(__file__).parent / "measure.js").read_text()
-WIDTHS, THEMES = (1280, 390), ("light", "dark")
+LOOKS = ((390, ("dark", "light")), (1280, ("light", "dark")))  # every other one changes least
 TEXT, LARGE_TEXT, MARK = 4.5, 3.0, 3.0
 TALLEST, TALLEST_DOCUMENT = 8000, 3000  # of a document, the beginning
 
@@ -72,12 +73,8 @@ def one_run(folder: Path) -> str:
     return run_page(reports_of([run_of(folder, "alone", "1f1b")]))
 
 
-def several_runs(folder: Path) -> str:
-    schedules = ("gpipe", "1f1b", "zb-h1")
-    return run_page(reports_of([run_of(folder, f"{schedule}-4", schedule) for schedule in schedules]))
-
-
 def demo(folder: Path) -> str:
+    """Return a report of several runs, with what the demo says above it."""
     pytest.importorskip("torch")
     from drumline.train.demo import TRIALS, Outcome
     from drumline.train.opening import opening
@@ -128,7 +125,6 @@ KINDS: dict[str, Callable[[Path], str]] = {
     "show": shown,
     "compare": compared,
     "report of one run": one_run,
-    "report of several runs": several_runs,
     "demo": demo,
     "profile": profiled,
     "plan of a profile": planned_from_profile,
@@ -180,35 +176,25 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
         thread.join(timeout=10)
 
 
-@pytest.fixture(scope="module")
-def opened(browser: Any, pages: Callable[[str], str]) -> Iterator[Callable[[str], Any]]:
-    """Open a page in one window for all of them, unfolded and ready to be measured."""
-    context = browser.new_context(reduced_motion="reduce")
-    page, troubles = context.new_page(), []
-    page.on("pageerror", lambda error: troubles.append(f"{page.url}: {error}"))
-    page.on("console", lambda message: troubles.append(f"{page.url}: {message.text}"))
-
-    def open_page(kind: str) -> Any:
-        page.set_viewport_size({"width": WIDTHS[0], "height": 900})
-        page.goto(pages(kind))
-        if page.locator(".toolbar").count():
-            page.wait_for_selector("html[data-answered]" if kind == "explore" else "html[data-painted-ms]")
-        page.evaluate("for (const one of document.querySelectorAll('main details')) one.open = true")
-        page.evaluate(MEASURE)
-        return page
-
-    yield open_page
-    context.close()
-    assert troubles == []
+def opened(windows: Windows, address: str, ready: str) -> Window:
+    """Open a page, unfolded and ready to be measured."""
+    width, (theme, _) = LOOKS[0]
+    size = {"width": width, "height": 900}
+    window = windows.open(address, viewport=size, color_scheme=theme, reduced_motion="reduce")
+    if window.page.locator(".toolbar").count():
+        window.page.wait_for_selector(ready)
+    window.page.evaluate("for (const one of document.querySelectorAll('main details')) one.open = true")
+    window.page.evaluate(MEASURE)
+    return window
 
 
 def unseen(page: Any, tallest: int) -> Iterator[tuple[Any, ...]]:
     """Yield what is cut off or too faint: in windows of both widths, all of it in view, in both themes."""
-    for width in WIDTHS:
+    for width, themes in LOOKS:
         page.set_viewport_size({"width": width, "height": 900})
         whole = page.evaluate("document.documentElement.scrollHeight")
         page.set_viewport_size({"width": width, "height": min(whole, tallest)})
-        for theme in THEMES:
+        for theme in themes:
             page.emulate_media(color_scheme=theme)
             page.evaluate("measure.drawn()")
             told = page.evaluate(f"measure.all({TEXT}, {LARGE_TEXT}, {MARK})")
@@ -224,7 +210,7 @@ def unreached(page: Any, *, walked: bool) -> Iterator[tuple[Any, ...]]:
 
     The browser moves the focus on with Tab unless a script takes the key: where no script does, asking each is enough.
     """
-    for width, theme in ((1280, "light"), (390, "dark")) if walked else ((1280, "light"),):
+    for width, theme in ((1280, "dark"), (390, "light")) if walked else ((1280, "dark"),):
         page.set_viewport_size({"width": width, "height": 900})
         page.emulate_media(color_scheme=theme)
         page.keyboard.press("Tab")  # from here on, the browser shows the focus as it does for the keyboard
@@ -259,6 +245,8 @@ def unopened(page: Any) -> Iterator[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_all_of_a_page_is_seen_and_reached(opened: Callable[[str], Any], kind: str) -> None:
-    page, tallest = opened(kind), TALLEST_DOCUMENT if kind.startswith("docs: ") else TALLEST
+def test_all_of_a_page_is_seen_and_reached(windows: Windows, pages: Callable[[str], str], kind: str) -> None:
+    window = opened(windows, pages(kind), "html[data-answered]" if kind == "explore" else "html[data-painted-ms]")
+    page, tallest = window.page, TALLEST_DOCUMENT if kind.startswith("docs: ") else TALLEST
     assert [*unseen(page, tallest), *unreached(page, walked=kind in WALKED), *unopened(page)] == []
+    assert window.troubles == []

@@ -4,7 +4,8 @@
     shown.page.keyboard.press("Tab")
     assert shown.troubles == []          # of this page alone; so are its requests
 
-Pages that a test opens with the same options stand beside each other, each in a window of its own.
+Pages that a test opens stand beside each other, each in a window of its own. Options other than size, theme and motion
+need a context of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-USUAL: dict[str, Any] = {"viewport": {"width": 1280, "height": 900}}
+USUAL = {"width": 1280, "height": 900}
 
 
 @dataclass
@@ -36,12 +37,12 @@ class Window:
         self.troubles.append("a dialog opened")
         dialog.dismiss()
 
-    def renew(self, viewport: dict[str, int], color_scheme: str = "light") -> None:
+    def renew(self, viewport: dict[str, int], color_scheme: str, reduced_motion: str) -> None:
         """Make it as a new one: empty, of its first size, in its own theme, the mouse in a corner."""
         self.page.unroute_all()
         self.page.goto("about:blank")
         self.page.set_viewport_size(viewport)
-        self.page.emulate_media(color_scheme=color_scheme)
+        self.page.emulate_media(color_scheme=color_scheme, reduced_motion=reduced_motion)
         self.page.mouse.move(0, 0)
         self.troubles.clear()
         self.requests.clear()
@@ -61,14 +62,16 @@ class Windows:
 
     def open(self, address: str, ready: str = "", **options: Any) -> Window:
         """Open a page and wait for an element that says it is ready; options are those of a context."""
-        options = {**USUAL, **options}
+        size = options.pop("viewport", USUAL)
+        media = {"color_scheme": "light", "reduced_motion": "no-preference"}
+        media |= {name: options.pop(name) for name in media if name in options}
         name = json.dumps(options, sort_keys=True)
         key = name, self._used[name]
         self._used[name] += 1
         if key not in self._made:
             self._made[key] = Window(self._browser.new_context(**options).new_page())
         window = self._made[key]
-        window.renew(options["viewport"], options.get("color_scheme", "light"))
+        window.renew(size, **media)
         window.address = address
         window.page.goto(address)
         if ready:

@@ -40,7 +40,7 @@ STEPS = 4
 
 def settings_for(folder: Path, num_ranks: int = 2, *, steps: int = 2, **pipeline: Any) -> TrainSettings:
     return TrainSettings(
-        model=ModelSettings(num_layers=4, hidden=64, num_heads=2),
+        model=ModelSettings(num_layers=2, hidden=64, num_heads=2),
         batch=BatchSettings(sequences=8, microbatch=2, sequence=128),  # messages larger than what fits beside a header
         mesh=MeshSettings(pipeline=num_ranks),
         pipeline=PipelineSettings(device="cpu", timeout=200, check_model=False, **pipeline),

@@ -136,13 +136,12 @@ def batch(kind: str, step: int, lines: int) -> list[list[Microbatch]]:
 
 
 def example(mesh: dict[str, int]) -> Tensor:
-    """Return tokens of a microbatch's shape on one line: with any other, the first step would follow the model again.
+    """Return tokens of the shape that a line gets: with any other, the first step would follow the model again.
 
     >>> example({"pp": 2, "dp": 2}).shape
-    torch.Size([2, 8])
+    torch.Size([8, 8])
     """
-    lines = mesh.get("dp", 1) * mesh.get("ep", 1)
-    return torch.zeros(ROWS // MICROBATCHES // lines, LENGTH, dtype=torch.long)
+    return torch.zeros(ROWS // (mesh.get("dp", 1) * mesh.get("ep", 1)), LENGTH, dtype=torch.long)
 
 
 def count(target: Tensor) -> int:

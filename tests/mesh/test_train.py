@@ -14,7 +14,7 @@ from some import some
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 SMALL = {
-    "run.steps": 3, "run.threads": 1, "model.num_layers": 4, "model.hidden": 16, "model.num_heads": 2,
+    "run.steps": 3, "run.threads": 1, "model.num_layers": 2, "model.hidden": 16, "model.num_heads": 2,
     "batch.sequences": 8, "batch.sequence": 16, "batch.microbatch": 1, "evaluation.every": 3, "evaluation.batches": 1,
     "checkpoint.at_end": False, "pipeline.device": "cpu", "pipeline.timeout": 120.0,
 }  # fmt: skip

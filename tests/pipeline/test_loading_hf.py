@@ -15,6 +15,7 @@ from torch.nn import functional
 import drumline as dl
 from drumline.pipeline.pipeline import Pipeline
 from hf_models import MODELS, batch_for, tiny
+from matrices import chosen
 from some import some
 from torch_models import on_meta
 
@@ -36,10 +37,12 @@ def stepped(name: str, model: nn.Module, schedule: str, folder: Path | None = No
 NOT_TIED = ("LlamaForCausalLM", "MixtralForCausalLM", "ViTForImageClassification")
 
 
-@pytest.mark.parametrize(
-    ("name", "schedule"),
-    [*((name, "1f1b") for name in MODELS), *((name, one) for name in NOT_TIED for one in ("zb-v", "dualpipe"))],
-)
+TIED = [name for name in MODELS if name not in NOT_TIED]
+FOLDERS = [*((name, "1f1b") for name in TIED), *chosen(NOT_TIED, ("1f1b", "zb-v", "dualpipe"), times=1)]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("name", "schedule"), FOLDERS)
 def test_a_folder_trains_as_the_model_that_was_saved(tmp_path: Path, name: str, schedule: str) -> None:
     whole: Any = tiny(name, seed=3)
     whole.save_pretrained(tmp_path, max_shard_size="40KB")

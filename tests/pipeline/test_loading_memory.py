@@ -13,11 +13,13 @@ import pytest
 
 import drumline as dl
 from loading import build, measure, write
+from matrices import ALL
 from some import some
 
 pytestmark = [
     pytest.mark.cold_ranks,
     pytest.mark.torch,
+    pytest.mark.matrix,
     pytest.mark.skipif(sys.platform != "linux", reason="counts and limits memory as Linux does"),
 ]
 
@@ -39,7 +41,7 @@ def test_ranks_load_and_run_under_a_limit_that_the_whole_model_breaks(tmp_path: 
     (alone,) = run(folder, num_ranks=1, train=False)
     assert "not enough memory" in alone["failed"] or "can't allocate memory" in alone["failed"]
     assert "made" not in alone, "the whole model was made"
-    cases = ((2, False, 1), (4, True, 2)) if from_files else ((2, False, 1),)
+    cases = [(2, False, 1)] * (ALL or not from_files) + [(4, True, 2)] * from_files
     for num_ranks, train, copies in cases:  # with gradients a rank holds its part twice
         for found in some(run(folder, num_ranks=num_ranks, train=train)):
             assert not found["failed"]

@@ -65,7 +65,7 @@ def test_the_published_rates_within_p_activations_are_reached_and_proven_to_be_t
 
 @pytest.mark.slow
 @pytest.mark.matrix
-@pytest.mark.parametrize("row", PUBLISHED[:: 1 if ALL else 3], ids=lambda row: f"P{row[0]}M{row[1]}")
+@pytest.mark.parametrize("row", PUBLISHED if ALL else PUBLISHED[:1], ids=lambda row: f"P{row[0]}M{row[1]}")
 def test_the_published_rates_within_two_p_activations_are_reached(row: tuple[float, ...]) -> None:
     found = searched(row, 2, Placement.linear(int(row[0])), seconds=15.0)
     assert round(found.timeline.span_bubble, 4) <= row[9]

@@ -97,6 +97,11 @@ def counted(batches: list[Batch]) -> Counter[tuple[int, ...]]:
     return found
 
 
+def readers() -> list[threading.Thread]:
+    """Return the threads that read data ahead."""
+    return [one for one in threading.enumerate() if one.name == "drumline-data"]
+
+
 def first(data: Data, count: int) -> list[Batch]:
     batches = list(islice(iter(data.training), count))
     data.close()
@@ -165,7 +170,23 @@ def test_the_order_depends_on_seed_and_epoch_and_not_on_who_reads_ahead(built: B
     }
     assert orders[""] == orders["workers"]
     assert orders[""] != orders["seed"] != orders["none"]
-    assert not [one for one in threading.enumerate() if one.name == "drumline-data"]
+    assert readers() == []
+
+
+def test_a_run_that_fails_ends_what_reads_ahead_while_its_error_is_still_held(tmp_path: Path) -> None:
+    def fails(told: object) -> None:
+        raise KeyError("no more")
+
+    wanted = settings(
+        "padded",
+        (documents(tmp_path, [20] * 40),),
+        mesh=MeshSettings(pipeline=1),
+        pipeline=PipelineSettings(transport="in-process", device="cpu"),
+        run=RunSettings(steps=3, out=str(tmp_path / "run")),
+    )
+    with pytest.raises(KeyError) as caught:
+        run_training(wanted, tell=fails)
+    assert readers() == [], caught
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

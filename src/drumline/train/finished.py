@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -151,8 +152,8 @@ def _with_data(name: str, built: Built, settings: TrainSettings) -> Finished:
     from drumline.train.data.build import build_data
     from drumline.train.data.example import example_of
 
-    data = build_data(settings, built)
-    batch = example_of(data, settings.num_microbatches).inputs[built.inputs]
+    with closing(build_data(settings, built)) as data:
+        batch = example_of(data, settings.num_microbatches).inputs[built.inputs]
     return Finished(name, built.model.eval(), _resizing({built.inputs: batch}), {LENGTH: settings.batch.sequence})
 
 

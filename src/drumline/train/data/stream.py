@@ -27,6 +27,7 @@ from drumline.train.data.order import Indices, Shuffle
 
 _AHEAD = 2
 _LOOK = 0.2  # seconds between looks whether anybody still waits
+_SECONDS_TO_END = 20.0  # for a thread in the middle of a batch, on a busy machine
 _STATE = 1
 
 
@@ -166,7 +167,7 @@ def _by_thread(stream: PlannedStream) -> Any:
             yield batch, at
     finally:
         over.set()
-        thread.join(timeout=10 * _LOOK)
+        thread.join(timeout=_SECONDS_TO_END)
 
 
 def _next(made: queue.Queue[tuple[Any, Position | None]], thread: threading.Thread) -> tuple[Any, Position | None]:

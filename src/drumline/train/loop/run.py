@@ -106,19 +106,19 @@ def _run_training(
     before = resident()
     built = build(settings, make_model)
     number, count = rows_of(settings)
-    data = make_data(settings, built, rank=number, size=count)
     folder = Path(settings.folder)
-    example = example_of(data, settings.num_microbatches)
-    arguments = pipeline_arguments(settings, built, example, folder, counts=data.counts)
-    arguments |= {"continue_record": continues}
-    with Pipeline(built.model, **arguments) as pipe:
-        if pipe.rank == pipe.axes.number == 0:
-            keep_settings(given, folder)
-        if given is not settings:
-            pipe.take_program(in_groups(group_of(given), given.batch.accumulate))
-        call, memory = Calling.of(built, data.counts), PeakMemory(torch.device(pipe.device), before=before)
-        del built, arguments  # a rank keeps its own stages alone
-        return _Training(settings, pipe, call, data, Trained(folder), memory, continues=continues).run(tell)
+    with closing(make_data(settings, built, rank=number, size=count)) as data:
+        example = example_of(data, settings.num_microbatches)
+        arguments = pipeline_arguments(settings, built, example, folder, counts=data.counts)
+        arguments |= {"continue_record": continues}
+        with Pipeline(built.model, **arguments) as pipe:
+            if pipe.rank == pipe.axes.number == 0:
+                keep_settings(given, folder)
+            if given is not settings:
+                pipe.take_program(in_groups(group_of(given), given.batch.accumulate))
+            call, memory = Calling.of(built, data.counts), PeakMemory(torch.device(pipe.device), before=before)
+            del built, arguments  # a rank keeps its own stages alone
+            return _Training(settings, pipe, call, data, Trained(folder), memory, continues=continues).run(tell)
 
 
 def _default_model() -> MakeModel:
