@@ -54,4 +54,32 @@ STREAM = (
         "every = dict(norms[0])",
         "Gradients are clipped by rank 0's norm alone.",
     ),
+    Bug(
+        "nan-left-out-by-its-own-rank-alone",
+        "runtime/stream/executor.py",
+        "if judged.bad if judged is not None else not group.is_finite:",
+        "if not group.is_finite:",
+        "A NaN on one rank leaves out its update there, and the other ranks make theirs.",
+    ),
+    Bug(
+        "nan-in-a-checkpoint-forgotten",
+        "pipeline/state/stream.py",
+        'is_finite = group.get("finite", True)',
+        "is_finite = True",
+        "A run that goes on makes an update with the NaN that the checkpoint holds.",
+    ),
+    Bug(
+        "frozen-rank-tells-nothing",
+        "runtime/stream/executor.py",
+        "self._closes = BACKWARDS if any(op in rows for op in BACKWARDS) else (Op.FORWARD,)",
+        "self._closes = BACKWARDS",
+        "Ranks wait for the word of a rank that has no backward.",
+    ),
+    Bug(
+        "step-begins-empty",
+        "core/measured/measured.py",
+        "if self.in_flight is None:\n            return found",
+        "if True:\n            return found",
+        "A report counts what a step without a flush holds from nothing.",
+    ),
 )

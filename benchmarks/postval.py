@@ -1,6 +1,7 @@
 """What is gained if ranks do not wait for each other before they update, beside what the simulator says.
 
-    python benchmarks/postval.py [--rounds 30] [--steps 8] [--sizes 512x64] [--schedules zb-h2 zb-v 1f1b] [--json FILE]
+    python benchmarks/postval.py [--rounds 30] [--seconds 60] [--steps 8] [--sizes 512x64] [--schedules zb-h2 zb-v 1f1b]
+                                 [--json FILE]
 
 Two ranks, one thread each, 8 blocks of Linear(D, D) + GELU, AdamW, gradients clipped by their global norm. Two
 pipelines take turns in one run: one that waits for the norm of all ranks before every update (validated="before"), and
@@ -8,6 +9,9 @@ one that validates afterwards. A turn is so many steps in a row, from a barrier 
 limit, so nothing is taken back. Printed: milliseconds of a step, medians; the ratio of both in the same round, with its
 quartiles; the simulated ratio, from the actions that were measured here, with updates that take as long as they took
 (clipping and `optimizer.step()`, waiting for nobody, copies included), and with copies that cost nothing.
+
+A case prints its line when it is done. No case begins a round after `--seconds`, so all take a little more than
+`--seconds` times the cases, 6 of them by default.
 
 Last: the same with an update that is taken back in every turn, which is what a rollback costs.
 """
@@ -18,14 +22,24 @@ import argparse
 import copy
 import json
 import statistics
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 BLOCKS = 8
 KINDS = ("before", "after", "taken back")
 NEVER = 1e9
+WARM_UP = 2  # rounds that do not count
+
+
+class Most(NamedTuple):
+    """How much to measure in a case: rounds of turns of so many steps, and no round after so many seconds."""
+
+    rounds: int
+    steps: int
+    seconds: float
 
 
 class Contender:
@@ -93,39 +107,38 @@ class Contender:
         self.optimizer.step()
 
 
-def measure(sizes: Any, microbatches: int, names: Any, rounds: int, steps: int) -> list[dict[str, Any]]:
-    """Run every case on this rank."""
+def measure(width: int, depth: int, microbatches: int, name: str, most: Most) -> dict[str, Any]:
+    """Run one case on this rank; all ranks stop after the same round."""
     import torch
-    import torch.distributed as dist
     from torch import nn
 
-    rows = []
-    for width, depth in sizes:
-        for name in names:
-            torch.manual_seed(0)
-            model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(BLOCKS)))
-            x, y = (torch.randn(microbatches * depth, width) for _ in range(2))
-            each = [Contender(kind, model, schedule=name, num_microbatches=microbatches) for kind in KINDS]
-            for turn in range(rounds + 2):
-                for one in each[turn % 3 :] + each[: turn % 3]:  # no contender always follows the same one
-                    one.turn(steps, x, y)
-                    one.pipe._updates.validation.max_norm = NEVER
-            waits, ahead = (statistics.median(one.updates[2 * steps :]) for one in each[:2])
-            told = each[0].pipe.gather([waits + each[0].clipping(x, y), ahead])
-            row = {"schedule": name, "width": width, "rows": depth, "microbatches": microbatches, "steps": steps}
-            rows.append({**row, **compared(each), **simulated(each[0], told)})
-            rows[-1]["taken_back"] = each[2].pipe._updates.validation.num_taken_back
-            for one in each:
-                one.pipe.close()
-            dist.barrier()
-    return rows
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(BLOCKS)))
+    x, y = (torch.randn(microbatches * depth, width) for _ in range(2))
+    each = [Contender(kind, model, schedule=name, num_microbatches=microbatches) for kind in KINDS]
+    began, turn = time.perf_counter(), 0
+    while turn < most.rounds + WARM_UP:
+        for one in each[turn % 3 :] + each[: turn % 3]:  # no contender always follows the same one
+            one.turn(most.steps, x, y)
+            one.pipe._updates.validation.max_norm = NEVER
+        turn += 1
+        if max(each[0].pipe.gather(time.perf_counter() - began)) > most.seconds and turn > WARM_UP:
+            break
+    waits, ahead = (statistics.median(one.updates[WARM_UP * most.steps :]) for one in each[:2])
+    told = each[0].pipe.gather([waits + each[0].clipping(x, y), ahead])
+    row = {"schedule": name, "width": width, "rows": depth, "microbatches": microbatches, "steps": most.steps,
+           "rounds": turn - WARM_UP, **compared(each), **simulated(each[0], told)}  # fmt: skip
+    row["taken_back"] = each[2].pipe._updates.validation.num_taken_back
+    for one in each:
+        one.pipe.close()
+    return row
 
 
 def compared(each: list[Contender]) -> dict[str, Any]:
     """Return the times of a step, and the ratios to the first contender in the same round."""
-    found: dict[str, Any] = {f"{one.kind}_ms": statistics.median(one.turns[2:]) * 1e3 for one in each}
+    found: dict[str, Any] = {f"{one.kind}_ms": statistics.median(one.turns[WARM_UP:]) * 1e3 for one in each}
     for one in each[1:]:
-        ratios = sorted(first / own for first, own in zip(each[0].turns[2:], one.turns[2:], strict=True))
+        ratios = sorted(first / own for first, own in zip(each[0].turns[WARM_UP:], one.turns[WARM_UP:], strict=True))
         found[one.kind] = {
             "ratio": statistics.median(ratios),
             "low": ratios[len(ratios) // 4],
@@ -139,7 +152,7 @@ def simulated(before: Contender, updates: list[list[float]]) -> dict[str, Any]:
     from drumline.core.measured.costs import costs_of
     from drumline.core.simulate.steps import step_seconds
 
-    program, costs = before.pipe.program, costs_of(before.timelines[2:])
+    program, costs = before.pipe.program, costs_of(before.timelines[WARM_UP:])
     homes = program.placement.homes
     shares = [homes.count(rank) for rank in homes]
 
@@ -159,7 +172,8 @@ def simulated(before: Contender, updates: list[list[float]]) -> dict[str, Any]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=30, help="most rounds of a case (default 30)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="begin no round of a case after these (default 60)")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--sizes", nargs="*", default=["512x64", "512x256"])
     parser.add_argument("--microbatches", type=int, default=4)
@@ -168,16 +182,21 @@ def main() -> None:
     args = parser.parse_args()
     import drumline as dl
 
-    sizes = [tuple(map(int, size.split("x"))) for size in args.sizes]
-    settings = (sizes, args.microbatches, list(args.schedules), args.rounds, args.steps)
-    rows = dl.launch(measure, *settings, num_ranks=2)[0]
-    print("D/rows    schedule   before ms  after ms  before/after (quartiles)   simulated  without copies  update ms")
-    for row in rows:
+    cases = [(*map(int, size.split("x")), name) for size in args.sizes for name in args.schedules]
+    most, rows = Most(args.rounds, args.steps, args.seconds), []
+    head = "D/rows    schedule   rounds  before ms  after ms  before/after (quartiles)   simulated  without copies"
+    print(f"{head}  update ms", flush=True)
+    for number, (width, depth, name) in enumerate(cases, 1):
+        began = f"{width}/{depth} {name}: case {number} of {len(cases)}, about {args.seconds:g} s at most"
+        print(began, file=sys.stderr, flush=True)
+        row = dl.launch(measure, width, depth, args.microbatches, name, most, num_ranks=2)[0]
+        rows.append(row)
         one, (waits, ahead) = row["after"], row["update_ms"][0]
         print(
-            f"{row['width']:4d}/{row['rows']:<4d} {row['schedule']:9s} {row['before_ms']:10.2f} {row['after_ms']:9.2f}"
-            f"  {one['ratio']:.4f} ({one['low']:.3f} to {one['high']:.3f})  {row['simulated']:10.4f}"
-            f"  {row['without_copies']:14.4f}  {waits:.2f} and {ahead:.2f}"
+            f"{row['width']:4d}/{row['rows']:<4d} {row['schedule']:9s} {row['rounds']:7d} {row['before_ms']:10.2f}"
+            f" {row['after_ms']:9.2f}  {one['ratio']:.4f} ({one['low']:.3f} to {one['high']:.3f})"
+            f"  {row['simulated']:10.4f}  {row['without_copies']:14.4f}  {waits:.2f} and {ahead:.2f}",
+            flush=True,
         )
     print(f"\nOne of {args.steps} updates taken back: a step takes")
     for row in rows:

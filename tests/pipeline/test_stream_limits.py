@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from drumline.core.costs import Costs
 from drumline.core.errors import ModelError, ProgramError, RunError, UsageError
+from drumline.core.measured.costs import replay
 from drumline.core.simulate.memory import holdings
 from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.launch.stop import ask
@@ -298,6 +299,25 @@ def test_drumline_train_stops_where_it_is_asked_to_and_goes_on_exactly(schedule:
     assert 1 < first.stopped.step < 10
     second = run_training(kept, tell=quiet, continues=True)
     assert first.losses + second.losses == whole.losses
+
+
+@pytest.mark.parametrize(("schedule", "per_step"), [("pipedream-2bw", 4), ("pipedream", 1)])
+def test_every_place_says_the_same_of_what_a_step_holds(schedule: str, per_step: int) -> None:
+    ranks = 4
+    pipe = Pipeline([nn.Linear(4, 4) for _ in range(ranks)], loss_fn=nn.functional.mse_loss, schedule=schedule,
+                    num_microbatches=per_step, num_ranks=ranks, transport="in-process", balance=[1] * ranks,
+                    weigh=False)  # fmt: skip
+    pipe.optimizer(torch.optim.SGD, lr=0.1)
+    for _ in some(range(7)):
+        pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
+        measured = pipe.timeline()
+        again = replay(measured)
+        assert measured.peak_activations == again.peak_activations, (measured.held, again.peak_activations)
+        for row, holding, held in zip(measured.program.rows, measured.memory, measured.held, strict=True):
+            after = [pairs for _, pairs in holding.pairs]
+            assert after == list(held), row
+    assert measured.peak_activations == (4, 3, 2, 1), "as in FACTS.md"
+    pipe.drain()
 
 
 def test_executors_of_flushed_programs_stay_as_they_are() -> None:

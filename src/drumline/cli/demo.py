@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "drumline demo --out out/demo --epochs 1"
 _BAR = 30
-_DRAWN = ("gpipe-4", "1f1b-4", "zb-h1-4")
+_DRAWN = ("gpipe-4", "1f1b-4", "zb-h1-4", "pipedream-2bw-4")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,8 +104,9 @@ def _print(outcomes: Sequence[Outcome]) -> None:
         + wrapped(
             "bound: the most that the schedule allows with equal stages and free messages. Two flushed stages cannot"
             " exceed M / (M + 1), 80% at M = 4; zb-h1 fills the drain with weight gradients, and pipedream-2bw has no"
-            " flush: its gradients are one update old, so one process uses old weights too. stash: activations held"
-            " at once for backwards, on rank 0 + rank 1. GPipe holds the whole batch for any M. 1F1B holds at most two"
+            " flush. Its updates come one step late, so its losses differ from those of the others; it is compared"
+            " with one process that updates as late. stash: activations held at once for backwards, on"
+            " rank 0 + rank 1. GPipe holds the whole batch for any M. 1F1B holds at most two"
             " microbatches on rank 0, and these get smaller. Recomputing keeps only the inputs of stages, plus the"
             " microbatch in its backward.",
             width,

@@ -148,7 +148,7 @@ def replay(timeline: Timeline, *, transfers: bool = True) -> Simulation:
         reduce = exchange_seconds([timeline], timeline.program.num_stages)
         costs = replace(costs, edges=latencies([timeline]), message_bytes=_message_bytes(timeline), reduce=reduce)
     if is_part(timeline.program):
-        program, own = whole(timeline.program)
+        program, own = whole(timeline.program, timeline.in_flight)
         seconds = np.zeros(program.num_actions)
         seconds[np.array([one for row in own for one in row])] = _action_seconds(timeline)
         return simulate(program, costs, factors=seconds)

@@ -159,6 +159,11 @@ class Timeline(ABC):
         return None
 
     @property
+    def in_flight(self) -> Sequence[int] | None:
+        """Per rank, the pairs that it held when the first action began; None if that is not known, or nothing."""
+        return None
+
+    @property
     def accounted(self) -> tuple[Idle, ...] | None:
         """Every measured idle interval; None if causes follow from the actions."""
         return None
