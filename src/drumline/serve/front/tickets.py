@@ -17,18 +17,11 @@ from typing import Any
 import grpc
 import numpy as np
 
+from drumline.serve.wire.flow import Failed
 from drumline.serve.wire.tensors import Array, Arrays
 
 Signature = tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes of inputs, without rows
 _numbers = count()
-
-
-class Failed(Exception):
-    """A request that cannot be answered: gRPC's code, and why."""
-
-    def __init__(self, code: grpc.StatusCode, why: str) -> None:
-        self.code, self.why = code, why
-        super().__init__(f"{code.name}: {why}")
 
 
 def signature_of(inputs: Arrays) -> Signature:
