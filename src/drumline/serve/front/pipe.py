@@ -184,17 +184,18 @@ class Pipe:
                 if microbatch.is_over and call.cancelled():
                     raise Failed(grpc.StatusCode.CANCELLED, "nobody waits for it") from None
                 raise
+            times, seconds = times_of(answer.times), time.monotonic() - began
+            microbatch.took(times, seconds)
             microbatch.put(read_outputs(InferResponse.FromString(answer.body)))
-            self._took(microbatch, times_of(answer.times), time.monotonic() - began)
+            # Clients get their answers first: counting takes as long as some stages do.
+            asyncio.get_running_loop().call_soon(self._count, microbatch, times, seconds)
             return
 
-    def _took(self, microbatch: Microbatch, times: list[Times], seconds: float) -> None:
-        computed = [(one.end - one.start) * _NANO for one in times]
-        for one in microbatch.slices:
-            one.ticket.compute = max(one.ticket.compute, sum(computed))
-            one.ticket.pipe = max(one.ticket.pipe, (times[-1].end - times[0].arrived) * _NANO if times else seconds)
+    def _count(self, microbatch: Microbatch, times: list[Times], seconds: float) -> None:
+        """Hand on what stages measured: to the tuner, to metrics, and to the record."""
         if len(times) != self._tuner.num_stages:
             return
+        computed = [(one.end - one.start) * _NANO for one in times]
         queued = sum(one.start - one.arrived for one in times) * _NANO
         hop = max(0.0, (seconds - sum(computed) - queued) / len(times))
         self._tuner.add(microbatch.signature, microbatch.rows, computed, hop)
