@@ -329,7 +329,7 @@ def _text(found: dict[str, Any]) -> str:
     low, middle, high = added["pairs_ms"]
     lines = [
         found["machine"],
-        table(("", "bar", "measured"), rows, width=150),
+        table(("", "bar", "measured"), rows, width=150, left=3),
         f"overhead in pairs: p10 {low:+.2f}, p50 {middle:+.2f}, p90 {high:+.2f} ms, of {added['rounds']}",
         f"saturated: {full['rows_per_second']:.1f} rows/s, {full['rows_per_microbatch']:.1f} rows a microbatch,"
         f" M {full['microbatches_per_batch']:g}, {full['pipe_window']:g} in the pipe",
