@@ -3,10 +3,10 @@
     front ──► stage 0 ──► stage 1 ──► ... ──► last stage
           ◄──         ◄──         ◄──     ◄──            each call stays open until its answer has come back
 
-So a deadline or a cancelled call reaches every stage by itself, and an error says which stage it comes from. A stage
-computes one microbatch at a time, in the order of arrival, and refuses more than `limit` open calls. It tells a caller
-that asks when a microbatch has left it (initial metadata), and every caller when it arrived, began and ended (trailing
-metadata).
+So a deadline or a cancelled call reaches every stage, and an error says which stage it comes from. A stage computes one
+microbatch at a time, in the order of arrival, and refuses more than `limit` open calls. It tells a caller that asks
+when a microbatch has left it, and every caller when it arrived, began and ended. Front and stages call each other over
+a stream (`wire.flow`); `ModelInfer` answers a client that calls a stage by hand.
 
 This process imports numpy, onnxruntime and grpc, and no PyTorch.
 """
@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,19 +28,21 @@ from typing import Any
 
 import grpc
 import numpy as np
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from drumline.core.errors import DrumlineError
 from drumline.serve.session import Session
+from drumline.serve.wire.flow import Answer, Failed, Flow, Flows
 from drumline.serve.wire.links import PLAIN, Tls, connect, listen, options
 from drumline.serve.wire.manifest import Manifest, read_manifest
-from drumline.serve.wire.protocol import SERVICE, InferRequest, InferResponse, message, stub
+from drumline.serve.wire.protocol import SERVICE, InferRequest, InferResponse, message
 from drumline.serve.wire.tensors import Refused, put_inputs, put_outputs, read_inputs
 
 ALONE = "drumline-alone"  # metadata of a call that the stage answers itself, without the stages behind it
-TELL = "drumline-tell"  # of a call whose caller wants to know when it leaves this stage
-TIMES = "drumline-times"
 MAX_BYTES = 64 * 2**20
+_LONGEST = 3600.0  # seconds for a call by hand without a deadline
+_Code = grpc.StatusCode
 _GRACE = 5.0  # seconds for open calls when the process is told to stop
 
 
@@ -69,89 +71,111 @@ class Times:
         return Times(*map(int, text.split(",")))
 
 
-def times_of(metadata: Any) -> list[Times]:
-    """Return what stages measured, from the metadata behind an answer."""
-    pairs = ((key, value) for key, value in metadata or ())
-    return sorted((Times.parse(str(value)) for key, value in pairs if key == TIMES), key=lambda one: one.stage)
+def times_of(text: str) -> list[Times]:
+    """Return what stages measured, from the text behind an answer.
+
+    >>> [one.stage for one in times_of("1,1,2,3,4,5,6;0,1,2,3,4,5,6")]
+    [0, 1]
+    """
+    return sorted((Times.parse(one) for one in text.split(";") if one), key=lambda one: one.stage)
 
 
 class StageService:
     """The calls of a stage."""
 
-    def __init__(self, manifest: Manifest, number: int, session: Session, *, following: Any = None, limit: int) -> None:
+    def __init__(
+        self, manifest: Manifest, number: int, session: Session, *, following: Flow | None = None, limit: int
+    ) -> None:
         self.number, self.limit = number, limit
         self._manifest, self._mine = manifest, manifest.stages[number]
         self._session, self._next = session, following
         self._turn = asyncio.Lock()  # hands out turns in the order of asking
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._open = 0
+        self._is_stopping = False
 
     def handlers(self) -> Any:
-        """Return the calls as gRPC wants them; answers are bytes already."""
-        infer = grpc.unary_unary_rpc_method_handler(self.infer, request_deserializer=InferRequest.FromString)
+        """Return the unary calls as gRPC wants them; requests and answers are bytes already."""
         ready = grpc.unary_unary_rpc_method_handler(
             self.ready,
             request_deserializer=message("ServerReadyRequest").FromString,
             response_serializer=message("ServerReadyResponse").SerializeToString,
         )
+        infer = grpc.unary_unary_rpc_method_handler(self.infer)
         return grpc.method_handlers_generic_handler(SERVICE, {"ModelInfer": infer, "ServerReady": ready})
 
     async def ready(self, request: Any, context: Any) -> Any:
         """Say that the stage has loaded its graph."""
         return message("ServerReadyResponse")(ready=True)
 
-    async def infer(self, request: Any, context: Any) -> bytes:
-        """Compute a microbatch and return the answer of the last stage."""
+    async def infer(self, body: bytes, context: Any) -> bytes:
+        """Answer a client that calls this stage by hand."""
+        asked = {key for key, _ in context.invocation_metadata() or ()}
+        left = context.time_remaining()
+        try:
+            answer = await self.answer(body, _LONGEST if left is None else left, alone=ALONE in asked)
+        except Failed as error:
+            await context.abort(error.code, error.why)
+            raise AssertionError from error
+        return answer.body
+
+    async def answer(
+        self, body: bytes, seconds: float, left: Callable[[], None] | None = None, *, alone: bool = False
+    ) -> Answer:
+        """Compute a microbatch and return the answer of the last stage; `alone`: this stage's own."""
         arrived = time.monotonic_ns()
+        if self._is_stopping:
+            raise self._failed(_Code.UNAVAILABLE, "it is stopping")
         if self._open >= self.limit:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"stage {self.number} has {self._open} open calls")
+            raise self._failed(_Code.RESOURCE_EXHAUSTED, f"it has {self._open} open calls")
         self._open += 1
         try:
-            return await self._infer(request, context, arrived)
+            return await self._answer(body, arrived, time.monotonic() + seconds, left, alone)
         finally:
             self._open -= 1
 
-    async def _infer(self, request: Any, context: Any, arrived: int) -> bytes:
+    async def drained(self, seconds: float) -> None:
+        """Take no more calls, and wait until those under way are answered, at most so long."""
+        self._is_stopping = True
+        end = time.monotonic() + seconds
+        while self._open and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # the last answers are being written
+
+    async def _answer(
+        self, body: bytes, arrived: int, deadline: float, left: Callable[[], None] | None, alone: bool
+    ) -> Answer:
         try:
+            request = InferRequest.FromString(body)
             arrays = read_inputs(request, self._mine.inputs, self._manifest.dimensions)
         except Refused as error:
-            return await self._abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            raise self._failed(_Code.INVALID_ARGUMENT, str(error)) from None
+        except DecodeError:
+            raise self._failed(_Code.INVALID_ARGUMENT, "the message is no request") from None
+        size = sum(map(len, request.raw_input_contents))
         async with self._turn:
-            left = context.time_remaining()
-            if left is not None and left <= 0:
-                return await self._abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")
+            if time.monotonic() >= deadline:
+                raise self._failed(_Code.DEADLINE_EXCEEDED, "the deadline has passed")
             start = time.monotonic_ns()
             try:
                 made = await self._computed(arrays)
             except ValueError as error:
-                return await self._abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+                raise self._failed(_Code.INVALID_ARGUMENT, str(error)) from None
             end = time.monotonic_ns()
-        asked = {key for key, _ in context.invocation_metadata() or ()}
-        if TELL in asked:
-            await context.send_initial_metadata(())
-        sizes = sum(map(len, request.raw_input_contents)), sum(one.nbytes for one in made.values())
-        if self._next is None or ALONE in asked:
+        if left is not None:
+            left()
+        sizes = size, sum(one.nbytes for one in made.values())
+        if self._next is None or alone:
             response = InferResponse(model_name=self._manifest.model, id=request.id)
             put_outputs(response, made)
-            context.set_trailing_metadata(((TIMES, str(Times(self.number, arrived, start, end, end, *sizes))),))
-            answer: bytes = response.SerializeToString()
-            return answer
-        further = InferRequest(model_name=request.model_name, id=request.id)
+            return Answer(response.SerializeToString(), str(Times(self.number, arrived, start, end, end, *sizes)))
+        further = InferRequest(id=request.id)
         put_inputs(further, made)
-        del arrays, made
+        del arrays, made, request
         sent = time.monotonic_ns()
         # A stage that is being started again is waited for, as long as anybody waits for the answer.
-        call = self._next(further.SerializeToString(), timeout=context.time_remaining(), wait_for_ready=True)
-        times = ((TIMES, str(Times(self.number, arrived, start, end, sent, *sizes))),)
-        try:
-            answer = await call
-        except grpc.aio.AioRpcError as error:
-            context.set_trailing_metadata((*times, *_passed_on(error.trailing_metadata())))
-            details = error.details() or ""
-            told = details if details.startswith("stage ") else f"stage {self.number + 1}: {details}"
-            await context.abort(error.code(), told)
-        context.set_trailing_metadata((*times, *_passed_on(await call.trailing_metadata())))
-        return answer
+        behind = await self._next(further.SerializeToString(), timeout=deadline - time.monotonic())
+        return Answer(behind.body, f"{Times(self.number, arrived, start, end, sent, *sizes)};{behind.times}")
 
     async def _computed(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Run the graph in its thread; a cancelled call stops it there."""
@@ -162,13 +186,8 @@ class StageService:
             running.stop()
             raise
 
-    async def _abort(self, context: Any, code: grpc.StatusCode, why: str) -> bytes:
-        await context.abort(code, f"stage {self.number}: {why}")
-        raise AssertionError
-
-
-def _passed_on(metadata: Any) -> list[tuple[str, str]]:
-    return [(key, value) for key, value in metadata or () if key == TIMES]
+    def _failed(self, code: grpc.StatusCode, why: str) -> Failed:
+        return Failed(code, f"stage {self.number}: {why}")
 
 
 async def run_stage(
@@ -187,9 +206,11 @@ async def run_stage(
     session = Session(folder, manifest, number, threads=threads)
     session.warm_up()
     server = grpc.aio.server(options=options(max_bytes), maximum_concurrent_rpcs=4 * limit)
-    behind = stub(connect(following, tls, max_bytes), "ModelInfer", raw=True) if following else None
+    channel = connect(following, tls, max_bytes) if following else None
+    behind = None if channel is None else Flow(channel, name=f"stage {number + 1}", max_bytes=max_bytes)
     service = StageService(manifest, number, session, following=behind, limit=limit)
-    server.add_generic_rpc_handlers((service.handlers(),))
+    flows = Flows(service.answer, max_bytes=max_bytes)
+    server.add_generic_rpc_handlers((service.handlers(), flows.handlers()))
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     listen(server, address, tls)
@@ -202,7 +223,11 @@ async def run_stage(
     print("ready", flush=True)
     await stopped.wait()
     await healthy.enter_graceful_shutdown()
-    await server.stop(_GRACE)
+    await service.drained(_GRACE)
+    await server.stop(None)
+    if behind is not None:
+        await behind.close()
+        await channel.close()
 
 
 def _end_with_parent() -> None:

@@ -33,6 +33,8 @@ class Axis:
 
     >>> Axis(0, 10, 100, 200).at(5), Axis(1, 8, 0, 90, log=True).marks(10)
     (150.0, [1.0, 2.0, 4.0, 8.0])
+    >>> Axis(49.2745, 93.1, 0, 90).marks(5)
+    [50.0, 60.0, 70.0, 80.0, 90.0]
     """
 
     low: float
@@ -50,7 +52,11 @@ class Axis:
     def marks(self, most: int) -> list[float]:
         """Return the round numbers to write next to it."""
         if not self.log:
-            return [self.low + one for one in ticks(self.high - self.low, most=most)]
+            steps = ticks(self.high - self.low, most=most)
+            if len(steps) < 2:
+                return [self.low]
+            first, last = math.ceil(self.low / steps[1] - 1e-9), math.floor(self.high / steps[1] + 1e-9)
+            return [float(f"{one * steps[1]:.12g}") for one in range(first, last + 1)]
         first, last = math.ceil(math.log2(self.low)), math.floor(math.log2(self.high))
         return [2.0**one for one in range(first, last + 1)]
 

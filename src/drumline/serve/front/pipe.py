@@ -15,15 +15,15 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
 
 from drumline.serve.front.metrics import Metrics
 from drumline.serve.front.queue import Queue
-from drumline.serve.front.tickets import Failed, Microbatch, Signature, Ticket
+from drumline.serve.front.tickets import Microbatch, Signature, Ticket
 from drumline.serve.front.tuner import Tuner
-from drumline.serve.stage import TELL, Times, times_of
+from drumline.serve.stage import Times, times_of
+from drumline.serve.wire.flow import Failed, Flow
 from drumline.serve.wire.protocol import InferRequest, InferResponse
 from drumline.serve.wire.tensors import put_inputs, read_outputs
 
@@ -47,7 +47,7 @@ class Pipe:
 
     def __init__(
         self,
-        infer: Callable[..., Any],
+        infer: Flow,
         queue: Queue,
         tuner: Tuner,
         metrics: Metrics,
@@ -87,6 +87,7 @@ class Pipe:
         for task in self._sent:
             task.cancel()
         await asyncio.gather(*self._sent, return_exceptions=True)
+        await self._infer.close()
 
     def _send_what_may(self) -> float | None:
         """Send microbatches while they may enter; returns after how many seconds to look again, if nothing happens."""
@@ -169,15 +170,12 @@ class Pipe:
             began = time.monotonic()
             # With nothing else on its way, nobody waits for the first stage: its word would only cost time.
             busy = self.in_pipe > 1 or len(self.queue) > 0
-            asks = ((TELL, "1"),) if busy else ()
-            call = microbatch.call = self._infer(body, timeout=timeout, wait_for_ready=True, metadata=asks)
-            told = asyncio.create_task(_left(call, first)) if busy else None
+            call = microbatch.call = self._infer(body, timeout=timeout, left=first if busy else None)
             try:
                 answer = await call
-            except grpc.aio.AioRpcError as error:
-                lost = error.code() in _LOST and microbatch.attempts < self._rules.retries
-                if not lost:
-                    raise Failed(error.code(), error.details() or error.code().name) from None
+            except Failed as error:
+                if error.code not in _LOST or microbatch.attempts >= self._rules.retries:
+                    raise
                 microbatch.attempts += 1
                 self._metrics.retries.inc()
                 await self._is_back(microbatch.deadline - time.monotonic())
@@ -186,21 +184,18 @@ class Pipe:
                 if microbatch.is_over and call.cancelled():
                     raise Failed(grpc.StatusCode.CANCELLED, "nobody waits for it") from None
                 raise
-            finally:
-                if told is not None:
-                    await told
-            times = times_of(await call.trailing_metadata())
-            microbatch.put(read_outputs(InferResponse.FromString(answer)))
-            self._took(microbatch, times, time.monotonic() - began)
+            times, seconds = times_of(answer.times), time.monotonic() - began
+            microbatch.took(times, seconds)
+            microbatch.put(read_outputs(InferResponse.FromString(answer.body)))
+            # Clients get their answers first: counting takes as long as some stages do.
+            asyncio.get_running_loop().call_soon(self._count, microbatch, times, seconds)
             return
 
-    def _took(self, microbatch: Microbatch, times: list[Times], seconds: float) -> None:
-        computed = [(one.end - one.start) * _NANO for one in times]
-        for one in microbatch.slices:
-            one.ticket.compute = max(one.ticket.compute, sum(computed))
-            one.ticket.pipe = max(one.ticket.pipe, (times[-1].end - times[0].arrived) * _NANO if times else seconds)
+    def _count(self, microbatch: Microbatch, times: list[Times], seconds: float) -> None:
+        """Hand on what stages measured: to the tuner, to metrics, and to the record."""
         if len(times) != self._tuner.num_stages:
             return
+        computed = [(one.end - one.start) * _NANO for one in times]
         queued = sum(one.start - one.arrived for one in times) * _NANO
         hop = max(0.0, (seconds - sum(computed) - queued) / len(times))
         self._tuner.add(microbatch.signature, microbatch.rows, computed, hop)
@@ -236,12 +231,3 @@ class _Once:
         if self._function is not None:
             function, self._function = self._function, None
             function()
-
-
-async def _left(call: Any, first: _Once) -> None:
-    """Tell once a microbatch has left the first stage: then its initial metadata arrive."""
-    try:
-        await call.initial_metadata()
-    except (grpc.aio.AioRpcError, asyncio.CancelledError):
-        return
-    first()

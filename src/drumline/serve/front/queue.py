@@ -8,7 +8,8 @@ from itertools import count
 
 import grpc
 
-from drumline.serve.front.tickets import Failed, Microbatch, Signature, Slice, Ticket
+from drumline.serve.front.tickets import Microbatch, Signature, Slice, Ticket
+from drumline.serve.wire.flow import Failed
 
 
 class Queue:

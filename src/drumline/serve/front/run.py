@@ -22,12 +22,12 @@ from drumline.serve.front.queue import Queue
 from drumline.serve.front.record import LoadRecord
 from drumline.serve.front.service import FrontService
 from drumline.serve.front.supervisor import LocalStages, RemoteStages, Stages
-from drumline.serve.front.tickets import Failed
 from drumline.serve.front.tuner import Tuner
 from drumline.serve.stage import MAX_BYTES
+from drumline.serve.wire.flow import Failed, Flow
 from drumline.serve.wire.links import PLAIN, Tls, connect, listen, options, parts_of
 from drumline.serve.wire.manifest import Manifest, read_manifest
-from drumline.serve.wire.protocol import POOL, SERVICE, stub
+from drumline.serve.wire.protocol import POOL, SERVICE
 
 _SPARE_CALLS = 64  # beside requests: state and metadata
 
@@ -128,8 +128,8 @@ def _pipe(
     queue = Queue(max_requests=settings.max_requests, max_bytes=settings.max_queue_bytes)
     tuner = Tuner(len(manifest.stages), settings.budget, settings.rules.max_batch, settings.rows, settings.window)
     seen = None if record is None else lambda microbatch, times: record.add(times, microbatch.rows)
-    infer = stub(channel, "ModelInfer", raw=True)
-    return Pipe(infer, queue, tuner, metrics, rules=settings.rules, is_back=stages.back, seen=seen)
+    flow = Flow(channel, name="stage 0", max_bytes=settings.max_bytes)
+    return Pipe(flow, queue, tuner, metrics, rules=settings.rules, is_back=stages.back, seen=seen)
 
 
 async def _front(

@@ -14,7 +14,8 @@ from drumline.serve.front.logs import Log
 from drumline.serve.front.metrics import Metrics
 from drumline.serve.front.pipe import Pipe
 from drumline.serve.front.supervisor import Stages
-from drumline.serve.front.tickets import Failed, Ticket
+from drumline.serve.front.tickets import Ticket
+from drumline.serve.wire.flow import Failed
 from drumline.serve.wire.manifest import Manifest
 from drumline.serve.wire.protocol import CALLS, SERVICE, InferResponse, message
 from drumline.serve.wire.tensors import Arrays, Refused, put_outputs, read_inputs

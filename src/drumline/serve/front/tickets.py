@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -17,18 +18,12 @@ from typing import Any
 import grpc
 import numpy as np
 
+from drumline.serve.stage import Times
+from drumline.serve.wire.flow import Failed
 from drumline.serve.wire.tensors import Array, Arrays
 
 Signature = tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes of inputs, without rows
 _numbers = count()
-
-
-class Failed(Exception):
-    """A request that cannot be answered: gRPC's code, and why."""
-
-    def __init__(self, code: grpc.StatusCode, why: str) -> None:
-        self.code, self.why = code, why
-        super().__init__(f"{code.name}: {why}")
 
 
 def signature_of(inputs: Arrays) -> Signature:
@@ -141,6 +136,13 @@ class Microbatch:
             parts: list[Array] = [one.ticket.inputs[name][one.first : one.end] for one in self.slices]
             found[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return found
+
+    def took(self, times: Sequence[Times], seconds: float) -> None:
+        """Tell its tickets what it took: by what stages measured, or of the whole call."""
+        computed = sum(one.end - one.start for one in times) * 1e-9
+        inside = (times[-1].end - times[0].arrived) * 1e-9 if times else seconds
+        for one in self.slices:
+            one.ticket.compute, one.ticket.pipe = max(one.ticket.compute, computed), max(one.ticket.pipe, inside)
 
     def put(self, outputs: Arrays) -> None:
         """Give every ticket its own rows of the outputs; Failed if there are not as many as were sent."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, inf
 
 from drumline.serve.front.tickets import Signature
 
@@ -50,17 +50,31 @@ class Line:
         >>> round(line.seconds(8), 6)
         8.25
         """
+        fixed, each = self.fit()
+        return fixed + each * rows
+
+    def fit(self) -> tuple[float, float]:
+        """Return the seconds of a microbatch without rows, and those of each row."""
         if not self.weight:
-            return 0.0
+            return 0.0, 0.0
         mean_x, mean_y = self.x / self.weight, self.y / self.weight
         spread = self.xx / self.weight - mean_x**2
-        if spread < 1e-3 * mean_x**2:
-            return mean_y * rows / mean_x
-        each = max(0.0, (self.xy / self.weight - mean_x * mean_y) / spread)
+        each = max(0.0, (self.xy / self.weight - mean_x * mean_y) / spread) if spread >= 1e-3 * mean_x**2 else 0.0
         fixed = mean_y - each * mean_x
-        if fixed < 0:
-            return mean_y * rows / mean_x
-        return fixed + each * rows
+        if spread < 1e-3 * mean_x**2 or fixed < 0:
+            return 0.0, mean_y / mean_x
+        return fixed, each
+
+    def most_rows(self, seconds: float) -> float:
+        """Return the rows that take so many seconds; infinite if rows take none.
+
+        >>> line = Line()
+        >>> for rows in (1, 2, 4): line.add(rows, 0.25 + rows)
+        >>> round(line.most_rows(8.25), 6)
+        8.0
+        """
+        fixed, each = self.fit()
+        return (seconds - fixed) / each if each > 0 else inf if fixed <= seconds else 0.0
 
 
 @dataclass(slots=True)
@@ -100,10 +114,8 @@ class Tuner:
         lines = self.lines.get(signature)
         if not lines:
             return 1  # the first one measures
-        most = self.max_rows
-        while most > 1 and 2 * self.num_stages * self._slowest(lines, most) > self.budget * _MARGIN:
-            most -= max(1, most // 16)
-        return most
+        seconds = self.budget * _MARGIN / (2 * self.num_stages)
+        return max(1, int(min(self.max_rows, *(one.most_rows(seconds) for one in lines))))
 
     def window(self, signature: Signature) -> int:
         """Return how many microbatches may be in the pipe: 2 a stage, or fewer where those would queue too long."""

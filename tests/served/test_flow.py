@@ -1,0 +1,310 @@
+"""What front and stages exchange: calls over a stream, a stage's answer, and microbatches into the pipe."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from drumline.serve.front.metrics import Metrics
+from drumline.serve.front.pipe import Pipe, Rules
+from drumline.serve.front.queue import Queue
+from drumline.serve.front.tickets import Ticket
+from drumline.serve.front.tuner import Tuner
+from drumline.serve.session import Session
+from drumline.serve.stage import StageService, times_of
+from drumline.serve.wire.flow import SERVICE, Answer, Answering, Failed, Flow, Flows
+from drumline.serve.wire.links import PLAIN, connect, options
+from drumline.serve.wire.manifest import read_manifest
+from drumline.serve.wire.protocol import InferRequest, InferResponse
+from drumline.serve.wire.tensors import put_outputs, read_outputs
+from served.services import expected, request_of, rows_of
+from some import some
+
+Code = grpc.StatusCode
+LIMIT = 2**16
+
+
+async def _server(answer: Answering, address: str) -> tuple[Any, str]:
+    server = grpc.aio.server(options=options(LIMIT))
+    server.add_generic_rpc_handlers((Flows(answer, max_bytes=LIMIT).handlers(),))
+    port = server.add_insecure_port(address)
+    await server.start()
+    return server, f"127.0.0.1:{port}"
+
+
+@asynccontextmanager
+async def joined(answer: Answering) -> AsyncIterator[tuple[Flow, Any, str]]:
+    """A caller and a stage in one loop."""
+    server, address = await _server(answer, "127.0.0.1:0")
+    async with connect(address, PLAIN, LIMIT) as channel:
+        flow = Flow(channel, name="stage 1", max_bytes=LIMIT)
+        try:
+            yield flow, server, address
+        finally:
+            await flow.close()
+            await server.stop(None)
+
+
+async def failure(call: Awaitable[Any]) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(Failed) as caught:
+        await call
+    return caught.value.code, caught.value.why
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def test_every_call_gets_its_own_answer_in_whatever_order_they_come() -> None:
+    turns = [asyncio.Event() for _ in range(9)]
+
+    async def answer(body: bytes, seconds: float, left: Callable[[], None] | None) -> Answer:
+        number = int(body)
+        if left is not None:
+            left()
+        await turns[number].wait()  # the last one first
+        turns[number - 1].set()
+        return Answer(b"answer %d" % number, f"times {number}")
+
+    async def run() -> None:
+        turns[-1].set()
+        told: list[int] = []
+        async with joined(answer) as (flow, _, _):
+            calls = [
+                flow(b"%d" % number, timeout=60, left=(lambda n=number: told.append(n)) if number % 2 else None)
+                for number in range(9)
+            ]
+            found = await asyncio.gather(*calls)
+        for number, one in some(list(enumerate(found))):
+            assert (one.body, one.times) == (b"answer %d" % number, f"times {number}")
+        assert told == [1, 3, 5, 7]
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_call_and_a_passed_deadline_end_the_work_of_the_stage() -> None:
+    begun, stopped, left = [], [], []
+
+    async def answer(body: bytes, seconds: float, _: Callable[[], None] | None) -> Answer:
+        begun.append(body)
+        left.append(seconds)
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            stopped.append(body)
+            raise
+        raise AssertionError
+
+    async def run() -> None:
+        async with joined(answer) as (flow, _, _):
+            gone = flow(b"gone", timeout=60)
+            await until(lambda: begun == [b"gone"])
+            gone.cancel()
+            await until(lambda: stopped == [b"gone"])
+            late = flow(b"late", timeout=0.3)
+            assert await failure(late) == (Code.DEADLINE_EXCEEDED, "stage 1: no answer in time")
+            await until(lambda: stopped == begun)
+        assert left == sorted(left, reverse=True)
+        assert 0 < left[-1] <= 60
+
+    asyncio.run(run())
+
+
+def test_calls_inside_a_stage_that_dies_fail_and_others_wait_for_the_next_one() -> None:
+    begun = []
+
+    async def hangs(body: bytes, seconds: float, _: Callable[[], None] | None) -> Answer:
+        begun.append(body)
+        await asyncio.sleep(600)
+        raise AssertionError
+
+    async def answers(body: bytes, seconds: float, _: Callable[[], None] | None) -> Answer:
+        return Answer(body)
+
+    async def run() -> None:
+        async with joined(hangs) as (flow, server, address):
+            inside = flow(b"inside", timeout=60)
+            await until(lambda: bool(begun))
+            await server.stop(None)
+            code, why = await failure(inside)
+            assert (code, why.partition(":")[0]) == (Code.UNAVAILABLE, "stage 1")
+            outside = flow(b"outside", timeout=60)
+            await asyncio.sleep(0.1)
+            assert not outside.done()
+            again, _ = await _server(answers, address)
+            assert (await outside).body == b"outside"
+            await flow.close()
+            await again.stop(None)
+
+    asyncio.run(run())
+
+
+def test_a_message_that_is_too_large_fails_alone() -> None:
+    async def answer(body: bytes, seconds: float, _: Callable[[], None] | None) -> Answer:
+        return Answer(body * 2)
+
+    async def run() -> None:
+        async with joined(answer) as (flow, _, address):
+            small = flow(b"small", timeout=60)
+            code, why = await failure(flow(b"x" * LIMIT, timeout=60))
+            assert code is Code.RESOURCE_EXHAUSTED
+            assert f"{LIMIT} are allowed" in why
+            assert (await failure(flow(b"x" * (LIMIT // 2), timeout=60)))[0] is Code.RESOURCE_EXHAUSTED
+            assert (await small).body == b"smallsmall"
+            async with connect(address, PLAIN, LIMIT) as channel:
+                stream = channel.stream_stream(f"/{SERVICE}/Flow")()
+                await stream.write(b"junk")
+                assert await stream.code() is Code.INVALID_ARGUMENT
+
+    asyncio.run(run())
+
+
+class Behind:
+    """The next stage, as a stage sees it."""
+
+    def __init__(self) -> None:
+        self.timeouts: list[float] = []
+        self.answer = Answer(b"from behind", "1,5,6,7,8,9,10")
+
+    def __call__(self, body: bytes, *, timeout: float) -> asyncio.Future[Answer]:
+        self.timeouts.append(timeout)
+        made = asyncio.get_running_loop().create_future()
+        made.set_result(self.answer)
+        return made
+
+
+def test_a_stage_hands_on_deadlines_and_times_and_refuses_what_it_should(served_folder: Path) -> None:
+    async def run() -> None:
+        manifest, behind, told = read_manifest(served_folder), Behind(), []
+        first: Any = StageService(manifest, 0, Session(served_folder, manifest, 0), following=behind, limit=2)  # type: ignore[arg-type]
+        last = StageService(manifest, 1, Session(served_folder, manifest, 1), limit=2)
+        body, x = request_of({"x": rows_of(2)}).SerializeToString(), rows_of(2)
+        found = await first.answer(body, 7.0, lambda: told.append("left"))
+        assert found.body == b"from behind"
+        assert [one.stage for one in times_of(found.times)] == [0, 1]
+        assert 0 < behind.timeouts[0] < 7.0
+        assert told == ["left"]
+        middle = await first.answer(body, 7.0, alone=True)
+        assert len(behind.timeouts) == 1
+        (arrays,) = [read_outputs(InferResponse.FromString(middle.body))]
+        ended = await last.answer(request_of(arrays).SerializeToString(), 7.0)
+        (y,) = read_outputs(InferResponse.FromString(ended.body)).values()
+        np.testing.assert_allclose(y, expected(x), atol=1e-6)
+        assert (await failure(first.answer(body, -1.0)))[0] is Code.DEADLINE_EXCEEDED
+        assert await failure(first.answer(b"\xff\xff", 7.0)) == (
+            Code.INVALID_ARGUMENT,
+            "stage 0: the message is no request",
+        )
+        codes = await asyncio.gather(*(first.answer(body, 7.0) for _ in range(3)), return_exceptions=True)
+        assert [one.code for one in codes if isinstance(one, Failed)] == [Code.RESOURCE_EXHAUSTED]
+        await first.drained(1.0)
+        assert (await failure(first.answer(body, 7.0)))[0] is Code.UNAVAILABLE
+
+    asyncio.run(run())
+
+
+class Carried:
+    """A pipe over a made-up first stage, which answers what `answers` says: y = 2 x, an error, or nothing."""
+
+    def __init__(self, answers: Sequence[Failed | None] = (), **rules: Any) -> None:
+        self.calls: list[Any] = []
+        self._answers = list(answers)
+        self.queue = Queue(max_requests=99, max_bytes=10**9)
+        tuner = Tuner(2, 0.05, 64, rules.pop("rows", 0), rules.pop("window", 0))
+        self.holds = rules.pop("holds", False)
+        self.metrics = Metrics(2)
+        self.pipe = Pipe(self, self.queue, tuner, self.metrics, rules=Rules(**rules), is_back=self._is_back)  # type: ignore[arg-type]
+
+    async def _is_back(self, seconds: float) -> bool:
+        return True
+
+    async def close(self) -> None:
+        pass
+
+    def __call__(
+        self, body: bytes, *, timeout: float, left: Callable[[], None] | None = None
+    ) -> asyncio.Future[Answer]:
+        loop = asyncio.get_running_loop()
+        made = loop.create_future()
+        request = InferRequest.FromString(body)
+        x = np.frombuffer(request.raw_input_contents[0], np.float32).reshape(list(request.inputs[0].shape))
+        self.calls.append(x)
+        error = self._answers.pop(0) if self._answers else None
+        if left is not None:
+            loop.call_soon(left)
+        if self.holds:
+            return made
+        if np.isnan(x).any():
+            error = Failed(Code.INVALID_ARGUMENT, "stage 0: cannot compute")
+        if error is not None:
+            made.set_exception(error)
+        else:
+            response = InferResponse()
+            put_outputs(response, {"y": 2 * x})
+            made.set_result(Answer(response.SerializeToString(), ""))
+        return made
+
+    def send(self, x: Any) -> Ticket:
+        """Let a request enter the queue."""
+        ticket = Ticket("r", {"x": x}, timeout=60.0, loop=asyncio.get_running_loop())
+        self.queue.admit(ticket)
+        return ticket
+
+
+def test_a_request_enters_an_idle_pipe_at_once_and_a_full_one_not_at_all() -> None:
+    async def run() -> None:
+        one = Carried(max_wait=600.0)
+        ticket = one.send(rows_of(1))
+        one.pipe.poke()
+        async with asyncio.timeout(60):
+            np.testing.assert_array_equal((await ticket.answer)["y"], 2 * rows_of(1))
+        full = Carried(holds=True, rows=1, window=3)
+        for seed in range(6):
+            full.send(rows_of(1, seed))
+        full.pipe.poke()
+        await asyncio.sleep(0.1)
+        assert len(full.calls) == full.pipe.in_pipe == 3
+        await full.pipe.close()
+
+    asyncio.run(run())
+
+
+def test_lost_microbatches_are_sent_again_as_often_as_allowed_and_counted() -> None:
+    async def run() -> None:
+        lost = Failed(Code.UNAVAILABLE, "stage 1: gone")
+        again = Carried([lost], retries=1)
+        ticket = again.send(rows_of(1))
+        again.pipe.poke()
+        np.testing.assert_array_equal((await ticket.answer)["y"], 2 * rows_of(1))
+        assert len(again.calls) == 2
+        assert again.metrics.registry.get_sample_value("drumline_retries_total") == 1
+        twice = Carried([lost, lost], retries=1)
+        ticket = twice.send(rows_of(1))
+        twice.pipe.poke()
+        assert await failure(ticket.answer) == (Code.UNAVAILABLE, "stage 1: gone")
+        assert len(twice.calls) == 2
+
+    asyncio.run(run())
+
+
+def test_a_request_that_cannot_be_computed_fails_alone() -> None:
+    async def run() -> None:
+        carried = Carried(rows=8)
+        bad = np.full((1, 8), np.nan, np.float32)
+        tickets = [carried.send(x) for x in (rows_of(2, 1), bad, rows_of(3, 2))]
+        carried.pipe.poke()
+        np.testing.assert_array_equal((await tickets[0].answer)["y"], 2 * rows_of(2, 1))
+        assert (await failure(tickets[1].answer))[0] is Code.INVALID_ARGUMENT
+        np.testing.assert_array_equal((await tickets[2].answer)["y"], 2 * rows_of(3, 2))
+        assert [len(x) for x in carried.calls] == [6, 2, 1, 3]
+
+    asyncio.run(run())
