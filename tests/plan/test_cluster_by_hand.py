@@ -134,8 +134,34 @@ def test_the_host_is_a_floor_of_every_pass() -> None:
         assert every == pytest.approx((floor,) * 4)
 
 
+def test_split_backwards_leave_nothing_to_hide_tensor_parallel_exchanges_behind() -> None:
+    practice, size = replace(BARE, overlap_tensor=True), 2 * 128 * 256
+    layout = Layout(batch=2, tensor=2, pipeline=2, schedule="zb-h1", practice=practice)
+    ring = 2 * 1 * size / 2
+    assert layer_ops(GPT, machines(4), layout).backward_input.tensor == 2 * ring
+    assert head_ops(GPT, machines(4), layout).backward_input.tensor == ring
+    whole = replace(layout, schedule="1f1b")
+    assert layer_ops(GPT, machines(4), whole).backward_input.tensor == pytest.approx(CONTENTION * 2 * ring)
+    assert head_ops(GPT, machines(4), whole).backward_input.tensor == pytest.approx(CONTENTION * ring)
+
+
+def test_context_parallel_ranks_wait_for_gathered_keys_and_values() -> None:
+    layout = Layout(batch=1, context=4, practice=replace(BARE, meet_seconds=5.0))
+    link = Link(0.25, 2.0, 1.0)
+    around = 1 + 3 * (0.25 + 2 * 128 * 256 / 4 / 2)  # three hops, each with a quarter of the keys and values
+    ops = layer_ops(GPT, replace(machines(4), intra_node=link), layout)
+    assert (ops.forward.context, ops.backward_input.context) == (around + 5, 2 * (around + 5))
+    alone = layer_ops(GPT, machines(1), Layout(batch=1, practice=BARE))
+    assert alone.forward.context == alone.backward_input.context == 0.0
+    launched = replace(machines(4), device=replace(machines(4).device, reach=Reach(1.0, 0.0, 1.0, 1.0, 7.0)))
+    again = replace(layout, recompute="attention")
+    attention = 4 * 4 * 32 * 128 * 64 / 2  # 4 heads, a quarter of the queries, all keys
+    repeated = layer_ops(GPT, launched, again).again
+    assert repeated.compute == attention + 2 * 7  # two pieces of a sequence, two kernels
+
+
 def test_context_parallel_rings_hide_behind_attention() -> None:
-    layout = Layout(batch=1, context=2, practice=BARE)
+    layout = Layout(batch=1, context=2, practice=replace(BARE, overlap_context=True))
     ops = layer_ops(GPT, machines(2), layout)
     around = 1 * 2 * 128 * 256 / 2  # half of the keys and values of a sequence
     attention = 4 * 4 * 64 * 128 * 64 / 2
@@ -251,6 +277,11 @@ def test_buffers() -> None:
     dense = 256 * (2 * 256 + 256) + 2 * 256 * 512 + 2 * 256
     gathered = Layout(batch=4, data=2, zero=3, practice=BARE)
     assert device_bytes(GPT, gathered, rank_of(GPT, gathered)).buffers == logits + head + 2 * 2 * dense
+    divided = Layout(batch=1, context=2, practice=BARE)
+    keys = 2 * 128 * (2 * 64 * 2)  # of the whole sequence, in 16 bits; their gradients take as much
+    assert device_bytes(GPT, divided, rank_of(GPT, divided)).buffers == (logits + head) / 2 + 2 * keys
+    ring = replace(divided, practice=replace(BARE, overlap_context=True))
+    assert device_bytes(GPT, ring, rank_of(GPT, ring)).buffers == (logits + head) / 2
 
 
 # 1000 parameters on 4 ranks at a byte a second: gradients of 4 bytes take 3 x 1000 s one way, weights of 2 bytes 1500.

@@ -94,7 +94,7 @@ class Schedule:
         """Whether it has backwards."""
         return self.example is None or self.example.has_backward
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:
         """Whether any backwards are split in two halves."""
         return self.example is not None and Op.BACKWARD_INPUT in self.example.columns.ops

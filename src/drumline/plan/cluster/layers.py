@@ -13,6 +13,7 @@ same number of bytes, but norms, dropouts and sums are also divided by t.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ from drumline.plan.cluster.kernels import (
 )
 from drumline.plan.cluster.layout import Layout, recomputed_ops
 from drumline.plan.cluster.transformer import Transformer
+from drumline.schedules import find
 
 WORD = 2  # bytes of a 16-bit number
 NUM_LAUNCHES = 12  # kernels that pass over memory, per layer and direction
@@ -65,7 +67,7 @@ def head_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> Ops:
     loss = memory_seconds(device, layout.practice.loss_bytes * tokens * part)
     add = memory_seconds(device, layout.practice.accumulation_bytes * part * transformer.hidden)
     exchange = _exchange(cluster, layout, WORD * tokens * transformer.hidden)
-    hidden = by_weight if layout.practice.overlap_tensor else 0.0
+    hidden = by_weight if _relevant(layout).practice.overlap_tensor else 0.0
     return Ops(
         Spent(forward + loss / 2, tensor=exchange / 2 if layout.sequence_parallel else 0.0),
         Spent(),
@@ -85,7 +87,13 @@ def keys_of(transformer: Transformer, layout: Layout) -> float:
 
 
 def _relevant(layout: Layout) -> Layout:
-    """Return the layout with defaults for everything that no layer depends on, so that many layouts share a result."""
+    """Return the layout with defaults for everything that no layer depends on, so that many layouts share a result.
+
+    A schedule that splits backwards matters in one way: weight gradients run later, and hide no messages.
+    """
+    practice = layout.practice
+    if practice.overlap_tensor and find(layout.schedule).splits_backward:
+        practice = replace(practice, overlap_tensor=False)
     return Layout(
         layout.microbatch,
         layout.microbatch,
@@ -94,7 +102,7 @@ def _relevant(layout: Layout) -> Layout:
         expert=layout.expert,
         sequence_parallel=layout.sequence_parallel,
         recompute=layout.recompute,
-        practice=layout.practice,
+        practice=practice,
     )
 
 
@@ -232,10 +240,12 @@ def _attention(transformer: Transformer, cluster: Cluster, layout: Layout) -> tu
     """Return the seconds of attention itself, forward and backward."""
     device = cluster.device
     heads = layout.microbatch * transformer.num_heads / layout.tensor
+    pieces = 1 if layout.context == 1 else 2  # the first and the last of a sequence, so that all ranks do as much
     rows, columns, width = transformer.sequence / layout.context, transformer.sequence, transformer.head_width
     if layout.practice.flash_attention:
         flops = 4.0 * heads * rows * columns * width / 2
-        return attention_seconds(device, flops), attention_seconds(device, 2.5 * flops)
+        more = (pieces - 1) * device.reach.launch_seconds
+        return attention_seconds(device, flops) + more, attention_seconds(device, 2.5 * flops) + more
     scores = product_seconds(device, rows, columns, width, heads)
     values = product_seconds(device, rows, width, columns, heads)
     size = WORD * heads * rows * columns
@@ -247,12 +257,19 @@ def _attention(transformer: Transformer, cluster: Cluster, layout: Layout) -> tu
 def _ring(
     transformer: Transformer, cluster: Cluster, layout: Layout, attend: float, attend_back: float
 ) -> tuple[float, float]:
-    """Return the time for keys and values to go round the context-parallel ranks that attention does not hide."""
+    """Return the seconds of keys and values that attention does not hide, forward and backward.
+
+    Forward gathers them from all context-parallel ranks. Backward gathers them again, and sums and scatters their
+    gradients. In a ring they travel behind attention; otherwise attention waits, as in Llama 3 (arXiv 2407.21783).
+    """
     if layout.context == 1:
         return 0.0, 0.0
     link = cluster.link(layout.context, layout.tensor)
     seconds = gather_seconds(link, layout.context, ring_bytes(transformer, layout))
-    return exposed(seconds, attend), exposed(2 * seconds, attend_back)
+    if layout.practice.overlap_context:
+        return exposed(seconds, attend), exposed(2 * seconds, attend_back)
+    seconds += layout.practice.meet_seconds
+    return seconds, 2 * seconds
 
 
 def ring_bytes(transformer: Transformer, layout: Layout) -> float:

@@ -24,7 +24,10 @@ class Practice:
     - `accumulation_bytes`: bytes read and written per parameter and microbatch to add a gradient to its sum; 0 if the
       product that makes the gradient adds it directly.
     - `gradient_bytes`: bytes of a gradient's sum over the microbatches, which is also what ranks exchange.
-    - `overlap_tensor`: in backward, tensor-parallel messages travel while weight gradients are computed.
+    - `overlap_tensor`: in backward, tensor-parallel messages travel while weight gradients are computed. A schedule
+      that computes these later, by themselves, leaves nothing to travel behind.
+    - `overlap_context`: keys and values travel round a ring while attention computes with those that are there;
+      otherwise every layer gathers them first, again in backward, and sums their gradients.
     - `overlap_pipeline`: a rank computes while messages between stages travel; otherwise it waits for each.
     - `scatter_gather`: each tensor-parallel rank sends only its part of a message between stages, and the receivers
       gather it over the faster links of their node.
@@ -45,6 +48,7 @@ class Practice:
     accumulation_bytes: int = 0
     gradient_bytes: int = 4
     overlap_tensor: bool = True
+    overlap_context: bool = False
     overlap_pipeline: bool = True
     scatter_gather: bool = True
     duplex: bool = True

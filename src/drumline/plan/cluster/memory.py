@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from drumline.plan.cluster.layers import keys_of, tokens_of
+from drumline.plan.cluster.layers import keys_of, ring_bytes, tokens_of
 from drumline.plan.cluster.layout import Layout, recomputed_ops, with_recompute
 from drumline.plan.cluster.stages import Alike, StageLayers, alike, counts_of, pairs_held
 from drumline.plan.cluster.transformer import Transformer
@@ -105,7 +105,7 @@ def stage_activations(transformer: Transformer, layout: Layout, slice_: StageLay
 def _buffers(transformer: Transformer, layout: Layout, rank: Alike, has_experts: bool) -> float:
     """Return the bytes of temporary buffers.
 
-    A message each way; one layer during recomputation; the whole weights of two layers if they are sharded; the
+    A message each way; one layer during recomputation; gathered keys and values of a layer, and their gradients; the whole weights of two layers if they are sharded; the
     embedding's mask of every microbatch in flight; the head's input and logits of one microbatch.
     """
     tokens = tokens_of(transformer, layout)
@@ -114,6 +114,8 @@ def _buffers(transformer: Transformer, layout: Layout, rank: Alike, has_experts:
     if layout.recompute.startswith("full"):
         kept = inside(transformer, layout, experts=has_experts) / layout.tensor
         size += tokens * (between(transformer) / along + kept)
+    if layout.context > 1 and not layout.practice.overlap_context:
+        size += 2 * ring_bytes(transformer, layout)
     if layout.zero >= 3 and layout.data * layout.context > 1:
         layer = transformer.dense_layer_parameters
         if has_experts and transformer.experts:
