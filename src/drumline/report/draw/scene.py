@@ -244,7 +244,7 @@ def _memory(timeline: Timeline, rank: int, clock: PageTime) -> dict[str, Any]:
     """Return what the rank holds after each change: bytes if known, otherwise pairs."""
     track, holding = timeline.tracks[rank], timeline.memory[rank]
     held = holding.pairs if holding.bytes is None else holding.bytes
-    in_flight = 0 if timeline.in_flight is None else timeline.in_flight[rank]
+    in_flight = 0 if timeline.in_flight is None else max(timeline.in_flight[rank], 0)
     before = in_flight if holding.bytes is None else holding.static_bytes
     times = np.stack([track.starts, track.ends], axis=1)
     return clock.steps(np.append(timeline.start, times), np.append(before, np.asarray(held, float)))
