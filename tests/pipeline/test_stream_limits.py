@@ -327,6 +327,7 @@ def test_every_place_says_the_same_of_what_a_step_holds(schedule: str, per_step:
         ours, theirs = summarize(measured), summarize(again)
         for name in some(("actions", "updates", "microbatches", "peak_activations", "weight_versions")):
             assert ours.get(name) == theirs.get(name), name
+        assert ours["microbatches"] == per_step
         assert again.busy == pytest.approx(measured.busy)
         assert sum(one.seconds for one in again.causes) == pytest.approx(sum(again.idle))
         for row, holding, held in zip(measured.program.rows, measured.memory, measured.held, strict=True):

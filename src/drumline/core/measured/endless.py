@@ -35,6 +35,17 @@ def is_part(program: Program) -> bool:
     return bool(program.num_updates or program.name.endswith(" step")) and bool(validate(program))
 
 
+def num_begun(program: Program) -> int:
+    """Return how many microbatches a program begins: of a step of endless rows, not those that are in flight before.
+
+    >>> num_begun(Program.parse("0F2,0B1,0F3,0B2,0UPDATE1")), num_begun(Program.parse("0F0,0B0,0UPDATE0"))
+    (2, 1)
+    """
+    if not is_part(program):
+        return program.num_microbatches
+    return sum(one.op is Op.FORWARD for one in program.rows[0])
+
+
 def whole(program: Program, in_flight: Sequence[int] | None = None) -> tuple[Program, Own]:
     """Return a whole program around a step, and which of its actions are the step's own.
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from drumline.core.action import Action, Op
+from drumline.core.measured.endless import num_begun
 from drumline.core.placement import Placement
 from drumline.core.simulate.graph import OPS as ALL_OPS
 from drumline.core.simulate.graph import Columns as ActionColumns
@@ -117,7 +118,7 @@ def scene(timeline: Timeline, *, explained: bool = True) -> dict[str, Any]:
     return {
         "name": program.name,
         "stages": program.num_stages,
-        "microbatches": program.num_microbatches,
+        "microbatches": num_begun(program),
         "placement": program.placement.name,
         "boxes": sum(len(track.actions) for track in timeline.tracks),
         "ticks_per_second": clock.ticks_per_second,
