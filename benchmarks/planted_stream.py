@@ -78,8 +78,8 @@ STREAM = (
     Bug(
         "step-begins-empty",
         "core/measured/measured.py",
-        "if self.in_flight is None:\n            return found",
-        "if True:\n            return found",
+        "if self.in_flight is None:\n            return found\n        known",
+        "if True:\n            return found\n        known",
         "A report counts what a step without a flush holds from nothing.",
     ),
 )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from drumline.core.errors import DrumlineError
+from drumline.core.measured.endless import num_begun
 from drumline.core.prove.violation import Violation
 from drumline.core.timeline.idle import Cause
 from drumline.core.timeline.timeline import Timeline
@@ -25,7 +26,7 @@ def figures(timeline: Timeline) -> dict[str, Any]:
     return {
         "schedule": program.name,
         "ranks": timeline.num_ranks,
-        "microbatches": program.num_microbatches,
+        "microbatches": num_begun(program),
         "stages": program.num_stages,
         "placement": program.placement.name,
         "actions": program.num_actions,

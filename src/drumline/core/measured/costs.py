@@ -33,7 +33,7 @@ import numpy as np
 from drumline.core.action import RECV_OPS, Op
 from drumline.core.costs import Costs, Edge
 from drumline.core.measured.account import NANO
-from drumline.core.measured.endless import is_part, whole
+from drumline.core.measured.endless import is_part, simulate_part
 from drumline.core.measured.measured import Measured, stage_costs
 from drumline.core.measured.record import OVERHEADS, RECEIVES, Record
 from drumline.core.program import Program
@@ -148,10 +148,8 @@ def replay(timeline: Timeline, *, transfers: bool = True) -> Simulation:
         reduce = exchange_seconds([timeline], timeline.program.num_stages)
         costs = replace(costs, edges=latencies([timeline]), message_bytes=_message_bytes(timeline), reduce=reduce)
     if is_part(timeline.program):
-        program, own = whole(timeline.program, timeline.in_flight)
-        seconds = np.zeros(program.num_actions)
-        seconds[np.array([one for row in own for one in row])] = _action_seconds(timeline)
-        return simulate(program, costs, factors=seconds)
+        seconds = _action_seconds(timeline)
+        return simulate_part(timeline.program, costs, seconds, timeline.in_flight, timeline.memory)
     found = simulate(timeline.program, costs, factors=_action_seconds(timeline))
     return replace(found, weighed=timeline.memory)  # same actions in the same order, so the same memory
 

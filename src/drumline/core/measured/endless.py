@@ -1,20 +1,29 @@
 """Make a step of endless rows whole, so that it can be simulated: with what came before it and comes after it.
 
     a step of a schedule without a flush     0F2 0B1 0F3 0B2 0UPDATE1
-    whole                                    0F0 0B0 0F1 | 0F2 0B1 0F3 0B2 0UPDATE1 | 0B3 0UPDATE3
+    whole                                    0F0 0F1 0B0 ... | 0F6 0B5 0F7 0B6 0UPDATE5 | 0B7 0UPDATE7
 
-What is added takes no time, and holds no more than what is in flight when the step begins.
+What is added takes no time. It leaves in flight what is in flight when the step begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+import numpy as np
 
 from drumline.core.action import Action, Op
+from drumline.core.costs import Costs
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
+from drumline.core.simulate.graph import Crossings, Floats
+from drumline.core.simulate.memory import Holding, holdings
+from drumline.core.simulate.simulate import Simulation, simulate
 
 _BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT)
+Own = list[list[bool]]  # for every row, which actions are the step's own
 
 
 def is_part(program: Program) -> bool:
@@ -26,34 +35,140 @@ def is_part(program: Program) -> bool:
     return bool(program.num_updates or program.name.endswith(" step")) and bool(validate(program))
 
 
-def whole(program: Program, in_flight: Sequence[int] | None = None) -> tuple[Program, list[list[bool]]]:
-    """Return a whole program around a step, and for every row which actions are the step's own.
+def num_begun(program: Program) -> int:
+    """Return how many microbatches a program begins: of a step of endless rows, not those that are in flight before.
 
-    `in_flight` says how many microbatches each rank has in flight when the step begins, for rows without a backward.
+    >>> num_begun(Program.parse("0F2,0B1,0F3,0B2,0UPDATE1")), num_begun(Program.parse("0F0,0B0,0UPDATE0"))
+    (2, 1)
+    """
+    if not is_part(program):
+        return program.num_microbatches
+    return sum(one.op is Op.FORWARD for one in program.rows[0])
+
+
+def whole(program: Program, in_flight: Sequence[int] | None = None) -> tuple[Program, Own]:
+    """Return a whole program around a step, and which of its actions are the step's own.
+
+    Before it come steps like it, as often as its weight versions go back. A step that fills the pipeline has none like
+    it before: there, `in_flight` says how many microbatches each rank had in flight when it began, -1 for a frozen one.
 
     >>> made, own = whole(Program.parse("0F2,0B1,0F3,0B2,0UPDATE1"))
-    >>> print(made); own[0].count(True)
-    0F0,0B0,0F1,0F2,0B1,0F3,0B2,0UPDATE1,0B3,0UPDATE3
-    5
+    >>> print(made); own[0].index(True), own[0].count(True)
+    0F0,0F1,0B0,0F2,0B1,0F3,0B2,0UPDATE1,0F4,0B3,0F5,0B4,0UPDATE3,0F6,0B5,0F7,0B6,0UPDATE5,0B7,0UPDATE7
+    (13, 5)
     """
+    counts = [(sum(one.op is Op.FORWARD for one in row), sum(one.op in _BACKWARDS for one in row))
+              for row in program.rows]  # fmt: skip
+    started = in_flight or [0 if backwards else -1 for _, backwards in counts]
+    keeps = [held >= 0 for held in started]
+    if all(backwards == forwards * keep for (forwards, backwards), keep in zip(counts, keeps, strict=True)):
+        before = _steps_like(program, counts[0][0])
+    else:
+        before = _microbatches_before(program, started)
+    shift = max(one.microbatch or 0 for row in before for one in row) + 1 - _begun(program.rows[0])
     rows, own = [], []
-    count = program.num_microbatches
-    for rank, row in enumerate(program.rows):
-        stage = row[0].stage
-        there = {(one.op, one.microbatch) for one in row}
-        back = next((one.op for other in program.rows for one in other if one.stage == stage and one.op in _BACKWARDS),
-                    Op.BACKWARD)  # fmt: skip
-        begun = min(one.microbatch or 0 for one in row if one.op is Op.FORWARD)
-        known = begun if in_flight is None else begun - in_flight[rank]
-        first = min((one.microbatch or 0 for one in row if one.op in _BACKWARDS), default=known)
-        before = []
-        for at in range(begun):
-            before += [Action(stage, op, at) for op in (Op.FORWARD, back) if op is not back or at < first]
-        done = {one.microbatch for one in before if one.op is back}
-        after = [Action(stage, back, at) for at in range(count) if at not in done and (back, at) not in there]
-        after.append(Action(stage, Op.UPDATE, count - 1))
-        if (Op.UPDATE, count - 1) in there:
-            after.pop()
-        rows.append([*before, *row, *after])
-        own.append([False] * len(before) + [True] * len(row) + [False] * len(after))
+    for first, row, keep in zip(before, program.rows, keeps, strict=True):
+        moved = [one._replace(microbatch=(one.microbatch or 0) + shift) for one in row]
+        left = _left([*first, *moved], _back_of(program, row[0].stage)) if keep else []
+        rows.append([*first, *moved, *left])
+        own.append([False] * len(first) + [True] * len(row) + [False] * len(left))
     return Program.of(rows, program.name), own
+
+
+def _begun(row: Sequence[Action]) -> int:
+    """Return the first microbatch that a row's forwards begin."""
+    return min(one.microbatch or 0 for one in row if one.op is Op.FORWARD)
+
+
+def _back_of(program: Program, stage: int) -> Op:
+    found = (one.op for row in program.rows for one in row if one.stage == stage and one.op in _BACKWARDS)
+    return next(found, Op.BACKWARD)
+
+
+def _steps_like(program: Program, per_step: int) -> list[list[Action]]:
+    """Return the rows of steps like this one, from an empty pipeline up to it."""
+    steps = 2 * (_begun(program.rows[0]) // per_step) + 1
+    rows: list[list[Action]] = []
+    for row in program.rows:
+        begun = _begun(row)
+        moved = ((one, (one.microbatch or 0) - begun + at * per_step) for at in range(steps) for one in row)
+        rows.append([one._replace(microbatch=microbatch) for one, microbatch in moved if microbatch >= 0])
+    return rows
+
+
+def _microbatches_before(program: Program, in_flight: Sequence[int]) -> list[list[Action]]:
+    """Return rows of microbatches one after the other, of which so many stay in flight."""
+    rows = []
+    for rank, row in enumerate(program.rows):
+        stage, begun = row[0].stage, _begun(row)
+        first = min((one.microbatch or 0 for one in row if one.op in _BACKWARDS), default=begun - in_flight[rank])
+        first = 0 if in_flight[rank] < 0 else first
+        made = []
+        for at in range(begun):
+            ops = (Op.FORWARD, _back_of(program, stage)) if at < first else (Op.FORWARD,)
+            made += [Action(stage, op, at) for op in ops]
+        rows.append(made)
+    return rows
+
+
+def _left(row: Sequence[Action], back: Op) -> list[Action]:
+    """Return what a row lacks to be whole: backwards of all that it has begun, and a last update."""
+    there = {(one.op, one.microbatch) for one in row}
+    stage, begun = row[0].stage, sorted(one.microbatch or 0 for one in row if one.op is Op.FORWARD)
+    left = [Action(stage, back, at) for at in begun if (back, at) not in there]
+    updates = back is Op.BACKWARD and (Op.UPDATE, begun[-1]) not in there
+    return [*left, Action(stage, Op.UPDATE, begun[-1])] if updates else left
+
+
+def held_in_part(program: Program, in_flight: Sequence[int]) -> tuple[Holding, ...]:
+    """Return what every rank holds in a step, with what was in flight when it began.
+
+    >>> held_in_part(Program.parse("0F2,0B1,0F3,0B2,0UPDATE1"), [1])[0].pairs
+    [(2, 2), (2, 1), (2, 2), (2, 1), (1, 1)]
+    """
+    made, own = whole(program, in_flight)
+    return tuple(
+        replace(one, pairs=[pairs for pairs, mine in zip(one.pairs, flags, strict=True) if mine])
+        for one, flags in zip(holdings(made, Costs()), own, strict=True)
+    )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PartSimulation(Simulation):
+    """A step of endless rows: what comes before and after it was simulated too, and is left out here."""
+
+    @cached_property
+    def start(self) -> float:
+        """When the first action starts."""
+        return min(track.starts[0] for track in self.tracks)
+
+    @cached_property
+    def end(self) -> float:
+        """When the last action ends."""
+        return max(track.ends[-1] for track in self.tracks)
+
+    @cached_property
+    def balanced(self) -> None:
+        """None: what is left out takes no time, so that an average says nothing."""
+        return
+
+
+def simulate_part(
+    program: Program, costs: Costs, seconds: Floats, in_flight: Sequence[int] | None, weighed: Sequence[Holding]
+) -> PartSimulation:
+    """Simulate a step of endless rows, whose actions take these seconds; `weighed` is what ranks held."""
+    made, own = whole(program, in_flight)
+    mine = np.array([one for row in own for one in row])
+    factors = np.zeros(made.num_actions)
+    factors[mine] = seconds
+    found = simulate(made, costs, factors=factors)
+    graph = found.graph
+    nodes = tuple(each[np.array(flags)] for each, flags in zip(graph.action_nodes, own, strict=True))
+    is_shown = np.zeros(graph.num_nodes, dtype=bool)
+    is_shown[np.concatenate(nodes)] = True
+    crossings = graph.crossings
+    both = is_shown[graph.node[crossings.producer]] & is_shown[graph.node[crossings.consumer]]
+    left = Crossings(**{one.name: getattr(crossings, one.name)[both] for one in fields(Crossings)})
+    began = min(float(found.started[each[0]]) for each in nodes)
+    cut = replace(graph, action_nodes=nodes, crossings=left)
+    return PartSimulation(program, costs, cut, found.ended - began, found.lag, weighed=weighed)

@@ -13,7 +13,7 @@ from drumline.core.action import Action, Op
 from drumline.core.costs import Costs
 from drumline.core.measured.account import NANO, Parts, Piece, account, idle_intervals, summed_parts
 from drumline.core.measured.align import Dial, align
-from drumline.core.measured.endless import is_part
+from drumline.core.measured.endless import held_in_part, is_part
 from drumline.core.measured.record import BETWEEN, Record, decoded
 from drumline.core.simulate.memory import Holding, holdings, stage_bytes, weighed_holdings
 from drumline.core.timeline.idle import Idle
@@ -118,20 +118,18 @@ class Measured(Timeline):
 
         `held` is the number of pairs counted. Bytes come from this step, or else from the step that was weighed.
         """
-        found = holdings(self.program, Costs())
-        if self._weights:
-            found = weighed_holdings(self.program, self._weights)
+        found = weighed_holdings(self.program, self._weights) if self._weights else holdings(self.program, Costs())
         if self.in_flight is None:
             return found
-        return tuple(one.beginning_with(pairs) for one, pairs in zip(found, self.in_flight, strict=True))
+        known = held_in_part(self.program, self.in_flight)
+        return tuple(replace(one, bytes=weighed.bytes) for one, weighed in zip(known, found, strict=True))
 
     @cached_property
     def in_flight(self) -> Sequence[int] | None:
-        """Per rank, the pairs that it held when the first action began; None if the program has a flush."""
+        """Per rank, the pairs that it held when the first action began, -1 if it keeps none; None with a flush."""
         if not is_part(self.program) or not all(record.held for record in self.records):
             return None
-        by_rows = holdings(self.program, Costs())
-        return [record.held[0] - one.pairs[0][1] for record, one in zip(self.records, by_rows, strict=True)]
+        return [record.held[0] - 1 for record in self.records]  # rows of a step begin with a forward
 
     @cached_property
     def _weights(self) -> list[list[tuple[int, int]]]:

@@ -17,7 +17,7 @@ that no earlier UPDATE used; gradients of later ones accumulate separately.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -44,10 +44,6 @@ class Holding:
     static_bytes: float
     peak_versions: int
     peak_stash_bytes: float | None
-
-    def beginning_with(self, pairs: int) -> Holding:
-        """Return the same with pairs that were held before the first action and are not counted here."""
-        return replace(self, pairs=[(during + pairs, after + pairs) for during, after in self.pairs])
 
     @property
     def peak_pairs(self) -> int:

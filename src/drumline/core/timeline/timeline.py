@@ -160,7 +160,7 @@ class Timeline(ABC):
 
     @property
     def in_flight(self) -> Sequence[int] | None:
-        """Per rank, the pairs that it held when the first action began; None if that is not known, or nothing."""
+        """Per rank, the pairs that it held when the first action began, -1 if it keeps none; None with a flush."""
         return None
 
     @property

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from drumline.core.action import Action, Op
+from drumline.core.measured.endless import num_begun
 from drumline.core.placement import Placement
 from drumline.core.simulate.graph import OPS as ALL_OPS
 from drumline.core.simulate.graph import Columns as ActionColumns
@@ -117,7 +118,7 @@ def scene(timeline: Timeline, *, explained: bool = True) -> dict[str, Any]:
     return {
         "name": program.name,
         "stages": program.num_stages,
-        "microbatches": program.num_microbatches,
+        "microbatches": num_begun(program),
         "placement": program.placement.name,
         "boxes": sum(len(track.actions) for track in timeline.tracks),
         "ticks_per_second": clock.ticks_per_second,
@@ -244,7 +245,7 @@ def _memory(timeline: Timeline, rank: int, clock: PageTime) -> dict[str, Any]:
     """Return what the rank holds after each change: bytes if known, otherwise pairs."""
     track, holding = timeline.tracks[rank], timeline.memory[rank]
     held = holding.pairs if holding.bytes is None else holding.bytes
-    in_flight = 0 if timeline.in_flight is None else timeline.in_flight[rank]
+    in_flight = 0 if timeline.in_flight is None else max(timeline.in_flight[rank], 0)
     before = in_flight if holding.bytes is None else holding.static_bytes
     times = np.stack([track.starts, track.ends], axis=1)
     return clock.steps(np.append(timeline.start, times), np.append(before, np.asarray(held, float)))

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from drumline.core.measured.costs import costs_of, replay
-from drumline.core.measured.endless import is_part
+from drumline.core.measured.endless import is_part, num_begun
 from drumline.core.measured.measured import Measured
 from drumline.core.measured.run import Run
 from drumline.core.measured.steadiness import Steadiness, spread_of
@@ -210,7 +210,7 @@ class RunReport:
             "schedule": program.name,
             "ranks": program.num_ranks,
             "stages": program.num_stages,
-            "microbatches": program.num_microbatches,
+            "microbatches": num_begun(program),
             "num_steps": self.run.num_steps,
             "step": seen.step,
             "pooled_steps": list(seen.pooled),

@@ -108,7 +108,7 @@ class Verdicts:
     def decide(self, until: int, stage: int) -> Generator[Wait, None, None]:
         """Learn the outcome of all steps before a position; all ranks do so at the same place."""
         while self.is_on and self.decided < until:
-            position, bad = self.decided, set()
+            position, bad = self.decided, set[int]()
             for end in self._ends:
                 judged = self._judged.pop((position, end), None)
                 if judged is None:
