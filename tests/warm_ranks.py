@@ -32,7 +32,16 @@ import types
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-_LOADED = ("torch.distributed", "torch._dynamo", "drumline.pipeline.pipeline", "drumline.pipeline.launch.worker")
+_LOADED = (
+    "torch.distributed",
+    "torch._dynamo",
+    "drumline.pipeline.pipeline",
+    "drumline.pipeline.launch.worker",
+    "drumline.train.loop.run",
+    "drumline.train.data.build",
+    "drumline.train.models.build",
+    "pytest",
+)
 _ONCE_USED = {"transformers": "transformers.models.llama.modeling_llama"}  # what is slow to import, of what tests use
 _FIXED_AT_START = ("ATEN", "CUDA", "GLIBC", "LD_", "MALLOC", "MKL", "NCCL", "OMP", "PYTHON", "TORCH")
 _READ_LATER = ("NCCL_SOCKET_IFNAME", "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR")

@@ -27,7 +27,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "ep and tp": {"mesh": {"ep": 2, "tp": 2}, "tensor_parallel": PLAN},
 }
 if not ALL:
-    del RIGHT["cp"], RIGHT["ep"]  # which the others have in company
+    del RIGHT["cp"], RIGHT["ep"], RIGHT["ep and cp"]  # which the others have in company
 
 
 class NoPlaces(Decoder):
