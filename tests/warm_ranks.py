@@ -77,6 +77,7 @@ class WarmRanks:
                     [sys.executable, *flags, __file__, str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+                    cwd="/",  # this process may be in a folder that is gone before the next rank starts
                 )
             self._socket = ours
         assert self._socket is not None
