@@ -101,7 +101,7 @@ class Forked:
         outputs = [os.pipe(), os.pipe()]
         with theirs, open(os.devnull, "rb") as nothing:
             code = re.sub(rf"\bparent={os.getpid()}\b", f"parent={parent}", code)
-            used = [module for package, module in _ONCE_USED.items() if package in sys.modules]
+            used = [module for package, module in _ONCE_USED.items() if sys.modules.get(package)]
             task = {"code": code, "env": env, "cwd": os.getcwd(), "control": control, "used": used}
             files = [nothing.fileno(), *(write for _, write in outputs), control, theirs.fileno()]
             socket.send_fds(connection, [json.dumps(task).encode()], files)
