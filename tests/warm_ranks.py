@@ -32,7 +32,16 @@ import types
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-_LOADED = ("torch.distributed", "torch._dynamo", "drumline.pipeline.pipeline", "drumline.pipeline.launch.worker")
+_LOADED = (
+    "torch.distributed",
+    "torch._dynamo",
+    "drumline.pipeline.pipeline",
+    "drumline.pipeline.launch.worker",
+    "drumline.train.loop.run",
+    "drumline.train.data.build",
+    "drumline.train.models.build",
+    "pytest",
+)
 _ONCE_USED = {"transformers": "transformers.models.llama.modeling_llama"}  # what is slow to import, of what tests use
 _FIXED_AT_START = ("ATEN", "CUDA", "GLIBC", "LD_", "MALLOC", "MKL", "NCCL", "OMP", "PYTHON", "TORCH")
 _READ_LATER = ("NCCL_SOCKET_IFNAME", "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR")
@@ -68,6 +77,7 @@ class WarmRanks:
                     [sys.executable, *flags, __file__, str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+                    cwd="/",  # this process may be in a folder that is gone before the next rank starts
                 )
             self._socket = ours
         assert self._socket is not None
@@ -91,7 +101,7 @@ class Forked:
         outputs = [os.pipe(), os.pipe()]
         with theirs, open(os.devnull, "rb") as nothing:
             code = re.sub(rf"\bparent={os.getpid()}\b", f"parent={parent}", code)
-            used = [module for package, module in _ONCE_USED.items() if package in sys.modules]
+            used = [module for package, module in _ONCE_USED.items() if sys.modules.get(package)]
             task = {"code": code, "env": env, "cwd": os.getcwd(), "control": control, "used": used}
             files = [nothing.fileno(), *(write for _, write in outputs), control, theirs.fileno()]
             socket.send_fds(connection, [json.dumps(task).encode()], files)

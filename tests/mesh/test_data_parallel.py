@@ -49,12 +49,13 @@ if not ALL:
 
 def gpt() -> GPT:
     torch.manual_seed(0)
-    return GPT(GPTSizes(num_layers=4, hidden=16, num_heads=2, vocabulary=11, sequence=8))
+    return GPT(GPTSizes(num_layers=4 if ALL else 2, hidden=16, num_heads=2, vocabulary=11, sequence=8))
 
 
 def _train(model: nn.Module, options: dict[str, Any], steps: int, **more: Any) -> dict[str, Any]:
     """Train on this rank's part of the batch; return what it saw and what it holds."""
-    example = {"example": words(0)[0], "balance": "even"} if isinstance(model, GPT) else {}
+    line = words(0)[0].chunk(options["mesh"].get("dp", 1))[0]  # with the shape of a step's, it is followed once
+    example = {"example": line, "balance": "even"} if isinstance(model, GPT) else {}
     options = {"loss_fn": loss_fn, "num_microbatches": 4, "timeout": 120.0, **example, **options, **more}
     with dl.Pipeline(model, **options) as pipe:
         del model  # a rank keeps its own stages alone

@@ -15,7 +15,7 @@ from matrices import ALL
 from mesh.small import MICROBATCHES, PLAN, Decoder, batch, decoder, example, loss_fn
 from some import some
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.matrix]
 
 CP, EP, DP, TP = ({"pp": 2, axis: 2} for axis in ("cp", "ep", "dp", "tp"))
 RIGHT: dict[str, dict[str, Any]] = {
@@ -27,7 +27,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "ep and tp": {"mesh": {"ep": 2, "tp": 2}, "tensor_parallel": PLAN},
 }
 if not ALL:
-    del RIGHT["cp"], RIGHT["ep"]  # which the others have in company
+    del RIGHT["cp"], RIGHT["ep"], RIGHT["ep and cp"]  # which the others have in company
 
 
 class NoPlaces(Decoder):

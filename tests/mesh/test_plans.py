@@ -17,10 +17,10 @@ from drumline.plan.layouts.explain import brief
 from drumline.plan.layouts.planner import plan
 from drumline.plan.layouts.space import Pins
 from extras import needed
-from matrices import long
+from matrices import ALL, long
 from some import some
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(600)]
 
 TINY = Transformer("tiny", 4, 32, 4, vocabulary=300, sequence=32)
 PINS = {
@@ -28,6 +28,8 @@ PINS = {
     "tensor": Pins(pipeline=2, data=1, tensor=2, schedules=("1f1b",)),
     "context": Pins(pipeline=1, data=2, context=2, zero=1),
 }
+if not ALL:  # test_train has the others
+    del PINS["context"]
 TOY = {
     "name": "toy", "flops_per_second": 1e12, "memory_bytes": 4e9, "memory_bytes_per_second": 1e11,
     "node_bytes_per_second": 1e10, "network_bytes_per_second": 1e9, "devices_per_node": 4,

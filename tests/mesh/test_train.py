@@ -9,9 +9,10 @@ import pytest
 from drumline.core.measured.run import read_run
 from drumline.train.config.read import read_settings
 from drumline.train.start import start
+from matrices import ALL
 from some import some
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.matrix]
 
 SMALL = {
     "run.steps": 3, "run.threads": 1, "model.num_layers": 2, "model.hidden": 16, "model.num_heads": 2,
@@ -23,6 +24,8 @@ MESHES = {
     "tensor": {"mesh.pipeline": 1, "mesh.tensor": 2},
     "context": {"mesh.pipeline": 1, "mesh.context": 2},
 }
+if not ALL:  # test_plans has the others
+    del MESHES["tensor"]
 
 
 def test_training_on_a_mesh_has_the_losses_of_one_process(tmp_path: Path) -> None:

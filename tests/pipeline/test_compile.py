@@ -18,7 +18,7 @@ from drumline.core.program import Program
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.backward import compiled
 from drumline.runtime.backward.split_backend import Waiting
-from matrices import matrix
+from matrices import ALL, matrix
 from some import some
 from torch_models import TWO_WAYS, WIDTH, Reference, data, programs
 
@@ -139,7 +139,8 @@ def agree(model: nn.Module, other: nn.Module, tolerance: float = 0.0) -> None:
 
 @matrix("name, num_ranks", MODELS, (2, 4), times=1)
 def test_loss_and_gradients_are_those_of_one_process(name: str, num_ranks: int) -> None:
-    for schedule in SCHEDULES:
+    at = list(MODELS).index(name)
+    for schedule in SCHEDULES if ALL else (SCHEDULES[at % 5], SCHEDULES[(at + 3) % 5]):
         if (name, schedule) == ("batch norm", "dualpipe"):
             continue  # running statistics in two copies are refused
         (program,) = programs(schedule, num_ranks, (8,))
