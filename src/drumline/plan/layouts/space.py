@@ -52,7 +52,7 @@ def tried_schedules() -> dict[str, tuple[int, ...]]:
 class Pins:
     """What the user has fixed; None leaves the choice to the planner.
 
-    `framework` restricts the choice to what Megatron-LM ("megatron") or torchtitan runs.
+    `framework` restricts the choice to what `drumline train` ("drumline"), Megatron-LM ("megatron") or torchtitan runs.
     """
 
     tensor: int | None = None
@@ -99,8 +99,11 @@ class Pins:
         whole = self.recompute or "none"
         if whole not in runs.recompute and not (runs.some_layers and whole.startswith("full:")):
             raise PlanError(f"{name} does not recompute as {whole!r} says", expected=" or ".join(runs.recompute))
-        if self.zero is not None and self.zero not in {0, *runs.zero, *runs.zero_staged}:
-            raise PlanError(f"{name} does not run ZeRO {self.zero}", expected=" or ".join(map(str, runs.zero)))
+        staged = self.pipeline is not None and self.pipeline > 1
+        if self.zero is not None and self.zero not in runs.pinned_zero(staged=staged):
+            where = " with a pipeline" if self.zero in runs.pinned_zero(staged=False) else ""
+            allowed = runs.pinned_zero(staged=staged)
+            raise PlanError(f"{name} does not run ZeRO {self.zero}{where}", expected=" or ".join(map(str, allowed)))
 
     @property
     def runs(self) -> Runs:
@@ -115,12 +118,15 @@ class Pins:
     def zero_stages(self, mesh: Degrees) -> tuple[int, ...]:
         """Return the ZeRO stages to try: only stage 0 if there is no rank to share with; in a pipeline, 2 is like 1.
 
+        There are none if the framework does not run the pinned one there.
+
         >>> Pins().zero_stages(Degrees(data=8)), Pins().zero_stages(Degrees(pipeline=2, data=4))
         ((1, 2, 3), (1, 3))
         """
         if self.zero is not None:
-            return (self.zero,)
-        if mesh.data * mesh.context == 1:
+            return (self.zero,) if self.zero in self.runs.pinned_zero(staged=mesh.pipeline > 1) else ()
+        sharing = mesh.data // mesh.expert if self.runs.shares_along_data else mesh.data * mesh.context
+        if sharing <= 1:
             return (0,)
         return self.runs.zero if mesh.pipeline == 1 else self.runs.zero_staged
 
@@ -185,8 +191,10 @@ def _meshes(transformer: Transformer, cluster: Cluster, batch: int, pins: Pins) 
                 data, odd = divmod(rest, pipeline)
                 if odd or pipeline > transformer.num_layers or pins.data not in (None, data) or batch % data:
                     continue
-                for expert in _expert(transformer, data * context, pins):
-                    yield Degrees(tensor, pipeline, data, context, expert)
+                for expert in _expert(transformer, data if pins.runs.shares_along_data else data * context, pins):
+                    mesh = Degrees(tensor, pipeline, data, context, expert)
+                    if pins.zero_stages(mesh):
+                        yield mesh
 
 
 def _tensor(transformer: Transformer, cluster: Cluster, pins: Pins) -> list[int]:
