@@ -278,7 +278,7 @@ def test_heads_and_sequences_must_divide() -> None:
 
 def test_no_step_is_shorter_than_its_bound() -> None:
     ratios = []
-    for name, stages in tried_schedules().items():
+    for name, stages in some(tried_schedules().items()):
         for ranks in (2, 3, 4):
             for count in (1, 2, 4, 12):
                 layout = Layout(batch=count, pipeline=ranks, schedule=name, stages_per_rank=stages[0])
