@@ -46,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--brief", action="store_true", help="print only the plan, without what-ifs, scaling and traffic")
     whose = "framework to plan for: only what it runs (default: anything, and the command and config of drumline)"
     add("--launch", choices=tuple(_ENDINGS), help=whose)
+    also = "messages that your software also hides behind compute: forward (tensor-parallel ones), experts, context"
+    add("--overlap", type=flags.names, metavar="WHAT,...", help=also)
     pins = parser.add_argument_group("decisions to fix (default: the planner makes all of them)")
     for name, meaning in _DEGREES.items():
         pins.add_argument(f"--{name}", type=whole, metavar="N", help=meaning)
@@ -150,6 +152,7 @@ def _pins(args: argparse.Namespace) -> Pins:
         sequence_parallel=False if args.no_sequence_parallel else None,
         schedules=tuple(args.schedules or ()),
         framework=args.framework,
+        overlaps=tuple(args.overlap or ()),
     )
 
 

@@ -21,14 +21,14 @@ Degrees of parallelism come first; if pinned degrees contradict each other, the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
 from drumline.core.errors import PlanError, counted, nearest
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.layout import OPS, RECOMPUTE, Layout, is_recomputation
+from drumline.plan.cluster.layout import OPS, OVERLAPS, PRACTICE, RECOMPUTE, Layout, Practice, is_recomputation
 from drumline.plan.cluster.stages import layer_counts
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.frameworks import FRAMEWORKS, ZERO, Runs
@@ -53,6 +53,7 @@ class Pins:
     """What the user has fixed; None leaves the choice to the planner.
 
     `framework` restricts the choice to what `drumline train` ("drumline"), Megatron-LM ("megatron") or torchtitan runs.
+    `overlaps` names messages that the software hides beyond what plans assume (`OVERLAPS`).
     """
 
     tensor: int | None = None
@@ -67,6 +68,7 @@ class Pins:
     recompute: str | None = None
     schedules: tuple[str, ...] = ()
     framework: str = ""
+    overlaps: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         counts = ("tensor", "pipeline", "data", "context", "expert", "microbatch", "stages_per_rank")
@@ -82,6 +84,9 @@ class Pins:
         for name in self.schedules:
             if name not in tried_schedules():
                 raise PlanError(f"schedule is pinned to {name!r}", fix=nearest(name, tried_schedules()))
+        for name in self.overlaps:
+            if name not in OVERLAPS:
+                raise PlanError(f"overlap is set to {name!r}", fix=nearest(name, OVERLAPS))
         if self.framework not in FRAMEWORKS:
             raise PlanError(f"framework is pinned to {self.framework!r}", fix=nearest(self.framework, FRAMEWORKS))
         self._check_framework()
@@ -109,6 +114,15 @@ class Pins:
     def runs(self) -> Runs:
         """What may be chosen."""
         return FRAMEWORKS[self.framework]
+
+    @property
+    def practice(self) -> Practice:
+        """What the software hides: what plans assume, and the named `overlaps`.
+
+        >>> Pins(overlaps=("experts",)).practice.overlap_experts, Pins().practice.overlap_experts
+        (True, False)
+        """
+        return replace(PRACTICE, **{f"overlap_{name}": True for name in self.overlaps}) if self.overlaps else PRACTICE
 
     @property
     def recomputations(self) -> tuple[str, ...]:
@@ -381,4 +395,4 @@ def layout_of(
     name, stages = schedule
     shared = sequence_parallel(transformer, mesh, pins)
     counts = layer_counts(transformer, mesh.pipeline, name, stages)
-    return Layout(batch, microbatch, *mesh, stages, name, zero, shared, recompute, counts)
+    return Layout(batch, microbatch, *mesh, stages, name, zero, shared, recompute, counts, pins.practice)
