@@ -3,15 +3,23 @@
     python benchmarks/expert_layouts.py
 
 An expert's layout may not fit by our count: experts keep gradients or activations otherwise, or leave less headroom.
+Then a third line has the plan for devices with as much memory as that layout takes.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+from dataclasses import replace
+from typing import Any
+
 from drumline.plan.cluster.estimate import estimate
-from drumline.plan.cluster.hardware import cluster
+from drumline.plan.cluster.hardware import Cluster, cluster
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.models import model
-from drumline.plan.layouts.planner import plan
+from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.layouts.planner import HEADROOM, limit_of, plan
+from drumline.plan.layouts.survey import Choice
 
 _LLAMA = {"tensor": 8, "pipeline": 16, "stages_per_rank": 8, "zero": 1, "sequence_parallel": True}
 _ENDS = (0, *(1,) * 126, 0)  # the embedding and the head are stages of their own
@@ -27,17 +35,38 @@ EXPERTS = (
 )
 
 
+def planned(one: Transformer, machines: Cluster, layout: Layout, limit: float) -> Choice:
+    """Return the plan for devices that may hold so many bytes."""
+    roomier = replace(machines.device, memory_bytes=limit / (1 - HEADROOM))
+    return plan(one, replace(machines, device=roomier), batch=layout.batch, top=1).chosen
+
+
+def compared(name: str, hardware: str, layout: Layout) -> dict[str, Any]:
+    """Return the seconds and bytes of an expert's layout, of the plan, and of the plan with as much memory."""
+    one, machines = model(name), cluster(hardware, layout.num_devices)
+    theirs, limit = estimate(one, machines, layout, exact=True), limit_of(machines, HEADROOM)
+    rows = {"expert": (theirs.seconds.total, theirs.bytes.total, "")}
+    limits = {"plan": limit}
+    if theirs.bytes.total > limit:
+        limits["as roomy"] = theirs.bytes.total
+    for what, bound in limits.items():
+        found = planned(one, machines, layout, bound)
+        rows[what] = (found.seconds, found.bytes, f"{found.mesh}, {', '.join(found.layout.settings.values())}")
+    return {"model": name, "devices": layout.num_devices, "limit_bytes": limit, "rows": rows}
+
+
 def main() -> None:
-    for name, hardware, layout in EXPERTS:
-        one, machines = model(name), cluster(hardware, layout.num_devices)
-        theirs = estimate(one, machines, layout)
-        found = plan(one, machines, batch=layout.batch, top=1)
-        ours = found.chosen
-        fits = "" if theirs.bytes.total <= found.limit_bytes else ", which does not fit by our count"
-        print(f"{name} on {layout.num_devices}")
-        print(f"  expert  {theirs.seconds.total:6.2f} s, {theirs.bytes.total / 2**30:5.1f} GiB{fits}")
-        settings = ", ".join(ours.layout.settings.values())
-        print(f"  plan    {ours.seconds:6.2f} s, {ours.bytes / 2**30:5.1f} GiB: {ours.mesh}, {settings}", flush=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object per layout")
+    options = parser.parse_args()
+    for expert in EXPERTS:
+        found = compared(*expert)
+        if options.json:
+            print(json.dumps(found), flush=True)
+            continue
+        print(f"{found['model']} on {found['devices']}, {found['limit_bytes'] / 2**30:.0f} GiB of a device")
+        for what, (seconds, size, words) in found["rows"].items():
+            print(f"  {what:8}  {seconds:6.2f} s, {size / 2**30:5.1f} GiB  {words}".rstrip(), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,41 @@ from planting import Bug
 
 PLAN = (
     Bug(
+        "keys-gathered-once-in-backward",
+        "plan/cluster/layers.py",
+        "    return seconds, 2 * seconds\n",
+        "    return seconds, seconds\n",
+        "Backward gathers keys and values, but the sum of their gradients is free.",
+    ),
+    Bug(
+        "split-backwards-hide-messages",
+        "plan/cluster/layers.py",
+        "if practice.overlap_tensor and find(layout.schedule).splits_backward:",
+        "if practice.overlap_tensor and not find(layout.schedule).trains:",
+        "Tensor-parallel messages travel behind weight gradients that run only later.",
+    ),
+    Bug(
+        "gathered-keys-without-gradients",
+        "plan/cluster/memory.py",
+        "size += 2 * ring_bytes(transformer, layout)",
+        "size += ring_bytes(transformer, layout)",
+        "A context-parallel rank holds the gathered keys and values, but not their gradients.",
+    ),
+    Bug(
+        "bound-waits-for-split-backwards",
+        "plan/cluster/estimate.py",
+        "after = 0.0 if schedule.splits_backward else up[first]",
+        "after = up[first]",
+        "The bound of a step is too high where weight gradients fill the end, so the best layout may be skipped.",
+    ),
+    Bug(
+        "megatron-shards-gradients-of-stages",
+        "plan/layouts/frameworks.py",
+        "found = {0, *(self.zero_staged if staged else self.zero)}",
+        "found = {0, *self.zero}",
+        "A plan for Megatron-LM shards weights or gradients in a pipeline, which it does not run.",
+    ),
+    Bug(
         "zero-2-is-run",
         "plan/launch/own.py",
         "    if zero == 2:\n",
@@ -240,8 +275,8 @@ PLAN = (
     Bug(
         "tied-embedding-never-exchanged",
         "plan/cluster/estimate.py",
-        "once = max(load.exchange.once for load in loads) + tied.once",
-        "once = max(load.exchange.once for load in loads)",
+        "once = max(load.exchange.once for load in loads) + tied\n",
+        "once = max(load.exchange.once for load in loads)\n",
         "The exchange of a tied embedding's gradient takes no time.",
     ),
     Bug(

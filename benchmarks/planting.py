@@ -81,7 +81,12 @@ OF_FILE = {
     "plan/cut/peaks.py": ("tests/plan/test_partition.py", "tests/core/test_frozen.py", "tests/plan/test_planner.py"),
     "plan/device/ranks.py": ("tests/plan/test_planner.py",),
     "plan/device/stages.py": ("tests/plan/test_planner.py",),
-    "plan/cluster": ("tests/plan/test_cluster_estimate.py", "tests/plan/test_cluster_shape.py"),
+    "plan/cluster": (
+        "tests/plan/test_cluster_by_hand.py",
+        "tests/plan/test_cluster_estimate.py",
+        "tests/plan/test_cluster_shape.py",
+    ),
+    "plan/layouts": ("tests/plan/test_launch_files.py", "tests/plan/test_planner_cluster.py"),
     "plan/search": ("tests/plan/test_lower_bounds.py", "tests/plan/test_search.py"),
     "runtime/axes": ("tests/mesh/test_cells.py", "tests/mesh/test_hugging_face.py"),
     "runtime/follow/attributes.py": ("tests/pipeline/test_zoo.py",),

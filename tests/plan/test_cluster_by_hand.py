@@ -172,6 +172,20 @@ def test_context_parallel_rings_hide_behind_attention() -> None:
     assert waited == pytest.approx(1e6 * around - (1 - CONTENTION) * attention)
 
 
+def test_software_may_hide_more_than_plans_assume() -> None:
+    size = 2 * 128 * 256
+    practice = replace(BARE, overlap_forward=True, overlap_experts=True)
+    layout = Layout(batch=1, tensor=2, practice=practice)
+    assert layer_ops(GPT, machines(2), layout).forward.tensor == pytest.approx(CONTENTION * 2 * size)
+    spread = Layout(batch=4, expert=4, data=4, practice=practice)
+    routing = 2 * routed_bytes(MOE, spread)  # there and back, at a byte a second
+    ops = layer_ops(MOE, machines(4), spread, experts=True)
+    assert (ops.forward.expert, ops.backward_input.expert) == pytest.approx((CONTENTION * routing,) * 2)
+    slow = replace(machines(4), intra_node=Link(0.0, 1e-6))
+    waited = layer_ops(MOE, slow, spread, experts=True).forward
+    assert waited.expert == pytest.approx(1e6 * routing - (1 - CONTENTION) * waited.compute)
+
+
 def test_a_layer_with_experts() -> None:
     layout = Layout(batch=1, expert=4, data=4, practice=BARE)
     ops = layer_ops(MOE, machines(4), layout, experts=True)

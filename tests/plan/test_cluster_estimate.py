@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster_models import num_parameters
 from drumline.core.errors import DrumlineError, PlanError
-from drumline.plan.cluster.estimate import Estimate, estimate
+from drumline.plan.cluster.estimate import Estimate, estimate, least_seconds
 from drumline.plan.cluster.hardware import MACHINES, Cluster, Device, Link, cluster
 from drumline.plan.cluster.kernels import CONTENTION, product_seconds
 from drumline.plan.cluster.layout import Layout, Practice
@@ -19,6 +19,8 @@ from drumline.plan.cluster.memory import activation_bytes
 from drumline.plan.cluster.models import model
 from drumline.plan.cluster.stages import even_counts
 from drumline.plan.cluster.transformer import Experts, Transformer
+from drumline.plan.layouts.space import tried_schedules
+from drumline.schedules import find
 from matrices import examples
 from published_runs import MEGATRON_2022
 from some import some
@@ -272,3 +274,21 @@ def test_heads_and_sequences_must_divide() -> None:
         estimate(odd, cluster("a100-80", 4), Layout(batch=4, tensor=4))
     with pytest.raises(PlanError, match="2 ranks cannot share sequences of 2047 tokens"):
         estimate(replace(DENSE, sequence=2047), cluster("a100-80", 2), Layout(batch=4, context=2))
+
+
+def test_no_step_is_shorter_than_its_bound() -> None:
+    ratios = []
+    for name, stages in some(tried_schedules().items()):
+        for ranks in (2, 3, 4):
+            for count in (1, 2, 4, 12):
+                layout = Layout(batch=count, pipeline=ranks, schedule=name, stages_per_rank=stages[0])
+                suits = find(name).suits
+                if suits is None or suits(ranks, count, stages[0]):
+                    one, machines = replace(DENSE, num_layers=9), cluster("a100-80", ranks)
+                    found = estimate(one, machines, layout, exact=True).seconds
+                    bound = least_seconds(one, machines, layout)
+                    assert replace(bound, bubble=found.bubble) == found
+                    ratios.append(bound.total / found.total)
+    assert max(ratios) <= 1 + 1e-9
+    assert min(ratios) > 0.6
+    assert sum(ratios) / len(ratios) > 0.9

@@ -22,7 +22,8 @@ from drumline.plan.cluster.models import MODELS, model
 from drumline.plan.cluster.stages import layer_counts
 from drumline.plan.cluster.transformer import Details, Experts, Latent, Transformer
 from drumline.plan.launch.launch import Config, launch
-from drumline.plan.layouts.space import tried_schedules
+from drumline.plan.launch.own import not_run
+from drumline.plan.layouts.space import Pins, meshes, tried_schedules
 from drumline.schedules import find
 from some import some
 
@@ -290,10 +291,11 @@ def test_every_command_of_drumline_that_a_plan_prints_runs(
     commands = set[str]()
     with contextlib.chdir(tmp_path):
         # Of ZeRO's stages, drumline does not run the second, torchtitan not the first.
-        for framework, stages in (("drumline", "12"), ("torchtitan", "23"), ("megatron", "1")):
+        for framework, stages in (("", "12"), ("drumline", "1"), ("torchtitan", "23"), ("megatron", "1")):
+            chosen = ["--launch", framework] if framework else []
             runs = framework != "megatron" or find(schedule).in_megatron
             for zero in some(stages):
-                assert main([*words, "--launch", framework, "--zero", zero]) == (0 if runs else 2)
+                assert main([*words, *chosen, "--zero", zero]) == (0 if runs else 2)
                 commands |= set(COMMAND.findall(" ".join(capsys.readouterr().out.split())))
         assert any(one.startswith(f"drumline show {schedule} ") for one in commands)
         assert "drumline train plan.toml" in {one.strip() for one in commands}
@@ -302,6 +304,40 @@ def test_every_command_of_drumline_that_a_plan_prints_runs(
             verb, *rest = shlex.split(one)[1:]
             assert verb in VERBS
             assert main([verb, *rest, *(["--print-config"] if verb == "train" else [])]) == 0, one
+
+
+@pytest.mark.parametrize(
+    ("framework", "pins", "words"),
+    [
+        ("megatron", {"zero": 3, "pipeline": 4}, "megatron does not run ZeRO 3 with a pipeline; expected 0 or 1"),
+        ("megatron", {"zero": 2, "pipeline": 2}, "megatron does not run ZeRO 2 with a pipeline; expected 0 or 1"),
+        ("drumline", {"zero": 2}, "drumline does not run ZeRO 2; expected 0 or 1 or 3"),
+        ("drumline", {"recompute": "selective"}, "drumline does not recompute as 'selective' says"),
+    ],
+)
+def test_pins_that_a_framework_does_not_run_are_refused(framework: str, pins: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        Pins(framework=framework, **pins)
+
+
+def test_zero_2_and_3_of_megatron_are_planned_without_a_pipeline() -> None:
+    found = meshes(SPARSE, CLUSTER, 16, Pins(framework="megatron", zero=3))
+    assert {one.pipeline for one in found} == {1}
+    assert {one.pipeline for one in meshes(SPARSE, CLUSTER, 16, Pins(framework="megatron", zero=1))} > {1, 2}
+
+
+def test_plans_for_drumline_are_what_it_runs() -> None:
+    one = replace(SPARSE, sequence=16384)
+    tried = [
+        layout
+        for mesh in meshes(one, CLUSTER, 16, Pins(framework="drumline"))
+        for zero in Pins(framework="drumline").zero_stages(mesh)
+        for layout in (Layout(16, 1, *mesh, zero=zero, counts=layer_counts(one, mesh.pipeline)),)
+    ]
+    assert {layout.context for layout in tried} == {1, 2, 4}
+    assert {layout.expert for layout in tried} > {1, 2}
+    for layout in some(tried):
+        assert not [*not_run(one, cluster("a100-80", 8), layout, source="sparse.json")]
 
 
 def test_a_plan_without_a_pipeline_has_no_schedule_to_show(capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,8 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sequence", type=whole, metavar="N", help="tokens per sequence (default: the model's)")
     add("--top", type=whole, metavar="N", default=10, help="number of meshes to show and explain (default 10)")
     add("--brief", action="store_true", help="print only the plan, without what-ifs, scaling and traffic")
-    whose = "framework to plan for, print the command and write the config for (default drumline)"
-    add("--launch", choices=tuple(_ENDINGS), default="drumline", help=whose)
+    whose = "framework to plan for: only what it runs (default: anything, and the command and config of drumline)"
+    add("--launch", choices=tuple(_ENDINGS), help=whose)
+    also = "messages that your software also hides behind compute: forward (tensor-parallel ones), experts, context"
+    add("--overlap", type=flags.names, metavar="WHAT,...", help=also)
     pins = parser.add_argument_group("decisions to fix (default: the planner makes all of them)")
     for name, meaning in _DEGREES.items():
         pins.add_argument(f"--{name}", type=whole, metavar="N", help=meaning)
@@ -85,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     args.formats = FORMATS
+    args.framework, args.launch = args.launch or "", args.launch or "drumline"
     needed = ("hardware", "batch") if args.nodes is not None else ("hardware", "batch", "gpus")
     flags.require(args, *needed, example=f"plan {args.subject} --hardware h100 --gpus 64 --batch 256")
     flags.check_counts(args, "gpus", "nodes", "gpus_per_node", "batch", "sequence", "top", *_DEGREES)
@@ -148,7 +151,8 @@ def _pins(args: argparse.Namespace) -> Pins:
         recompute=args.recompute,
         sequence_parallel=False if args.no_sequence_parallel else None,
         schedules=tuple(args.schedules or ()),
-        framework="" if args.launch == "drumline" else args.launch,
+        framework=args.framework,
+        overlaps=tuple(args.overlap or ()),
     )
 
 

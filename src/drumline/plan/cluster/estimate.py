@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 from drumline.plan.cluster.hardware import Cluster
@@ -16,7 +17,7 @@ from drumline.plan.cluster.kernels import Ops, memory_seconds
 from drumline.plan.cluster.layout import Layout, check
 from drumline.plan.cluster.loads import Load, Volumes, device_volumes, hop_seconds, loads_of, stage_ops, tied_exchange
 from drumline.plan.cluster.memory import Bytes, device_bytes, sharded
-from drumline.plan.cluster.stages import simulated, simulated_few
+from drumline.plan.cluster.stages import simulated, simulated_few, stages_of
 from drumline.plan.cluster.transformer import Transformer, model_flops
 from drumline.schedules import find
 from drumline.schedules.formulas import Paces
@@ -100,34 +101,104 @@ def estimate(
     True
     """
     check(transformer, cluster, layout)
-    times = layout.num_microbatches
     hop, waiting = hop_seconds(transformer, cluster, layout)
     loads = loads_of(transformer, cluster, layout, waiting)
-    paces = [load.pace for load in loads]
-    pace, busiest = max(zip(paces, loads, strict=True), key=lambda pair: pair[0].total)
     taken = _taken(transformer, cluster, layout, loads, hop, exact=exact, rough=rough)
-    work, again, exchange = busiest.ops.total, busiest.ops.again, busiest.exchange
+    paces = [load.pace for load in loads]
+    busiest = max(loads, key=lambda load: load.pace.total)
     tied = tied_exchange(transformer, cluster, layout)
-    once = max(load.exchange.once for load in loads) + tied.once
     sent = max(load.exchange.bytes for load in loads) + tied.bytes
-    stepped = max(sharded(layout, load.parameters) if layout.zero else sum(load.parameters) for load in loads)
-    busy = times * sum(one.count * one.total for one in paces) / layout.pipeline
+    busy = layout.num_microbatches * sum(one.count * one.total for one in paces) / layout.pipeline
     return Estimate(
-        Seconds(
-            compute=times * (work.compute - again.compute),
-            recompute=times * again.total,
-            tensor=times * (work.tensor - again.tensor),
-            context=times * (work.context - again.context),
-            expert=times * (work.expert - again.expert),
-            pipeline=times * busiest.waiting,
-            data_exposed=times * (exchange.forward + exchange.backward) + once,
-            bubble=_beyond(taken, times * pace.total),
-            optimizer=memory_seconds(cluster.device, STEP_BYTES * stepped),
-        ),
+        _seconds(cluster, layout, loads, taken, tied.once),
         max((device_bytes(transformer, layout, load.alike) for load in loads), key=lambda one: one.total),
         device_volumes(transformer, layout, busiest.alike, sent),
         model_flops(transformer, layout.batch) / layout.num_devices,
         1.0 - busy / max(taken, busy),
+    )
+
+
+def least_seconds(transformer: Transformer, cluster: Cluster, layout: Layout) -> Seconds:
+    """Return what a step takes at least, in whatever order its schedule runs it; nothing is simulated or weighed.
+
+    >>> from drumline.plan.cluster.hardware import cluster
+    >>> from drumline.plan.cluster.models import model
+    >>> gpt, machines = model("gpt-7.5b"), cluster("a100-80", 8)
+    >>> layout = Layout(batch=16, pipeline=8)
+    >>> bound, found = least_seconds(gpt, machines, layout), estimate(gpt, machines, layout, exact=True)
+    >>> bound.compute == found.seconds.compute, 0.95 < bound.total / found.seconds.total <= 1
+    (True, True)
+    """
+    hop, waiting = hop_seconds(transformer, cluster, layout)
+    loads = loads_of(transformer, cluster, layout, waiting)
+    tied = tied_exchange(transformer, cluster, layout)
+    return _seconds(cluster, layout, loads, _least_taken(layout, loads, hop), tied.once)
+
+
+def _least_taken(layout: Layout, loads: Sequence[Load], hop: float) -> float:
+    """Return the least seconds of a pipeline: no rank takes less than three sums.
+
+    - A microbatch comes down to its first stage, then it does all its work.
+    - A microbatch passes all stages and comes back to its last one, then it does all its backwards.
+    - A microbatch comes down to its first stage, then it does all its forwards, and the last of them goes on to the
+      last stage and back to the first.
+
+    If backwards are whole, the first two end with the way up from its first stage; if they are split, it may compute
+    weight gradients meanwhile.
+    """
+    schedule, times = find(layout.schedule), layout.num_microbatches
+    if schedule.two_directions:
+        return max(times * load.pace.total for load in loads)
+    homes = schedule.layout(layout.pipeline, layout.stages_per_rank).homes
+    forward, backward = [0.0] * layout.num_stages, [0.0] * layout.num_stages
+    for load in loads:
+        both = [(one.forward.total, (one.again + one.backward_input).total) for one in load.parts]
+        if not schedule.splits_backward:
+            both = [(ahead, one.backward.total) for (ahead, _), one in zip(both, load.parts, strict=True)]
+        for rank in load.alike.ranks:
+            for (stage, _), pair in zip(stages_of_layout(layout, rank), both, strict=True):
+                forward[stage], backward[stage] = pair
+    late = [hop if one != before else 0.0 for before, one in pairwise(homes)]
+    down = list(accumulate(map(sum, zip(forward, [*late, 0.0], strict=True)), initial=0.0))  # before each stage
+    up = list(accumulate(map(sum, zip(backward, [*late, 0.0], strict=True)), initial=0.0))
+    least = 0.0
+    for load in loads:
+        pace = load.pace
+        for rank in load.alike.ranks:
+            stages = [stage for stage, _ in stages_of_layout(layout, rank)]
+            first, last = min(stages), max(stages)
+            after = 0.0 if schedule.splits_backward else up[first]
+            back = down[-1] + up[-1] - up[last + 1]
+            least = max(
+                least,
+                down[first] + times * pace.total + after,
+                back + times * (pace.backward_input + pace.backward_weight) + after,
+                down[first] + times * pace.forward + down[-1] - down[last + 1] + up[-1],
+            )
+    return least
+
+
+def stages_of_layout(layout: Layout, rank: int) -> tuple[tuple[int, float], ...]:
+    """Return the stages of a rank of a layout, each with the share of its microbatches that runs there."""
+    return stages_of(layout.schedule, rank, layout.pipeline, layout.stages_per_rank)
+
+
+def _seconds(cluster: Cluster, layout: Layout, loads: Sequence[Load], taken: float, tied: float) -> Seconds:
+    """Return the items of a step whose pipeline takes so long; `tied` is the exchange of a tied embedding."""
+    times, busiest = layout.num_microbatches, max(loads, key=lambda load: load.pace.total)
+    work, again, exchange = busiest.ops.total, busiest.ops.again, busiest.exchange
+    once = max(load.exchange.once for load in loads) + tied
+    stepped = max(sharded(layout, load.parameters) if layout.zero else sum(load.parameters) for load in loads)
+    return Seconds(
+        compute=times * (work.compute - again.compute),
+        recompute=times * again.total,
+        tensor=times * (work.tensor - again.tensor),
+        context=times * (work.context - again.context),
+        expert=times * (work.expert - again.expert),
+        pipeline=times * busiest.waiting,
+        data_exposed=times * (exchange.forward + exchange.backward) + once,
+        bubble=_beyond(taken, times * busiest.pace.total),
+        optimizer=memory_seconds(cluster.device, STEP_BYTES * stepped),
     )
 
 

@@ -7,7 +7,7 @@ what they are spent on (`Spent`), and by the pass of a microbatch that they belo
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from drumline.plan.cluster.hardware import Device, Link
 
@@ -82,8 +82,7 @@ def exposed(seconds: float, hidden: float) -> float:
     return max(seconds - hidden, 0.0) + CONTENTION * min(seconds, hidden)
 
 
-@dataclass(frozen=True, slots=True)
-class Spent:
+class Spent(NamedTuple):
     """Seconds of compute, and of messages that compute does not hide.
 
     >>> (Spent(1.0, tensor=0.5) + Spent(2.0)).total
@@ -100,7 +99,7 @@ class Spent:
         """Return all seconds."""
         return self.compute + self.tensor + self.context + self.expert
 
-    def __add__(self, other: Spent) -> Spent:
+    def __add__(self, other: Spent) -> Spent:  # type: ignore[override]
         return Spent(
             self.compute + other.compute,
             self.tensor + other.tensor,
@@ -113,8 +112,7 @@ class Spent:
         return Spent(self.compute * factor, self.tensor * factor, self.context * factor, self.expert * factor)
 
 
-@dataclass(frozen=True, slots=True)
-class Ops:
+class Ops(NamedTuple):
     """Seconds of one microbatch in a layer or a stage: forward, recomputation, both halves of the backward."""
 
     forward: Spent = Spent()
@@ -132,7 +130,7 @@ class Ops:
         """Return the sum of all parts."""
         return self.forward + self.backward
 
-    def __add__(self, other: Ops) -> Ops:
+    def __add__(self, other: Ops) -> Ops:  # type: ignore[override]
         return Ops(
             self.forward + other.forward,
             self.again + other.again,
@@ -142,6 +140,8 @@ class Ops:
 
     def times(self, factor: float) -> Ops:
         """Return the seconds times a factor."""
+        if factor == 1:
+            return self
         return Ops(
             self.forward.times(factor),
             self.again.times(factor),

@@ -115,10 +115,13 @@ def _layer(transformer: Transformer, cluster: Cluster, layout: Layout, experts: 
     context, context_back = _ring(transformer, cluster, layout, attend, attend_back)
     routing = _routing(transformer, cluster, layout) if experts else 0.0
     exchange = _exchange(cluster, layout, WORD * tokens_of(transformer, layout) * transformer.hidden)
-    once = Spent(forward + passes + attend, 2 * exchange, context, routing)
+    ahead = forward + passes + attend
+    sent = exposed(2 * exchange, forward) if practice.overlap_forward else 2 * exchange
+    once = Spent(ahead, sent, context, _beside(layout, routing, ahead))
     add = memory_seconds(device, practice.accumulation_bytes * _parameters(transformer, layout, experts))
     tensor_back = _exchange_back(layout, exchange, by_weight)
-    back = Spent(by_input + passes_back + attend_back, tensor_back, context_back, routing)
+    behind = by_input + passes_back + attend_back
+    back = Spent(behind, tensor_back, context_back, _beside(layout, routing, behind))
     floor = host_floor(layout)
     hosted = _at_least(once, floor)
     again = Spent()
@@ -128,6 +131,11 @@ def _layer(transformer: Transformer, cluster: Cluster, layout: Layout, experts: 
         for op in recomputed_ops(layout):
             again = again + _again(transformer, cluster, layout, experts, op, Spent(attend, context=context))
     return Ops(hosted, again, _at_least(back, floor), _at_least(Spent(by_weight + add), floor))
+
+
+def _beside(layout: Layout, routing: float, compute: float) -> float:
+    """Return what tokens on their way to experts and back cost beside as much compute of another microbatch."""
+    return exposed(routing, compute) if layout.practice.overlap_experts else routing
 
 
 def host_floor(layout: Layout) -> float:

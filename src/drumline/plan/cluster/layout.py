@@ -26,6 +26,8 @@ class Practice:
     - `gradient_bytes`: bytes of a gradient's sum over the microbatches, which is also what ranks exchange.
     - `overlap_tensor`: in backward, tensor-parallel messages travel while weight gradients are computed. A schedule
       that computes these later, by themselves, leaves nothing to travel behind.
+    - `overlap_forward`: in forward, tensor-parallel messages travel while products compute other pieces of the tokens.
+    - `overlap_experts`: tokens travel to experts and back while another microbatch computes, as in pairs of DualPipe.
     - `overlap_context`: keys and values travel round a ring while attention computes with those that are there;
       otherwise every layer gathers them first, again in backward, and sums their gradients.
     - `overlap_pipeline`: a rank computes while messages between stages travel; otherwise it waits for each.
@@ -48,6 +50,8 @@ class Practice:
     accumulation_bytes: int = 0
     gradient_bytes: int = 4
     overlap_tensor: bool = True
+    overlap_forward: bool = False
+    overlap_experts: bool = False
     overlap_context: bool = False
     overlap_pipeline: bool = True
     scatter_gather: bool = True
@@ -62,6 +66,7 @@ class Practice:
 
 
 PRACTICE = Practice()
+OVERLAPS = ("forward", "experts", "context")  # what software may hide beyond what plans assume
 
 
 @dataclass(frozen=True, slots=True)

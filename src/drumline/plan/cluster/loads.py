@@ -143,10 +143,14 @@ def _again(layout: Layout, rank: Alike) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Ranks that are alike: their work for a microbatch, their waits for messages, and what they exchange."""
+    """Ranks that are alike: their work for a microbatch, their waits for messages, and what they exchange.
+
+    `parts` is the work of each of their stages.
+    """
 
     alike: Alike
     ops: Ops
+    parts: tuple[Ops, ...]
     waiting: float
     parameters: tuple[float, float]
     exchange: ExchangeCost
@@ -180,7 +184,8 @@ def loads_of(transformer: Transformer, cluster: Cluster, layout: Layout, waiting
         parameters = device_parameters(transformer, layout, one)
         num_layers = sum(slice_.num_layers for slice_, _ in one.slices)
         exchange = data_exchange(cluster, layout, parameters, ops.forward.total, ops.backward.total, num_layers)
-        found.append(Load(one, ops, waiting * sides, parameters, exchange))
+        parts = tuple(known[slice_] for slice_, _ in one.slices)
+        found.append(Load(one, ops, parts, waiting * sides, parameters, exchange))
     return found
 
 

@@ -105,9 +105,9 @@ def stage_activations(transformer: Transformer, layout: Layout, slice_: StageLay
 def _buffers(transformer: Transformer, layout: Layout, rank: Alike, has_experts: bool) -> float:
     """Return the bytes of temporary buffers.
 
-    A message each way; one layer during recomputation; gathered keys and values of a layer, and their gradients; the
-    whole weights of two layers if they are sharded; the embedding's mask of every microbatch in flight; the head's input
-    and logits of one microbatch.
+    A message each way; one layer during recomputation; the gathered keys and values of a layer, and their gradients;
+    the whole weights of two layers if they are sharded; the embedding's mask of every microbatch in flight; the head's
+    input and logits of one microbatch.
     """
     tokens = tokens_of(transformer, layout)
     along = layout.tensor if layout.sequence_parallel else 1

@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from drumline.core.action import Op
 from drumline.core.costs import Costs
 from drumline.core.errors import PlanError, counted
 from drumline.core.program import Program
+from drumline.core.simulate.graph import CODE
 from drumline.core.simulate.memory import holdings
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.plan.cluster.kernels import Ops
@@ -162,6 +164,7 @@ def alike(
     return tuple(Alike(tuple(ranks), key) for key, ranks in found.items())
 
 
+@lru_cache(maxsize=4096)
 def stages_of(schedule: str, rank: int, num_ranks: int, stages_per_rank: int) -> tuple[tuple[int, float], ...]:
     """Return a rank's stages, each with the share of its microbatches that runs there.
 
@@ -174,6 +177,7 @@ def stages_of(schedule: str, rank: int, num_ranks: int, stages_per_rank: int) ->
     return tuple((stage, part) for stage in own_first)
 
 
+@lru_cache(maxsize=8192)
 def num_sides(schedule: str, stage: int, num_ranks: int, num_stages: int) -> int:
     """Return on how many sides a stage has a neighbour on another rank.
 
@@ -221,14 +225,42 @@ def simulated(
 def simulated_few(
     schedule: str, stages: Sequence[Ops], num_ranks: int, num_microbatches: int, *, hop_seconds: float = 0.0
 ) -> float:
-    """Simulate as many microbatches as show everything, and add the rest at the final pace."""
+    """Simulate as many microbatches as show everything, and add the rest at the final pace.
+
+    >>> from drumline.plan.cluster.kernels import Spent
+    >>> stages = [Ops(Spent(1.0), Spent(), Spent(1.0), Spent(1.0))] * 4
+    >>> [found("1f1b", stages, 4, 100) for found in (simulated_few, lambda *all: simulated(*all).makespan)]
+    [309.0, 309.0]
+    """
     few = _few(num_ranks, num_microbatches)
-    taken = simulated(schedule, stages, num_ranks, few, hop_seconds=hop_seconds).makespan
+    found = simulated(schedule, stages, num_ranks, few, hop_seconds=hop_seconds)
     if few == num_microbatches:
-        return taken
-    fewer = few - max(num_ranks // 2 * 2, 2)
-    before = simulated(schedule, stages, num_ranks, fewer, hop_seconds=hop_seconds).makespan
-    return taken + (num_microbatches - few) * (taken - before) / (few - fewer)
+        return found.makespan
+    return found.makespan + (num_microbatches - few) * _final_pace(found, schedule, stages, hop_seconds)
+
+
+def _final_pace(simulation: Simulation, schedule: str, stages: Sequence[Ops], hop_seconds: float) -> float:
+    """Return the seconds of a further microbatch: those between microbatches in the middle, or on the busiest rank.
+
+    With two directions, microbatches do not start in order, so fewer of them are simulated too.
+    """
+    num_ranks, few = simulation.program.num_ranks, simulation.program.num_microbatches
+    if find(schedule).two_directions:
+        fewer = few - max(num_ranks // 2 * 2, 2)
+        before = simulated(schedule, stages, num_ranks, fewer, hop_seconds=hop_seconds).makespan
+        return (simulation.makespan - before) / (few - fewer)
+    each = [one.total.total for one in stages]
+    every = (stages_of(schedule, rank, num_ranks, len(stages) // num_ranks) for rank in range(num_ranks))
+    busiest = max(sum(each[stage] for stage, _ in own) for own in every)
+    middle = _first_forward(simulation, few // 2 + num_ranks) - _first_forward(simulation, few // 2)
+    return max(middle / num_ranks, busiest)
+
+
+def _first_forward(simulation: Simulation, microbatch: int) -> float:
+    """Return when a microbatch leaves the first stage."""
+    work = simulation.program.timed_columns
+    found = (work.stage == 0) & (work.microbatch == microbatch) & (work.code == CODE[Op.FORWARD])
+    return float(simulation.ended[simulation.graph.node[found.argmax()]])
 
 
 def _few(num_ranks: int, num_microbatches: int) -> int:

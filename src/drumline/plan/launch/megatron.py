@@ -26,7 +26,7 @@ def megatron(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, 
     lines += [*_sharding(layout, missing), *_memory(layout, missing), "--attention-backend flash", "--bf16"]
     missing.append(f"the vocabulary of {transformer.vocabulary}: it comes from the tokenizer you choose")
     missing.append("the data: add --data-path and arguments for the tokenizer, or --mock-data to try the plan")
-    written = f"# Written by `drumline plan` for Megatron-LM {RELEASE}. Not expressed:"
+    written = f"# Written by `drumline plan` for the arguments of Megatron-LM {RELEASE}. Not expressed:"
     head = [written, *(f"# - {one}" for one in missing)]
     return "\n".join([*head, *lines]), tuple(missing)
 

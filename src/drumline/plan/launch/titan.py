@@ -1,6 +1,7 @@
 """A plan for torchtitan: its job config in TOML, as far as that can express it.
 
-Versions without TOML take the same names as command-line flags (`--parallelism.tensor_parallel_degree 8`).
+Later versions have configs in Python instead (pull request 2386 of pytorch/torchtitan). They take the same names as
+command-line flags: `--parallelism.tensor_parallel_degree 8`.
 """
 
 from __future__ import annotations
@@ -40,9 +41,8 @@ def titan(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, ...
     if transformer.tied and layout.pipeline > 1:
         missing.append("tied embeddings: torchtitan does not tie weights across stages")
     missing.append(f"the model: choose or write the flavor for {transformer.name}: {described(transformer)}")
-    comment = "\n".join(
-        [f"Written by `drumline plan` for torchtitan {RELEASE}. Not expressed:", *(f"- {one}" for one in missing)]
-    )
+    first = f"Written by `drumline plan` for torchtitan {RELEASE}, the last release with TOML files. Not expressed:"
+    comment = "\n".join([first, *(f"- {one}" for one in missing)])
     text = written(
         {
             "training": {"seq_len": transformer.sequence, "local_batch_size": local, "global_batch_size": layout.batch},

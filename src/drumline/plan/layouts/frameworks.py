@@ -13,7 +13,8 @@ ZERO = (0, 1, 2, 3)
 class Runs(NamedTuple):
     """What a framework runs: kinds of recomputation, of some layers too, and ZeRO stages without and with a pipeline.
 
-    With `any_schedule` it takes the order of a schedule from a file; otherwise a schedule says whether it is there.
+    With `any_schedule` it takes the order of a schedule from a file; otherwise a schedule says whether it is there. If
+    it `shares_along_data` alone, context-parallel ranks share neither state nor experts.
     """
 
     recompute: tuple[str, ...]
@@ -21,16 +22,30 @@ class Runs(NamedTuple):
     zero: tuple[int, ...]
     zero_staged: tuple[int, ...]
     any_schedule: bool = True
+    shares_along_data: bool = False
+
+    def pinned_zero(self, *, staged: bool) -> tuple[int, ...]:
+        """Return the ZeRO stages that may be pinned, without and with a pipeline.
+
+        >>> FRAMEWORKS["megatron"].pinned_zero(staged=True), FRAMEWORKS["drumline"].pinned_zero(staged=True)
+        ((0, 1), (0, 1, 3))
+        """
+        if self == FRAMEWORKS[""]:
+            return ZERO
+        found = {0, *(self.zero_staged if staged else self.zero)}
+        return tuple(sorted(found | {3} if self.shares_along_data else found))
 
     def schedule(self, name: str) -> bool:
         """Whether it runs a schedule."""
         return self.any_schedule or find(name).in_megatron
 
 
+# `drumline train` recomputes nothing or everything. It runs ZeRO 3 too, but gathers whole stages: only if it is pinned.
 # Megatron-LM recomputes norms by themselves, but no activation function, and `block` recomputes some layers; in a
 # pipeline its distributed optimizer is ZeRO 1. torchtitan shards by FSDP, whose optimizer state is always sharded.
 FRAMEWORKS = {
     "": Runs(RECOMPUTE, True, ZERO[1:], (1, 3)),
+    "drumline": Runs(("none", "full"), False, (1,), (1,), shares_along_data=True),
     "megatron": Runs(("none", "norms", "full"), True, ZERO[1:], (1,), any_schedule=False),
     "torchtitan": Runs(("none", "full"), False, (2, 3), (2, 3)),
 }

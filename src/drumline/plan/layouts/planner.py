@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from drumline.core.errors import PlanError, counted
-from drumline.plan.cluster.estimate import estimate
+from drumline.plan.cluster.estimate import estimate, least_seconds
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.memory import peak_bytes
@@ -96,12 +96,12 @@ def plan(
     `evaluate` is fast and sees every layout that may matter; `refine` is exact and sees the best of them. The defaults
     are `estimate` by formula and by simulation.
     """
-    began, weigh, sketch = clock(), None, None
+    began, weigh, bound = clock(), None, None
     if evaluate is None:
         evaluate, refine, weigh = estimate, partial(estimate, exact=True), peak_bytes
-        sketch = partial(estimate, rough=True)
+        bound = least_seconds
     check(cluster, batch, headroom, top)
-    survey = Survey(transformer, cluster, batch, pins or Pins(), evaluate, refine, weigh, sketch)
+    survey = Survey(transformer, cluster, batch, pins or Pins(), evaluate, refine, weigh, bound)
     limit = limit_of(cluster, headroom)
     best, near = _answer(survey, limit, top, _PAIRS)
     if not best:

@@ -21,14 +21,14 @@ Degrees of parallelism come first; if pinned degrees contradict each other, the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
 from drumline.core.errors import PlanError, counted, nearest
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.layout import OPS, RECOMPUTE, Layout, is_recomputation
+from drumline.plan.cluster.layout import OPS, OVERLAPS, PRACTICE, RECOMPUTE, Layout, Practice, is_recomputation
 from drumline.plan.cluster.stages import layer_counts
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.frameworks import FRAMEWORKS, ZERO, Runs
@@ -52,7 +52,8 @@ def tried_schedules() -> dict[str, tuple[int, ...]]:
 class Pins:
     """What the user has fixed; None leaves the choice to the planner.
 
-    `framework` restricts the choice to what Megatron-LM ("megatron") or torchtitan runs.
+    `framework` restricts the choice to what `drumline train` ("drumline"), Megatron-LM ("megatron") or torchtitan runs.
+    `overlaps` names messages that the software hides beyond what plans assume (`OVERLAPS`).
     """
 
     tensor: int | None = None
@@ -67,6 +68,7 @@ class Pins:
     recompute: str | None = None
     schedules: tuple[str, ...] = ()
     framework: str = ""
+    overlaps: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         counts = ("tensor", "pipeline", "data", "context", "expert", "microbatch", "stages_per_rank")
@@ -82,6 +84,9 @@ class Pins:
         for name in self.schedules:
             if name not in tried_schedules():
                 raise PlanError(f"schedule is pinned to {name!r}", fix=nearest(name, tried_schedules()))
+        for name in self.overlaps:
+            if name not in OVERLAPS:
+                raise PlanError(f"overlap is set to {name!r}", fix=nearest(name, OVERLAPS))
         if self.framework not in FRAMEWORKS:
             raise PlanError(f"framework is pinned to {self.framework!r}", fix=nearest(self.framework, FRAMEWORKS))
         self._check_framework()
@@ -99,13 +104,25 @@ class Pins:
         whole = self.recompute or "none"
         if whole not in runs.recompute and not (runs.some_layers and whole.startswith("full:")):
             raise PlanError(f"{name} does not recompute as {whole!r} says", expected=" or ".join(runs.recompute))
-        if self.zero is not None and self.zero not in {0, *runs.zero, *runs.zero_staged}:
-            raise PlanError(f"{name} does not run ZeRO {self.zero}", expected=" or ".join(map(str, runs.zero)))
+        staged = self.pipeline is not None and self.pipeline > 1
+        if self.zero is not None and self.zero not in runs.pinned_zero(staged=staged):
+            where = " with a pipeline" if self.zero in runs.pinned_zero(staged=False) else ""
+            allowed = runs.pinned_zero(staged=staged)
+            raise PlanError(f"{name} does not run ZeRO {self.zero}{where}", expected=" or ".join(map(str, allowed)))
 
     @property
     def runs(self) -> Runs:
         """What may be chosen."""
         return FRAMEWORKS[self.framework]
+
+    @property
+    def practice(self) -> Practice:
+        """What the software hides: what plans assume, and the named `overlaps`.
+
+        >>> Pins(overlaps=("experts",)).practice.overlap_experts, Pins().practice.overlap_experts
+        (True, False)
+        """
+        return replace(PRACTICE, **{f"overlap_{name}": True for name in self.overlaps}) if self.overlaps else PRACTICE
 
     @property
     def recomputations(self) -> tuple[str, ...]:
@@ -115,12 +132,15 @@ class Pins:
     def zero_stages(self, mesh: Degrees) -> tuple[int, ...]:
         """Return the ZeRO stages to try: only stage 0 if there is no rank to share with; in a pipeline, 2 is like 1.
 
+        There are none if the framework does not run the pinned one there.
+
         >>> Pins().zero_stages(Degrees(data=8)), Pins().zero_stages(Degrees(pipeline=2, data=4))
         ((1, 2, 3), (1, 3))
         """
         if self.zero is not None:
-            return (self.zero,)
-        if mesh.data * mesh.context == 1:
+            return (self.zero,) if self.zero in self.runs.pinned_zero(staged=mesh.pipeline > 1) else ()
+        sharing = mesh.data // mesh.expert if self.runs.shares_along_data else mesh.data * mesh.context
+        if sharing <= 1:
             return (0,)
         return self.runs.zero if mesh.pipeline == 1 else self.runs.zero_staged
 
@@ -185,8 +205,10 @@ def _meshes(transformer: Transformer, cluster: Cluster, batch: int, pins: Pins) 
                 data, odd = divmod(rest, pipeline)
                 if odd or pipeline > transformer.num_layers or pins.data not in (None, data) or batch % data:
                     continue
-                for expert in _expert(transformer, data * context, pins):
-                    yield Degrees(tensor, pipeline, data, context, expert)
+                for expert in _expert(transformer, data if pins.runs.shares_along_data else data * context, pins):
+                    mesh = Degrees(tensor, pipeline, data, context, expert)
+                    if pins.zero_stages(mesh):
+                        yield mesh
 
 
 def _tensor(transformer: Transformer, cluster: Cluster, pins: Pins) -> list[int]:
@@ -373,4 +395,4 @@ def layout_of(
     name, stages = schedule
     shared = sequence_parallel(transformer, mesh, pins)
     counts = layer_counts(transformer, mesh.pipeline, name, stages)
-    return Layout(batch, microbatch, *mesh, stages, name, zero, shared, recompute, counts)
+    return Layout(batch, microbatch, *mesh, stages, name, zero, shared, recompute, counts, pins.practice)

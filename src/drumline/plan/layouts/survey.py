@@ -8,10 +8,11 @@ for any estimate let the search skip what cannot win:
     larger microbatches never hold less                                 if the smallest do not fit, none do
     every layout of a family computes, recomputes and sends at          a lower bound of their seconds, and a higher one
     least so much, and the bubble of (interleaved) 1f1b is known        for 1f1b and interleaved-1f1b
-    only the gradient exchange and the optimizer depend on ZeRO         the rest is a lower bound for the other stages
+    no rank starts before a microbatch has come down to it              a bound of each layout (`least_seconds`)
     a schedule made to hold less (`saves_memory_of`) is not faster      it is tried only if the other does not fit
 
-Results are cached, so another limit costs only what was skipped before.
+Layouts are opened in the order of their bounds, so that the first ones evaluated rule out most of the others. Results
+are cached, so another limit costs only what was skipped before.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ import math
 from bisect import insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import NamedTuple
 
-from drumline.plan.cluster.estimate import Estimate
+from drumline.plan.cluster.estimate import Estimate, Seconds
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.stages import even_counts, layer_counts, stage_weights
@@ -31,10 +35,11 @@ from drumline.schedules import DEFAULT, find, schedules
 
 Evaluator = Callable[[Transformer, Cluster, Layout], Estimate]
 Weigher = Callable[[Transformer, Layout], float]
+Bounder = Callable[[Transformer, Cluster, Layout], Seconds]
 _Key = tuple[tuple[str, int], int, str]  # the schedule with its stages per rank, the ZeRO stage, the recomputation
 
 MOST_PAIRS = 40_000  # (stage, microbatch) pairs of the largest pipeline to simulate
-_SKETCHED = 0.89  # factor on a sketch: formulas are up to an eighth too long where stages are unequal
+_BOUNDED = 0.98  # factor on a bound: formulas may be so much shorter than the simulator
 _SLACK = 0.97  # factor on a lower bound: stages of other schedules may be slightly more even than the weights say
 
 
@@ -89,16 +94,26 @@ class _Family:
     microbatch: int
     num_microbatches: int
     schedules: list[tuple[str, int]]
-    floors: dict[str, float] = field(default_factory=dict)
+    floor: float | None = None
     weighed: dict[_Key, float] = field(default_factory=dict)
     seen: dict[_Key, Choice] = field(default_factory=dict)
-    sketched: dict[_Key, Choice] = field(default_factory=dict)
+    bounded: dict[_Key, Seconds] = field(default_factory=dict)
 
     def bubble(self, schedule: tuple[str, int]) -> float:
         """Return the least bubble as a share of the work: known for (interleaved) 1f1b, 0 for others."""
         name, stages = schedule
         known = find(name).bubble
         return known(self.mesh.pipeline, self.num_microbatches, stages) if known is not None else 0.0
+
+
+class _Open(NamedTuple):
+    """A family, or a schedule of it, before or after it was weighed; none of its layouts takes less than `least`."""
+
+    least: float
+    number: int
+    family: _Family
+    key: _Key | None = None
+    is_weighed: bool = False
 
 
 class _Best:
@@ -141,11 +156,6 @@ class _Best:
         return sorted({one.layout: one for one in [*firsts, *near]}.values(), key=lambda one: one.rank)
 
 
-def _at_least(recompute: str) -> str:
-    """Return a kind of recomputation that takes no longer: of some layers, perhaps next to nothing."""
-    return "none" if recompute.startswith("full:") else recompute
-
-
 def other_cuts(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
     """Return cuts into stages that are as equal as possible, without and with the embedding and the head as layers.
 
@@ -165,8 +175,8 @@ def other_cuts(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
 class Survey:
     """All layouts of a transformer on a cluster, evaluated on demand.
 
-    `evaluate` says what a layout takes. `sketch` is faster and at most an eighth too long: what it shows to be too slow
-    is not evaluated. `refine` is exact, and `weigh` returns the bytes alone.
+    `evaluate` says what a layout takes. `bound` is faster and says what it takes at least: what is too slow by that is
+    not evaluated. `refine` is exact, and `weigh` returns the bytes alone.
     """
 
     transformer: Transformer
@@ -176,13 +186,12 @@ class Survey:
     evaluate: Evaluator
     refine: Evaluator | None = None
     weigh: Weigher | None = None
-    sketch: Evaluator | None = None
+    bound: Bounder | None = None
     num_evaluated: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self._exact: dict[Layout, Choice] = {}
-        lightest = self.pins.recomputations[0]
-        self._families = sorted(self._enumerated(), key=lambda one: self._floor(one, lightest))
+        self._families = sorted(self._enumerated(), key=self._floor)
         # Per mesh, the family with the smallest microbatches: if it holds too much, all of them do.
         self._least: dict[Degrees, _Family] = {}
         for one in self._families:
@@ -236,14 +245,21 @@ class Survey:
         With a margin, there are also all layouts that take at most that share longer than the best.
         """
         found = _Best(top, margin)
-        lightest = self.pins.recomputations[0]
-        for family in sorted(self._least.values(), key=self._plain_seconds)[: 2 * top]:  # to have bounds from the start
-            self._search(family, family.schedules[-1], limit_bytes, found)
-        for family in self._families:
-            if self._floor(family, lightest) > found.threshold:
-                break
-            for schedule in family.schedules:
-                self._search(family, schedule, limit_bytes, found)
+        numbers = count()
+        opened = [_Open(self._floor(family), next(numbers), family) for family in self._families]
+        heapify(opened)
+        while opened and _BOUNDED * opened[0].least <= found.threshold:
+            one = heappop(opened)
+            bound = found.bound(one.family.mesh)
+            if _BOUNDED * one.least > bound:
+                continue
+            if one.key is not None and one.is_weighed:
+                choice = self._seen(one.family, one.key)
+                if choice.seconds <= bound:
+                    found.add(choice)
+                continue
+            for least, key in self._weighed(one, limit_bytes) if one.key else self._split(one.family):
+                heappush(opened, _Open(least, next(numbers), one.family, key, one.key is not None))
         return found.candidates()
 
     def smallest(self) -> Choice | None:
@@ -266,43 +282,33 @@ class Survey:
                 if admitted:
                     yield _Family(mesh, size, count, admitted)
 
-    def _floor(self, family: _Family, recompute: str) -> float:
+    def _floor(self, family: _Family) -> float:
         """Return what no layout of the family can save: work on a perfectly even cut, without bubble and exchange."""
-        if recompute not in family.floors:
+        if family.floor is None:
             zero = self.pins.zero_stages(family.mesh)[0]
-            took = self._sketched(family, ((DEFAULT, 1), zero, recompute)).estimate.seconds
+            took = self._took_least(family, ((DEFAULT, 1), zero, self.pins.recomputations[0]))
             weights = stage_weights(self.transformer, layer_counts(self.transformer, family.mesh.pipeline))
             even = sum(weights) / (len(weights) * max(weights))
             work = took.compute + took.recompute + took.tensor + took.context + took.expert
-            family.floors[recompute] = _SLACK * even * work
-        return family.floors[recompute]
+            family.floor = _SLACK * even * work
+        return family.floor
 
-    def _plain_seconds(self, family: _Family) -> float:
-        """Return the seconds of the family's plainest layout, whether it fits or not."""
-        zero = self.pins.zero_stages(family.mesh)[0]
-        return self._sketched(family, ((DEFAULT, 1), zero, self.pins.recomputations[0])).seconds
+    def _split(self, family: _Family) -> Iterator[tuple[float, _Key]]:
+        """Yield the family's schedules and ZeRO stages, with bounds that are quick to compute."""
+        for schedule in family.schedules:
+            for zero in self.pins.zero_stages(family.mesh):
+                yield self._idling(family, schedule), (schedule, zero, self.pins.recomputations[0])
 
-    def _search(self, family: _Family, schedule: tuple[str, int], limit: float, best: _Best) -> None:
-        """Add layouts that are within the limit and may be among the best."""
-        lightest = self.pins.recomputations[0]
-        larger, idle = (find(schedule[0]).saves_memory_of, schedule[1]), 1 + family.bubble(schedule)
-        if self._floor(family, lightest) * idle > best.bound(family.mesh):
+    def _weighed(self, one: _Open, limit: float) -> Iterator[tuple[float, _Key]]:
+        """Yield a schedule with as much recomputation as it needs within the limit, and its bound."""
+        assert one.key is not None, "families are split first"
+        (name, stages), zero, lightest = one.key
+        larger = (find(name).saves_memory_of, stages)
+        if larger in one.family.schedules and self._bytes(one.family, (larger, zero, lightest)) <= limit:
             return
-        for zero in self.pins.zero_stages(family.mesh):
-            if larger in family.schedules and self._bytes(family, (larger, zero, lightest)) <= limit:
-                continue
-            for recompute in self._recomputations(family, schedule, zero, limit):
-                bound = best.bound(family.mesh)
-                if self._floor(family, _at_least(recompute)) * idle > bound:
-                    continue
-                if self._sketched(family, (schedule, zero, recompute)).seconds * _SKETCHED > bound:
-                    continue
-                one = self._seen(family, (schedule, zero, recompute))
-                if one.seconds <= bound:
-                    best.add(one)
-                took = one.estimate.seconds
-                if recompute == lightest and took.total - took.data_exposed - took.optimizer > bound:
-                    return
+        for recompute in self._recomputations(one.family, (name, stages), zero, limit):
+            key = ((name, stages), zero, recompute)
+            yield self._bounded(one.family, key), key
 
     def _recomputations(self, family: _Family, schedule: tuple[str, int], zero: int, limit: float) -> Iterator[str]:
         """Yield the least recomputation of every layer within the limit, and that of the fewest whole layers."""
@@ -351,13 +357,19 @@ class Survey:
             self.num_evaluated += 1
         return family.seen[key]
 
-    def _sketched(self, family: _Family, key: _Key) -> Choice:
-        if self.sketch is None or key in family.seen:
-            return self._seen(family, key)
-        if key not in family.sketched:
-            layout = self._layout(family, key)
-            family.sketched[key] = Choice(layout, self.sketch(self.transformer, self.cluster, layout))
-        return family.sketched[key]
+    def _idling(self, family: _Family, schedule: tuple[str, int]) -> float:
+        return self._floor(family) * (1 + family.bubble(schedule))
+
+    def _bounded(self, family: _Family, key: _Key) -> float:
+        """Return what a layout takes at least."""
+        return self._idling(family, key[0]) if self.bound is None else self._took_least(family, key).total
+
+    def _took_least(self, family: _Family, key: _Key) -> Seconds:
+        if self.bound is None or key in family.seen:
+            return self._seen(family, key).estimate.seconds
+        if key not in family.bounded:
+            family.bounded[key] = self.bound(self.transformer, self.cluster, self._layout(family, key))
+        return family.bounded[key]
 
     def _layout(self, family: _Family, key: _Key) -> Layout:
         return layout_of(self.transformer, self.batch, self.pins, family.mesh, family.microbatch, *key)

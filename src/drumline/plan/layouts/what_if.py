@@ -147,7 +147,9 @@ def against_fsdp(plan: ClusterPlan) -> list[tuple[str, Choice]]:
     if plan.chosen.layout.pipeline == 1:
         rows += [("with a pipeline", one) for one in plan.best if one.layout.pipeline > 1][:1]
     try:
-        every = list(layouts(plan.transformer, plan.cluster, plan.batch, Pins(pipeline=1, zero=3)))
+        every = list(
+            layouts(plan.transformer, plan.cluster, plan.batch, Pins(pipeline=1, zero=3, overlaps=plan.pins.overlaps))
+        )
     except PlanError:  # fewer sequences than devices, even with a whole node per sequence
         return rows
     sharded = [plan.survey.exact(layout) for layout in every]

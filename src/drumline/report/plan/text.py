@@ -164,6 +164,7 @@ def not_started(config: Config) -> Iterator[str]:
     """Yield why Drumline does not run a plan, and what does."""
     yield "`drumline train` does not run this plan:"
     yield from (f"- {one}" for one in config.missing)
+    yield "With --launch drumline, plans have only the ZeRO stages and the recomputation that it runs."
     yield "--launch torchtitan and --launch megatron print commands that do."
     if config.command:
         yield f"Its schedule: {config.command}"
