@@ -19,7 +19,7 @@ from drumline.serve.front.tickets import Ticket
 from drumline.serve.front.tuner import Tuner
 from drumline.serve.session import Session
 from drumline.serve.stage import StageService, times_of
-from drumline.serve.wire.flow import SERVICE, Answer, Answering, Failed, Flow, Flows
+from drumline.serve.wire.flow import SERVICE, Answer, Answering, Failed, Flow, Flows, Frame, Kind
 from drumline.serve.wire.links import PLAIN, connect, options
 from drumline.serve.wire.manifest import read_manifest
 from drumline.serve.wire.protocol import InferRequest, InferResponse
@@ -110,6 +110,9 @@ def test_a_cancelled_call_and_a_passed_deadline_end_the_work_of_the_stage() -> N
             await until(lambda: begun == [b"gone"])
             gone.cancel()
             await until(lambda: stopped == [b"gone"])
+            crossed = flow(b"fine", timeout=60)
+            crossed.cancel()
+            flow._take(Frame(Kind.DONE, 1))  # an answer that comes while its call is being given up
             late = flow(b"late", timeout=0.3)
             assert await failure(late) == (Code.DEADLINE_EXCEEDED, "stage 1: no answer in time")
             await until(lambda: stopped == begun)

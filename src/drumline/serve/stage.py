@@ -22,9 +22,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
@@ -46,8 +45,7 @@ _Code = grpc.StatusCode
 _GRACE = 5.0  # seconds for open calls when the process is told to stop
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
+class Times(NamedTuple):
     """What a stage measured of a microbatch: nanoseconds of its monotonic clock, and bytes in and out."""
 
     stage: int
@@ -59,7 +57,7 @@ class Times:
     bytes_out: int
 
     def __str__(self) -> str:
-        return ",".join(str(getattr(self, name)) for name in self.__slots__)
+        return ",".join(map(str, self))
 
     @staticmethod
     def parse(text: str) -> Times:
@@ -196,12 +194,13 @@ async def run_stage(
     address: str,
     following: str,
     *,
+    also: str = "",
     tls: Tls = PLAIN,
     threads: int,
     limit: int,
     max_bytes: int,
 ) -> None:
-    """Serve a stage until told to stop; prints `ready` once it can compute."""
+    """Serve a stage until told to stop, `also` on a socket of this machine; prints `ready` once it can compute."""
     manifest = read_manifest(folder)
     session = Session(folder, manifest, number, threads=threads)
     session.warm_up()
@@ -214,6 +213,8 @@ async def run_stage(
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     listen(server, address, tls)
+    if also:
+        listen(server, also, PLAIN)
     await server.start()
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
     stopped = asyncio.Event()
@@ -224,7 +225,8 @@ async def run_stage(
     await stopped.wait()
     await healthy.enter_graceful_shutdown()
     await service.drained(_GRACE)
-    await server.stop(None)
+    flows.end()
+    await server.stop(_GRACE)
     if behind is not None:
         await behind.close()
         await channel.close()
@@ -244,6 +246,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("number", type=int)
     parser.add_argument("address")
     parser.add_argument("--next", default="")
+    parser.add_argument("--also", default="")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--limit", type=int, default=16)
     parser.add_argument("--max-bytes", type=int, default=MAX_BYTES)
@@ -257,6 +260,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 args.number,
                 args.address,
                 args.next,
+                also=args.also,
                 threads=args.threads,
                 limit=args.limit,
                 max_bytes=args.max_bytes,

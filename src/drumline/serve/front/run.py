@@ -93,7 +93,7 @@ async def serve(settings: Settings, *, told: Callable[[Started], None], stop: as
         await _unless(stopped, stages.start())
         if stopped.is_set():
             return
-        channel = await kept.enter_async_context(connect(stages.addresses[0], _between(settings), settings.max_bytes))
+        channel = await kept.enter_async_context(connect(stages.links[0], _between(settings), settings.max_bytes))
         record = LoadRecord(settings.record, manifest) if settings.record is not None else None
         if record is not None:
             kept.callback(record.close)

@@ -84,6 +84,11 @@ class Ticket:
         if not self.left:
             self.answer.set_result(self._outputs)
 
+    def expire(self) -> None:
+        """Answer that the deadline has passed."""
+        why = f"no answer within {self.deadline - self.arrived:.3g} seconds"
+        self.fail(Failed(grpc.StatusCode.DEADLINE_EXCEEDED, why))
+
     def fail(self, error: Failed) -> None:
         """Answer with an error, unless it was answered."""
         if not self.answer.done():

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -49,8 +49,7 @@ class Kind(IntEnum):
     CALL, ASK, CANCEL, LEFT, DONE, FAIL = range(6)
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """A message of the stream.
 
     >>> Frame.parse(bytes(Frame(Kind.FAIL, 7, 3, "why", b"body")))
@@ -81,8 +80,7 @@ class Frame:
         return Frame(Kind(kind), number, value, data[_HEAD.size : end].decode(), data[end:])
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """What comes back: a response as bytes, and what the stages measured, as text."""
 
     body: bytes
@@ -188,8 +186,8 @@ class Flow:
                     self._take(Frame.parse(data))
             except grpc.aio.AioRpcError:
                 pass  # its status is asked for below
-            except ValueError as error:
-                self._broke(grpc.StatusCode.INTERNAL, str(error))
+            except Exception as error:  # calls must fail rather than wait for a stream that nobody reads
+                self._broke(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
             finally:
                 writing.cancel()
                 stream.cancel()
@@ -213,7 +211,7 @@ class Flow:
 
     def _take(self, frame: Frame) -> None:
         call = self._calls.get(frame.number)
-        if call is None:
+        if call is None or call.answer.done():
             return  # it was given up
         if frame.kind is Kind.LEFT:
             if call.left is not None:
@@ -252,13 +250,28 @@ class Flows:
 
     def __init__(self, answer: Answering, *, max_bytes: int) -> None:
         self._answer, self._max_bytes = answer, max_bytes
+        self._ended = asyncio.Event()
 
     def handlers(self) -> Any:
         """Return the call as gRPC wants it."""
         return grpc.method_handlers_generic_handler(SERVICE, {_FLOW: grpc.stream_stream_rpc_method_handler(self.serve)})
 
+    def end(self) -> None:
+        """End all streams."""
+        self._ended.set()
+
     async def serve(self, requests: Any, context: Any) -> None:
-        """Answer the calls of a stream until its caller ends it."""
+        """Answer the calls of a stream until its caller ends it, or this side."""
+        tasks = [asyncio.create_task(self._serve(context)), asyncio.create_task(self._ended.wait())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done():
+                tasks[0].result()
+        finally:
+            for one in tasks:
+                one.cancel()
+
+    async def _serve(self, context: Any) -> None:
         outgoing = _Outgoing()
         calls: dict[int, asyncio.Task[None]] = {}
         writing = asyncio.create_task(_written(outgoing, context))
