@@ -43,8 +43,8 @@ SERVE = (
     Bug(
         "deadline-not-passed-on",
         "serve/stage.py",
-        "timeout=deadline - time.monotonic())",
-        "timeout=_LONGEST)",
+        "timeout=deadline - time.monotonic(),",
+        "timeout=_LONGEST,",
         "Stages behind the first know of no deadline.",
     ),
     Bug(
@@ -83,6 +83,21 @@ SERVE = (
         "An answer goes to the oldest call.",
     ),
     Bug(
+        "answer-home-of-another-call",
+        "serve/wire/flows.py",
+        "Frame(Kind.DONE, int(number) % 2**64, 0,",
+        "Frame(Kind.DONE, 0, 0,",
+        "An answer that takes the short way goes to another call.",
+    ),
+    Bug(
+        "answer-lost-with-the-last-stage",
+        "serve/wire/flow.py",
+        "            self._lost_home()\n            await",
+        "            await",
+        "A call whose answer was on its way waits for its deadline.",
+        survives="The stage before notices the death too, and lets the call fail.",
+    ),
+    Bug(
         "cancel-not-passed-on",
         "serve/wire/flow.py",
         "        if call.is_sent:\n            self._outgoing.put(number, bytes(Frame(Kind.CANCEL, number)))",
@@ -112,14 +127,14 @@ SERVE = (
     ),
     Bug(
         "large-answer-breaks-the-stream",
-        "serve/wire/flow.py",
+        "serve/wire/flows.py",
         "            if len(made) > self._max_bytes:",
         "            if False:",
         "An answer over the limit fails all calls of the stream.",
     ),
     Bug(
         "damaged-frame-taken",
-        "serve/wire/flow.py",
+        "serve/wire/frames.py",
         "        if not math.isfinite(value):",
         "        if False:",
         "A call with a deadline that is no number never ends.",

@@ -10,8 +10,8 @@ from typing import Any
 
 import grpc
 
-from drumline.serve.wire.flow import SERVICE as FLOW
-from drumline.serve.wire.flow import Frame, Kind
+from drumline.serve.wire.frames import SERVICE as FLOW
+from drumline.serve.wire.frames import Frame, Kind
 from drumline.serve.wire.protocol import path_of
 from served.services import channel_to, request_of, rows_of
 

@@ -19,7 +19,9 @@ from drumline.serve.front.tickets import Ticket
 from drumline.serve.front.tuner import Tuner
 from drumline.serve.session import Session
 from drumline.serve.stage import StageService, times_of
-from drumline.serve.wire.flow import SERVICE, Answer, Answering, Failed, Flow, Flows, Frame, Kind
+from drumline.serve.wire.flow import Flow
+from drumline.serve.wire.flows import Answering, Flows
+from drumline.serve.wire.frames import SERVICE, Answer, Failed, Frame, Kind
 from drumline.serve.wire.links import PLAIN, connect, options
 from drumline.serve.wire.manifest import read_manifest
 from drumline.serve.wire.protocol import InferRequest, InferResponse
@@ -67,7 +69,7 @@ async def until(condition: Callable[[], bool]) -> None:
 def test_every_call_gets_its_own_answer_in_whatever_order_they_come() -> None:
     turns = [asyncio.Event() for _ in range(9)]
 
-    async def answer(body: bytes, seconds: float, left: Callable[[], None] | None) -> Answer:
+    async def answer(body: bytes, seconds: float, left: Callable[[], None] | None, route: str) -> Answer:
         number = int(body)
         if left is not None:
             left()
@@ -92,11 +94,11 @@ def test_every_call_gets_its_own_answer_in_whatever_order_they_come() -> None:
 
 
 def test_a_cancelled_call_and_a_passed_deadline_end_the_work_of_the_stage() -> None:
-    begun, stopped, left = [], [], []
+    begun, stopped, remaining = [], [], []
 
-    async def answer(body: bytes, seconds: float, _: Callable[[], None] | None) -> Answer:
+    async def answer(body: bytes, seconds: float, left: Callable[[], None] | None, route: str) -> Answer:
         begun.append(body)
-        left.append(seconds)
+        remaining.append(seconds)
         try:
             await asyncio.sleep(600)
         except asyncio.CancelledError:
@@ -116,8 +118,8 @@ def test_a_cancelled_call_and_a_passed_deadline_end_the_work_of_the_stage() -> N
             late = flow(b"late", timeout=0.3)
             assert await failure(late) == (Code.DEADLINE_EXCEEDED, "stage 1: no answer in time")
             await until(lambda: stopped == begun)
-        assert left == sorted(left, reverse=True)
-        assert 0 < left[-1] <= 60
+        assert remaining == sorted(remaining, reverse=True)
+        assert 0 < remaining[-1] <= 60
 
     asyncio.run(run())
 
@@ -125,12 +127,12 @@ def test_a_cancelled_call_and_a_passed_deadline_end_the_work_of_the_stage() -> N
 def test_calls_inside_a_stage_that_dies_fail_and_others_wait_for_the_next_one() -> None:
     begun = []
 
-    async def hangs(body: bytes, seconds: float, _: Callable[[], None] | None) -> Answer:
+    async def hangs(body: bytes, seconds: float, left: Callable[[], None] | None, route: str) -> Answer:
         begun.append(body)
         await asyncio.sleep(600)
         raise AssertionError
 
-    async def answers(body: bytes, seconds: float, _: Callable[[], None] | None) -> Answer:
+    async def answers(body: bytes, seconds: float, left: Callable[[], None] | None, route: str) -> Answer:
         return Answer(body)
 
     async def run() -> None:
@@ -152,7 +154,7 @@ def test_calls_inside_a_stage_that_dies_fail_and_others_wait_for_the_next_one() 
 
 
 def test_a_message_that_is_too_large_fails_alone() -> None:
-    async def answer(body: bytes, seconds: float, _: Callable[[], None] | None) -> Answer:
+    async def answer(body: bytes, seconds: float, left: Callable[[], None] | None, route: str) -> Answer:
         return Answer(body * 2)
 
     async def run() -> None:
@@ -171,15 +173,55 @@ def test_a_message_that_is_too_large_fails_alone() -> None:
     asyncio.run(run())
 
 
+def test_answers_take_the_short_way_home_and_the_long_one_where_no_home_is_known() -> None:
+    async def run() -> None:
+        taken: list[str] = []
+        turn = asyncio.Event()
+
+        async def last(body: bytes, seconds: float, left: Callable[[], None] | None, route: str) -> Answer:
+            if body == b"held":
+                turn.set()
+                await asyncio.sleep(600)
+            return Answer(body, "of the last", route)
+
+        async with joined(last) as (behind, server, address), connect(address, PLAIN, LIMIT) as channel:
+
+            async def first(body: bytes, seconds: float, left: Callable[[], None] | None, route: str) -> Answer:
+                found = await behind(body, timeout=60, route=f"{route};of the first" if route else "")
+                taken.append("short" if found.went_home else "long")
+                return Answer(found.body, f"of the first;{found.times}", went_home=found.went_home)
+
+            async with joined(first) as (flow, _, _):
+                assert await flow(b"one", timeout=60) == Answer(b"one", "of the first;of the last")
+                coming = asyncio.create_task(flow.come_home(channel))
+                await until(lambda: bool(flow._home))
+                while taken[-1] == "long":
+                    assert await flow(b"two", timeout=60) == Answer(b"two", "of the first;of the last")
+                    await asyncio.sleep(0.01)
+                found = await asyncio.gather(*(flow(b"%d" % one, timeout=60) for one in range(20)))
+                assert [one.body for one in found] == [b"%d" % one for one in range(20)]
+                held = flow(b"held", timeout=60)
+                await turn.wait()
+                await server.stop(None)
+                assert (await failure(held))[0] is Code.UNAVAILABLE
+                coming.cancel()
+        assert taken[0] == "long"
+        assert "long" not in taken[-20:]
+
+    asyncio.run(run())
+
+
 class Behind:
     """The next stage, as a stage sees it."""
 
     def __init__(self) -> None:
         self.timeouts: list[float] = []
+        self.routes: list[str] = []
         self.answer = Answer(b"from behind", "1,5,6,7,8,9,10")
 
-    def __call__(self, body: bytes, *, timeout: float) -> asyncio.Future[Answer]:
+    def __call__(self, body: bytes, *, timeout: float, route: str) -> asyncio.Future[Answer]:
         self.timeouts.append(timeout)
+        self.routes.append(route)
         made = asyncio.get_running_loop().create_future()
         made.set_result(self.answer)
         return made

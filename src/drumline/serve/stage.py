@@ -32,7 +32,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from drumline.core.errors import DrumlineError
 from drumline.serve.session import Session
-from drumline.serve.wire.flow import Answer, Failed, Flow, Flows
+from drumline.serve.wire.flow import Flow
+from drumline.serve.wire.flows import Flows
+from drumline.serve.wire.frames import Answer, Failed
 from drumline.serve.wire.links import PLAIN, Tls, connect, listen, options
 from drumline.serve.wire.manifest import Manifest, read_manifest
 from drumline.serve.wire.protocol import SERVICE, InferRequest, InferResponse, message
@@ -118,7 +120,13 @@ class StageService:
         return answer.body
 
     async def answer(
-        self, body: bytes, seconds: float, left: Callable[[], None] | None = None, *, alone: bool = False
+        self,
+        body: bytes,
+        seconds: float,
+        left: Callable[[], None] | None = None,
+        route: str = "",
+        *,
+        alone: bool = False,
     ) -> Answer:
         """Compute a microbatch and return the answer of the last stage; `alone`: this stage's own."""
         arrived = time.monotonic_ns()
@@ -128,7 +136,7 @@ class StageService:
             raise self._failed(_Code.RESOURCE_EXHAUSTED, f"it has {self._open} open calls")
         self._open += 1
         try:
-            return await self._answer(body, arrived, time.monotonic() + seconds, left, alone)
+            return await self._answer(body, arrived, time.monotonic() + seconds, left, route, alone)
         finally:
             self._open -= 1
 
@@ -141,7 +149,7 @@ class StageService:
         await asyncio.sleep(0.01)  # the last answers are being written
 
     async def _answer(
-        self, body: bytes, arrived: int, deadline: float, left: Callable[[], None] | None, alone: bool
+        self, body: bytes, arrived: int, deadline: float, left: Callable[[], None] | None, route: str, alone: bool
     ) -> Answer:
         try:
             request = InferRequest.FromString(body)
@@ -166,14 +174,17 @@ class StageService:
         if self._next is None or alone:
             response = InferResponse(model_name=self._manifest.model, id=request.id)
             put_outputs(response, made)
-            return Answer(response.SerializeToString(), str(Times(self.number, arrived, start, end, end, *sizes)))
+            times = str(Times(self.number, arrived, start, end, end, *sizes))
+            return Answer(response.SerializeToString(), times, route)
         further = InferRequest(id=request.id)
         put_inputs(further, made)
         del arrays, made, request
         sent = time.monotonic_ns()
+        times = str(Times(self.number, arrived, start, end, sent, *sizes))
+        route = f"{route};{times}" if route else ""
         # A stage that is being started again is waited for, as long as anybody waits for the answer.
-        behind = await self._next(further.SerializeToString(), timeout=deadline - time.monotonic())
-        return Answer(behind.body, f"{Times(self.number, arrived, start, end, sent, *sizes)};{behind.times}")
+        behind = await self._next(further.SerializeToString(), timeout=deadline - time.monotonic(), route=route)
+        return Answer(behind.body, f"{times};{behind.times}", went_home=behind.went_home)
 
     async def _computed(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Run the graph in its thread; a cancelled call stops it there."""

@@ -15,7 +15,7 @@ from drumline.serve.front.metrics import Metrics
 from drumline.serve.front.pipe import Pipe
 from drumline.serve.front.supervisor import Stages
 from drumline.serve.front.tickets import Ticket
-from drumline.serve.wire.flow import Failed
+from drumline.serve.wire.frames import Failed
 from drumline.serve.wire.manifest import Manifest
 from drumline.serve.wire.protocol import CALLS, SERVICE, InferResponse, message
 from drumline.serve.wire.tensors import Arrays, Refused, put_outputs, read_inputs

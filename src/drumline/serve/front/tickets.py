@@ -19,7 +19,7 @@ import grpc
 import numpy as np
 
 from drumline.serve.stage import Times
-from drumline.serve.wire.flow import Failed
+from drumline.serve.wire.frames import Failed
 from drumline.serve.wire.tensors import Array, Arrays
 
 Signature = tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes of inputs, without rows
