@@ -33,18 +33,18 @@ Code = grpc.StatusCode
 LIMIT = 2**16
 
 
-async def _server(answer: Answering, address: str) -> tuple[Any, str]:
+async def _server(answer: Answering, address: str, *, is_first: bool = False) -> tuple[Any, str]:
     server = grpc.aio.server(options=options(LIMIT))
-    server.add_generic_rpc_handlers((Flows(answer, max_bytes=LIMIT).handlers(),))
+    server.add_generic_rpc_handlers((Flows(answer, max_bytes=LIMIT, is_first=is_first).handlers(),))
     port = server.add_insecure_port(address)
     await server.start()
     return server, f"127.0.0.1:{port}"
 
 
 @asynccontextmanager
-async def joined(answer: Answering) -> AsyncIterator[tuple[Flow, Any, str]]:
+async def joined(answer: Answering, *, is_first: bool = False) -> AsyncIterator[tuple[Flow, Any, str]]:
     """A caller and a stage in one loop."""
-    server, address = await _server(answer, "127.0.0.1:0")
+    server, address = await _server(answer, "127.0.0.1:0", is_first=is_first)
     async with connect(address, PLAIN, LIMIT) as channel:
         flow = Flow(channel, name="stage 1", max_bytes=LIMIT)
         try:
@@ -143,8 +143,12 @@ def test_calls_inside_a_stage_that_dies_fail_and_others_wait_for_the_next_one() 
             code, why = await failure(inside)
             assert (code, why.partition(":")[0]) == (Code.UNAVAILABLE, "stage 1")
             outside = flow(b"outside", timeout=60)
+            flow._broke(Code.UNAVAILABLE, "gone")
             await asyncio.sleep(0.1)
             assert not outside.done()
+            refused = flow(b"refused", timeout=60)
+            flow._end(max(flow._calls), Code.UNIMPLEMENTED, "no such call")
+            assert (await failure(refused))[0] is Code.UNIMPLEMENTED
             again, _ = await _server(answers, address)
             assert (await outside).body == b"outside"
             await flow.close()
@@ -191,7 +195,7 @@ def test_answers_take_the_short_way_home_and_the_long_one_where_no_home_is_known
                 taken.append("short" if found.went_home else "long")
                 return Answer(found.body, f"of the first;{found.times}", went_home=found.went_home)
 
-            async with joined(first) as (flow, _, _):
+            async with joined(first, is_first=True) as (flow, _, _):
                 assert await flow(b"one", timeout=60) == Answer(b"one", "of the first;of the last")
                 coming = asyncio.create_task(flow.come_home(channel))
                 await until(lambda: bool(flow._home))
@@ -204,6 +208,10 @@ def test_answers_take_the_short_way_home_and_the_long_one_where_no_home_is_known
                 await turn.wait()
                 await server.stop(None)
                 assert (await failure(held))[0] is Code.UNAVAILABLE
+                await until(lambda: not flow._home)
+                lost = flow(b"lost", timeout=60)
+                flow._take(Frame(Kind.HOME, 0, text=f"{max(flow._calls)}"))  # it went where nobody reads any more
+                assert await failure(lost) == (Code.UNAVAILABLE, "stage 1: the answer was lost, with the last stage")
                 coming.cancel()
         assert taken[0] == "long"
         assert "long" not in taken[-20:]

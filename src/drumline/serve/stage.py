@@ -219,7 +219,7 @@ async def run_stage(
     channel = connect(following, tls, max_bytes) if following else None
     behind = None if channel is None else Flow(channel, name=f"stage {number + 1}", max_bytes=max_bytes)
     service = StageService(manifest, number, session, following=behind, limit=limit)
-    flows = Flows(service.answer, max_bytes=max_bytes)
+    flows = Flows(service.answer, max_bytes=max_bytes, is_first=number == 0)
     server.add_generic_rpc_handlers((service.handlers(), flows.handlers()))
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)

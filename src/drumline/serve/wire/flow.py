@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -14,7 +14,9 @@ import grpc
 from drumline.serve.wire.frames import FLOW, HOME, PAUSE, SERVICE, Answer, Failed, Frame, Kind, Outgoing
 
 _CODES = {one.value[0]: one for one in grpc.StatusCode}
-_GONE = (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)  # how a stage ends its streams
+_Code = grpc.StatusCode
+# How a stream ends if its stage does; gRPC calls it internal or unknown if that meets a message on its way.
+_GONE = (_Code.OK, _Code.CANCELLED, _Code.UNAVAILABLE, _Code.INTERNAL, _Code.UNKNOWN)
 
 
 class Flow:
@@ -93,6 +95,13 @@ class Flow:
             self._lost_home()
             await asyncio.sleep(PAUSE)
 
+    def _told_home(self, numbers: Iterable[int]) -> None:
+        """Note that answers are on their way over the other stream, unless they have come."""
+        for call in filter(None, map(self._calls.get, numbers)):
+            call.is_on_its_way = True
+        if not self._home:
+            self._lost_home()
+
     def _lost_home(self) -> None:
         """Let calls fail whose answers were on their way."""
         for number in [number for number, call in self._calls.items() if call.is_on_its_way]:
@@ -133,17 +142,15 @@ class Flow:
                 raise
 
     def _take(self, frame: Frame) -> None:
+        if frame.kind is Kind.HOME and self._comes_home:
+            self._told_home(map(int, frame.text.split(",")))
+            return
         call = self._calls.get(frame.number)
         if call is None or call.answer.done():
             return  # it was given up
         if frame.kind is Kind.LEFT:
             if call.left is not None:
                 call.left()
-            return
-        if frame.kind is Kind.HOME and self._comes_home:
-            call.is_on_its_way = True  # over the other stream
-            if not self._home:
-                self._lost_home()
             return
         call.is_sent = False  # nothing of it is left to cancel
         if frame.kind in (Kind.DONE, Kind.HOME):

@@ -17,8 +17,8 @@ Answering = Callable[[bytes, float, Callable[[], None] | None, str], Awaitable[A
 class Flows:
     """The stage's side: every stream's calls, each answered by `answer(body, seconds left, left, route)`."""
 
-    def __init__(self, answer: Answering, *, max_bytes: int) -> None:
-        self._answer, self._max_bytes = answer, max_bytes
+    def __init__(self, answer: Answering, *, max_bytes: int, is_first: bool = False) -> None:
+        self._answer, self._max_bytes, self._is_first = answer, max_bytes, is_first
         self._ended = asyncio.Event()
         self._homes: dict[str, Outgoing] = {}
 
@@ -79,6 +79,9 @@ class Flows:
             answer = await self._answer(frame.body, frame.value, left if frame.kind is Kind.ASK else None, frame.text)
             if answer.went_home or self._sent_home(answer):
                 answer = Answer(b"", went_home=True)
+            if answer.went_home and self._is_first:
+                self._tell_later(frame.number, outgoing)
+                return
             kind = Kind.HOME if answer.went_home else Kind.DONE
             made = bytes(Frame(kind, frame.number, 0, answer.times, answer.body))
             if len(made) > self._max_bytes:
@@ -90,6 +93,12 @@ class Flows:
             why = f"{type(error).__name__}: {error}"[:_MOST_TEXT]
             made = bytes(Frame(Kind.FAIL, frame.number, grpc.StatusCode.INTERNAL.value[0], why))
         outgoing.put(frame.number, made)
+
+    def _tell_later(self, number: int, outgoing: Outgoing) -> None:
+        """Tell the front of several answers at once: it has them, and needs to know only if the last stage dies."""
+        if not outgoing.homeward:
+            asyncio.get_running_loop().call_later(PAUSE, outgoing.put_homeward)
+        outgoing.homeward.append(number)
 
     def _sent_home(self, answer: Answer) -> bool:
         """Write an answer to the home of its call; whether that is known here, and not too far behind."""

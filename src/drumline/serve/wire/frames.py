@@ -11,8 +11,8 @@ keeps a stream to the first stage, and every stage one to the next:
 
 An answer need not go back through all stages. The front keeps a second stream, to the last stage, and tells it a HOME,
 a name that nobody can guess. Calls carry that name and the front's number. The last stage writes the answer to the home
-stream, and HOME instead of the answer to the stage before, which passes that on. If it knows no such home, the answer
-goes back as it came.
+stream, and HOME instead of the answer to the stage before, which passes that on; the first stage tells the front of
+several at once. If the last stage knows no such home, the answer goes back as it came.
 
 If a stream breaks, calls that were sent fail with its status, and those that were not wait for the next stream.
 """
@@ -95,12 +95,18 @@ class Outgoing:
         self._frames: deque[tuple[int, bytes]] = deque()
         self._filled = asyncio.Event()
         self.bytes = 0
+        self.homeward: list[int] = []  # calls whose answers went home, which is still to be told
 
     def put(self, number: int, frame: bytes, *, first: bool = False) -> None:
         """Have a frame of a call written, after the others or before them."""
         (self._frames.appendleft if first else self._frames.append)((number, frame))
         self.bytes += len(frame)
         self._filled.set()
+
+    def put_homeward(self) -> None:
+        """Tell of the answers that went home."""
+        self.put(0, bytes(Frame(Kind.HOME, 0, text=",".join(map(str, self.homeward)))))
+        self.homeward.clear()
 
     async def take(self) -> tuple[int, bytes]:
         """Return the next frame; waits for one."""
