@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def test_every_call_gets_its_own_answer_in_whatever_order_they_come() -> None:
         told: list[int] = []
         async with joined(answer) as (flow, _, _):
             calls = [
-                flow(b"%d" % number, timeout=60, left=(lambda n=number: told.append(n)) if number % 2 else None)
+                flow(b"%d" % number, timeout=60, left=partial(told.append, number) if number % 2 else None)
                 for number in range(9)
             ]
             found = await asyncio.gather(*calls)

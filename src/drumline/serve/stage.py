@@ -238,7 +238,7 @@ async def run_stage(
     await service.drained(_GRACE)
     flows.end()
     await server.stop(_GRACE)
-    if behind is not None:
+    if behind is not None and channel is not None:
         await behind.close()
         await channel.close()
 

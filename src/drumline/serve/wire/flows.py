@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -62,7 +63,7 @@ class Flows:
                 while outgoing.bytes > self._max_bytes:  # the caller reads no answers
                     await asyncio.sleep(PAUSE)
                 task = calls[frame.number] = asyncio.create_task(self._one(frame, outgoing))
-                task.add_done_callback(lambda _, number=frame.number: calls.pop(number, None))
+                task.add_done_callback(partial(_forgotten, calls, frame.number))
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
@@ -112,6 +113,10 @@ class Flows:
             return False
         outgoing.put(int(number), frame)
         return True
+
+
+def _forgotten(calls: dict[int, asyncio.Task[None]], number: int, task: asyncio.Task[None]) -> None:
+    calls.pop(number, None)
 
 
 async def _written(outgoing: Outgoing, context: Any) -> None:
