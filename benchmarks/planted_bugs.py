@@ -10,6 +10,7 @@ from planted_plan import PLAN
 from planted_report import REPORT
 from planted_runtime import RUNTIME
 from planted_schedules import SCHEDULES
+from planted_serve import SERVE
 from planted_stream import STREAM
 
-BUGS = (*CORE, *SCHEDULES, *PLAN, *REPORT, *RUNTIME, *FOLLOWED, *ADAPT, *PIPELINE, *STREAM)
+BUGS = (*CORE, *SCHEDULES, *PLAN, *REPORT, *RUNTIME, *FOLLOWED, *ADAPT, *PIPELINE, *STREAM, *SERVE)

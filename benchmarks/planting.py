@@ -15,6 +15,12 @@ OF_FOLDER = {
     "schedules": ("tests/schedules", "tests/core/test_validate.py", "tests/core/test_simulate.py"),
     "plan": ("tests/plan", "tests/report/test_plan_page.py", "tests/cli/test_plan_verb.py"),
     "report": ("tests/report",),
+    "serve": (
+        "tests/served/test_flow.py",
+        "tests/served/test_parts.py",
+        "tests/served/test_service.py",
+        "tests/served/test_failures.py",
+    ),
     "adapt": ("tests/adapt", "tests/pipeline/test_adapting.py"),
     "runtime": (
         "tests/pipeline/test_parity.py",

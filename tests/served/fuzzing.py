@@ -10,8 +10,8 @@ from typing import Any
 
 import grpc
 
-from drumline.serve.wire.flow import SERVICE as FLOW
-from drumline.serve.wire.flow import Frame, Kind
+from drumline.serve.wire.frames import SERVICE as FLOW
+from drumline.serve.wire.frames import Frame, Kind
 from drumline.serve.wire.protocol import path_of
 from served.services import channel_to, request_of, rows_of
 
@@ -69,7 +69,8 @@ def _send_message(channel: Any, chance: random.Random) -> None:
 def _send_oversized(channel: Any, chance: random.Random, limit: int) -> None:
     """Call with more than anybody should: rows, bytes, inputs, dimensions, names, metadata."""
     request = request_of({"x": rows_of(1)})
-    one, more = request.inputs[0], ()
+    one = request.inputs[0]
+    more: tuple[tuple[str, str], ...] = ()
     kind = chance.randrange(7)
     if kind == 0:
         one.shape[chance.randrange(2)] = chance.choice((2**62, 2**40, 2**31, -(2**62)))

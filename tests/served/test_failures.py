@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,8 @@ def test_a_killed_stage_comes_back_and_its_requests_are_repeated_or_fail_clearly
         assert codes[-1][0] is grpc.StatusCode.OK
         assert [one for one in failed if one[0] is not grpc.StatusCode.UNAVAILABLE or "stage 1" not in one[1]] == []
         assert len(failed) <= (0 if retries else CLIENTS)  # only those that were inside the stage
+        with urllib.request.urlopen(f"http://127.0.0.1:{running.started.metrics_port}/metrics", timeout=30) as answer:
+            assert 'drumline_stage_restarts_total{stage="1"} 1.0' in answer.read().decode()
 
 
 def test_too_many_requests_are_refused_and_the_rest_answered(slow_folder: Path) -> None:

@@ -21,7 +21,7 @@ from drumline.serve.front.tickets import Ticket
 from drumline.serve.front.tuner import Tuner
 from drumline.serve.session import open_session
 from drumline.serve.stage import Times
-from drumline.serve.wire.flow import Failed
+from drumline.serve.wire.frames import Failed
 from drumline.serve.wire.manifest import Tensor, check_files, read_manifest
 from served.services import rows_of, write_served
 from some import some

@@ -22,9 +22,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
@@ -33,7 +32,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from drumline.core.errors import DrumlineError
 from drumline.serve.session import Session
-from drumline.serve.wire.flow import Answer, Failed, Flow, Flows
+from drumline.serve.wire.flow import Flow
+from drumline.serve.wire.flows import Flows
+from drumline.serve.wire.frames import Answer, Failed
 from drumline.serve.wire.links import PLAIN, Tls, connect, listen, options
 from drumline.serve.wire.manifest import Manifest, read_manifest
 from drumline.serve.wire.protocol import SERVICE, InferRequest, InferResponse, message
@@ -46,8 +47,7 @@ _Code = grpc.StatusCode
 _GRACE = 5.0  # seconds for open calls when the process is told to stop
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
+class Times(NamedTuple):
     """What a stage measured of a microbatch: nanoseconds of its monotonic clock, and bytes in and out."""
 
     stage: int
@@ -59,7 +59,7 @@ class Times:
     bytes_out: int
 
     def __str__(self) -> str:
-        return ",".join(str(getattr(self, name)) for name in self.__slots__)
+        return ",".join(map(str, self))
 
     @staticmethod
     def parse(text: str) -> Times:
@@ -120,7 +120,13 @@ class StageService:
         return answer.body
 
     async def answer(
-        self, body: bytes, seconds: float, left: Callable[[], None] | None = None, *, alone: bool = False
+        self,
+        body: bytes,
+        seconds: float,
+        left: Callable[[], None] | None = None,
+        route: str = "",
+        *,
+        alone: bool = False,
     ) -> Answer:
         """Compute a microbatch and return the answer of the last stage; `alone`: this stage's own."""
         arrived = time.monotonic_ns()
@@ -130,7 +136,7 @@ class StageService:
             raise self._failed(_Code.RESOURCE_EXHAUSTED, f"it has {self._open} open calls")
         self._open += 1
         try:
-            return await self._answer(body, arrived, time.monotonic() + seconds, left, alone)
+            return await self._answer(body, arrived, time.monotonic() + seconds, left, route, alone)
         finally:
             self._open -= 1
 
@@ -143,7 +149,7 @@ class StageService:
         await asyncio.sleep(0.01)  # the last answers are being written
 
     async def _answer(
-        self, body: bytes, arrived: int, deadline: float, left: Callable[[], None] | None, alone: bool
+        self, body: bytes, arrived: int, deadline: float, left: Callable[[], None] | None, route: str, alone: bool
     ) -> Answer:
         try:
             request = InferRequest.FromString(body)
@@ -168,14 +174,17 @@ class StageService:
         if self._next is None or alone:
             response = InferResponse(model_name=self._manifest.model, id=request.id)
             put_outputs(response, made)
-            return Answer(response.SerializeToString(), str(Times(self.number, arrived, start, end, end, *sizes)))
+            times = str(Times(self.number, arrived, start, end, end, *sizes))
+            return Answer(response.SerializeToString(), times, route)
         further = InferRequest(id=request.id)
         put_inputs(further, made)
         del arrays, made, request
         sent = time.monotonic_ns()
+        times = str(Times(self.number, arrived, start, end, sent, *sizes))
+        route = f"{route};{times}" if route else ""
         # A stage that is being started again is waited for, as long as anybody waits for the answer.
-        behind = await self._next(further.SerializeToString(), timeout=deadline - time.monotonic())
-        return Answer(behind.body, f"{Times(self.number, arrived, start, end, sent, *sizes)};{behind.times}")
+        behind = await self._next(further.SerializeToString(), timeout=deadline - time.monotonic(), route=route)
+        return Answer(behind.body, f"{times};{behind.times}", went_home=behind.went_home)
 
     async def _computed(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Run the graph in its thread; a cancelled call stops it there."""
@@ -196,12 +205,13 @@ async def run_stage(
     address: str,
     following: str,
     *,
+    also: str = "",
     tls: Tls = PLAIN,
     threads: int,
     limit: int,
     max_bytes: int,
 ) -> None:
-    """Serve a stage until told to stop; prints `ready` once it can compute."""
+    """Serve a stage until told to stop, `also` on a socket of this machine; prints `ready` once it can compute."""
     manifest = read_manifest(folder)
     session = Session(folder, manifest, number, threads=threads)
     session.warm_up()
@@ -209,11 +219,13 @@ async def run_stage(
     channel = connect(following, tls, max_bytes) if following else None
     behind = None if channel is None else Flow(channel, name=f"stage {number + 1}", max_bytes=max_bytes)
     service = StageService(manifest, number, session, following=behind, limit=limit)
-    flows = Flows(service.answer, max_bytes=max_bytes)
+    flows = Flows(service.answer, max_bytes=max_bytes, is_first=number == 0)
     server.add_generic_rpc_handlers((service.handlers(), flows.handlers()))
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     listen(server, address, tls)
+    if also:
+        listen(server, also, PLAIN)
     await server.start()
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
     stopped = asyncio.Event()
@@ -224,8 +236,9 @@ async def run_stage(
     await stopped.wait()
     await healthy.enter_graceful_shutdown()
     await service.drained(_GRACE)
-    await server.stop(None)
-    if behind is not None:
+    flows.end()
+    await server.stop(_GRACE)
+    if behind is not None and channel is not None:
         await behind.close()
         await channel.close()
 
@@ -244,6 +257,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("number", type=int)
     parser.add_argument("address")
     parser.add_argument("--next", default="")
+    parser.add_argument("--also", default="")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--limit", type=int, default=16)
     parser.add_argument("--max-bytes", type=int, default=MAX_BYTES)
@@ -257,6 +271,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 args.number,
                 args.address,
                 args.next,
+                also=args.also,
                 threads=args.threads,
                 limit=args.limit,
                 max_bytes=args.max_bytes,

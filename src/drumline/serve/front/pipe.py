@@ -23,7 +23,8 @@ from drumline.serve.front.queue import Queue
 from drumline.serve.front.tickets import Microbatch, Signature, Ticket
 from drumline.serve.front.tuner import Tuner
 from drumline.serve.stage import Times, times_of
-from drumline.serve.wire.flow import Failed, Flow
+from drumline.serve.wire.flow import Flow
+from drumline.serve.wire.frames import Failed
 from drumline.serve.wire.protocol import InferRequest, InferResponse
 from drumline.serve.wire.tensors import put_inputs, read_outputs
 

@@ -9,7 +9,7 @@ from itertools import count
 import grpc
 
 from drumline.serve.front.tickets import Microbatch, Signature, Slice, Ticket
-from drumline.serve.wire.flow import Failed
+from drumline.serve.wire.frames import Failed
 
 
 class Queue:

@@ -24,7 +24,8 @@ from drumline.serve.front.service import FrontService
 from drumline.serve.front.supervisor import LocalStages, RemoteStages, Stages
 from drumline.serve.front.tuner import Tuner
 from drumline.serve.stage import MAX_BYTES
-from drumline.serve.wire.flow import Failed, Flow
+from drumline.serve.wire.flow import Flow
+from drumline.serve.wire.frames import Failed
 from drumline.serve.wire.links import PLAIN, Tls, connect, listen, options, parts_of
 from drumline.serve.wire.manifest import Manifest, read_manifest
 from drumline.serve.wire.protocol import POOL, SERVICE
@@ -93,12 +94,17 @@ async def serve(settings: Settings, *, told: Callable[[Started], None], stop: as
         await _unless(stopped, stages.start())
         if stopped.is_set():
             return
-        channel = await kept.enter_async_context(connect(stages.addresses[0], _between(settings), settings.max_bytes))
+        channel = await kept.enter_async_context(connect(stages.links[0], _between(settings), settings.max_bytes))
         record = LoadRecord(settings.record, manifest) if settings.record is not None else None
         if record is not None:
             kept.callback(record.close)
-        pipe = _pipe(settings, manifest, channel, stages, metrics, record)
+        flow = Flow(channel, name="stage 0", max_bytes=settings.max_bytes)
+        pipe = _pipe(settings, manifest, flow, stages, metrics, record)
         kept.push_async_callback(pipe.close)
+        if len(stages.links) > 1:
+            last = await kept.enter_async_context(connect(stages.links[-1], _between(settings), settings.max_bytes))
+            coming = asyncio.create_task(flow.come_home(last))
+            kept.callback(coming.cancel)
         await _front(settings, manifest, pipe, stages, metrics, log, stopped, told, kept)
 
 
@@ -123,12 +129,11 @@ def _between(settings: Settings) -> Tls:
 
 
 def _pipe(
-    settings: Settings, manifest: Manifest, channel: Any, stages: Stages, metrics: Metrics, record: LoadRecord | None
+    settings: Settings, manifest: Manifest, flow: Flow, stages: Stages, metrics: Metrics, record: LoadRecord | None
 ) -> Pipe:
     queue = Queue(max_requests=settings.max_requests, max_bytes=settings.max_queue_bytes)
     tuner = Tuner(len(manifest.stages), settings.budget, settings.rules.max_batch, settings.rows, settings.window)
     seen = None if record is None else lambda microbatch, times: record.add(times, microbatch.rows)
-    flow = Flow(channel, name="stage 0", max_bytes=settings.max_bytes)
     return Pipe(flow, queue, tuner, metrics, rules=settings.rules, is_back=stages.back, seen=seen)
 
 

@@ -15,7 +15,7 @@ from drumline.serve.front.metrics import Metrics
 from drumline.serve.front.pipe import Pipe
 from drumline.serve.front.supervisor import Stages
 from drumline.serve.front.tickets import Ticket
-from drumline.serve.wire.flow import Failed
+from drumline.serve.wire.frames import Failed
 from drumline.serve.wire.manifest import Manifest
 from drumline.serve.wire.protocol import CALLS, SERVICE, InferResponse, message
 from drumline.serve.wire.tensors import Arrays, Refused, put_outputs, read_inputs
@@ -147,17 +147,18 @@ class FrontService:
         typed = not request.raw_input_contents
         left = context.time_remaining()
         timeout = self._timeout if left is None else min(left, self._timeout)
-        ticket = Ticket(name, inputs, timeout=timeout, loop=asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        ticket = Ticket(name, inputs, timeout=timeout, loop=loop)
         self._pipe.queue.admit(ticket)
+        timer = loop.call_later(timeout, ticket.expire)
         self._pipe.poke()
         try:
-            async with asyncio.timeout(timeout):
-                outputs = await ticket.answer
-        except TimeoutError:
-            raise Failed(_Code.DEADLINE_EXCEEDED, f"no answer within {timeout:.3g} seconds") from None
+            outputs = await ticket.answer
+        except BaseException:
+            self._pipe.drop(ticket)
+            raise
         finally:
-            if not ticket.answer.done() or ticket.answer.cancelled():
-                self._pipe.drop(ticket)
+            timer.cancel()
         self._metrics.waiting.observe(ticket.began - ticket.arrived)
         return self._answer(request, ticket, {name: outputs[name] for name in wanted}, typed=typed)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,7 +17,7 @@ import grpc
 from drumline.core.errors import LaunchError
 from drumline.serve.front.logs import Log
 from drumline.serve.front.metrics import Metrics
-from drumline.serve.wire.links import LOOPBACK, Tls, connect, free_port
+from drumline.serve.wire.links import LOOPBACK, Tls, connect, free_port, local_links
 from drumline.serve.wire.protocol import message, stub
 
 _SECONDS_TO_START = 120.0
@@ -29,6 +30,7 @@ class Stages:
     """The stages behind a front: where they are, and whether all of them can compute."""
 
     addresses: Sequence[str]
+    links: Sequence[str]  # where front and stages reach them: the same, or sockets of this machine, which are faster
 
     def __init__(self, num_stages: int) -> None:
         self._ready = [asyncio.Event() for _ in range(num_stages)]
@@ -63,6 +65,8 @@ class LocalStages(Stages):
     ) -> None:
         super().__init__(num_stages)
         self.addresses = [f"{LOOPBACK}:{free_port()}" for _ in range(num_stages)]
+        self._sockets = tempfile.TemporaryDirectory(prefix="drumline-")  # only this user may enter it
+        self.links = local_links(Path(self._sockets.name), num_stages) or self.addresses
         self.processes: list[Any] = [None] * num_stages
         self._folder, self._log, self._metrics = folder, log, metrics
         self._flags = ["--threads", str(threads), "--limit", str(limit), "--max-bytes", str(max_bytes)]
@@ -102,10 +106,11 @@ class LocalStages(Stages):
             await asyncio.sleep(pause)
 
     async def _once(self, number: int) -> int:
-        following = self.addresses[number + 1] if number + 1 < len(self.addresses) else ""
+        following = self.links[number + 1] if number + 1 < len(self.links) else ""
+        also = [] if self.links is self.addresses else ["--also", self.links[number]]
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "drumline.serve.stage", str(self._folder), str(number), self.addresses[number],
-            "--next", following, *self._flags,
+            "--next", following, *also, *self._flags,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         self.processes[number] = process
@@ -136,6 +141,7 @@ class LocalStages(Stages):
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
+        self._sockets.cleanup()
 
 
 class RemoteStages(Stages):
@@ -143,7 +149,7 @@ class RemoteStages(Stages):
 
     def __init__(self, addresses: Sequence[str], *, tls: Tls, log: Log) -> None:
         super().__init__(len(addresses))
-        self.addresses = addresses
+        self.addresses = self.links = addresses
         self._log, self._tls = log, tls
         self._watching: list[asyncio.Task[None]] = []
 

@@ -19,7 +19,7 @@ import grpc
 import numpy as np
 
 from drumline.serve.stage import Times
-from drumline.serve.wire.flow import Failed
+from drumline.serve.wire.frames import Failed
 from drumline.serve.wire.tensors import Array, Arrays
 
 Signature = tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes of inputs, without rows
@@ -83,6 +83,11 @@ class Ticket:
         self.left -= rows
         if not self.left:
             self.answer.set_result(self._outputs)
+
+    def expire(self) -> None:
+        """Answer that the deadline has passed."""
+        why = f"no answer within {self.deadline - self.arrived:.3g} seconds"
+        self.fail(Failed(grpc.StatusCode.DEADLINE_EXCEEDED, why))
 
     def fail(self, error: Failed) -> None:
         """Answer with an error, unless it was answered."""

@@ -1,146 +1,45 @@
-"""Calls over one gRPC stream that stays open: what front and stages exchange.
-
-In Python a unary call of gRPC takes about 2.5 times as long as a message on an open stream and its answer. So the front
-keeps a stream to the first stage, and every stage one to the next:
-
-    caller                                     stage
-      ── CALL number, seconds left, body ────►
-      ◄── LEFT number ────────────────────────     to a caller that ASKed: the microbatch has left this stage
-      ◄── DONE number, times, body ───────────     or FAIL number, code of gRPC, why
-      ── CANCEL number ──────────────────────►     nobody waits any more
-
-If a stream breaks, calls that were sent fail with its status, and those that were not wait for the next stream.
-"""
+"""The caller's side of a stream to a stage: calls, their answers and failures (`wire.frames` draws it)."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-import struct
-from collections import deque
-from collections.abc import Awaitable, Callable
+import secrets
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import IntEnum
 from itertools import count
 from typing import Any
 
 import grpc
 
-SERVICE = "drumline.Stage"
-_FLOW = "Flow"
-_HEAD = struct.Struct("<BQdI")  # kind, number, seconds left or code, bytes of the text
-_PAUSE = 0.05  # seconds before a stream that broke is opened again
-_MOST_TEXT = 2000  # characters of an error
+from drumline.serve.wire.frames import FLOW, HOME, PAUSE, SERVICE, Answer, Failed, Frame, Kind, Outgoing
+
 _CODES = {one.value[0]: one for one in grpc.StatusCode}
-_GONE = (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)  # how a stage ends its streams
-
-
-class Failed(Exception):
-    """A request that cannot be answered: gRPC's code, and why."""
-
-    def __init__(self, code: grpc.StatusCode, why: str) -> None:
-        self.code, self.why = code, why
-        super().__init__(f"{code.name}: {why}")
-
-
-class Kind(IntEnum):
-    """What a frame is."""
-
-    CALL, ASK, CANCEL, LEFT, DONE, FAIL = range(6)
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """A message of the stream.
-
-    >>> Frame.parse(bytes(Frame(Kind.FAIL, 7, 3, "why", b"body")))
-    Frame(kind=<Kind.FAIL: 5>, number=7, value=3.0, text='why', body=b'body')
-    """
-
-    kind: Kind
-    number: int
-    value: float = 0.0  # of a call the seconds left, of a failure the code
-    text: str = ""
-    body: bytes = b""
-
-    def __bytes__(self) -> bytes:
-        text = self.text.encode()
-        return _HEAD.pack(self.kind, self.number, self.value, len(text)) + text + self.body
-
-    @staticmethod
-    def parse(data: bytes) -> Frame:
-        """Read what `bytes` made; ValueError if it is something else."""
-        if len(data) < _HEAD.size:
-            raise ValueError(f"a frame of {len(data)} bytes; expected {_HEAD.size} or more")
-        kind, number, value, size = _HEAD.unpack_from(data)
-        end = _HEAD.size + size
-        if not math.isfinite(value):
-            raise ValueError(f"a frame with {value} seconds; expected a number")
-        if end > len(data):
-            raise ValueError(f"a frame whose text has {size} bytes, of {len(data) - _HEAD.size} behind its head")
-        return Frame(Kind(kind), number, value, data[_HEAD.size : end].decode(), data[end:])
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What comes back: a response as bytes, and what the stages measured, as text."""
-
-    body: bytes
-    times: str = ""
-
-
-class _Outgoing:
-    """Frames to be written, one at a time: gRPC allows no second write before the first has ended."""
-
-    def __init__(self) -> None:
-        self._frames: deque[tuple[int, bytes]] = deque()
-        self._filled = asyncio.Event()
-        self.bytes = 0
-
-    def put(self, number: int, frame: bytes, *, first: bool = False) -> None:
-        """Have a frame of a call written, after the others or before them."""
-        (self._frames.appendleft if first else self._frames.append)((number, frame))
-        self.bytes += len(frame)
-        self._filled.set()
-
-    async def take(self) -> tuple[int, bytes]:
-        """Return the next frame; waits for one."""
-        await self.filled()
-        found = self._frames.popleft()
-        self.bytes -= len(found[1])
-        return found
-
-    async def filled(self) -> None:
-        """Wait until there is a frame."""
-        while not self._frames:
-            self._filled.clear()
-            await self._filled.wait()
-
-    def remove(self, number: int) -> None:
-        """Forget the frames of a call."""
-        self._frames = deque(one for one in self._frames if one[0] != number)
-        self.bytes = sum(len(frame) for _, frame in self._frames)
+_Code = grpc.StatusCode
+# How a stream ends if its stage does; gRPC calls it internal or unknown if that meets a message on its way.
+_GONE = (_Code.OK, _Code.CANCELLED, _Code.UNAVAILABLE, _Code.INTERNAL, _Code.UNKNOWN)
 
 
 class Flow:
     """The caller's side of a stream: opened by the first call, and again whenever it breaks."""
 
     def __init__(self, channel: Any, *, name: str, max_bytes: int) -> None:
-        self._open = channel.stream_stream(f"/{SERVICE}/{_FLOW}")
+        self._open = channel.stream_stream(f"/{SERVICE}/{FLOW}")
         self._name, self._max_bytes = name, max_bytes
         self._numbers = count()
         self._calls: dict[int, _Call] = {}
-        self._outgoing = _Outgoing()
+        self._outgoing = Outgoing()
         self._running: asyncio.Task[None] | None = None
+        self._home, self._comes_home = "", False
 
     def __call__(
-        self, body: bytes, *, timeout: float, left: Callable[[], None] | None = None
+        self, body: bytes, *, timeout: float, left: Callable[[], None] | None = None, route: str = ""
     ) -> asyncio.Future[Answer]:
         """Make a call; `left` hears when it has left the stage. Failed says what went wrong; cancel it to give up."""
         if self._running is None:
             self._running = asyncio.create_task(self._run())
         loop, number = asyncio.get_running_loop(), next(self._numbers)
-        frame = bytes(Frame(Kind.ASK if left else Kind.CALL, number, timeout, body=body))
+        route = route or (f"{self._home}:{number}" if self._home else "")
+        frame = bytes(Frame(Kind.ASK if left else Kind.CALL, number, timeout, route, body))
         call = self._calls[number] = _Call(loop.create_future(), left)
         call.timer = loop.call_later(timeout, self._end, number, grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
         if len(frame) > self._max_bytes:
@@ -178,6 +77,37 @@ class Flow:
             self._outgoing.remove(number)
         return call
 
+    async def come_home(self, channel: Any) -> None:
+        """Take answers from the last stage itself, until cancelled."""
+        home, self._comes_home = secrets.token_hex(HOME // 2), True
+        while True:
+            stream = channel.stream_stream(f"/{SERVICE}/{FLOW}")(wait_for_ready=True)
+            try:
+                await stream.write(bytes(Frame(Kind.HOME, 0, text=home)))
+                self._home = home
+                while (data := await stream.read()) is not grpc.aio.EOF:
+                    self._take(Frame.parse(data))
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError, ValueError):
+                pass
+            finally:
+                self._home = ""
+                stream.cancel()
+            self._lost_home()
+            await asyncio.sleep(PAUSE)
+
+    def _told_home(self, numbers: Iterable[int]) -> None:
+        """Note that answers are on their way over the other stream, unless they have come."""
+        for call in filter(None, map(self._calls.get, numbers)):
+            call.is_on_its_way = True
+        if not self._home:
+            self._lost_home()
+
+    def _lost_home(self) -> None:
+        """Let calls fail whose answers were on their way."""
+        for number in [number for number, call in self._calls.items() if call.is_on_its_way]:
+            self._calls[number].is_sent = False
+            self._end(number, grpc.StatusCode.UNAVAILABLE, "the answer was lost, with the last stage")
+
     async def _run(self) -> None:
         while True:
             await self._outgoing.filled()
@@ -188,14 +118,14 @@ class Flow:
                     self._take(Frame.parse(data))
             except grpc.aio.AioRpcError:
                 pass  # its status is asked for below
-            except ValueError as error:
-                self._broke(grpc.StatusCode.INTERNAL, str(error))
+            except Exception as error:  # calls must fail rather than wait for a stream that nobody reads
+                self._broke(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
             finally:
                 writing.cancel()
                 stream.cancel()
             await asyncio.gather(writing, return_exceptions=True)
             self._broke(await stream.code(), await stream.details() or "")
-            await asyncio.sleep(_PAUSE)
+            await asyncio.sleep(PAUSE)
 
     async def _write(self, stream: Any) -> None:
         while True:
@@ -212,17 +142,21 @@ class Flow:
                 raise
 
     def _take(self, frame: Frame) -> None:
+        if frame.kind is Kind.HOME and self._comes_home:
+            self._told_home(map(int, frame.text.split(",")))
+            return
         call = self._calls.get(frame.number)
-        if call is None:
+        if call is None or call.answer.done():
             return  # it was given up
         if frame.kind is Kind.LEFT:
             if call.left is not None:
                 call.left()
             return
         call.is_sent = False  # nothing of it is left to cancel
-        if frame.kind is Kind.DONE:
-            self._forget(frame.number)
-            call.answer.set_result(Answer(frame.body, frame.text))
+        if frame.kind in (Kind.DONE, Kind.HOME):
+            del self._calls[frame.number]
+            call.timer.cancel()
+            call.answer.set_result(Answer(frame.body, frame.text, went_home=frame.kind is Kind.HOME))
         else:
             code = _CODES.get(int(frame.value), grpc.StatusCode.UNKNOWN)
             self._end(frame.number, code, frame.text or code.name)
@@ -241,64 +175,5 @@ class _Call:
     answer: asyncio.Future[Answer]
     left: Callable[[], None] | None
     is_sent: bool = False
+    is_on_its_way: bool = False
     timer: Any = None
-
-
-Answering = Callable[[bytes, float, Callable[[], None] | None], Awaitable[Answer]]
-
-
-class Flows:
-    """The stage's side: every stream's calls, each answered by `answer(body, seconds left, left)`."""
-
-    def __init__(self, answer: Answering, *, max_bytes: int) -> None:
-        self._answer, self._max_bytes = answer, max_bytes
-
-    def handlers(self) -> Any:
-        """Return the call as gRPC wants it."""
-        return grpc.method_handlers_generic_handler(SERVICE, {_FLOW: grpc.stream_stream_rpc_method_handler(self.serve)})
-
-    async def serve(self, requests: Any, context: Any) -> None:
-        """Answer the calls of a stream until its caller ends it."""
-        outgoing = _Outgoing()
-        calls: dict[int, asyncio.Task[None]] = {}
-        writing = asyncio.create_task(_written(outgoing, context))
-        try:
-            while (data := await context.read()) is not grpc.aio.EOF:
-                frame = Frame.parse(data)
-                if frame.kind is Kind.CANCEL:
-                    if frame.number in calls:
-                        calls[frame.number].cancel()
-                    continue
-                if frame.kind not in (Kind.CALL, Kind.ASK) or frame.number in calls:
-                    raise ValueError(f"a frame {frame.kind.name} {frame.number}; expected a new call")
-                while outgoing.bytes > self._max_bytes:  # the caller reads no answers
-                    await asyncio.sleep(_PAUSE)
-                task = calls[frame.number] = asyncio.create_task(self._one(frame, outgoing))
-                task.add_done_callback(lambda _, number=frame.number: calls.pop(number, None))
-        except ValueError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        finally:
-            for task in [*calls.values(), writing]:
-                task.cancel()
-
-    async def _one(self, frame: Frame, outgoing: _Outgoing) -> None:
-        def left() -> None:
-            outgoing.put(frame.number, bytes(Frame(Kind.LEFT, frame.number)))
-
-        try:
-            answer = await self._answer(frame.body, frame.value, left if frame.kind is Kind.ASK else None)
-            made = bytes(Frame(Kind.DONE, frame.number, 0, answer.times, answer.body))
-            if len(made) > self._max_bytes:
-                why = f"an answer of {len(made)} bytes, {self._max_bytes} are allowed"
-                raise Failed(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
-        except Failed as error:
-            made = bytes(Frame(Kind.FAIL, frame.number, error.code.value[0], error.why[:_MOST_TEXT]))
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}"[:_MOST_TEXT]
-            made = bytes(Frame(Kind.FAIL, frame.number, grpc.StatusCode.INTERNAL.value[0], why))
-        outgoing.put(frame.number, made)
-
-
-async def _written(outgoing: _Outgoing, context: Any) -> None:
-    while True:
-        await context.write((await outgoing.take())[1])

@@ -7,6 +7,7 @@ authority gets no connection.
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from drumline.core.files import MIB, Kind, read_bytes
 
 _PEM = Kind("certificate", UsageError, "a file in PEM format", MIB)
 LOOPBACK = "127.0.0.1"
+_LONGEST_SOCKET = 100  # bytes of a socket's path; systems allow 103 or a few more
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,3 +150,18 @@ def free_port() -> int:
         probe.bind((LOOPBACK, 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def local_links(folder: Path, count: int) -> list[str]:
+    """Return addresses of sockets in a folder: a message takes about 0.6 of its time over the loopback interface.
+
+    None where the system has no such sockets, or the folder's name is too long for them.
+
+    >>> local_links(Path("/tmp/drumline-7"), 2)
+    ['unix:/tmp/drumline-7/0', 'unix:/tmp/drumline-7/1']
+    >>> local_links(Path("/tmp") / ("long" * 30), 2)
+    []
+    """
+    paths = [str(folder.absolute() / str(number)) for number in range(count)]
+    fits = hasattr(socket, "AF_UNIX") and all(len(os.fsencode(one)) <= _LONGEST_SOCKET for one in paths)
+    return [f"unix:{one}" for one in paths] if fits else []

@@ -1,0 +1,127 @@
+"""Calls over one gRPC stream that stays open: what front and stages exchange.
+
+In Python a unary call of gRPC takes about 2.5 times as long as a message on an open stream and its answer. So the front
+keeps a stream to the first stage, and every stage one to the next:
+
+    caller                                     stage
+      ── CALL number, seconds left, body ────►
+      ◄── LEFT number ────────────────────────     to a caller that ASKed: the microbatch has left this stage
+      ◄── DONE number, times, body ───────────     or FAIL number, code of gRPC, why
+      ── CANCEL number ──────────────────────►     nobody waits any more
+
+An answer need not go back through all stages. The front keeps a second stream, to the last stage, and tells it a HOME,
+a name that nobody can guess. Calls carry that name and the front's number. The last stage writes the answer to the home
+stream, and HOME instead of the answer to the stage before, which passes that on; the first stage tells the front of
+several at once. If the last stage knows no such home, the answer goes back as it came.
+
+If a stream breaks, calls that were sent fail with its status, and those that were not wait for the next stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import struct
+from collections import deque
+from enum import IntEnum
+from typing import NamedTuple
+
+import grpc
+
+SERVICE, FLOW = "drumline.Stage", "Flow"
+PAUSE = 0.05  # seconds before a stream that broke is opened again
+HOME = 32  # characters of a home's name
+_HEAD = struct.Struct("<BQdI")  # kind, number, seconds left or code, bytes of the text
+
+
+class Failed(Exception):
+    """A request that cannot be answered: gRPC's code, and why."""
+
+    def __init__(self, code: grpc.StatusCode, why: str) -> None:
+        self.code, self.why = code, why
+        super().__init__(f"{code.name}: {why}")
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    CALL, ASK, CANCEL, LEFT, DONE, FAIL, HOME = range(7)
+
+
+class Frame(NamedTuple):
+    """A message of the stream.
+
+    >>> Frame.parse(bytes(Frame(Kind.FAIL, 7, 3, "why", b"body")))
+    Frame(kind=<Kind.FAIL: 5>, number=7, value=3.0, text='why', body=b'body')
+    """
+
+    kind: Kind
+    number: int
+    value: float = 0.0  # of a call the seconds left, of a failure the code
+    text: str = ""
+    body: bytes = b""
+
+    def __bytes__(self) -> bytes:
+        text = self.text.encode()
+        return _HEAD.pack(self.kind, self.number, self.value, len(text)) + text + self.body
+
+    @staticmethod
+    def parse(data: bytes) -> Frame:
+        """Read what `bytes` made; ValueError if it is something else."""
+        if len(data) < _HEAD.size:
+            raise ValueError(f"a frame of {len(data)} bytes; expected {_HEAD.size} or more")
+        kind, number, value, size = _HEAD.unpack_from(data)
+        end = _HEAD.size + size
+        if not math.isfinite(value):
+            raise ValueError(f"a frame with {value} seconds; expected a number")
+        if end > len(data):
+            raise ValueError(f"a frame whose text has {size} bytes, of {len(data) - _HEAD.size} behind its head")
+        return Frame(Kind(kind), number, value, data[_HEAD.size : end].decode(), data[end:])
+
+
+class Answer(NamedTuple):
+    """What comes back: a response as bytes, what the stages measured, as text, and where the answer may go."""
+
+    body: bytes
+    times: str = ""
+    route: str = ""  # of an answer of the last stage: the home and number of its call, and what was measured before
+    went_home: bool = False  # the caller's caller has it already
+
+
+class Outgoing:
+    """Frames to be written, one at a time: gRPC allows no second write before the first has ended."""
+
+    def __init__(self) -> None:
+        self._frames: deque[tuple[int, bytes]] = deque()
+        self._filled = asyncio.Event()
+        self.bytes = 0
+        self.homeward: list[int] = []  # calls whose answers went home, which is still to be told
+
+    def put(self, number: int, frame: bytes, *, first: bool = False) -> None:
+        """Have a frame of a call written, after the others or before them."""
+        (self._frames.appendleft if first else self._frames.append)((number, frame))
+        self.bytes += len(frame)
+        self._filled.set()
+
+    def put_homeward(self) -> None:
+        """Tell of the answers that went home."""
+        self.put(0, bytes(Frame(Kind.HOME, 0, text=",".join(map(str, self.homeward)))))
+        self.homeward.clear()
+
+    async def take(self) -> tuple[int, bytes]:
+        """Return the next frame; waits for one."""
+        await self.filled()
+        found = self._frames.popleft()
+        self.bytes -= len(found[1])
+        return found
+
+    async def filled(self) -> None:
+        """Wait until there is a frame."""
+        while not self._frames:
+            self._filled.clear()
+            await self._filled.wait()
+
+    def remove(self, number: int) -> None:
+        """Forget the frames of a call."""
+        self._frames = deque(one for one in self._frames if one[0] != number)
+        self.bytes = sum(len(frame) for _, frame in self._frames)
