@@ -41,8 +41,6 @@ def main(words: Sequence[str] | None = None) -> int:
     if args.list:
         print("\n".join(f"{one.name:24} {'short' if one.short else '     '}  {one.what}" for one in chosen))
         return 0
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell does in the background; runs would ignore it too
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     began = time.perf_counter()
     rows, worst = _all_of(chosen, jobs=args.jobs, show=args.show)
     seconds = time.perf_counter() - began
