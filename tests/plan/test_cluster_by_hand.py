@@ -29,7 +29,7 @@ from drumline.plan.cluster.layers import (
 from drumline.plan.cluster.layout import Layout, Practice
 from drumline.plan.cluster.loads import data_exchange, device_volumes, hop_seconds, message_bytes, tied_exchange
 from drumline.plan.cluster.memory import activation_bytes, device_bytes, device_parameters, sharded
-from drumline.plan.cluster.stages import Alike, alike, counts_of
+from drumline.plan.cluster.stages import Alike, alike, counts_of, slices_of
 from drumline.plan.cluster.transformer import Experts, Transformer, model_flops
 
 # A device without overheads: a byte a second from memory, an operation a second. So few processors that no wave is
@@ -408,3 +408,22 @@ def test_operations_of_a_step() -> None:
     attention = 4 * 128 * 128 * 256 * 2
     assert model_flops(GPT, 3) == 3 * 3 * (2 * 128 * weights + attention)
     assert model_flops(GPT, 3, causal=True) == 3 * 3 * (2 * 128 * weights + attention / 2)
+
+
+def test_operations_of_experts() -> None:
+    # A token visits 2 experts of 8, and the shared one: widths of 128, three products each.
+    weights = 256 * (2 * (2 * 256 + 256) + 3 * 2 * (2 + 1) * 128)
+    attention = 4 * 128 * 128 * 256 * 2
+    assert model_flops(MOE, 1) == 3 * (attention + 2 * 128 * (weights + 256 * 1024))
+
+
+def test_a_tied_embedding_is_summed_between_the_ends_of_a_pipeline() -> None:
+    layout = Layout(batch=2, pipeline=2, practice=BARE)
+    assert estimate(GPT, machines(2), layout).seconds.data_exposed == 0.0
+    # A ring of two: each sends all gradients of 4 bytes once, half of them twice.
+    assert estimate(replace(GPT, tied=True), machines(2), layout).seconds.data_exposed == 4 * 1024 * 256
+
+
+def test_only_the_first_layers_are_dense() -> None:
+    one = replace(MOE, num_layers=6, num_dense_layers=3)
+    assert [(slice_.dense, slice_.experts) for slice_ in slices_of(one, (2, 2, 2))] == [(2, 0), (1, 1), (0, 2)]
