@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from matrices import ALL
 
 ROWS, LENGTH, WORDS, WIDTH = 16, 8, 11, 16
-STEPS = 20 if ALL else 5
+STEPS = 20 if ALL else 4
 
 
 def chain() -> nn.Sequential:

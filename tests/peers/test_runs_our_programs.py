@@ -17,7 +17,7 @@ from drumline.core.torch_text import for_torch
 from drumline.pipeline.launch.launch import launch
 from drumline.schedules import generate
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.cold_ranks]
 
 NAMES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "looped-bfs", "interleaved-zb")
 FORMATS = ("compute_only", "compute_comms")
