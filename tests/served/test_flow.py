@@ -34,18 +34,18 @@ Code = grpc.StatusCode
 LIMIT = 2**16
 
 
-async def _server(answer: Answering, address: str, *, is_first: bool = False) -> tuple[Any, str]:
+async def _server(answer: Answering, address: str) -> tuple[Any, str]:
     server = grpc.aio.server(options=options(LIMIT))
-    server.add_generic_rpc_handlers((Flows(answer, max_bytes=LIMIT, is_first=is_first).handlers(),))
+    server.add_generic_rpc_handlers((Flows(answer, max_bytes=LIMIT).handlers(),))
     port = server.add_insecure_port(address)
     await server.start()
     return server, f"127.0.0.1:{port}"
 
 
 @asynccontextmanager
-async def joined(answer: Answering, *, is_first: bool = False) -> AsyncIterator[tuple[Flow, Any, str]]:
+async def joined(answer: Answering) -> AsyncIterator[tuple[Flow, Any, str]]:
     """A caller and a stage in one loop."""
-    server, address = await _server(answer, "127.0.0.1:0", is_first=is_first)
+    server, address = await _server(answer, "127.0.0.1:0")
     async with connect(address, PLAIN, LIMIT) as channel:
         flow = Flow(channel, name="stage 1", max_bytes=LIMIT)
         try:
@@ -70,7 +70,7 @@ async def until(condition: Callable[[], bool]) -> None:
 def test_every_call_gets_its_own_answer_in_whatever_order_they_come() -> None:
     turns = [asyncio.Event() for _ in range(9)]
 
-    async def answer(body: bytes, seconds: float, left: Callable[[], None] | None, route: str) -> Answer:
+    async def answer(body: bytes, seconds: float, left: Callable[[], None] | None) -> Answer:
         number = int(body)
         if left is not None:
             left()
@@ -97,7 +97,7 @@ def test_every_call_gets_its_own_answer_in_whatever_order_they_come() -> None:
 def test_a_cancelled_call_and_a_passed_deadline_end_the_work_of_the_stage() -> None:
     begun, stopped, remaining = [], [], []
 
-    async def answer(body: bytes, seconds: float, left: Callable[[], None] | None, route: str) -> Answer:
+    async def answer(body: bytes, seconds: float, left: Callable[[], None] | None) -> Answer:
         begun.append(body)
         remaining.append(seconds)
         try:
@@ -128,12 +128,12 @@ def test_a_cancelled_call_and_a_passed_deadline_end_the_work_of_the_stage() -> N
 def test_calls_inside_a_stage_that_dies_fail_and_others_wait_for_the_next_one() -> None:
     begun = []
 
-    async def hangs(body: bytes, seconds: float, left: Callable[[], None] | None, route: str) -> Answer:
+    async def hangs(body: bytes, seconds: float, left: Callable[[], None] | None) -> Answer:
         begun.append(body)
         await asyncio.sleep(600)
         raise AssertionError
 
-    async def answers(body: bytes, seconds: float, left: Callable[[], None] | None, route: str) -> Answer:
+    async def answers(body: bytes, seconds: float, left: Callable[[], None] | None) -> Answer:
         return Answer(body)
 
     async def run() -> None:
@@ -159,7 +159,7 @@ def test_calls_inside_a_stage_that_dies_fail_and_others_wait_for_the_next_one() 
 
 
 def test_a_message_that_is_too_large_fails_alone() -> None:
-    async def answer(body: bytes, seconds: float, left: Callable[[], None] | None, route: str) -> Answer:
+    async def answer(body: bytes, seconds: float, left: Callable[[], None] | None) -> Answer:
         return Answer(body * 2)
 
     async def run() -> None:
@@ -178,59 +178,15 @@ def test_a_message_that_is_too_large_fails_alone() -> None:
     asyncio.run(run())
 
 
-def test_answers_take_the_short_way_home_and_the_long_one_where_no_home_is_known() -> None:
-    async def run() -> None:
-        taken: list[str] = []
-        turn = asyncio.Event()
-
-        async def last(body: bytes, seconds: float, left: Callable[[], None] | None, route: str) -> Answer:
-            if body == b"held":
-                turn.set()
-                await asyncio.sleep(600)
-            return Answer(body, "of the last", route)
-
-        async with joined(last) as (behind, server, address), connect(address, PLAIN, LIMIT) as channel:
-
-            async def first(body: bytes, seconds: float, left: Callable[[], None] | None, route: str) -> Answer:
-                found = await behind(body, timeout=60, route=f"{route};of the first" if route else "")
-                taken.append("short" if found.went_home else "long")
-                return Answer(found.body, f"of the first;{found.times}", went_home=found.went_home)
-
-            async with joined(first, is_first=True) as (flow, _, _):
-                assert await flow(b"one", timeout=60) == Answer(b"one", "of the first;of the last")
-                coming = asyncio.create_task(flow.come_home(channel))
-                await until(lambda: bool(flow._home))
-                while taken[-1] == "long":
-                    assert await flow(b"two", timeout=60) == Answer(b"two", "of the first;of the last")
-                    await asyncio.sleep(0.01)
-                found = await asyncio.gather(*(flow(b"%d" % one, timeout=60) for one in range(20)))
-                assert [one.body for one in found] == [b"%d" % one for one in range(20)]
-                held = flow(b"held", timeout=60)
-                await turn.wait()
-                await server.stop(None)
-                assert (await failure(held))[0] is Code.UNAVAILABLE
-                await until(lambda: not flow._home)
-                lost = flow(b"lost", timeout=60)
-                flow._take(Frame(Kind.HOME, 0, text=f"{max(flow._calls)}"))  # it went where nobody reads any more
-                assert await failure(lost) == (Code.UNAVAILABLE, "stage 1: the answer was lost, with the last stage")
-                coming.cancel()
-        assert taken[0] == "long"
-        assert "long" not in taken[-20:]
-
-    asyncio.run(run())
-
-
 class Behind:
     """The next stage, as a stage sees it."""
 
     def __init__(self) -> None:
         self.timeouts: list[float] = []
-        self.routes: list[str] = []
         self.answer = Answer(b"from behind", "1,5,6,7,8,9,10")
 
-    def __call__(self, body: bytes, *, timeout: float, route: str) -> asyncio.Future[Answer]:
+    def __call__(self, body: bytes, *, timeout: float) -> asyncio.Future[Answer]:
         self.timeouts.append(timeout)
-        self.routes.append(route)
         made = asyncio.get_running_loop().create_future()
         made.set_result(self.answer)
         return made
