@@ -13,9 +13,11 @@ import grpc
 import numpy as np
 import pytest
 
+from drumline.serve.front.logs import Log
 from drumline.serve.front.metrics import Metrics
 from drumline.serve.front.pipe import Pipe, Rules
 from drumline.serve.front.queue import Queue
+from drumline.serve.front.service import FrontService
 from drumline.serve.front.tickets import Ticket
 from drumline.serve.front.tuner import Tuner
 from drumline.serve.session import Session
@@ -168,7 +170,8 @@ def test_a_message_that_is_too_large_fails_alone() -> None:
             code, why = await failure(flow(b"x" * LIMIT, timeout=60))
             assert code is Code.RESOURCE_EXHAUSTED
             assert f"{LIMIT} are allowed" in why
-            assert (await failure(flow(b"x" * (LIMIT // 2), timeout=60)))[0] is Code.RESOURCE_EXHAUSTED
+            code, why = await failure(flow(b"x" * (LIMIT // 2), timeout=60))
+            assert (code, why.startswith("stage 1: an answer of")) == (Code.RESOURCE_EXHAUSTED, True)
             assert (await small).body == b"smallsmall"
             async with connect(address, PLAIN, LIMIT) as channel:
                 stream = channel.stream_stream(f"/{SERVICE}/Flow")()
@@ -272,7 +275,7 @@ class Carried:
 
 def test_a_request_enters_an_idle_pipe_at_once_and_a_full_one_not_at_all() -> None:
     async def run() -> None:
-        one = Carried(max_wait=600.0)
+        one = Carried(max_wait=600.0, rows=8)
         ticket = one.send(rows_of(1))
         one.pipe.poke()
         async with asyncio.timeout(60):
@@ -316,5 +319,20 @@ def test_a_request_that_cannot_be_computed_fails_alone() -> None:
         assert (await failure(tickets[1].answer))[0] is Code.INVALID_ARGUMENT
         np.testing.assert_array_equal((await tickets[2].answer)["y"], 2 * rows_of(3, 2))
         assert [len(x) for x in carried.calls] == [6, 2, 1, 3]
+
+    asyncio.run(run())
+
+
+def test_a_service_that_stops_takes_no_more_requests(served_folder: Path) -> None:
+    async def run() -> None:
+        carried: Any = Carried()
+        front = FrontService(
+            read_manifest(served_folder), carried.pipe, carried, carried.metrics, Log(), max_rows=9, timeout=60.0
+        )
+        front.is_draining = True
+        assert await failure(front._infer(request_of({"x": rows_of(1)}), None, "r")) == (
+            Code.UNAVAILABLE,
+            "the service is stopping",
+        )
 
     asyncio.run(run())
