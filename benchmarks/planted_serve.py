@@ -43,8 +43,8 @@ SERVE = (
     Bug(
         "deadline-not-passed-on",
         "serve/stage.py",
-        "timeout=deadline - time.monotonic(),",
-        "timeout=_LONGEST,",
+        "timeout=deadline - time.monotonic())",
+        "timeout=_LONGEST)",
         "Stages behind the first know of no deadline.",
     ),
     Bug(
@@ -81,21 +81,6 @@ SERVE = (
         "call = self._calls.get(frame.number)\n        if call is None or",
         "call = next(iter(self._calls.values()), None)\n        if call is None or",
         "An answer goes to the oldest call.",
-    ),
-    Bug(
-        "answer-home-of-another-call",
-        "serve/wire/flows.py",
-        "Frame(Kind.DONE, int(number) % 2**64, 0,",
-        "Frame(Kind.DONE, 0, 0,",
-        "An answer that takes the short way goes to another call.",
-    ),
-    Bug(
-        "answer-lost-with-the-last-stage",
-        "serve/wire/flow.py",
-        "            self._lost_home()\n            await",
-        "            await",
-        "A call whose answer was on its way waits for its deadline.",
-        survives="The stage before notices the death too, and lets the call fail.",
     ),
     Bug(
         "cancel-not-passed-on",

@@ -13,9 +13,11 @@ import grpc
 import numpy as np
 import pytest
 
+from drumline.serve.front.logs import Log
 from drumline.serve.front.metrics import Metrics
 from drumline.serve.front.pipe import Pipe, Rules
 from drumline.serve.front.queue import Queue
+from drumline.serve.front.service import FrontService
 from drumline.serve.front.tickets import Ticket
 from drumline.serve.front.tuner import Tuner
 from drumline.serve.session import Session
@@ -34,18 +36,18 @@ Code = grpc.StatusCode
 LIMIT = 2**16
 
 
-async def _server(answer: Answering, address: str, *, is_first: bool = False) -> tuple[Any, str]:
+async def _server(answer: Answering, address: str) -> tuple[Any, str]:
     server = grpc.aio.server(options=options(LIMIT))
-    server.add_generic_rpc_handlers((Flows(answer, max_bytes=LIMIT, is_first=is_first).handlers(),))
+    server.add_generic_rpc_handlers((Flows(answer, max_bytes=LIMIT).handlers(),))
     port = server.add_insecure_port(address)
     await server.start()
     return server, f"127.0.0.1:{port}"
 
 
 @asynccontextmanager
-async def joined(answer: Answering, *, is_first: bool = False) -> AsyncIterator[tuple[Flow, Any, str]]:
+async def joined(answer: Answering) -> AsyncIterator[tuple[Flow, Any, str]]:
     """A caller and a stage in one loop."""
-    server, address = await _server(answer, "127.0.0.1:0", is_first=is_first)
+    server, address = await _server(answer, "127.0.0.1:0")
     async with connect(address, PLAIN, LIMIT) as channel:
         flow = Flow(channel, name="stage 1", max_bytes=LIMIT)
         try:
@@ -70,7 +72,7 @@ async def until(condition: Callable[[], bool]) -> None:
 def test_every_call_gets_its_own_answer_in_whatever_order_they_come() -> None:
     turns = [asyncio.Event() for _ in range(9)]
 
-    async def answer(body: bytes, seconds: float, left: Callable[[], None] | None, route: str) -> Answer:
+    async def answer(body: bytes, seconds: float, left: Callable[[], None] | None) -> Answer:
         number = int(body)
         if left is not None:
             left()
@@ -97,7 +99,7 @@ def test_every_call_gets_its_own_answer_in_whatever_order_they_come() -> None:
 def test_a_cancelled_call_and_a_passed_deadline_end_the_work_of_the_stage() -> None:
     begun, stopped, remaining = [], [], []
 
-    async def answer(body: bytes, seconds: float, left: Callable[[], None] | None, route: str) -> Answer:
+    async def answer(body: bytes, seconds: float, left: Callable[[], None] | None) -> Answer:
         begun.append(body)
         remaining.append(seconds)
         try:
@@ -128,12 +130,12 @@ def test_a_cancelled_call_and_a_passed_deadline_end_the_work_of_the_stage() -> N
 def test_calls_inside_a_stage_that_dies_fail_and_others_wait_for_the_next_one() -> None:
     begun = []
 
-    async def hangs(body: bytes, seconds: float, left: Callable[[], None] | None, route: str) -> Answer:
+    async def hangs(body: bytes, seconds: float, left: Callable[[], None] | None) -> Answer:
         begun.append(body)
         await asyncio.sleep(600)
         raise AssertionError
 
-    async def answers(body: bytes, seconds: float, left: Callable[[], None] | None, route: str) -> Answer:
+    async def answers(body: bytes, seconds: float, left: Callable[[], None] | None) -> Answer:
         return Answer(body)
 
     async def run() -> None:
@@ -159,7 +161,7 @@ def test_calls_inside_a_stage_that_dies_fail_and_others_wait_for_the_next_one() 
 
 
 def test_a_message_that_is_too_large_fails_alone() -> None:
-    async def answer(body: bytes, seconds: float, left: Callable[[], None] | None, route: str) -> Answer:
+    async def answer(body: bytes, seconds: float, left: Callable[[], None] | None) -> Answer:
         return Answer(body * 2)
 
     async def run() -> None:
@@ -168,7 +170,8 @@ def test_a_message_that_is_too_large_fails_alone() -> None:
             code, why = await failure(flow(b"x" * LIMIT, timeout=60))
             assert code is Code.RESOURCE_EXHAUSTED
             assert f"{LIMIT} are allowed" in why
-            assert (await failure(flow(b"x" * (LIMIT // 2), timeout=60)))[0] is Code.RESOURCE_EXHAUSTED
+            code, why = await failure(flow(b"x" * (LIMIT // 2), timeout=60))
+            assert (code, why.startswith("stage 1: an answer of")) == (Code.RESOURCE_EXHAUSTED, True)
             assert (await small).body == b"smallsmall"
             async with connect(address, PLAIN, LIMIT) as channel:
                 stream = channel.stream_stream(f"/{SERVICE}/Flow")()
@@ -178,59 +181,15 @@ def test_a_message_that_is_too_large_fails_alone() -> None:
     asyncio.run(run())
 
 
-def test_answers_take_the_short_way_home_and_the_long_one_where_no_home_is_known() -> None:
-    async def run() -> None:
-        taken: list[str] = []
-        turn = asyncio.Event()
-
-        async def last(body: bytes, seconds: float, left: Callable[[], None] | None, route: str) -> Answer:
-            if body == b"held":
-                turn.set()
-                await asyncio.sleep(600)
-            return Answer(body, "of the last", route)
-
-        async with joined(last) as (behind, server, address), connect(address, PLAIN, LIMIT) as channel:
-
-            async def first(body: bytes, seconds: float, left: Callable[[], None] | None, route: str) -> Answer:
-                found = await behind(body, timeout=60, route=f"{route};of the first" if route else "")
-                taken.append("short" if found.went_home else "long")
-                return Answer(found.body, f"of the first;{found.times}", went_home=found.went_home)
-
-            async with joined(first, is_first=True) as (flow, _, _):
-                assert await flow(b"one", timeout=60) == Answer(b"one", "of the first;of the last")
-                coming = asyncio.create_task(flow.come_home(channel))
-                await until(lambda: bool(flow._home))
-                while taken[-1] == "long":
-                    assert await flow(b"two", timeout=60) == Answer(b"two", "of the first;of the last")
-                    await asyncio.sleep(0.01)
-                found = await asyncio.gather(*(flow(b"%d" % one, timeout=60) for one in range(20)))
-                assert [one.body for one in found] == [b"%d" % one for one in range(20)]
-                held = flow(b"held", timeout=60)
-                await turn.wait()
-                await server.stop(None)
-                assert (await failure(held))[0] is Code.UNAVAILABLE
-                await until(lambda: not flow._home)
-                lost = flow(b"lost", timeout=60)
-                flow._take(Frame(Kind.HOME, 0, text=f"{max(flow._calls)}"))  # it went where nobody reads any more
-                assert await failure(lost) == (Code.UNAVAILABLE, "stage 1: the answer was lost, with the last stage")
-                coming.cancel()
-        assert taken[0] == "long"
-        assert "long" not in taken[-20:]
-
-    asyncio.run(run())
-
-
 class Behind:
     """The next stage, as a stage sees it."""
 
     def __init__(self) -> None:
         self.timeouts: list[float] = []
-        self.routes: list[str] = []
         self.answer = Answer(b"from behind", "1,5,6,7,8,9,10")
 
-    def __call__(self, body: bytes, *, timeout: float, route: str) -> asyncio.Future[Answer]:
+    def __call__(self, body: bytes, *, timeout: float) -> asyncio.Future[Answer]:
         self.timeouts.append(timeout)
-        self.routes.append(route)
         made = asyncio.get_running_loop().create_future()
         made.set_result(self.answer)
         return made
@@ -316,7 +275,7 @@ class Carried:
 
 def test_a_request_enters_an_idle_pipe_at_once_and_a_full_one_not_at_all() -> None:
     async def run() -> None:
-        one = Carried(max_wait=600.0)
+        one = Carried(max_wait=600.0, rows=8)
         ticket = one.send(rows_of(1))
         one.pipe.poke()
         async with asyncio.timeout(60):
@@ -360,5 +319,20 @@ def test_a_request_that_cannot_be_computed_fails_alone() -> None:
         assert (await failure(tickets[1].answer))[0] is Code.INVALID_ARGUMENT
         np.testing.assert_array_equal((await tickets[2].answer)["y"], 2 * rows_of(3, 2))
         assert [len(x) for x in carried.calls] == [6, 2, 1, 3]
+
+    asyncio.run(run())
+
+
+def test_a_service_that_stops_takes_no_more_requests(served_folder: Path) -> None:
+    async def run() -> None:
+        carried: Any = Carried()
+        front = FrontService(
+            read_manifest(served_folder), carried.pipe, carried, carried.metrics, Log(), max_rows=9, timeout=60.0
+        )
+        front.is_draining = True
+        assert await failure(front._infer(request_of({"x": rows_of(1)}), None, "r")) == (
+            Code.UNAVAILABLE,
+            "the service is stopping",
+        )
 
     asyncio.run(run())

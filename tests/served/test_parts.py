@@ -40,9 +40,9 @@ def test_rows_of_many_requests_travel_together_and_come_back_to_their_own() -> N
     for one in tickets:
         queue.admit(one)
     taken = []
-    while (microbatch := queue.take(tickets[0].signature, 4)) is not None:
+    while (microbatch := queue.take(tickets[0].signature, 3)) is not None:
         taken.append(microbatch)
-    assert [one.rows for one in taken] == [4, 4, 2]
+    assert [one.rows for one in taken] == [3, 3, 3, 1]
     assert len(queue) == queue.bytes == 0
     for microbatch in reversed(taken):  # in whatever order answers come
         microbatch.put({"y": microbatch.inputs()["x"] * 2})

@@ -120,13 +120,7 @@ class StageService:
         return answer.body
 
     async def answer(
-        self,
-        body: bytes,
-        seconds: float,
-        left: Callable[[], None] | None = None,
-        route: str = "",
-        *,
-        alone: bool = False,
+        self, body: bytes, seconds: float, left: Callable[[], None] | None = None, *, alone: bool = False
     ) -> Answer:
         """Compute a microbatch and return the answer of the last stage; `alone`: this stage's own."""
         arrived = time.monotonic_ns()
@@ -136,7 +130,7 @@ class StageService:
             raise self._failed(_Code.RESOURCE_EXHAUSTED, f"it has {self._open} open calls")
         self._open += 1
         try:
-            return await self._answer(body, arrived, time.monotonic() + seconds, left, route, alone)
+            return await self._answer(body, arrived, time.monotonic() + seconds, left, alone)
         finally:
             self._open -= 1
 
@@ -149,7 +143,7 @@ class StageService:
         await asyncio.sleep(0.01)  # the last answers are being written
 
     async def _answer(
-        self, body: bytes, arrived: int, deadline: float, left: Callable[[], None] | None, route: str, alone: bool
+        self, body: bytes, arrived: int, deadline: float, left: Callable[[], None] | None, alone: bool
     ) -> Answer:
         try:
             request = InferRequest.FromString(body)
@@ -175,16 +169,15 @@ class StageService:
             response = InferResponse(model_name=self._manifest.model, id=request.id)
             put_outputs(response, made)
             times = str(Times(self.number, arrived, start, end, end, *sizes))
-            return Answer(response.SerializeToString(), times, route)
+            return Answer(response.SerializeToString(), times)
         further = InferRequest(id=request.id)
         put_inputs(further, made)
         del arrays, made, request
         sent = time.monotonic_ns()
         times = str(Times(self.number, arrived, start, end, sent, *sizes))
-        route = f"{route};{times}" if route else ""
         # A stage that is being started again is waited for, as long as anybody waits for the answer.
-        behind = await self._next(further.SerializeToString(), timeout=deadline - time.monotonic(), route=route)
-        return Answer(behind.body, f"{times};{behind.times}", went_home=behind.went_home)
+        behind = await self._next(further.SerializeToString(), timeout=deadline - time.monotonic())
+        return Answer(behind.body, f"{times};{behind.times}")
 
     async def _computed(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Run the graph in its thread; a cancelled call stops it there."""
@@ -219,7 +212,7 @@ async def run_stage(
     channel = connect(following, tls, max_bytes) if following else None
     behind = None if channel is None else Flow(channel, name=f"stage {number + 1}", max_bytes=max_bytes)
     service = StageService(manifest, number, session, following=behind, limit=limit)
-    flows = Flows(service.answer, max_bytes=max_bytes, is_first=number == 0)
+    flows = Flows(service.answer, max_bytes=max_bytes)
     server.add_generic_rpc_handlers((service.handlers(), flows.handlers()))
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)

@@ -101,10 +101,6 @@ async def serve(settings: Settings, *, told: Callable[[Started], None], stop: as
         flow = Flow(channel, name="stage 0", max_bytes=settings.max_bytes)
         pipe = _pipe(settings, manifest, flow, stages, metrics, record)
         kept.push_async_callback(pipe.close)
-        if len(stages.links) > 1:
-            last = await kept.enter_async_context(connect(stages.links[-1], _between(settings), settings.max_bytes))
-            coming = asyncio.create_task(flow.come_home(last))
-            kept.callback(coming.cancel)
         await _front(settings, manifest, pipe, stages, metrics, log, stopped, told, kept)
 
 

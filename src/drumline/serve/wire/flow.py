@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import grpc
 
-from drumline.serve.wire.frames import FLOW, HOME, PAUSE, SERVICE, Answer, Failed, Frame, Kind, Outgoing
+from drumline.serve.wire.frames import FLOW, PAUSE, SERVICE, Answer, Failed, Frame, Kind, Outgoing
 
 _CODES = {one.value[0]: one for one in grpc.StatusCode}
 _Code = grpc.StatusCode
@@ -29,17 +28,15 @@ class Flow:
         self._calls: dict[int, _Call] = {}
         self._outgoing = Outgoing()
         self._running: asyncio.Task[None] | None = None
-        self._home, self._comes_home = "", False
 
     def __call__(
-        self, body: bytes, *, timeout: float, left: Callable[[], None] | None = None, route: str = ""
+        self, body: bytes, *, timeout: float, left: Callable[[], None] | None = None
     ) -> asyncio.Future[Answer]:
         """Make a call; `left` hears when it has left the stage. Failed says what went wrong; cancel it to give up."""
         if self._running is None:
             self._running = asyncio.create_task(self._run())
         loop, number = asyncio.get_running_loop(), next(self._numbers)
-        route = route or (f"{self._home}:{number}" if self._home else "")
-        frame = bytes(Frame(Kind.ASK if left else Kind.CALL, number, timeout, route, body))
+        frame = bytes(Frame(Kind.ASK if left else Kind.CALL, number, timeout, body=body))
         call = self._calls[number] = _Call(loop.create_future(), left)
         call.timer = loop.call_later(timeout, self._end, number, grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
         if len(frame) > self._max_bytes:
@@ -77,37 +74,6 @@ class Flow:
             self._outgoing.remove(number)
         return call
 
-    async def come_home(self, channel: Any) -> None:
-        """Take answers from the last stage itself, until cancelled."""
-        home, self._comes_home = secrets.token_hex(HOME // 2), True
-        while True:
-            stream = channel.stream_stream(f"/{SERVICE}/{FLOW}")(wait_for_ready=True)
-            try:
-                await stream.write(bytes(Frame(Kind.HOME, 0, text=home)))
-                self._home = home
-                while (data := await stream.read()) is not grpc.aio.EOF:
-                    self._take(Frame.parse(data))
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError, ValueError):
-                pass
-            finally:
-                self._home = ""
-                stream.cancel()
-            self._lost_home()
-            await asyncio.sleep(PAUSE)
-
-    def _told_home(self, numbers: Iterable[int]) -> None:
-        """Note that answers are on their way over the other stream, unless they have come."""
-        for call in filter(None, map(self._calls.get, numbers)):
-            call.is_on_its_way = True
-        if not self._home:
-            self._lost_home()
-
-    def _lost_home(self) -> None:
-        """Let calls fail whose answers were on their way."""
-        for number in [number for number, call in self._calls.items() if call.is_on_its_way]:
-            self._calls[number].is_sent = False
-            self._end(number, grpc.StatusCode.UNAVAILABLE, "the answer was lost, with the last stage")
-
     async def _run(self) -> None:
         while True:
             await self._outgoing.filled()
@@ -142,9 +108,6 @@ class Flow:
                 raise
 
     def _take(self, frame: Frame) -> None:
-        if frame.kind is Kind.HOME and self._comes_home:
-            self._told_home(map(int, frame.text.split(",")))
-            return
         call = self._calls.get(frame.number)
         if call is None or call.answer.done():
             return  # it was given up
@@ -153,10 +116,10 @@ class Flow:
                 call.left()
             return
         call.is_sent = False  # nothing of it is left to cancel
-        if frame.kind in (Kind.DONE, Kind.HOME):
+        if frame.kind is Kind.DONE:
             del self._calls[frame.number]
             call.timer.cancel()
-            call.answer.set_result(Answer(frame.body, frame.text, went_home=frame.kind is Kind.HOME))
+            call.answer.set_result(Answer(frame.body, frame.text))
         else:
             code = _CODES.get(int(frame.value), grpc.StatusCode.UNKNOWN)
             self._end(frame.number, code, frame.text or code.name)
@@ -175,5 +138,4 @@ class _Call:
     answer: asyncio.Future[Answer]
     left: Callable[[], None] | None
     is_sent: bool = False
-    is_on_its_way: bool = False
     timer: Any = None

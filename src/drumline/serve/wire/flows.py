@@ -1,4 +1,4 @@
-"""The stage's side of its streams: every call is a task, and answers go back, or home (`wire.frames` draws it)."""
+"""The stage's side of its streams: every call is a task, and its answer a frame (`wire.frames` draws it)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from typing import Any
 
 import grpc
 
-from drumline.serve.wire.frames import FLOW, HOME, PAUSE, SERVICE, Answer, Failed, Frame, Kind, Outgoing
+from drumline.serve.wire.frames import FLOW, PAUSE, SERVICE, Answer, Failed, Frame, Kind, Outgoing
 
 _MOST_TEXT = 2000  # characters of an error
-Answering = Callable[[bytes, float, Callable[[], None] | None, str], Awaitable[Answer]]
+Answering = Callable[[bytes, float, Callable[[], None] | None], Awaitable[Answer]]
 
 
 class Flows:
-    """The stage's side: every stream's calls, each answered by `answer(body, seconds left, left, route)`."""
+    """The stage's side: every stream's calls, each answered by `answer(body, seconds left, left)`."""
 
-    def __init__(self, answer: Answering, *, max_bytes: int, is_first: bool = False) -> None:
-        self._answer, self._max_bytes, self._is_first = answer, max_bytes, is_first
+    def __init__(self, answer: Answering, *, max_bytes: int) -> None:
+        self._answer, self._max_bytes = answer, max_bytes
         self._ended = asyncio.Event()
-        self._homes: dict[str, Outgoing] = {}
 
     def handlers(self) -> Any:
         """Return the call as gRPC wants it."""
@@ -45,7 +44,6 @@ class Flows:
     async def _serve(self, context: Any) -> None:
         outgoing = Outgoing()
         calls: dict[int, asyncio.Task[None]] = {}
-        home = ""
         writing = asyncio.create_task(_written(outgoing, context))
         try:
             while (data := await context.read()) is not grpc.aio.EOF:
@@ -53,10 +51,6 @@ class Flows:
                 if frame.kind is Kind.CANCEL:
                     if frame.number in calls:
                         calls[frame.number].cancel()
-                    continue
-                if frame.kind is Kind.HOME and not home and len(frame.text) == HOME:
-                    home = frame.text
-                    self._homes[home] = outgoing
                     continue
                 if frame.kind not in (Kind.CALL, Kind.ASK) or frame.number in calls:
                     raise ValueError(f"a frame {frame.kind.name} {frame.number}; expected a new call")
@@ -67,8 +61,6 @@ class Flows:
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
-            if self._homes.get(home) is outgoing:
-                del self._homes[home]
             for task in [*calls.values(), writing]:
                 task.cancel()
 
@@ -77,14 +69,8 @@ class Flows:
             outgoing.put(frame.number, bytes(Frame(Kind.LEFT, frame.number)))
 
         try:
-            answer = await self._answer(frame.body, frame.value, left if frame.kind is Kind.ASK else None, frame.text)
-            if answer.went_home or self._sent_home(answer):
-                answer = Answer(b"", went_home=True)
-            if answer.went_home and self._is_first:
-                self._tell_later(frame.number, outgoing)
-                return
-            kind = Kind.HOME if answer.went_home else Kind.DONE
-            made = bytes(Frame(kind, frame.number, 0, answer.times, answer.body))
+            answer = await self._answer(frame.body, frame.value, left if frame.kind is Kind.ASK else None)
+            made = bytes(Frame(Kind.DONE, frame.number, 0, answer.times, answer.body))
             if len(made) > self._max_bytes:
                 why = f"an answer of {len(made)} bytes, {self._max_bytes} are allowed"
                 raise Failed(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
@@ -94,25 +80,6 @@ class Flows:
             why = f"{type(error).__name__}: {error}"[:_MOST_TEXT]
             made = bytes(Frame(Kind.FAIL, frame.number, grpc.StatusCode.INTERNAL.value[0], why))
         outgoing.put(frame.number, made)
-
-    def _tell_later(self, number: int, outgoing: Outgoing) -> None:
-        """Tell the front of several answers at once: it has them, and needs to know only if the last stage dies."""
-        if not outgoing.homeward:
-            asyncio.get_running_loop().call_later(PAUSE, outgoing.put_homeward)
-        outgoing.homeward.append(number)
-
-    def _sent_home(self, answer: Answer) -> bool:
-        """Write an answer to the home of its call; whether that is known here, and not too far behind."""
-        where, _, before = answer.route.partition(";")
-        home, _, number = where.partition(":")
-        outgoing = self._homes.get(home)
-        if outgoing is None or not number.isdecimal() or outgoing.bytes > self._max_bytes:
-            return False
-        frame = bytes(Frame(Kind.DONE, int(number) % 2**64, 0, f"{before};{answer.times}", answer.body))
-        if len(frame) > self._max_bytes:
-            return False
-        outgoing.put(int(number), frame)
-        return True
 
 
 def _forgotten(calls: dict[int, asyncio.Task[None]], number: int, task: asyncio.Task[None]) -> None:

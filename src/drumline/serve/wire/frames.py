@@ -9,11 +9,6 @@ keeps a stream to the first stage, and every stage one to the next:
       ◄── DONE number, times, body ───────────     or FAIL number, code of gRPC, why
       ── CANCEL number ──────────────────────►     nobody waits any more
 
-An answer need not go back through all stages. The front keeps a second stream, to the last stage, and tells it a HOME,
-a name that nobody can guess. Calls carry that name and the front's number. The last stage writes the answer to the home
-stream, and HOME instead of the answer to the stage before, which passes that on; the first stage tells the front of
-several at once. If the last stage knows no such home, the answer goes back as it came.
-
 If a stream breaks, calls that were sent fail with its status, and those that were not wait for the next stream.
 """
 
@@ -30,7 +25,6 @@ import grpc
 
 SERVICE, FLOW = "drumline.Stage", "Flow"
 PAUSE = 0.05  # seconds before a stream that broke is opened again
-HOME = 32  # characters of a home's name
 _HEAD = struct.Struct("<BQdI")  # kind, number, seconds left or code, bytes of the text
 
 
@@ -45,7 +39,7 @@ class Failed(Exception):
 class Kind(IntEnum):
     """What a frame is."""
 
-    CALL, ASK, CANCEL, LEFT, DONE, FAIL, HOME = range(7)
+    CALL, ASK, CANCEL, LEFT, DONE, FAIL = range(6)
 
 
 class Frame(NamedTuple):
@@ -80,12 +74,10 @@ class Frame(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What comes back: a response as bytes, what the stages measured, as text, and where the answer may go."""
+    """What comes back: a response as bytes, and what the stages measured, as text."""
 
     body: bytes
     times: str = ""
-    route: str = ""  # of an answer of the last stage: the home and number of its call, and what was measured before
-    went_home: bool = False  # the caller's caller has it already
 
 
 class Outgoing:
@@ -95,18 +87,12 @@ class Outgoing:
         self._frames: deque[tuple[int, bytes]] = deque()
         self._filled = asyncio.Event()
         self.bytes = 0
-        self.homeward: list[int] = []  # calls whose answers went home, which is still to be told
 
     def put(self, number: int, frame: bytes, *, first: bool = False) -> None:
         """Have a frame of a call written, after the others or before them."""
         (self._frames.appendleft if first else self._frames.append)((number, frame))
         self.bytes += len(frame)
         self._filled.set()
-
-    def put_homeward(self) -> None:
-        """Tell of the answers that went home."""
-        self.put(0, bytes(Frame(Kind.HOME, 0, text=",".join(map(str, self.homeward)))))
-        self.homeward.clear()
 
     async def take(self) -> tuple[int, bytes]:
         """Return the next frame; waits for one."""
