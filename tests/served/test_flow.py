@@ -26,6 +26,7 @@ from drumline.serve.wire.flow import Flow
 from drumline.serve.wire.flows import Answering, Flows
 from drumline.serve.wire.frames import SERVICE, Answer, Failed, Frame, Kind
 from drumline.serve.wire.links import PLAIN, connect, options
+from drumline.serve.wire.loops import run_to_end
 from drumline.serve.wire.manifest import read_manifest
 from drumline.serve.wire.protocol import InferRequest, InferResponse
 from drumline.serve.wire.tensors import put_outputs, read_outputs
@@ -93,7 +94,7 @@ def test_every_call_gets_its_own_answer_in_whatever_order_they_come() -> None:
             assert (one.body, one.times) == (b"answer %d" % number, f"times {number}")
         assert told == [1, 3, 5, 7]
 
-    asyncio.run(run())
+    run_to_end(run())
 
 
 def test_a_cancelled_call_and_a_passed_deadline_end_the_work_of_the_stage() -> None:
@@ -124,7 +125,7 @@ def test_a_cancelled_call_and_a_passed_deadline_end_the_work_of_the_stage() -> N
         assert remaining == sorted(remaining, reverse=True)
         assert 0 < remaining[-1] <= 60
 
-    asyncio.run(run())
+    run_to_end(run())
 
 
 def test_calls_inside_a_stage_that_dies_fail_and_others_wait_for_the_next_one() -> None:
@@ -157,7 +158,7 @@ def test_calls_inside_a_stage_that_dies_fail_and_others_wait_for_the_next_one() 
             await flow.close()
             await again.stop(None)
 
-    asyncio.run(run())
+    run_to_end(run())
 
 
 def test_a_message_that_is_too_large_fails_alone() -> None:
@@ -178,7 +179,7 @@ def test_a_message_that_is_too_large_fails_alone() -> None:
                 await stream.write(b"junk")
                 assert await stream.code() is Code.INVALID_ARGUMENT
 
-    asyncio.run(run())
+    run_to_end(run())
 
 
 class Behind:
@@ -222,7 +223,7 @@ def test_a_stage_hands_on_deadlines_and_times_and_refuses_what_it_should(served_
         await first.drained(1.0)
         assert (await failure(first.answer(body, 7.0)))[0] is Code.UNAVAILABLE
 
-    asyncio.run(run())
+    run_to_end(run())
 
 
 class Carried:
@@ -288,7 +289,7 @@ def test_a_request_enters_an_idle_pipe_at_once_and_a_full_one_not_at_all() -> No
         assert len(full.calls) == full.pipe.in_pipe == 3
         await full.pipe.close()
 
-    asyncio.run(run())
+    run_to_end(run())
 
 
 def test_lost_microbatches_are_sent_again_as_often_as_allowed_and_counted() -> None:
@@ -306,7 +307,7 @@ def test_lost_microbatches_are_sent_again_as_often_as_allowed_and_counted() -> N
         assert await failure(ticket.answer) == (Code.UNAVAILABLE, "stage 1: gone")
         assert len(twice.calls) == 2
 
-    asyncio.run(run())
+    run_to_end(run())
 
 
 def test_a_request_that_cannot_be_computed_fails_alone() -> None:
@@ -320,7 +321,7 @@ def test_a_request_that_cannot_be_computed_fails_alone() -> None:
         np.testing.assert_array_equal((await tickets[2].answer)["y"], 2 * rows_of(3, 2))
         assert [len(x) for x in carried.calls] == [6, 2, 1, 3]
 
-    asyncio.run(run())
+    run_to_end(run())
 
 
 def test_a_service_that_stops_takes_no_more_requests(served_folder: Path) -> None:
@@ -335,4 +336,4 @@ def test_a_service_that_stops_takes_no_more_requests(served_folder: Path) -> Non
             "the service is stopping",
         )
 
-    asyncio.run(run())
+    run_to_end(run())
