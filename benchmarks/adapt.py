@@ -388,6 +388,10 @@ def measured(case: str, args: argparse.Namespace, given: dict[str, Any]) -> dict
                 told["share_of_rate"] = shares
                 print(f"  the channel carries {rate / 2**20:.0f} MiB/s; moves reach"
                       f" {', '.join(f'{one:.0%}' for one in shares)} of that")  # fmt: skip
+            for what, begin, end in (("away", since, 2 * since), ("back", 2 * since, steps)):
+                first = next((at for at in told["changes"] if begin <= at < end), end)
+                told[what] = max((one["bubble"] for one in found[first:end]), default=1.0)
+                print(f"  largest bubble from the move {what} to step {end}: {told[what]:.1%}")
             each = ranked(static_cuts, given, 6)
             after = [one["seconds"] for one in found[since + 12 : 2 * since]]
             best = min(each, key=each.__getitem__)
