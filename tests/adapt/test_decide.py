@@ -134,6 +134,13 @@ def test_the_number_of_microbatches_follows_what_an_action_costs() -> None:
     assert run.steps[39].program.num_microbatches > 8 > run.steps[79].program.num_microbatches
 
 
+def test_unknown_rows_of_a_batch_are_no_reason_to_change_anything() -> None:
+    """A cut that is 6% uneven stays: that is below the threshold, and nothing else has happened."""
+    given = settings(microbatches="batch", program=False)
+    run = Virtual(one_f_one_b(32), (33, 31), settings=given, build=one_f_one_b).run(20)
+    assert run.proposals == []
+
+
 def test_at_a_fixed_size_a_step_runs_in_as_few_groups_as_memory_allows() -> None:
     """GPipe holds every microbatch of a group: 16 run as 2 groups of 8 where a rank may hold 8."""
 

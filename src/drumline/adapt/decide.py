@@ -105,6 +105,8 @@ class Decider:
             self._groups = Groups(now, self._build, self._most_pairs)
         elif rows:
             self._sizing = Sizing(rows, self._build, self._most_pairs * rows / now)
+        else:
+            return  # the batch is not known yet
         self._why.append("no other number was tried yet")
 
     def took(self, proposal: Proposal, now: Arrangement, *, seconds: float = 0.0, num_bytes: int = 0) -> None:

@@ -26,7 +26,7 @@ from drumline.core.simulate.simulate import simulate
 from drumline.pipeline.model.blocks import guesses, is_chain
 from drumline.report.run.follow import needed
 from drumline.runtime.axes.axes import Axes
-from drumline.schedules import generate
+from drumline.schedules import generate, schedules
 from drumline.train.config.settings import TrainSettings
 from drumline.train.data.batch import Batch
 from drumline.train.models.built import Built, Tokenizer
@@ -86,8 +86,9 @@ def gathered(settings: TrainSettings) -> TrainSettings:
     >>> gathered(TrainSettings(batch=batch, adapt=AdaptSettings(on=True, microbatches="size"))).num_microbatches
     16
     """
-    chooses = settings.adapt.on and settings.adapt.microbatches == SIZE
-    if not chooses or settings.batch.accumulate == 1 or settings.pipeline.plan or settings.lengths.how == "buckets":
+    chooses = settings.adapt.on and settings.adapt.microbatches == SIZE and settings.lengths.how != "buckets"
+    is_generated = settings.pipeline.schedule in schedules() and not settings.pipeline.plan
+    if not (chooses and is_generated and settings.batch.accumulate > 1):
         return settings
     most = settings.adapt.max_activations or max(simulate(group_of(settings)).peak_activations)
     return replace(
