@@ -50,12 +50,13 @@ class _Exchanged(torch.autograd.Function):
         return _exchange(gradient, axes, got, sent, "gradients of tokens"), None, None, None
 
 
-def _exchange(rows: Tensor, axes: Axes, sent: list[int], got: list[int], what: str) -> Tensor:
+def _exchange(rows: Tensor, axes: Axes, sent: list[int], got: list[int], what: str, hands_over: bool = True) -> Tensor:
     """Send so many rows to each line along the axis, and return the rows that these send here; all call it alike."""
     made = rows.new_empty((sum(got), *rows.shape[1:]))
     work = dist.all_to_all_single(made, rows.contiguous(), got, sent, group=axes.group(AXIS), async_op=True)
     assert work is not None
-    hand_over()
+    if hands_over:
+        hand_over()
     axes.wait(work, f"the exchange of {what} between experts", [AXIS])
     return made
 
@@ -89,8 +90,8 @@ class _Divided:
         size, own = self._axes.size(AXIS), self._num_experts // self._axes.size(AXIS)
         pairs = Sorted.of(index, self._num_experts)
         counts = torch.tensor(pairs.counts, device=tokens.device)
-        # How many rows come from each line for each expert here.
-        there = _exchange(counts, self._axes, [own] * size, [own] * size, "counts")
+        # How many rows come from each line for each expert here. So few numbers are not worth a turn: see `turns`.
+        there = _exchange(counts, self._axes, [own] * size, [own] * size, "counts", hands_over=False)
         got = there.view(size, own).sum(1).tolist()
         sent = counts.view(size, own).sum(1).tolist()
         rows: Tensor = _Exchanged.apply(pairs.rows(tokens), self._axes, sent, got)  # type: ignore[no-untyped-call]

@@ -1,11 +1,16 @@
 """Overlap two computations that exchange tokens: while one waits for its exchange, the other computes.
 
-    forward    compute  start exchange │                             │ wait, compute  start exchange │
-    backward                           │ compute  start exchange     │                               │ wait, compute ...
+    forward    attention │ (1)                      │ experts │ (2)                       │ attention of the next layer
+    backward             │ backward of experts      │ (3)     │ backward of attention     │ (4)
 
-The two run in two threads, one at a time: each hands over after it has started an exchange. So exchanges start in an
-order that depends on the program alone, which is the same on all lines, and nothing runs at the same time but the
-exchanges themselves.
+    (1) tokens to their experts   (2) outputs back   (3) gradients back to the tokens   (4) gradients to the experts
+
+Each hands over after it has started an exchange, at two points of a layer in both directions. So the large pieces of
+work interleave as drawn, and each exchange has one of them to hide behind. The forward's exchange of counts comes right
+before (1) and hands nothing over: a third turn would put the pieces out of step.
+
+The two run in two threads, one at a time. So exchanges start in an order that depends on the program alone, which is
+the same on all lines, and nothing runs at the same time but the exchanges themselves.
 """
 
 from __future__ import annotations
