@@ -54,8 +54,8 @@ class Layer(nn.Module):
 
     def attended(self, x: Tensor) -> Tensor:
         """Return what attention makes of x."""
-        heads = self.qkv(x).unflatten(-1, (3, NUM_HEADS, -1)).movedim(-3, 0).transpose(-3, -2)
-        seen = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        query, key, value = self.qkv(x).unflatten(-1, (3, NUM_HEADS, -1)).movedim(-3, 0).transpose(-3, -2)
+        seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         made: Tensor = self.out(seen.transpose(-3, -2).flatten(-2))
         return made
 

@@ -12,7 +12,8 @@ Four ranks of one thread, mesh pp2 x dp2, 8 blocks of Linear(D, D) + GELU. Conte
                torch 2.11 sends between stages of one rank, which gloo refuses
 
 A step is timed from a barrier to the end of the last rank. "exposed" is what a rank spends in exchanges after its last
-compute, the mean over ranks. "simulated" uses what was measured in the steps of "at end": actions, exchanges,
+compute and that of the same rank in the other line, the mean over ranks: waiting for a line that computes longer is no
+exchange. "simulated" uses what was measured in the steps of "at end": actions, exchanges,
 handling of messages, and the executor's own work for each action; "bare" leaves out the last two. Every contender's
 gradients are compared with one process. With --timelines, the quickest step of each contender is written too, as
 the two ranks of the first line measured it: the docs draw it.
@@ -102,9 +103,47 @@ def gradients_of(pipe: Any) -> dict[str, Any]:
 
 def exposed(timeline: Any) -> float:
     """Return the mean over ranks of what exchanges take after the last compute."""
+    return float(statistics.mean(end - last for last, end in closing(timeline)))
+
+
+def closing(timeline: Any) -> list[tuple[float, float]]:
+    """Return, per rank, when its last compute and its last exchange end."""
     last = {rank: max(track.ends) for rank, track in enumerate(timeline.tracks)}
     ends = {rank: [one.end for one in timeline.exchanges if one.rank == rank] for rank in last}
-    return float(statistics.mean(max([last[rank], *ends[rank]]) - last[rank] for rank in last))
+    return [(last[rank], max([last[rank], *ends[rank]])) for rank in last]
+
+
+def exposed_in_lines(steps: list[Any]) -> list[float]:
+    """Return the exposed seconds of every measured step, from the later line's last compute on; all ranks call it."""
+    import torch.distributed as dist
+
+    own = []
+    for step in steps:
+        begins = [record.begin_ns * 1e-9 for record in step.records]
+        since = [step.seconds(rank, record.begin_ns) for rank, record in enumerate(step.records)]
+        own.append([
+            (last + begin - zero, end + begin - zero)
+            for (last, end), begin, zero in zip(closing(step), begins, since, strict=True)
+        ])  # fmt: skip
+    lines: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(lines, own)
+    found = []
+    for of_lines in zip(*lines, strict=True):
+        latest = [max(line[rank][0] for line in of_lines) for rank in range(len(of_lines[0]))]
+        found.append(statistics.mean(line[rank][1] - latest[rank] for line in of_lines for rank in range(len(line))))
+    return found
+
+
+def exchange_seconds_of_lines(steps: list[Any]) -> list[float]:
+    """Return the median seconds of each stage's exchange, by the line that came last; all ranks call it."""
+    import torch.distributed as dist
+
+    from drumline.core.measured.costs import exchange_seconds
+
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, [exchange_seconds([one], one.program.num_stages)["reduce"] for one in steps])
+    least = [[min(each) for each in zip(*of_lines, strict=True)] for of_lines in zip(*told, strict=True)]
+    return [statistics.median(each) for each in zip(*least, strict=True)]
 
 
 def furthest(gradients: dict[str, Any], model: Any) -> float:
@@ -116,6 +155,7 @@ def furthest(gradients: dict[str, Any], model: Any) -> float:
 def measure(names: list[str], width: int, depth: int, count: int, rounds: int, beside: bool) -> list[dict[str, Any]]:
     """Run every schedule on this rank."""
     import warnings
+    from dataclasses import replace
 
     import torch
     import torch.distributed as dist
@@ -171,7 +211,8 @@ def measure(names: list[str], width: int, depth: int, count: int, rounds: int, b
         if their_gradients is not None:
             every["torch"] = their_gradients()
         off = {one: furthest(each, model) for one, each in every.items()}
-        costs = costs_of(steps["at end"])
+        costs = replace(costs_of(steps["at end"]), reduce=exchange_seconds_of_lines(steps["at end"]))
+        measured_exposed = {one: statistics.median(exposed_in_lines(steps[one])) for one in pipes}
         handled = with_handling(costs, Handling.measured(steps["at end"]), plain)
         simulated, bare = (
             {one: dl.simulate(programs[one], each) for one in ("overlap", "at end")} for each in (handled, costs)
@@ -182,7 +223,7 @@ def measure(names: list[str], width: int, depth: int, count: int, rounds: int, b
             "ms": {one: statistics.median(each) * 1e3 for one, each in seconds.items()},
             "ratios": {one: _ratios(seconds[one], seconds.get("torch")) for one in pipes},
             "makespan_ms": {one: statistics.median(t.makespan for t in steps[one]) * 1e3 for one in pipes},
-            "exposed_ms": {one: statistics.median(exposed(t) for t in steps[one]) * 1e3 for one in pipes},
+            "exposed_ms": {one: seconds * 1e3 for one, seconds in measured_exposed.items()},
             "simulated_ms": {one: t.makespan * 1e3 for one, t in simulated.items()},
             "simulated_exposed_ms": {one: exposed(t) * 1e3 for one, t in simulated.items()},
             "without_handling_ms": {one: t.makespan * 1e3 for one, t in bare.items()},

@@ -8,7 +8,7 @@ from drumline.core.action import Op
 from drumline.core.costs import Costs
 from drumline.core.measured.costs import Handling, costs_of, exchange_seconds, replay, with_handling
 from drumline.core.measured.measured import Measured
-from drumline.core.measured.record import Record
+from drumline.core.measured.record import OVERHEADS, Record
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.core.state import with_state
@@ -68,7 +68,9 @@ def exchanging(name: str, overhead: float) -> Measured:
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-v"])
 def test_a_step_with_exchanges_is_predicted_from_its_own_costs(name: str) -> None:
     exact, slow = exchanging(name, 0.0), exchanging(name, 0.1)
-    assert exchange_seconds([exact], exact.program.num_stages) == pytest.approx([1.5] * exact.program.num_stages)
+    assert exchange_seconds([exact], exact.program.num_stages)["reduce"] == pytest.approx(
+        [1.5] * exact.program.num_stages
+    )
     assert simulate(exact.program, costs_of([exact])).makespan == pytest.approx(exact.makespan, rel=1e-6)
     assert replay(exact).makespan == pytest.approx(exact.makespan, rel=1e-6)
     costs = costs_of([slow])
@@ -85,4 +87,17 @@ def test_gathered_parameters_are_no_gradients() -> None:
     spans = Measured(program, (record,)).exchanges
     assert [str(one.action) for one in spans] == ["0UNSHARD", "0REDUCE_GRAD"]
     assert [one.start for one in spans] == pytest.approx([1e-9, 40e-9])
-    assert exchange_seconds([Measured(program, (record,))], 1) == pytest.approx([20e-9])
+    assert exchange_seconds([Measured(program, (record,))], 1) == {"pack": 0.0, "reduce": pytest.approx([20e-9])}
+
+
+def test_copying_gradients_together_is_no_exchange_and_waits_for_other_pipelines_hardly_count() -> None:
+    program, post = Program.parse("0F0,1F0,1B0,1REDUCE_GRAD,0B0,0REDUCE_GRAD"), OVERHEADS.index("post")
+    steps = []
+    for late in (30, 0, 7, 0, 90):  # another pipeline is late by so much
+        starts, ends = [0, 10, 20, 45], [10, 20, 40, 60]
+        exchanges = [1, 41, 55 + late, 0, 61, 80 + late]
+        record = Record(0, starts=starts, ends=ends, exchanges=exchanges, overheads=[post, 40, 44, post, 60, 66])
+        steps.append(Measured(program, (replace(record, begin_ns=0, end_ns=100 + late),)))
+    found = exchange_seconds(steps, 2)
+    assert found["pack"] == pytest.approx([5e-9, 3e-9])
+    assert found["reduce"] == pytest.approx([14e-9, 11e-9])

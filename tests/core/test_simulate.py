@@ -151,6 +151,32 @@ def test_an_update_waits_for_its_exchange() -> None:
     assert [(one.cause.value, one.seconds) for one in waiting] == [("transfer", 5)]
 
 
+def test_exchanges_with_other_pipelines_go_one_after_the_other() -> None:
+    program = Program.parse("0F0,1F0,1B0,1REDUCE_GRAD,0B0,0REDUCE_GRAD")
+    spans = simulate(program, Costs(reduce=5)).exchanges
+    assert [(one.action.stage, one.start, one.end) for one in spans] == [(1, 4, 9), (0, 9, 14)]
+    spans = simulate(program, Costs(reduce=[5, 1])).exchanges
+    assert [(one.action.stage, one.start, one.end) for one in spans] == [(1, 4, 5), (0, 6, 11)]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_rank_copies_gradients_before_their_exchange_starts(overlap: bool) -> None:
+    program = Program.parse("0F0,1F0,1B0,1REDUCE_GRAD,0B0,0REDUCE_GRAD")
+    timeline = simulate(program, Costs(reduce=5, pack=[2, 3], overlap=overlap))
+    assert timeline.tracks[0].starts == [0, 1, 2, 7]  # 1B0 ends at 4
+    assert [(one.action.stage, one.start, one.end) for one in timeline.packing] == [(1, 4, 7), (0, 9, 11)]
+    assert [(one.action.stage, one.start, one.end) for one in timeline.exchanges] == [(1, 7, 12), (0, 12, 17)]
+    assert [(one.cause.value, one.seconds) for one in timeline.causes][:1] == [("transfer", 3)]
+    assert sum(one.seconds for one in timeline.causes) == pytest.approx(timeline.makespan - timeline.busy[0])
+
+
+def test_a_wait_for_an_exchange_follows_the_copying() -> None:
+    program = Program.parse("0F0,1F0,1B0,1REDUCE_GRAD,1WAIT_REDUCE_GRAD,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD")
+    timeline = simulate(program, Costs(reduce=5, pack=2))
+    assert timeline.tracks[0].starts[-1] == 4 + 2 + 5
+    assert timeline.makespan == 4 + 2 + 5 + 2 + 2 + 5
+
+
 def test_every_step_has_an_exchange_of_its_own() -> None:
     program = Program.parse("0F0,0B0,0REDUCE_GRAD,0UPDATE0,0F1,0B1,0REDUCE_GRAD,0UPDATE1")
     assert simulate(program, Costs(reduce=5, update=1)).makespan == 2 * (3 + 5 + 1)

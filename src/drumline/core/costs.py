@@ -37,8 +37,9 @@ class Costs:
     (2.0, 1.0)
 
     Time: `backward` is the unsplit B (default: I + W), `overlapped` a fused F&B pair in the forward's stage (default:
-    F + B). `update` and `reduce` are the optimizer step and gradient exchange of a stage. `microbatch_factor`
-    multiplies the time and bytes of each microbatch (for variable lengths).
+    F + B). `update` and `reduce` are the optimizer step and gradient exchange of a stage; before the exchange starts,
+    copying the gradients together occupies the rank for `pack`. `microbatch_factor` multiplies the time and bytes of
+    each microbatch (for variable lengths).
 
     Messages: `comm` is a latency on every edge and occupies neither rank nor link. `message_bytes` divided by
     `bytes_per_second` occupies the link, one transfer at a time; with `overlap=False` it also occupies both ranks.
@@ -57,6 +58,7 @@ class Costs:
     overlapped: PerStage | None = field(default=None, metadata=OPTIONAL)
     update: PerStage = field(default=0.0, metadata=STAGE)
     reduce: PerStage = field(default=0.0, metadata=STAGE)
+    pack: PerStage = field(default=0.0, metadata=STAGE)
     microbatch_factor: PerStage = field(default=1.0, metadata={"shape": Shape("microbatch")})
     comm: float = field(default=0.0, metadata={"shape": Shape()})
     bytes_per_second: float = field(default=math.inf, metadata={"shape": Shape(infinite=True)})

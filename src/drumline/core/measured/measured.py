@@ -14,11 +14,13 @@ from drumline.core.costs import Costs
 from drumline.core.measured.account import NANO, Parts, Piece, account, idle_intervals, summed_parts
 from drumline.core.measured.align import Dial, align
 from drumline.core.measured.endless import held_in_part, is_part
-from drumline.core.measured.record import BETWEEN, Record, decoded
+from drumline.core.measured.record import BETWEEN, OVERHEADS, Record, decoded
 from drumline.core.simulate.memory import Holding, holdings, stage_bytes, weighed_holdings
 from drumline.core.timeline.idle import Idle
 from drumline.core.timeline.timeline import Passed, Span, SpanLane, Timeline, Track, Transfer
 from drumline.core.units import duration
+
+_POST = OVERHEADS.index("post")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,18 @@ class Measured(Timeline):
             for one in self.records
             for stage, start, end in one.rows("exchanges")
         ]
+
+    @cached_property
+    def packing(self) -> Sequence[Span]:
+        """The spans in which copying a stage's gradients together, for their exchange, kept a rank from computing."""
+        found = []
+        for one in self.records:
+            posts = [(start, end) for kind, start, end in one.rows("overheads") if kind == _POST]
+            for stage, since, ended in one.rows("exchanges"):
+                action = self._exchanged(one, stage, ended)
+                spans = [(since, end) for start, end in posts if start <= since <= end and action.op is Op.REDUCE_GRAD]
+                found += [Span(one.rank, action, *self._both(one.rank, *each), SpanLane.EXCHANGE) for each in spans]
+        return found
 
     def _exchanged(self, record: Record, stage: int, end: int) -> Action:
         """Return what a rank exchanged for a stage until some moment: parameters before its first compute."""

@@ -56,11 +56,11 @@ def compile_program(program: Program, messages: Messages) -> TimeGraph:
     builder = GraphBuilder(program, producer[remote], remote)
     spelled = bool(np.isin(builder.untimed.code, TRANSFERS).any())
     if messages is not Messages.BLOCKING:
-        builder.gates()
+        builder.stops()
     posted = builder.posted(num_stages, num_microbatches) if spelled else None
     if messages is Messages.BLOCKING:
         builder.blocking(posted)
-        builder.gates()  # after the sends, which are complete when they end
+        builder.stops()  # after the sends, which are complete when they end
     elif messages is Messages.LINKS or spelled:
         builder.links(posted)
         messages = Messages.LINKS
@@ -81,7 +81,9 @@ def _turns(columns: Columns, op: Op) -> Iterator[tuple[int, tuple[int, int, int]
 
 
 class GraphBuilder:
-    """Collects nodes as (chain, key in the chain, need, crossing), then numbers them chain by chain.
+    """Collects nodes as (chain, key in the chain, need, crossing, place), then numbers them chain by chain.
+
+    Nodes of one key come in the order of their places.
 
     Timed actions come first, as nodes 0, 1, ... of their rows; until `build`, every need is an index in this order.
     """
@@ -100,21 +102,25 @@ class GraphBuilder:
         self.follows[self.follows < first[self.untimed.rank]] = -1
         self.num_timed = self.num_nodes = int(first[-1])
         self.need, self.crossing = np.full((2, self.num_timed), -1)  # for the timed actions
-        self.nodes = [(self.work.rank[self.work.heads], np.arange(self.num_timed) * 4 + 2, self.need, self.crossing)]
+        row, numbers = self.work.rank[self.work.heads], np.arange(self.num_timed)
+        self.nodes = [(row, numbers * 4 + 2, self.need, self.crossing, np.zeros_like(numbers))]
         self.num_chains = self.num_ranks
         self.node = self.recv_node = np.full(len(producer), -1)
         self.exchanges = np.flatnonzero(self.untimed.code == CODE[Op.REDUCE_GRAD])
         self.exchange_node = np.empty(0, dtype=np.int64)
-        # The node of its rank after which each exchange is posted; activations leave a pair before gradients.
-        self.posted_after = self.follows[self.exchanges]
+        # Activations leave a pair before gradients.
         self.forward_first = self.made_by * 2 + _LATE[self.work.code[producer]]
         self.waits = np.flatnonzero(np.isin(self.untimed.code, WAITS))
         self.awaited = np.full(len(self.waits), -1)
-        self.gate = self.sent = np.empty(0, dtype=np.int64)
+        # What a row stops at between its timed actions: a WAIT, or copying gradients together for an exchange.
+        self.stop = np.sort(np.concatenate((self.waits, self.exchanges)))
+        self.is_wait = np.isin(self.stop, self.waits)
+        self.stop_need = np.full(len(self.stop), -1)
+        self.stop_node = self.sent = np.empty(0, dtype=np.int64)
 
-    def add(self, chain_number: Ints, key: Ints, need: Ints, crossing: Ints) -> Ints:
+    def add(self, chain_number: Ints, key: Ints, need: Ints, crossing: Ints, place: Ints | None = None) -> Ints:
         """Add nodes and return their indices."""
-        self.nodes.append((chain_number, key, need, crossing))
+        self.nodes.append((chain_number, key, need, crossing, np.zeros_like(key) if place is None else place))
         self.num_nodes += len(key)
         return np.arange(self.num_nodes - len(key), self.num_nodes)
 
@@ -127,21 +133,30 @@ class GraphBuilder:
             again = np.delete(crossing, first)
             self.add(self.target[again], self.taken_by[again] * 4 + 1, need[again], again)
 
-    def gates(self) -> None:
-        """Add a gate for every WAIT, after the action that it follows; what it waits for is set later."""
-        if len(self.waits):
-            rank, follows = self.untimed.rank[self.waits], self.follows[self.waits]
-            self.gate = self.add(rank, follows * 4 + 3, self.awaited, np.full(len(rank), -1))
+    def stops(self) -> None:
+        """Add a node for every WAIT and every packing, after the action that it follows."""
+        rank, follows = self.untimed.rank[self.stop], self.follows[self.stop]
+        self.stop_node = self.add(rank, follows * 4 + 3, self.stop_need, np.full(len(rank), -1), self.stop + 1)
+
+    @property
+    def gate(self) -> Ints:
+        """The nodes of the WAITs."""
+        return self.stop_node[self.is_wait]
+
+    @property
+    def pack_node(self) -> Ints:
+        """The nodes at which gradients are copied together."""
+        return self.stop_node[~self.is_wait]
 
     def behind(self, cell: Ints) -> Ints:
-        """Return the node that an untimed action follows: the timed action before it, or a WAIT in between."""
+        """Return the node that an untimed action follows: the timed action before it, or a stop in between."""
         follows, rank = self.follows[cell], self.untimed.rank
-        if not len(self.gate) or not len(cell):
+        if not len(self.stop_node) or not len(cell):
             return follows
-        last = np.searchsorted(self.waits, cell) - 1
-        wait = self.waits[last]
-        between = (last >= 0) & (rank[wait] == rank[cell]) & (self.follows[wait] == follows)
-        behind: Ints = np.where(between, self.gate[last], follows)
+        last = np.searchsorted(self.stop, cell) - 1
+        stop = self.stop[last]
+        between = (last >= 0) & (rank[stop] == rank[cell]) & (self.follows[stop] == follows)
+        behind: Ints = np.where(between, self.stop_node[last], follows)
         return behind
 
     def await_sends(self) -> None:
@@ -201,33 +216,24 @@ class GraphBuilder:
         """
         sent_after, _, order = posted or (self.made_by, self.made_by, self.forward_first)
         crossing, nothing = np.argsort(order, kind="stable"), np.full(len(order), -1)
-        # Nodes with the same key keep the order in which they are added.
+        # Nodes of the same place keep the order in which they are added.
         self.node, self.recv_node = nothing.copy(), nothing.copy()
-        self.node[crossing] = self.add(self.source[crossing], sent_after[crossing] * 4 + 3, nothing, nothing)
+        place = nothing + 1 if posted is None else order[crossing] + 1
+        self.node[crossing] = self.add(self.source[crossing], sent_after[crossing] * 4 + 3, nothing, nothing, place)
         taken_by = self.taken_by.copy()
         crossing = np.lexsort((order, self.edge))
         for messages in np.split(crossing, np.flatnonzero(np.diff(self.edge[crossing])) + 1):
             taken_by[messages] = np.minimum.accumulate(taken_by[messages][::-1])[::-1]
         key = taken_by[crossing] * 4
         self.recv_node[crossing] = self.add(self.target[crossing], key, self.node[crossing], crossing)
-        self._post_exchanges_behind(sent_after, order, self.exchanges if posted else self.posted_after * 2 + 2)
-
-    def _post_exchanges_behind(self, sent_after: Ints, order: Ints, before: Ints) -> None:
-        """Post exchanges after the sends before them, which occupy the rank."""
-        by_order = np.argsort(order, kind="stable")
-        place = np.searchsorted(order[by_order], before) - 1
-        for at in np.flatnonzero(place >= 0).tolist():
-            send = by_order[place[at]]
-            if sent_after[send] == self.posted_after[at]:
-                self.posted_after[at] = self.node[send]
 
     def exchange(self) -> None:
         """Add the gradient exchanges: each waits for its own rank and, if the stage has a copy, for the copy's rank.
 
-        The n-th exchange of a stage on one rank meets the n-th on the other; the n-th UPDATE waits for it.
+        The n-th exchange of a stage on one rank meets the n-th on the other; the n-th UPDATE waits for it. Exchanges
+        with other pipelines, whose ranks do the same, go one after the other: they use one link.
         """
-        behind = self.behind(self.exchanges)
-        follows = np.where(behind == self.follows[self.exchanges], self.posted_after, behind)
+        follows = self.pack_node
         posted = {turn: at for at, (_, turn) in enumerate(_turns(self.untimed, Op.REDUCE_GRAD))}
         partner = np.full(len(posted), -1)
         for (on_rank, of_stage, nth), at in posted.items():
@@ -235,10 +241,13 @@ class GraphBuilder:
             met = next((other for other in others if other is not None), None)
             if met is not None:
                 partner[at] = follows[met]
-        number, nothing = self.num_chains + np.arange(len(posted)), np.full(len(posted), -1)
-        self.num_chains += len(posted)
-        self.add(number, np.zeros_like(number), partner, nothing)
-        self.exchange_node = self.add(number, np.ones_like(number), follows, nothing)
+        alone, turns, nothing = partner < 0, np.arange(len(posted)), np.full(len(posted), -1)
+        own = np.where(alone, self.untimed.rank[self.exchanges], self.num_ranks + turns)
+        links, link = np.unique(own, return_inverse=True)
+        number = self.num_chains + link
+        self.num_chains += len(links)
+        self.add(number, turns * 2, partner, nothing)
+        self.exchange_node = self.add(number, turns * 2 + 1, follows, nothing)
         for at, turn in _turns(self.untimed, Op.WAIT_REDUCE_GRAD):
             place = posted.get(turn)
             if place is None or self.exchanges[place] > at:
@@ -250,19 +259,21 @@ class GraphBuilder:
 
     def build(self, messages: Messages, num_stages: int, num_microbatches: int) -> TimeGraph:
         """Give every node its number, chain by chain, and return the graph."""
-        chain_number, key, need, crossing = map(np.concatenate, zip(*self.nodes, strict=True))
+        self.stop_need[self.is_wait] = self.awaited
+        chain_number, key, need, crossing, place = map(np.concatenate, zip(*self.nodes, strict=True))
         # One more entry than there are nodes, so that -1 stays -1.
         new = np.arange(self.num_nodes + 1)
         new[-1] = -1
         if self.num_nodes > self.num_timed:
-            order = np.lexsort((key, chain_number))
+            order = np.lexsort((place, key, chain_number))
             new[order] = np.arange(self.num_nodes)
             chain_number, need, crossing = chain_number[order], new[need[order]], crossing[order]
         counts = np.bincount(chain_number, minlength=self.num_chains)
         last = np.cumsum(counts)
         before = np.arange(-1, self.num_nodes - 1)
         before[(last - counts)[counts > 0]] = -1
-        waits, exchanges, timed = self.waits, self.exchanges, new[: self.num_timed]
+        waits, timed = self.waits, new[: self.num_timed]
+        exchanged = self.untimed.stage[self.exchanges], self.untimed.rank[self.exchanges]
         return TimeGraph(
             messages,
             self.num_ranks,
@@ -277,7 +288,7 @@ class GraphBuilder:
             self.work,
             timed[self.work.cell],
             Crossings(self.producer, self.consumer, self.source, self.target, new[self.node], new[self.recv_node]),
-            Exchanges(self.untimed.stage[exchanges], self.untimed.rank[exchanges], new[self.exchange_node]),
+            Exchanges(*exchanged, new[self.pack_node], new[self.exchange_node]),
             Waits(self.untimed.rank[waits], new[self.gate], new[self.awaited], self.follows[waits]),
             self._is_plain(num_stages),
         )

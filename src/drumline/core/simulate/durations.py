@@ -81,8 +81,9 @@ def node_seconds(graph: TimeGraph, costs: Costs, work: Floats) -> Floats:
         if graph.messages is Messages.BLOCKING:
             seconds[crossings.recv_node] = moving
     if len(graph.exchanges.node):
-        exchanged = np.array(costs.per_stage("reduce", graph.num_stages))[graph.exchanges.stage]
-        seconds[graph.exchanges.node] = exchanged.reshape(-1, *[1] * (work.ndim - 1))
+        for name, node in (("pack", graph.exchanges.packed), ("reduce", graph.exchanges.node)):
+            each = np.array(costs.per_stage(name, graph.num_stages))[graph.exchanges.stage]
+            seconds[node] = each.reshape(-1, *[1] * (work.ndim - 1))
     return seconds
 
 

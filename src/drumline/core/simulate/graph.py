@@ -213,10 +213,11 @@ class Crossings:
 
 @dataclass(frozen=True, slots=True)
 class Exchanges:
-    """The gradient exchanges: stage, rank and node of each."""
+    """The gradient exchanges: stage and rank of each, its node, and where its rank copies the gradients together."""
 
     stage: Ints
     rank: Ints
+    packed: Ints
     node: Ints
 
 

@@ -26,7 +26,7 @@ from drumline.core.simulate.durations import (
     work_seconds_many,
 )
 from drumline.core.simulate.evaluate import evaluate, evaluate_many, starts_of
-from drumline.core.simulate.graph import OPS, Columns, Floats, Messages, NotCompilable, TimeGraph
+from drumline.core.simulate.graph import OPS, Columns, Floats, Ints, Messages, NotCompilable, TimeGraph
 from drumline.core.simulate.memory import Holding, holdings
 from drumline.core.timeline.attribute import attribute
 from drumline.core.timeline.idle import Idle, Limit
@@ -81,7 +81,15 @@ class Simulation(Timeline):
     @cached_property
     def exchanges(self) -> Sequence[Span]:
         """The gradient exchanges."""
-        columns = self.graph.exchanges.rank, self.graph.exchanges.stage, self.graph.exchanges.node
+        return self._of_exchanges(self.graph.exchanges.node)
+
+    @cached_property
+    def packing(self) -> Sequence[Span]:
+        """The spans in which copying a stage's gradients together, for their exchange, kept a rank from computing."""
+        return [one for one in self._of_exchanges(self.graph.exchanges.packed) if one.end > one.start]
+
+    def _of_exchanges(self, nodes: Ints) -> list[Span]:
+        columns = self.graph.exchanges.rank, self.graph.exchanges.stage, nodes
         return [
             Span(rank, Action(stage, Op.REDUCE_GRAD), self.starts[node], self.ends[node], SpanLane.EXCHANGE)
             for rank, stage, node in zip(*(column.tolist() for column in columns), strict=True)
@@ -165,9 +173,9 @@ class Simulation(Timeline):
 
     @cached_property
     def occupied(self) -> Sequence[Sequence[Span]]:
-        """Per rank, the spans in which moving a message kept it from computing."""
+        """Per rank, the spans in which moving a message, or copying gradients together, kept it from computing."""
         crossings = self.graph.crossings
-        spans: list[list[Span]] = [[] for _ in range(self.num_ranks)]
+        spans = [[one for one in self.packing if one.rank == rank] for rank in range(self.num_ranks)]
         if self.graph.messages is Messages.BLOCKING:
             for index, transfer in enumerate(self.transfers):
                 recv = rules.message_of(transfer.action).recv
@@ -257,7 +265,8 @@ def makespans(program: Program, costs: Costs | Sequence[Costs], *, factors: Floa
 def _samples(graph: TimeGraph, many: list[Costs], factors: Floats | None) -> tuple[Floats, Floats]:
     """Return seconds and lag of every node, one column per sample."""
     if factors is None:
-        if graph.messages is Messages.LATENCY and all(one.overlapped is None and one.reduce == 0.0 for one in many):
+        plain = all(one.overlapped is None and one.reduce == one.pack == 0.0 for one in many)
+        if graph.messages is Messages.LATENCY and plain:
             return node_seconds(graph, many[0], work_seconds_many(graph, many)), latencies_many(graph, many)
         seconds = [node_seconds(graph, one, work_seconds(graph, one)) for one in many]
         waits = [lags(graph, one, cost) for one, cost in zip(many, seconds, strict=True)]

@@ -144,6 +144,11 @@ class Timeline(ABC):
         return ()
 
     @property
+    def packing(self) -> Sequence[Span]:
+        """The spans in which copying a stage's gradients together, for their exchange, kept a rank from computing."""
+        return ()
+
+    @property
     def occupied(self) -> Sequence[Sequence[Span]]:
         """Per rank, the spans in which moving a message kept it from computing."""
         return [()] * self.num_ranks
