@@ -2,8 +2,8 @@
 
     PYTHONPATH=tests python benchmarks/adapt.py [--cases slowing sudden noisy link number] [--runs 3] [--blocks 24]
 
-Rank 1 is slowed by real extra compute in everything that it computes, wherever layers are: part of every product runs
-again. 1f1b, 32 microbatches, one thread a rank.
+Rank 1 is slowed by real extra compute in everything that it computes, wherever layers are: some of its blocks' products
+run again, at 1.05 times one in twenty. 1f1b, 32 microbatches, one thread a rank.
 
 slowing    1% a step up to 1.5 times; every step is the median of several runs
 sudden     1.5 times from step 50 on, until step 100: moved, and moved back
@@ -38,22 +38,22 @@ _WIDTH = 384
 
 
 class Burn(torch.autograd.Function):
-    """Returns its input, and computes part of a block's products once more: one in F, two in B."""
+    """Returns its input, and computes a block's products once more: one in F, two in B."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         """Return x."""
-        ctx.save_for_backward(x.detach()[:rows], weight)
-        burn(x.detach()[:rows], weight)
+        ctx.save_for_backward(x.detach(), weight)
+        burn(x.detach(), weight)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         """Return the gradient of x."""
         x, weight = ctx.saved_tensors
         burn(x, weight)
         burn(x, weight)
-        return gradients[0], None, None
+        return gradients[0], None
 
 
 def burn(x: Tensor, weight: Tensor) -> None:
@@ -62,9 +62,12 @@ def burn(x: Tensor, weight: Tensor) -> None:
 
 
 class Slowed(nn.Module):
-    """A block whose process may be slow: `slow` is a factor of everything, `fixed` are products of every call."""
+    """A block whose process may be slow: `slow` is a factor of everything, `fixed` are products of every call.
 
-    slow, fixed = 1.0, 0
+    At 1.05, every twentieth call does its work twice. Products of few rows would take as long as products of many.
+    """
+
+    slow, fixed, owed = 1.0, 0, 0.0
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -72,17 +75,15 @@ class Slowed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output."""
-        more, kind = self._rows(x), type(self)
+        kind = type(self)
         for _ in range(kind.fixed):
             burn(x.detach()[:16], self.linear.weight.detach())
         made = nn.functional.gelu(self.linear(x))
-        while more > 0:
-            made = Burn.apply(made, self.linear.weight.detach(), min(more, len(x)))  # type: ignore[no-untyped-call]
-            more -= len(x)
+        kind.owed += kind.slow - 1.0
+        while kind.owed >= 1.0:
+            made = Burn.apply(made, self.linear.weight.detach())  # type: ignore[no-untyped-call]
+            kind.owed -= 1.0
         return made
-
-    def _rows(self, x: Tensor) -> int:
-        return round(len(x) * (type(self).slow - 1.0))
 
 
 def model_of(blocks: int) -> nn.Sequential:
@@ -335,7 +336,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     """Draw every case: bubble by step, and where something was changed."""
     from matplotlib.figure import Figure
 
-    cases = {name: one["steps"] for name, one in results.items() if isinstance(one, dict) and one.get("steps")}
+    cases = {name: one["steps"] for name, one in results.items()}
     figure = Figure(figsize=(8, 2.2 * len(cases)), layout="constrained")
     for axis, (name, steps) in zip(figure.subplots(len(cases), 1, squeeze=False)[:, 0], cases.items(), strict=True):
         axis.plot([100 * one["bubble"] for one in steps], color="#0b6aa8", label="bubble, %")
@@ -411,7 +412,7 @@ def measured(case: str, args: argparse.Namespace, given: dict[str, Any]) -> dict
         return {**figures, **told, "beside_optimum": last / told["optimum"]}
     steps = 2 * since
     adapted = ranked(number_of_microbatches, steps, given, None)
-    static = {one: ranked(number_of_microbatches, steps, given, one) for one in (2, 4, 8, 16, 32)}
+    static = {one: ranked(number_of_microbatches, steps, given, one) for one in (1, 2, 3, 4, 6, 8, 12, 16, 32)}
     halves = {}
     for name, (begin, end) in {"first": (since - 15, since), "second": (steps - 15, steps)}.items():
         each = {one: median(step["seconds"] for step in run[begin:end]) for one, run in static.items()}
@@ -420,7 +421,11 @@ def measured(case: str, args: argparse.Namespace, given: dict[str, Any]) -> dict
         halves[name] = mine / each[best]
         print(f"number, {name} half: {adapted[end - 1]['microbatches']} microbatches, best static {best};"
               f" {mine / each[best]:.3f} of its step")  # fmt: skip
-    return {"case": case, "beside_best": halves}
+    for at, one in enumerate(adapted[1:], start=1):
+        if one["microbatches"] != adapted[at - 1]["microbatches"]:
+            one["program"] = f"{one['microbatches']} microbatches"
+            print(f"  before step {at}: {one['program']}")
+    return {"case": case, "beside_best": halves, "steps": adapted}
 
 
 def main() -> None:
