@@ -225,7 +225,7 @@
       && !node.closest(".unseen, .sidebar-drawer, .toc-drawer")).map((node) => `${named(node)} to ${Math.round(node.getBoundingClientRect().right)}`);
   }
 
-  const all = (normal, large, needed) => ({ texts: texts(normal, large), marks: marks(needed), beyond: overflowing(),
+  const all = (normal, large, needed, layout) => ({ texts: texts(normal, large), marks: marks(needed), beyond: layout ? overflowing() : [],
     wide: document.documentElement.scrollWidth, paper: matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light" });
   window.measure = { all, canvas: pixels, texts, marks, overflowing, listen, reached, visited, drawn };
 })();

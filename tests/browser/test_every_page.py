@@ -61,7 +61,7 @@ def run_of(folder: Path, name: str, schedule: str, num_microbatches: int = 4) ->
     program, costs = generate(schedule, num_ranks=2, num_microbatches=num_microbatches), per_stage(1e-3, 2e-3)
     overhead = 0.0 if schedule in ("zb-h1", "pipedream-2bw") else 1e-4  # which have actions that take no time here
     path = write_simulated_run(
-        folder / name, program, costs, blocks=even_blocks(2, 4), jitter=0.1, num_steps=8, overhead=overhead, weigh=1e6
+        folder / name, program, costs, blocks=even_blocks(2, 4), jitter=0.1, num_steps=4, overhead=overhead, weigh=1e6
     )
     lines = [
         json.loads(line) | {"pp/edge0-1/peak_queue": 2} for line in (path / "metrics.jsonl").read_text().splitlines()
@@ -196,7 +196,8 @@ def unseen(page: Any, tallest: int) -> Iterator[tuple[Any, ...]]:
         for theme in themes:
             page.emulate_media(color_scheme=theme)
             page.evaluate("measure.drawn()")
-            told = page.evaluate(f"measure.all({TEXT}, {LARGE_TEXT}, {MARK})")
+            layout = str(theme == themes[0]).lower()  # which the other theme does not change
+            told = page.evaluate(f"measure.all({TEXT}, {LARGE_TEXT}, {MARK}, {layout})")
             assert told["paper"] == theme
             assert told["texts"]["measured"] > 0
             yield from ((width, theme, one) for one in (*told["texts"]["low"], *told["marks"]["low"], *told["beyond"]))
