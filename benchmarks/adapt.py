@@ -332,23 +332,18 @@ def show(case: str, steps: list[dict[str, Any]], first: int) -> dict[str, Any]:
     return {"case": case, "worst_bubble": worst, "longest": longest, "changes": [at for at, _ in changes]}
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw every case: bubble by step, and where something was changed."""
-    from matplotlib.figure import Figure
+def draw(case: str, steps: list[dict[str, Any]]) -> str:
+    """Return a chart of a case: bubble by step, what is slow, and where something was changed."""
+    from drumline.report.draw.chart import Series, chart
 
-    cases = {name: one["steps"] for name, one in results.items()}
-    figure = Figure(figsize=(8, 2.2 * len(cases)), layout="constrained")
-    for axis, (name, steps) in zip(figure.subplots(len(cases), 1, squeeze=False)[:, 0], cases.items(), strict=True):
-        axis.plot([100 * one["bubble"] for one in steps], color="#0b6aa8", label="bubble, %")
-        axis.axhline(12, color="#999999", linestyle="--", linewidth=0.8)
-        if "slow" in steps[0]:
-            axis.plot([10 * one["slow"] for one in steps], color="#c2570c", label="slowness of rank 1, x 10")
-        for at, one in enumerate(steps):
-            if one["balance"] or one["program"]:
-                axis.axvline(at, color="#444444", linewidth=0.8)
-        axis.set_title(f"{name}: bubble by step; lines are changes", loc="left", fontsize=9)
-        axis.legend(fontsize=7, loc="upper left")
-    figure.savefig(path)
+    series = [Series("bubble, %", [(at, 100 * one["bubble"]) for at, one in enumerate(steps)])]
+    if "slow" in steps[0]:
+        slower = [(at, 100 * (one["slow"] - 1)) for at, one in enumerate(steps)]
+        series.append(Series("how much slower rank 1 is, %", slower, dashed=True))
+    changed = [(at, 100 * one["bubble"]) for at, one in enumerate(steps) if one["balance"] or one["program"]]
+    if changed:
+        series.append(Series("first step after a change", changed, marks=True))
+    return chart(series, title=f"{case}: bubble by step", x_label="step", y_label="%", height=260)
 
 
 @contextmanager
@@ -443,7 +438,8 @@ def main() -> None:
         args.out.mkdir(parents=True, exist_ok=True)
     results = {case: measured(case, args, given) for case in args.cases}
     if args.out is not None:
-        draw(results, args.out / "adapt.svg")
+        for case, told in results.items():
+            (args.out / f"adapt-{case}.svg").write_text(draw(case, told["steps"]), encoding="utf-8")
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
 

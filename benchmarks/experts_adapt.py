@@ -118,19 +118,17 @@ def rank_run(given: dict[str, int], settings: dict[str, Any]) -> dict[str, Any]:
     return run(given, **settings)
 
 
-def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
-    """Draw every rank's idle share in each arrangement."""
-    from matplotlib.figure import Figure
+def draw(rows: dict[str, dict[str, Any]]) -> str:
+    """Return a chart of every rank's idle share in each arrangement."""
+    from drumline.report.draw.chart import HUES, Bar, bars
 
-    figure = Figure(figsize=(8, 3.2), layout="constrained")
-    axis = figure.subplots()
-    for rank, colour in enumerate(("#0b6aa8", "#c2570c")):
-        places = [at + 0.4 * rank for at in range(len(rows))]
-        axis.bar(places, [100 * one["idle"][rank] for one in rows.values()], 0.4, color=colour, label=f"rank {rank}")
-    axis.set_xticks([at + 0.2 for at in range(len(rows))], rows, fontsize=8)
-    axis.set_title("idle share of every rank, %", loc="left", fontsize=9)
-    axis.legend(fontsize=8)
-    figure.savefig(path)
+    drawn = [
+        Bar(f"{name}, rank {rank}", {"busy": 100 * (1 - idle), "idle": 100 * idle}, note=f"{idle:.0%} idle")
+        for name, one in rows.items()
+        for rank, idle in enumerate(one["idle"])
+    ]
+    hues = {"busy": HUES[0], "idle": HUES[4]}
+    return bars(drawn, hues, title="Where the time of every rank goes", x_label="% of a step", unit="%")
 
 
 def main() -> None:
@@ -163,7 +161,7 @@ def main() -> None:
         )
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
-        draw(rows, args.out / "experts_adapt.svg")
+        (args.out / "experts-adapt.svg").write_text(draw(rows), encoding="utf-8")
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
 
