@@ -57,9 +57,30 @@ CORE = (
     Bug(
         "one-seconds-table-without-its-exchange",
         "core/simulate/simulate.py",
-        "all(one.overlapped is None and one.reduce == 0.0 for one in many)",
+        "all(one.overlapped is None and one.reduce == one.pack == 0.0 for one in many)",
         "all(one.overlapped is None for one in many)",
         "Makespans of many costs take the first one's gradient exchange for all.",
+    ),
+    Bug(
+        "exchanges-of-a-mesh-at-once",
+        "core/simulate/assemble.py",
+        "np.where(alone, self.untimed.rank[self.exchanges], self.num_ranks + turns)",
+        "self.num_ranks + turns",
+        "Exchanges of a rank with other pipelines share their link without waiting for each other.",
+    ),
+    Bug(
+        "packing-that-occupies-nothing",
+        "core/simulate/durations.py",
+        '(("pack", graph.exchanges.packed), ("reduce", graph.exchanges.node))',
+        '(("reduce", graph.exchanges.node),)',
+        "Copying gradients together takes no time.",
+    ),
+    Bug(
+        "packing-counted-as-exchange",
+        "core/measured/costs.py",
+        "max(one.start, copying.end if copying else one.start, ended.get(one.rank, one.start))",
+        "max(one.start, ended.get(one.rank, one.start))",
+        "A measured exchange includes the copying before it, which then counts twice.",
     ),
     Bug(
         "queue-depth-before-its-last-change",

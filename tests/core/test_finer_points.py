@@ -26,7 +26,7 @@ from some import some
 
 def test_many_costs_keep_their_own_exchanges() -> None:
     program = build("chimera", 2, 2)
-    many = [Costs(reduce=seconds) for seconds in (0, 5, 1)]
+    many = [*(Costs(reduce=seconds) for seconds in (0, 5, 1)), *(Costs(pack=seconds) for seconds in (2, 0, 3))]
     assert makespans(program, many).tolist() == [simulate(program, one).makespan for one in many]
 
 

@@ -27,6 +27,7 @@ SECONDS_AND_BYTES = [
     "overlapped",
     "update",
     "reduce",
+    "pack",
     "message_bytes",
     "activation_bytes",
     "held_until_weight_bytes",
