@@ -56,13 +56,12 @@ def compared(folder: Path) -> str:
     return compare_page(compare(2, num_microbatches=4), num_ranks=2, num_microbatches=4)
 
 
-def run_of(folder: Path, name: str, schedule: str, num_microbatches: int = 4) -> Run:
+def run_of(folder: Path, name: str, schedule: str, num_microbatches: int = 4, num_steps: int = 4) -> Run:
     """Write a run with all that a report shows: losses, bytes, queues and blocks."""
     program, costs = generate(schedule, num_ranks=2, num_microbatches=num_microbatches), per_stage(1e-3, 2e-3)
     overhead = 0.0 if schedule in ("zb-h1", "pipedream-2bw") else 1e-4  # which have actions that take no time here
-    path = write_simulated_run(
-        folder / name, program, costs, blocks=even_blocks(2, 4), jitter=0.1, num_steps=4, overhead=overhead, weigh=1e6
-    )
+    given: dict[str, Any] = {"blocks": even_blocks(2, 4), "overhead": overhead, "num_steps": num_steps}
+    path = write_simulated_run(folder / name, program, costs, jitter=0.1, weigh=1e6, **given)
     lines = [
         json.loads(line) | {"pp/edge0-1/peak_queue": 2} for line in (path / "metrics.jsonl").read_text().splitlines()
     ]
@@ -83,7 +82,7 @@ def demo(folder: Path) -> str:
 
     outcomes = []
     for trial in TRIALS:
-        run = run_of(folder, f"demo-{trial.name}", trial.schedule, trial.num_microbatches)
+        run = run_of(folder, f"demo-{trial.name}", trial.schedule, trial.num_microbatches, num_steps=2)
         outcomes.append(Outcome(Build(), trial, run, losses=(1.0, 0.5), difference=0.0))
     return run_page(reports_of([one.run for one in outcomes]), opening=opening(outcomes))
 

@@ -6,6 +6,7 @@ What canvas draws has no elements to measure, so its contrasts are measured in i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,19 @@ def timeline(num_ranks: int, num_microbatches: int, **costs: Any) -> Simulation:
     return simulate(generate("1f1b", num_ranks=num_ranks, num_microbatches=num_microbatches), Costs(**costs))
 
 
-def report(folder: Path, *names: str) -> str:
-    for name in names:
-        program = generate(name, num_ranks=2, num_microbatches=4)
-        write_simulated_run(folder / name, program, per_stage(1e-3, 2e-3), blocks=even_blocks(2, 4), num_steps=4)
-    return run_page(reports_of([read_run(folder / name) for name in names]))
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Return the report of runs of some schedules; each is made once."""
+
+    @cache
+    def made(*names: str) -> str:
+        folder = tmp_path_factory.mktemp("runs")
+        for name in names:
+            program = generate(name, num_ranks=2, num_microbatches=4)
+            write_simulated_run(folder / name, program, per_stage(1e-3, 2e-3), blocks=even_blocks(2, 4), num_steps=4)
+        return run_page(reports_of([read_run(folder / name) for name in names]))
+
+    return made
 
 
 def enter(shown: Any, selector: str) -> None:
@@ -76,8 +85,8 @@ def press(shown: Any, *keys: str) -> str:
     return told
 
 
-def test_arrows_walk_the_steps_of_a_curve(opened: Open, tmp_path: Path) -> None:
-    shown = opened(report(tmp_path, "1f1b", "gpipe"))
+def test_arrows_walk_the_steps_of_a_curve(opened: Open, report: Callable[..., str]) -> None:
+    shown = opened(report("1f1b", "gpipe"))
     enter(shown, ".curve")
     assert press(shown) == "step 0\n1f1b: 1\ngpipe: 1"
     assert press(shown, "ArrowRight", "ArrowRight") == "step 2\n1f1b: 0.3333\ngpipe: 0.3333"
@@ -91,14 +100,14 @@ def test_arrows_walk_the_steps_of_a_curve(opened: Open, tmp_path: Path) -> None:
     assert shown.locator(".ring:visible").count() == 0
 
 
-def test_values_of_curves_carry_their_unit(opened: Open, tmp_path: Path) -> None:
-    shown = opened(report(tmp_path, "1f1b"))
+def test_values_of_curves_carry_their_unit(opened: Open, report: Callable[..., str]) -> None:
+    shown = opened(report("1f1b"))
     enter(shown, ".curve[aria-label^=seconds]")
     assert press(shown, "ArrowRight").split()[-1] == "ms"
 
 
-def test_arrows_walk_the_parts_of_bars_and_go_from_bar_to_bar(opened: Open, tmp_path: Path) -> None:
-    shown = opened(report(tmp_path, "1f1b"))
+def test_arrows_walk_the_parts_of_bars_and_go_from_bar_to_bar(opened: Open, report: Callable[..., str]) -> None:
+    shown = opened(report("1f1b"))
     enter(shown, ".bars")
     first = press(shown)
     assert first.startswith("rank 0: busy ")
@@ -127,8 +136,8 @@ def test_arrows_walk_the_series_of_a_picture(opened: Open) -> None:
     assert press(shown, "ArrowUp") == "bound: M 3, bubble 0.2"
 
 
-def test_pointing_at_a_value_shows_the_same_words(opened: Open, tmp_path: Path) -> None:
-    shown = opened(report(tmp_path, "1f1b"))
+def test_pointing_at_a_value_shows_the_same_words(opened: Open, report: Callable[..., str]) -> None:
+    shown = opened(report("1f1b"))
     shown.locator(".curve").first.scroll_into_view_if_needed()
     box = shown.locator(".curve").first.bounding_box()
     shown.mouse.move(box["x"] + 2, box["y"] + 20)

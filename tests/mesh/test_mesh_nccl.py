@@ -50,7 +50,12 @@ def train_decoder(device: torch.device, options: dict[str, Any]) -> None:
     mesh = options["mesh"]
     wanted = small.alone(What(), mesh.get("ep", 1), steps=STEPS)
     example = small.example(mesh).to(device)
-    given = {"loss_fn": small.loss_fn, "num_microbatches": small.MICROBATCHES, "balance": "even", "timeout": 60.0}
+    given: dict[str, Any] = {
+        "loss_fn": small.loss_fn,
+        "num_microbatches": small.MICROBATCHES,
+        "balance": "even",
+        "timeout": 60.0,
+    }
     with dl.Pipeline(small.decoder().to(device), example=example, **given, **options) as pipe:
         optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
         number, lines = pipe.axes.rows

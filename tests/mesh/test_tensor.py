@@ -88,9 +88,10 @@ def trained(names: list[str]) -> dict[str, tuple[list[float], int]]:
     return found
 
 
-def others() -> dict[str, Any]:
-    """Return what else four ranks show, in one launch."""
+def shown(names: list[str]) -> dict[str, Any]:
+    """Return all that four ranks show, in one launch."""
     return {
+        "trained": trained(names),
         "muon": _muon(),
         "states": _states(),
         "evaluated": _evaluated(),
@@ -218,9 +219,13 @@ def _cases() -> list[str]:
     return list(CASES)
 
 
-def test_losses_are_those_of_one_process_over_20_steps() -> None:
-    names = _cases()
-    each = launch(trained, names, num_ranks=4)
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return launch(shown, _cases(), num_ranks=4)
+
+
+def test_losses_are_those_of_one_process_over_20_steps(ranks: list[dict[str, Any]]) -> None:
+    names, each = _cases(), [one["trained"] for one in ranks]
     wanted = {kind: alone(kind, NUM_STEPS) for kind in {CASES[name][0] for name in names}}
     for name in some(names):
         kind = CASES[name][0]
@@ -229,13 +234,12 @@ def test_losses_are_those_of_one_process_over_20_steps() -> None:
         assert each[0][name][1] == len(list(MODELS[kind]().parameters())), name  # all were checked
 
 
-def test_whole_matrices_states_dropout_and_refusals() -> None:
-    each = launch(others, num_ranks=4)
+def test_whole_matrices_states_dropout_and_refusals(ranks: list[dict[str, Any]]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about products in bf16 on some processors
         # In a process of its own: matrices in bfloat16 change the last bits of later ones on some processors.
-        near(each[0]["muon"], launch(alone, "chain", 3, torch.optim.Muon, num_ranks=1)[0], "muon")
-    whole = {name: one for found in each for name, one in found["states"].items()}
+        near(ranks[0]["muon"], launch(alone, "chain", 3, torch.optim.Muon, num_ranks=1)[0], "muon")
+    whole = {name: one for found in ranks for name, one in found["states"].items()}
     reference = chain()
     with torch.no_grad():
         for one in reference.parameters():
@@ -246,12 +250,12 @@ def test_whole_matrices_states_dropout_and_refusals() -> None:
     for name, one in some(reference.state_dict().items()):
         torch.testing.assert_close(whole[name], one, rtol=1e-5, atol=1e-6)
     model, x = gpt(), batch(0)[0]
-    for made, wanted in some(zip(each[3]["evaluated"], (model(x[:, :4]), model(x)), strict=True)):
+    for made, wanted in some(zip(ranks[3]["evaluated"], (model(x[:, :4]), model(x)), strict=True)):
         torch.testing.assert_close(made, wanted.detach(), rtol=1e-5, atol=1e-6)
     with Pipeline(chain(dropout=0.2), loss_fn=loss_fn, num_microbatches=4, num_ranks=1) as pipe:
         alike = [stepped(pipe, step) for step in range(2)]
-    near(each[0]["dropout"], alike * 2, "dropout")
-    for found in some(each):
+    near(ranks[0]["dropout"], alike * 2, "dropout")
+    for found in some(ranks):
         for what, text in some(REFUSALS.items()):
             assert text in found["refused"][what], (what, found["refused"][what])
 

@@ -18,9 +18,9 @@ DP, TP, CP, EP = ({"pp": 2, axis: 2} for axis in ("dp", "tp", "cp", "ep"))
 MESHES: list[tuple[dict[str, int], dict[str, Any]]] = [
     (DP, {"zero": 3, "dropout": 0.1, "schedule": "zb-v"}),
     ({"ep": 2, "tp": 2}, {}),
-    (CP, {"schedule": "zb-v"}),
 ]
 OTHERS: list[tuple[dict[str, int], dict[str, Any]]] = [
+    (CP, {"schedule": "zb-v"}),
     (DP, {"zero": 1, "schedule": "dualpipe"}),
     (DP, {"dropout": 0.1}),
     (TP, {"dropout": 0.1, "schedule": "interleaved-zb"}),
