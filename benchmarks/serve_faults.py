@@ -32,6 +32,7 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import grpc
@@ -59,6 +60,7 @@ from serving import by_stage, descriptors, metric, resident_mib, served
 CLIENTS, MOST_SECONDS_BACK = 8, 5.0
 MOST_GROWTH_MIB = 16.0
 LIMIT = 2**20  # bytes of a message, where garbage is sent
+LOOKS = 25  # at the memory of every process, while garbage is sent to one port
 
 
 def tell(text: str) -> None:
@@ -232,17 +234,33 @@ def _grown(before: list[tuple[float, int, int]], after: list[tuple[float, int, i
     return {name: [b[at] - a[at] for a, b in zip(before, after, strict=True)] for at, name in enumerate(names)}
 
 
+def risen(values: Sequence[float]) -> float:
+    """Return by how much a noisy value rises from first to last: what its last third is above its first, by medians.
+
+    Messages of a megabyte come and go, and with them what an allocator keeps; two single looks differ by 10 MiB.
+    """
+    third = len(values) // 3
+    return 1.5 * (median(values[-third:]) - median(values[:third]))
+
+
 def garbage(folder: Path, cases: int) -> dict[str, Any]:
     with served(folder, "--max-message", str(LIMIT)) as told:
         ports = [int(one.rpartition(":")[2]) for one in (told["address"], *told["stages"])] + [told["metrics_port"]]
         for port in ports:
             garbage_at(port, cases=max(cases // 20, 20), seed=port, limit=LIMIT)  # what a process allocates once
         before, sent = _held(told), 0
+        rising = [0.0] * len(before)
         for port in ports:
             tell(f"garbage: {sent} of {cases}")
-            sent += garbage_at(port, cases=cases // len(ports), seed=port + 1, limit=LIMIT)
+            seen = []
+            for turn in range(LOOKS):
+                sent += garbage_at(port, cases=cases // len(ports) // LOOKS, seed=port + 1 + turn, limit=LIMIT)
+                seen.append([mib for mib, _, _ in _held(told)])
+            rising = [
+                all_so_far + risen(each) for all_so_far, each in zip(rising, zip(*seen, strict=True), strict=True)
+            ]
         time.sleep(2.0)
-        grown = _grown(before, _held(told))
+        grown = _grown(before, _held(told)) | {"mib": rising}
         restarts = sum(by_stage(told, "drumline_stage_restarts_total").values())
         watched = Watched(told)
         asyncio.run(watched.run(1.0))

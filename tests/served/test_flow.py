@@ -37,6 +37,21 @@ Code = grpc.StatusCode
 LIMIT = 2**16
 
 
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"short", "a frame of 5 bytes"),
+        (bytes(Frame(Kind.CALL, 1, float("nan"))), "a frame with nan seconds"),
+        (bytes(Frame(Kind.CALL, 1, float("inf"))), "a frame with inf seconds"),
+        (bytes(Frame(Kind.FAIL, 1, 3, "why"))[:-1], "a frame whose text has 3 bytes, of 2 behind its head"),
+        (b"\x09" + bytes(Frame(Kind.CALL, 1))[1:], "9 is not a valid Kind"),
+    ],
+)
+def test_a_damaged_frame_is_told(data: bytes, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Frame.parse(data)
+
+
 async def _server(answer: Answering, address: str) -> tuple[Any, str]:
     server = grpc.aio.server(options=options(LIMIT))
     server.add_generic_rpc_handlers((Flows(answer, max_bytes=LIMIT).handlers(),))
