@@ -1,12 +1,13 @@
 """What adapting does for a pipeline of two ranks while one rank or the link gets slow: bubble, pause, throughput.
 
-    PYTHONPATH=tests python benchmarks/adapt.py [--cases slowing sudden noisy link number] [--runs 3] [--blocks 24]
+    PYTHONPATH=tests python benchmarks/adapt.py [--cases slowing sudden half noisy link number] [--runs 3] [--blocks 24]
 
 Rank 1 is slowed by real extra compute in everything that it computes, wherever layers are: some of its blocks' products
 run again, at 1.05 times one in twenty. 1f1b, 32 microbatches, one thread a rank.
 
 slowing    1% a step up to 1.5 times; every step is the median of several runs
 sudden     1.5 times from step 50 on, until step 100: moved, and moved back
+half       the same by rebalance="half", which moves half of the slow rank's layers
 noisy      one step takes three times as long: nothing moves
 link       every message takes 20 ms longer from step 25 on (gloo): another program. Two namespaces are joined by a
            relay that holds packets; where these cannot be made, the receiver holds messages
@@ -157,7 +158,7 @@ def rank_slowed(case: str, steps: int, given: dict[str, Any], record: str | None
     found = []
     half = given["blocks"] // 2
     settings: dict[str, Any] = {"balance": [half, given["blocks"] - half], "num_microbatches": microbatches}
-    adapt = {"program": False, "within": 200}
+    adapt = {"program": False, "within": 200, "rebalance": "half" if case == "half" else "solve"}
     with dl.Pipeline(
         model_of(given["blocks"]),
         loss_fn=nn.functional.mse_loss,
@@ -176,7 +177,7 @@ def slowness(case: str, step: int, given: dict[str, Any]) -> float:
     """Return how much slower rank 1 is in a step."""
     if case == "slowing":
         return float(min(1.0 + 0.01 * max(step - given["since"] // 5, 0), SLOW))
-    if case == "sudden":
+    if case in ("sudden", "half"):
         return SLOW if given["since"] <= step < 2 * given["since"] else 1.0
     return 3.0 if case == "noisy" and step == given["since"] // 2 else 1.0
 
@@ -370,14 +371,14 @@ def measured(case: str, args: argparse.Namespace, given: dict[str, Any]) -> dict
     """Run one case, print it, and return its figures."""
     since = given["since"]
     folder = None if args.out is None else str(args.out / case)
-    if case in ("slowing", "sudden", "noisy"):
-        steps = {"slowing": since // 5 + 60, "sudden": 2 * since + 20, "noisy": since}[case]
+    if case in ("slowing", "sudden", "half", "noisy"):
+        steps = {"slowing": since // 5 + 60, "noisy": since}.get(case, 2 * since + 20)
         runs = args.runs if case == "slowing" else 1
         every = [ranked(rank_slowed, case, steps, given, folder if not one else None) for one in range(runs)]
         found = merged(every)
         told = show(case, found, 3 if case == "slowing" else next(
             (at for at, one in enumerate(found) if one["balance"]), 3))  # fmt: skip
-        if case == "sudden":
+        if case in ("sudden", "half"):
             if sizes := [one["bytes"] for one in found if one["bytes"]]:
                 rate = ranked(channel_rate, sizes[0])
                 shares = [one["bytes"] / one["send_seconds"] / rate for one in found if one["send_seconds"]]
@@ -426,7 +427,7 @@ def measured(case: str, args: argparse.Namespace, given: dict[str, Any]) -> dict
 def main() -> None:
     """Measure, print and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cases = ["slowing", "sudden", "noisy", "link", "number"]
+    cases = ["slowing", "sudden", "half", "noisy", "link", "number"]
     parser.add_argument("--cases", nargs="*", default=cases, choices=cases)
     for name, value in {"blocks": 24, "rows": 64, "microbatches": 32, "since": 50, "runs": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
