@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,31 @@ def test_every_call_gets_its_own_answer_in_whatever_order_they_come() -> None:
         for number, one in some(list(enumerate(found))):
             assert (one.body, one.times) == (b"answer %d" % number, f"times {number}")
         assert told == [1, 3, 5, 7]
+
+    run_to_end(run())
+
+
+def test_a_caller_that_asks_for_nothing_more_gets_its_answers_and_the_end() -> None:
+    async def answer(body: bytes, seconds: float, left: Callable[[], None] | None = None) -> Answer:
+        await asyncio.sleep(0 if body == b"at once" else 0.05)
+        return Answer(body)
+
+    async def one(channel: Any, *frames: bytes) -> tuple[list[bytes], grpc.StatusCode]:
+        stream = channel.stream_stream(f"/{SERVICE}/Flow")(iter(frames), timeout=20)
+        found: list[bytes] = []
+        with suppress(grpc.aio.AioRpcError):  # its code says how it ended
+            found.extend([Frame.parse(data).body async for data in stream])
+        return sorted(found), await stream.code()
+
+    async def run() -> None:
+        async with joined(answer) as (_, _, address), connect(address, PLAIN, LIMIT) as channel:
+            late, soon = (bytes(Frame(Kind.CALL, at, 9.0, body=body)) for at, body in enumerate((b"late", b"at once")))
+            assert await one(channel, late, soon) == ([b"at once", b"late"], Code.OK)
+            # Answers are being written when the streams end, or when they turn out to be damaged.
+            every = await asyncio.gather(*(one(channel, soon) for _ in range(100)))
+            assert every == [([b"at once"], Code.OK)] * 100
+            damaged = await asyncio.gather(*(one(channel, soon, b"garbage") for _ in range(100)))
+            assert {code for _, code in damaged} == {Code.INVALID_ARGUMENT}
 
     run_to_end(run())
 

@@ -94,8 +94,8 @@ class Flow:
             await asyncio.sleep(PAUSE)
 
     async def _write(self, stream: Any) -> None:
-        while True:
-            number, frame = await self._outgoing.take()
+        while (following := await self._outgoing.take()) is not None:
+            number, frame = following
             call = self._calls.get(number)
             if call is not None:
                 call.is_sent = True

@@ -12,6 +12,7 @@ import grpc
 from drumline.serve.wire.frames import FLOW, PAUSE, SERVICE, Answer, Failed, Frame, Kind, Outgoing
 
 _MOST_TEXT = 2000  # characters of an error
+_SECONDS_TO_WRITE = 5.0  # for what is left when a stream ends; its caller may not read
 Answering = Callable[[bytes, float, Callable[[], None] | None], Awaitable[Answer]]
 
 
@@ -45,24 +46,38 @@ class Flows:
         outgoing = Outgoing()
         calls: dict[int, asyncio.Task[None]] = {}
         writing = asyncio.create_task(_written(outgoing, context))
+        wrong: ValueError | None = None
         try:
-            while (data := await context.read()) is not grpc.aio.EOF:
-                frame = Frame.parse(data)
-                if frame.kind is Kind.CANCEL:
-                    if frame.number in calls:
-                        calls[frame.number].cancel()
-                    continue
-                if frame.kind not in (Kind.CALL, Kind.ASK) or frame.number in calls:
-                    raise ValueError(f"a frame {frame.kind.name} {frame.number}; expected a new call")
-                while outgoing.bytes > self._max_bytes:  # the caller reads no answers
-                    await asyncio.sleep(PAUSE)
-                task = calls[frame.number] = asyncio.create_task(self._one(frame, outgoing))
-                task.add_done_callback(partial(_forgotten, calls, frame.number))
-        except ValueError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            try:
+                await self._read(context, outgoing, calls)
+                if calls:  # a caller that asks for nothing more may still wait for answers
+                    await asyncio.wait(calls.values())
+            except ValueError as error:
+                wrong = error
+                outgoing.clear()
+            # gRPC never ends a call whose write is cancelled in the middle.
+            outgoing.close()
+            await asyncio.wait({writing}, timeout=_SECONDS_TO_WRITE)
+            if wrong is not None:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(wrong))
         finally:
             for task in [*calls.values(), writing]:
                 task.cancel()
+
+    async def _read(self, context: Any, outgoing: Outgoing, calls: dict[int, asyncio.Task[None]]) -> None:
+        """Start the calls of a stream until it ends; ValueError if something else than a call comes."""
+        while (data := await context.read()) is not grpc.aio.EOF:
+            frame = Frame.parse(data)
+            if frame.kind is Kind.CANCEL:
+                if frame.number in calls:
+                    calls[frame.number].cancel()
+                continue
+            if frame.kind not in (Kind.CALL, Kind.ASK) or frame.number in calls:
+                raise ValueError(f"a frame {frame.kind.name} {frame.number}; expected a new call")
+            while outgoing.bytes > self._max_bytes:  # the caller reads no answers
+                await asyncio.sleep(PAUSE)
+            task = calls[frame.number] = asyncio.create_task(self._one(frame, outgoing))
+            task.add_done_callback(partial(_forgotten, calls, frame.number))
 
     async def _one(self, frame: Frame, outgoing: Outgoing) -> None:
         def left() -> None:
@@ -87,5 +102,5 @@ def _forgotten(calls: dict[int, asyncio.Task[None]], number: int, task: asyncio.
 
 
 async def _written(outgoing: Outgoing, context: Any) -> None:
-    while True:
-        await context.write((await outgoing.take())[1])
+    while (found := await outgoing.take()) is not None:
+        await context.write(found[1])

@@ -86,6 +86,7 @@ class Outgoing:
     def __init__(self) -> None:
         self._frames: deque[tuple[int, bytes]] = deque()
         self._filled = asyncio.Event()
+        self._is_closed = False
         self.bytes = 0
 
     def put(self, number: int, frame: bytes, *, first: bool = False) -> None:
@@ -94,18 +95,30 @@ class Outgoing:
         self.bytes += len(frame)
         self._filled.set()
 
-    async def take(self) -> tuple[int, bytes]:
-        """Return the next frame; waits for one."""
+    async def take(self) -> tuple[int, bytes] | None:
+        """Return the next frame; waits for one, and returns None after the last."""
         await self.filled()
+        if not self._frames:
+            return None
         found = self._frames.popleft()
         self.bytes -= len(found[1])
         return found
 
     async def filled(self) -> None:
-        """Wait until there is a frame."""
-        while not self._frames:
+        """Wait until there is a frame, or none will come."""
+        while not self._frames and not self._is_closed:
             self._filled.clear()
             await self._filled.wait()
+
+    def close(self) -> None:
+        """Have no more frames after those that are there."""
+        self._is_closed = True
+        self._filled.set()
+
+    def clear(self) -> None:
+        """Forget all frames."""
+        self._frames.clear()
+        self.bytes = 0
 
     def remove(self, number: int) -> None:
         """Forget the frames of a call."""
