@@ -247,7 +247,7 @@ def garbage(folder: Path, cases: int) -> dict[str, Any]:
     with served(folder, "--max-message", str(LIMIT)) as told:
         ports = [int(one.rpartition(":")[2]) for one in (told["address"], *told["stages"])] + [told["metrics_port"]]
         for port in ports:
-            garbage_at(port, cases=max(cases // 20, 20), seed=port, limit=LIMIT)  # what a process allocates once
+            garbage_at(port, cases=cases // 8, seed=port, limit=LIMIT)  # until allocators have what they keep
         before, sent = _held(told), 0
         rising = [0.0] * len(before)
         for port in ports:
