@@ -35,11 +35,15 @@ Dimensions = Mapping[str, tuple[int, int | None]]  # the least and the most of e
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """An input or output: its name, KServe's datatype, and its shape, with names for dimensions that may change."""
+    """An input or output: its name, KServe's datatype, and its shape, with names for dimensions that may change.
+
+    The whole numbers of an input that looks up embeddings are 0 or more and below `below`.
+    """
 
     name: str
     datatype: str
     shape: tuple[int | str, ...]
+    below: int | None = None
 
     def open_shape(self) -> list[int]:
         """Return the shape as KServe's metadata has it.
@@ -51,7 +55,8 @@ class Tensor:
 
     def to_json(self) -> dict[str, Any]:
         """Return the tensor as an object."""
-        return {"name": self.name, "datatype": self.datatype, "shape": list(self.shape)}
+        found: dict[str, Any] = {"name": self.name, "datatype": self.datatype, "shape": list(self.shape)}
+        return found if self.below is None else {**found, "below": self.below}
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,14 +178,15 @@ def _tensors(given: Parsed) -> tuple[Tensor, ...]:
 
 
 def _tensor(given: Parsed) -> Tensor:
-    given.only(("name", "datatype", "shape"))
+    given.only(("name", "datatype", "shape", "below"))
     datatype = given["datatype"].text()
     if datatype not in _DATATYPES:
         raise given["datatype"].refuse(", ".join(_DATATYPES))
     shape = tuple(
         one.text() if isinstance(one.value, str) else one.whole(0, 2**40) for one in given["shape"].each(most=64)
     )
-    return Tensor(given["name"].text(), datatype, shape)
+    below = given.get("below")
+    return Tensor(given["name"].text(), datatype, shape, None if below is None else below.whole(1))
 
 
 def _stage(given: Parsed) -> Stage:
