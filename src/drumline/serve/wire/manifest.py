@@ -25,6 +25,7 @@ FORMAT, VERSION = "drumline-serving", 1
 NAME = "manifest.json"
 BATCH = "batch"
 KIND = Kind("manifest", RecordError, "the manifest.json that `drumline export` wrote")
+_FILE = Kind("file of a stage", RecordError, "every file that manifest.json names")
 _MOST_STAGES = 1000
 _DATATYPES = (
     "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64",
@@ -109,6 +110,12 @@ class Manifest:
             "measured": dict(self.measured),
             "versions": dict(self.versions),
         }
+
+    def identity(self, stage: int) -> str:
+        """Return what tells a stage from others, and from those of another export."""
+        digests = "".join(digest for _, digest in self.stages[stage].files.values())
+        digest = hashlib.sha256(digests.encode()).hexdigest()[:12]
+        return f"stage {stage} of {len(self.stages)} of {self.model}, {digest}"
 
     def save(self, folder: Path) -> None:
         """Write the manifest, whole or not at all."""
@@ -226,7 +233,7 @@ def _check_chain(manifest: Manifest, given: Parsed) -> None:
 def digest_of(path: Path) -> tuple[int, str]:
     """Return the bytes and the SHA-256 of a file."""
     digest, size = hashlib.sha256(), 0
-    with opened(path, KIND) as file:
+    with opened(path, _FILE) as file:
         while piece := file.read(2**20):
             digest.update(piece)
             size += len(piece)
