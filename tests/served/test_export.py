@@ -42,6 +42,24 @@ def transposed():
             return x.T
 
     return Transposed(), torch.randn(2, 6)
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, mul):  # as operations inside are called
+        hidden = self.first(x) * mul + 1
+        return {"add": self.last(hidden * 2), "loss": None, "linear": hidden}
+
+
+def named():
+    return Named(), {"x": torch.randn(2, 4), "mul": torch.ones(2, 1)}
+
+
+def fails():
+    raise ValueError("no weights here")
 """
 
 
@@ -90,9 +108,19 @@ def test_a_trained_model_is_exported_served_and_answers_tritons_client(
         given = triton.InferInput("tokens", long.shape, "INT64").set_data_from_numpy(long.numpy())
         with pytest.raises(triton.InferenceServerException, match="'tokens' has length 33 in dimension 1"):
             client.infer("tale", [given])
-        wrong = triton.InferInput("tokens", (1, 2), "INT64").set_data_from_numpy(np.array([[1, 999]]))
-        with pytest.raises(triton.InferenceServerException, match="cannot compute this input"):
-            client.infer("tale", [wrong])
+        for token in (999, -1):  # ONNX would take -1 for the last one
+            wrong = triton.InferInput("tokens", (1, 2), "INT64").set_data_from_numpy(np.array([[1, token]]))
+            with pytest.raises(triton.InferenceServerException, match=f"'tokens' has the value {token}; expected 0 to"):
+                client.infer("tale", [wrong])
+        with pytest.raises(UsageError, match=r"run/checkpoints is a part of a run; expected the run's folder"):
+            finished_model("run/checkpoints")
+        with pytest.raises(UsageError, match="served is exported already; serve it: drumline serve served"):
+            finished_model("served")
+        short = ["load", running.address, "--concurrency", "1", "--seconds", "0.1", "--length", "99"]
+        assert main([*short, "--out", "bad.svg"]) == 3
+        assert "nothing to plot: INVALID_ARGUMENT: input 'tokens' has length 99" in capsys.readouterr().err
+        assert main(short) == 1
+        assert "  the first INVALID_ARGUMENT: input 'tokens' has length 99" in capsys.readouterr().out
 
 
 def test_hugging_face_models_are_exported_from_their_folder(tmp_path: Path) -> None:
@@ -131,6 +159,26 @@ def test_a_function_of_the_user_is_exported_with_named_cuts(
     odd = finished_model("models.py:transposed")
     with pytest.raises(ModelError, match="its first dimension is not that of the rows"):
         export(Subject(odd.name, odd.model, odd.example, odd.most), Path("more"), num_stages=1)
+
+
+def test_outputs_have_the_names_that_the_model_gives_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("models.py").write_text(MODELS)
+    assert main(["export", "models.py:named", "--out", "out"]) == 0
+    assert "(at rows 1, 5, 4)" in capsys.readouterr().out
+    made, found = read_manifest("out"), finished_model("models.py:named")
+    assert [one.name for one in made.inputs] == ["x", "mul"]
+    assert [one.name for one in made.outputs] == ["add", "linear"]
+    inputs = found.example(7, 1)
+    arrays = {name: one.numpy() for name, one in inputs.items()}
+    for number in range(2):
+        arrays = Session(Path("out"), made, number).run(arrays)
+    for one, right in some(list(zip(arrays.values(), plain_outputs(found.model, inputs), strict=True))):
+        assert np.abs(one - right).max() <= TOLERANCE * np.abs(right).max()
+    assert main(["export", "models.py:fails", "--out", "more"]) == 3
+    assert capsys.readouterr().err.endswith("\ndrumline: models.py:fails failed with ValueError: no weights here\n")
 
 
 def test_blocks_are_the_elements_of_the_outermost_lists_and_what_stands_beside() -> None:

@@ -200,6 +200,8 @@ def test_damaged_files_and_ports_in_use_are_refused_before_anything_is_served(
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(UsageError, match="cannot listen on"), serving(served_folder, listen=address):
             pass
+        with pytest.raises(UsageError, match="cannot serve metrics on"), serving(served_folder, metrics=address):
+            pass
     graph = folder / "stage1" / "model.onnx"
     graph.write_bytes(graph.read_bytes()[:-1] + b"!")
     with pytest.raises(LaunchError, match="stage 1 ended with code 2 before it was ready"), serving(folder):
@@ -226,6 +228,9 @@ def test_stages_started_one_by_one_serve_over_mutual_tls(served_folder: Path, tm
             x = rows_of(5)
             with grpc.secure_channel(running.address, Tls(certificate, key, ours.path).channel()) as channel:
                 np.testing.assert_allclose(inferred(channel, {"x": x})["y"], expected(x), atol=1e-6)
+        swapped = serving(served_folder, hosts=tuple(reversed(addresses)), tls=Tls(certificate, key, ours.path))
+        with pytest.raises(LaunchError, match=r"is stage \d of 2 of tanh, .*; expected stage \d of 2 of tanh"), swapped:
+            pass
     finally:
         for one in started:
             one.terminate()

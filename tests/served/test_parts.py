@@ -14,6 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from drumline.core.errors import RecordError
 from drumline.core.measured.run import read_run
+from drumline.report.run.report import report_of
 from drumline.serve.export.graph import Crossing, Graph
 from drumline.serve.front.queue import Queue
 from drumline.serve.front.record import LoadRecord
@@ -179,5 +180,7 @@ def test_a_served_load_is_a_run_that_reports_read(tmp_path: Path) -> None:
     run = read_run(tmp_path / "run")
     assert run.num_steps == 5
     assert run.timeline(0).bubble == pytest.approx(1 - 80 / (2 * 51))
+    advice = report_of(run).figures()["advice"]
+    assert (advice["sentence"][:9], advice["remedies"]) == ("no advice", [])
     for step in some(run.metrics()):
         assert step["throughput(rows/s)"] == pytest.approx(8 / 0.051)

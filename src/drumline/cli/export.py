@@ -82,12 +82,13 @@ def _text(made: Manifest, out: Path) -> str:
         ends = stage.blocks[0] if len(stage.blocks) == 1 else f"{stage.blocks[0]} to {stage.blocks[-1]}"
         rows.append([str(number), ends, size_text(size), f"{stage.seconds * 1e3:.3g} ms"])
     check = made.check
-    sizes = " and ".join(f"{rows}x{length}" for rows, length in check["sizes"])
+    has_length = len(made.dimensions) > 1
+    sizes = ", ".join(f"{rows}x{length}" if has_length else str(rows) for rows, length in check["sizes"])
     return "\n".join(
         [
             table(("stage", "blocks", "files", "time"), rows),
             f"largest difference to PyTorch: {check['largest_difference']:.3g}, {check['relative']:.2g} of the largest"
-            f" output (at {sizes})",
+            f" output (at {'rows x length' if has_length else 'rows'} {sizes})",
             f"wrote {out}   (serve it: drumline serve {out})",
         ]
     )

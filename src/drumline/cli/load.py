@@ -52,10 +52,11 @@ def run(args: argparse.Namespace) -> int:
         from drumline.serve.wire.loops import run_to_end
     except ModuleNotFoundError as error:
         raise UsageError(f"load needs {error.name}", fix=installing("serve")) from None
-    address = args.url
-    for scheme in _SCHEMES:
-        address = address.removeprefix(scheme)
-    address = address.rstrip("/")
+    tls = Tls(args.tls_cert or "", args.tls_key or "", args.tls_ca or "")
+    scheme = next((one for one in _SCHEMES if args.url.startswith(one)), "")
+    if scheme.endswith("s://") and not tls:
+        raise UsageError(f"URL is {args.url[:80]}", fix="name the authority of its certificate: --tls-ca FILE")
+    address = args.url.removeprefix(scheme).rstrip("/")
     parts_of(address, flag="URL")
     counts = args.concurrency if args.concurrency is not None else () if args.rate else (1, 2, 4, 8)
     least, most = args.rows
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
                 rates=args.rate or (),
                 seconds=args.seconds,
                 demand=demand,
-                tls=Tls(args.tls_cert or "", args.tls_key or "", args.tls_ca or ""),
+                tls=tls,
                 tell=progress,
             )
         )

@@ -30,7 +30,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from drumline.core.errors import DrumlineError
+from drumline.core.errors import DrumlineError, UsageError
 from drumline.serve.session import Session
 from drumline.serve.wire.flow import Flow
 from drumline.serve.wire.flows import Flows
@@ -101,12 +101,22 @@ class StageService:
             request_deserializer=message("ServerReadyRequest").FromString,
             response_serializer=message("ServerReadyResponse").SerializeToString,
         )
+        metadata = grpc.unary_unary_rpc_method_handler(
+            self.metadata,
+            request_deserializer=message("ServerMetadataRequest").FromString,
+            response_serializer=message("ServerMetadataResponse").SerializeToString,
+        )
         infer = grpc.unary_unary_rpc_method_handler(self.infer)
-        return grpc.method_handlers_generic_handler(SERVICE, {"ModelInfer": infer, "ServerReady": ready})
+        calls = {"ModelInfer": infer, "ServerReady": ready, "ServerMetadata": metadata}
+        return grpc.method_handlers_generic_handler(SERVICE, calls)
 
     async def ready(self, request: Any, context: Any) -> Any:
         """Say that the stage has loaded its graph."""
         return message("ServerReadyResponse")(ready=True)
+
+    async def metadata(self, request: Any, context: Any) -> Any:
+        """Say which stage of which export this is."""
+        return message("ServerMetadataResponse")(name=self._manifest.identity(self.number))
 
     async def infer(self, body: bytes, context: Any) -> bytes:
         """Answer a client that calls this stage by hand."""
@@ -206,6 +216,7 @@ async def run_stage(
 ) -> None:
     """Serve a stage until told to stop, `also` on a socket of this machine; prints `ready` once it can compute."""
     manifest = read_manifest(folder)
+    _check_place(number, len(manifest.stages), following)
     session = Session(folder, manifest, number, threads=threads)
     session.warm_up()
     server = grpc.aio.server(options=options(max_bytes), maximum_concurrent_rpcs=4 * limit)
@@ -234,6 +245,22 @@ async def run_stage(
     if behind is not None and channel is not None:
         await behind.close()
         await channel.close()
+
+
+def _check_place(number: int, count: int, following: str) -> None:
+    """Refuse a stage that there is none of, and one without the address of the stage behind it.
+
+    >>> _check_place(0, 2, "")
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: stage 0 of 2 has no stage behind it; add --next HOST:PORT, the address of stage 1
+    """
+    if not 0 <= number < count:
+        raise UsageError(f"there is no stage {number}", expected=f"a number below {count}")
+    if number + 1 < count and not following:
+        fix = f"add --next HOST:PORT, the address of stage {number + 1}"
+        raise UsageError(f"stage {number} of {count} has no stage behind it", fix=fix)
+    if number + 1 == count and following:
+        raise UsageError(f"stage {number} is the last one", fix="leave out --next")
 
 
 def _end_with_parent() -> None:

@@ -26,9 +26,10 @@ from drumline.train.config.write import KEPT
 from drumline.train.loop.checkpoints import checkpoints_of
 from drumline.train.models.build import build_model
 from drumline.train.models.built import Built
-from drumline.train.models.function import named_function
+from drumline.train.models.function import named_function, users_code
 
 LENGTH = "length"
+EXPORTED = "manifest.json"
 _LONGEST = ("max_position_embeddings", "n_positions")
 _EXPECTED = "the folder of a run, a folder or config of Hugging Face, a config.toml, or file.py:function"
 _SOURCES = "a run that saved a checkpoint"
@@ -66,11 +67,19 @@ def finished_model(source: str, *, seed: int = 0) -> Finished:
             batch=BatchSettings(sequence=min(longest or 256, 256)),
         )
         return _of_settings(settings, path.stem if path.suffix else path.resolve().name)
-    if path.is_dir() and checkpoints_of(path):
-        raise UsageError(
-            f"{source} has checkpoints and no {KEPT}", expected="a run of this version of `drumline train`"
-        )
+    if path.is_dir():
+        _refuse_folder(path)
     raise UsageError(f"no such model: {source[:200]}", expected=_EXPECTED)
+
+
+def _refuse_folder(path: Path) -> None:
+    """Refuse a folder of ours that is no run; say which folder to name instead."""
+    if (run := next((one for one in path.resolve().parents[:2] if (one / KEPT).is_file()), None)) is not None:
+        raise UsageError(f"{path} is a part of a run", expected="the run's folder", fix=f"name {run}")
+    if (path / EXPORTED).is_file() and any(path.glob("stage*/model.onnx")):
+        raise UsageError(f"{path} is exported already", fix=f"serve it: drumline serve {path}")
+    if checkpoints_of(path):
+        raise UsageError(f"{path} has checkpoints and no {KEPT}", expected="a run of this version of `drumline train`")
 
 
 def _of_run(folder: Path) -> Finished:
@@ -161,7 +170,9 @@ def _of_function(source: str, seed: int) -> Finished:
     """Return what a function makes: (model, example), or (model, loss_fn, batch, target) as for `drumline profile`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = named_function(source, key="MODEL")()
+        function = named_function(source, key="MODEL")
+        with users_code(source):
+            made = function()
     if not isinstance(made, tuple) or len(made) not in (2, 4) or not isinstance(made[0], nn.Module):
         raise UsageError(
             f"{source} returned {type(made).__name__}", expected="(model, example), or (model, loss_fn, batch, target)"

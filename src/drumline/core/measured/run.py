@@ -240,14 +240,22 @@ class Run:
             raise RecordError(f"{path} cannot have run: {violations[0]}", expected="the program as the run wrote it")
         return Program(program.rows, self.name_of(number))
 
+    def _settings(self) -> dict[str, Any]:
+        settings = self.config.get("settings")
+        return settings if isinstance(settings, dict) else {}
+
+    @property
+    def is_served(self) -> bool:
+        """Whether `drumline serve` wrote this run: its steps are whatever clients asked for."""
+        return "served" in self._settings()
+
     def name_of(self, number: int) -> str:
         """Return what a program is called: the schedule, the name that the user gave it, or its number."""
         if not number:
             return str(self.plan.get("schedule"))
         if self.program.num_updates:
             return f"{self.program.name} step"
-        settings = self.config.get("settings")
-        named = settings.get("programs") if isinstance(settings, dict) else None
+        named = self._settings().get("programs")
         names = list(named) if isinstance(named, dict) else []
         return names[number - 1] if number <= len(names) else f"program {number}"
 

@@ -48,9 +48,9 @@ def check_options(options: Options, program: Program) -> None:
         "adapt": "programs and cuts that change while it runs",
     }
     for name, what in wrong.items():
-        if getattr(options, name):
+        if value := getattr(options, name):
             raise UsageError(
-                f"{name} is {getattr(options, name)!r:.60} and {program.name} has no flush",
+                f"{name} is {value if isinstance(value, bool) else 'set'} and {program.name} has no flush",
                 expected=f"a flushed schedule for {what}",
                 fix="use 1f1b, or leave it out",
             )

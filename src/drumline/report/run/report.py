@@ -114,6 +114,8 @@ class RunReport:
     @cached_property
     def steadiness(self) -> Steadiness:
         """Whether the machine was quiet during the run, judged by its steps after the first and its load before."""
+        if self.run.is_served:
+            return Steadiness()  # steps are not equal work: rows and arrivals are the clients'
         mine = self.seen.measured.records[0].program
         lengths = [
             one["makespan"]
@@ -247,6 +249,9 @@ def report_of(run: Run, *, step: int | None = None, name: str | None = None) -> 
     steadiness = report.steadiness
     if is_part(seen.measured.program):
         nothing = "no advice: the schedule has no flush, and its rows go on for ever"
+        return replace(report, advice=Advice((), nothing=nothing))
+    if run.is_served:
+        nothing = "no advice: the load of a service is what its clients ask for"
         return replace(report, advice=Advice((), nothing=nothing))
     return replace(report, advice=Advice((), nothing=steadiness.withheld) if steadiness.busy else advise(seen))
 

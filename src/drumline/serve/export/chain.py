@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
@@ -46,7 +46,9 @@ class Chain:
 
     def described(self, crossings: Sequence[Crossing]) -> dict[str, Tensor]:
         """Return the tensors that cross, by their names here."""
-        return {one.name: described(one.name, [sizes[one.value] for sizes in self.examples]) for one in crossings}
+        found = {one.name: described(one.name, [sizes[one.value] for sizes in self.examples]) for one in crossings}
+        below = self.graph.embedded()
+        return {name: replace(one, below=below.get(name)) for name, one in found.items()}
 
     def write(self, first: int, end: int, stage: int, path: Path) -> tuple[list[Tensor], list[Tensor]]:
         """Write blocks from `first` to before `end` as stage number `stage`; returns its inputs and outputs."""

@@ -22,6 +22,7 @@ from drumline.serve.wire.manifest import Tensor
 from drumline.serve.wire.tensors import DATATYPES
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
+_CLASSES = "pkg.torch.onnx.class_hierarchy"
 _LARGE = 2**20  # bytes of weights from which on they stand in a file of their own
 DATA = "model.onnx.data"
 
@@ -71,6 +72,18 @@ class Graph:
         listed = sorted(found.items(), key=lambda one: one[1])
         distinct = [one for number, one in enumerate(listed) if not number or one[1] > listed[number - 1][1]]
         return [(name, at if number else 0) for number, (name, at) in enumerate(distinct)]
+
+    def embedded(self) -> dict[str, int]:
+        """Return the inputs that look up embeddings, each with how many rows the smallest table has."""
+        found: dict[str, int] = {}
+        for node in self.nodes:
+            if node.op_type != "Gather" or "aten.embedding" not in _told(node, _CLASSES):
+                continue
+            table, tokens = node.input
+            if tokens in self.inputs and table in self.weights:
+                rows = int(self.weights[table].dims[0])
+                found[tokens] = min(rows, found.get(tokens, rows))
+        return found
 
     def weight_bytes(self, first: int, end: int) -> int:
         """Return the bytes of the weights that a stretch of nodes uses."""
@@ -157,9 +170,14 @@ def _renamed(node: Any, names: dict[str, str]) -> Any:
     return made
 
 
+def _told(node: Any, key: str) -> str:
+    """Return what the exporter noted of a node under a key."""
+    return next((str(one.value) for one in node.metadata_props if one.key == key), "")
+
+
 def _block_of(node: Any, blocks: Sequence[str]) -> str:
     """Return the block of the module that a node comes from, or nothing."""
-    text = next((one.value for one in node.metadata_props if one.key == _SCOPES), "")
+    text = _told(node, _SCOPES)
     try:
         scopes = ast.literal_eval(text) if text else []
     except (ValueError, SyntaxError):

@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,14 @@ class Whole(nn.Module):
         self._names = list(names)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run the model: a chain of modules takes its input alone, others by name."""
+        """Run the model, and return its tensors."""
+        return output_tensors(self.plain(*tensors))
+
+    def plain(self, *tensors: torch.Tensor) -> Any:
+        """Return what the model itself returns: a chain of modules takes its input alone, others by name."""
         if isinstance(self.model, nn.Sequential):
-            return output_tensors(self.model(*tensors))
-        return output_tensors(self.model(**dict(zip(self._names, tensors, strict=True))))
+            return self.model(*tensors)
+        return self.model(**dict(zip(self._names, tensors, strict=True)))
 
 
 def output_tensors(value: Any) -> tuple[torch.Tensor, ...]:
@@ -42,9 +46,39 @@ def output_tensors(value: Any) -> tuple[torch.Tensor, ...]:
     >>> output_tensors({"a": torch.ones(2), "b": [torch.zeros(1)]})
     (tensor([1., 1.]), tensor([0.]))
     """
+    return pack(_useful(value))[0]
+
+
+def output_names(value: Any, inputs: Collection[str]) -> list[str]:
+    """Return what clients call the tensors of a model's output: as a flat dict or class does, else by number.
+
+    >>> output_names({"logits": torch.ones(2), "loss": None, "mean": torch.zeros(2)}, ["x"])
+    ['logits', 'mean']
+    >>> output_names((torch.ones(2), torch.ones(2)), ["x"]), output_names(torch.ones(2), ["x"])
+    (['output0', 'output1'], ['output'])
+    """
+    tensors, form = pack(_useful(value))
+    names = [one for one, part in _named_parts(form) if not (isinstance(part, tuple) and part[0] == "plain")]
+    usable = all(isinstance(one, str) and one.isidentifier() and one not in inputs for one in names)
+    if usable and [part for _, part in _named_parts(form) if isinstance(part, int)] == list(range(len(tensors))):
+        return names
+    return ["output"] if len(tensors) == 1 else [f"output{number}" for number in range(len(tensors))]
+
+
+def _useful(value: Any) -> Any:
     if hasattr(value, "to_tuple"):
-        value = value["logits"] if "logits" in value else value.to_tuple()[0]
-    return pack(value)[0]
+        return value["logits"] if "logits" in value else value.to_tuple()[0]
+    return value
+
+
+def _named_parts(form: Any) -> list[tuple[Any, Any]]:
+    """Return the parts of a form that has names, each with its own."""
+    match form:
+        case ("dict", names, *parts) | ("fields" | "mapping", _, names, *parts):
+            return list(zip(names, parts, strict=True))
+        case ("named", kind, *parts):
+            return list(zip(kind._fields, parts, strict=True))
+    return []
 
 
 def block_names(model: nn.Module) -> list[str]:
@@ -80,18 +114,20 @@ def write_whole(
     module = Whole(model, list(example)).eval()
     try:
         with _quietly(), torch.no_grad():
-            torch.onnx.export(
+            names = output_names(module.plain(*example.values()), example)
+            program = torch.onnx.export(
                 module,
                 tuple(example.values()),
-                str(path),
                 dynamo=True,
                 input_names=list(example),
-                output_names=_output_names(module, example),
+                output_names=names,
                 dynamic_shapes=(shapes,),
-                external_data=True,
                 optimize=True,
                 verbose=False,
             )
+            assert program is not None  # as the dynamo exporter returns it
+            _name_apart(program.model.graph)
+            program.save(str(path), external_data=True)
     except Exception as error:  # whatever the exporter meets in a model
         causes = [str(one) for one in (error.__cause__, error) if one is not None]
         lines = [line for text in causes for line in text.splitlines() if line.strip()] or [type(error).__name__]
@@ -101,9 +137,14 @@ def write_whole(
         ) from error
 
 
-def _output_names(module: nn.Module, example: Inputs) -> list[str]:
-    count = len(module(*example.values()))
-    return ["output"] if count == 1 else [f"output{number}" for number in range(count)]
+def _name_apart(graph: Any) -> None:
+    """Rename values inside the graph that have the name of an input or output, as an `add` or `mean` may."""
+    ends = [*graph.inputs, *graph.outputs]
+    taken, known = {one.name for one in ends}, {id(one) for one in ends}
+    inner = [*graph.initializers.values(), *(value for node in graph.all_nodes() for value in node.outputs)]
+    for value in inner:
+        if value.name in taken and id(value) not in known:
+            value.name = f"inner.{value.name}"
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from threading import Lock
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
+from drumline.core.errors import UsageError
 from drumline.serve.stage import Times
 
 _NANO = 1e-9
@@ -71,7 +72,11 @@ class Metrics:
 
     def listen(self, host: str, port: int) -> tuple[int, Callable[[], None]]:
         """Answer Prometheus on a port; returns the port, and what ends it."""
-        server, thread = start_http_server(port, host, registry=self.registry)
+        try:
+            server, thread = start_http_server(port, host, registry=self.registry)
+        except OSError as error:
+            what = f"cannot serve metrics on {host}:{port}: {error.strerror or error}"
+            raise UsageError(what, fix="choose another --metrics, or none") from None
 
         def end() -> None:
             server.shutdown()

@@ -56,15 +56,17 @@ class Settings:
     record: Path | None = None
 
     def __post_init__(self) -> None:
-        counts = {"threads": self.threads, "max_batch": self.rules.max_batch, "max_requests": self.max_requests}
+        counts = {"threads": self.threads, "max-batch": self.rules.max_batch, "max-requests": self.max_requests}
         for name, value in counts.items():
             if value < 1:
-                raise UsageError(f"{name} is {value}", expected="1 or more")
+                raise UsageError(f"--{name} is {value}", expected="1 or more")
         for name, amount in {"budget": self.budget, "timeout": self.timeout}.items():
             if amount <= 0:
-                raise UsageError(f"{name} is {amount:g}", expected="more than 0 seconds")
-        if min(self.rows, self.window, self.rules.retries, self.rules.max_wait, self.drain) < 0:
-            raise UsageError("a count or time is below 0", expected="0 or more")
+                raise UsageError(f"--{name} is {amount:g}", expected="more than 0 seconds")
+        least = {"microbatch-rows": self.rows, "window": self.window, "retries": self.rules.retries}
+        for name, number in {**least, "max-wait": self.rules.max_wait, "drain": self.drain}.items():
+            if number < 0:
+                raise UsageError(f"--{name} is {number:g}", expected="0 or more")
         if self.hosts and self.record is not None:
             raise UsageError("--record with --hosts", expected="stages on this machine, whose clocks are one")
 
@@ -106,7 +108,8 @@ async def serve(settings: Settings, *, told: Callable[[Started], None], stop: as
 
 def _stages(settings: Settings, manifest: Manifest, log: Log, metrics: Metrics) -> Stages:
     if settings.hosts:
-        return RemoteStages(settings.hosts, tls=settings.tls, log=log)
+        identities = [manifest.identity(number) for number in range(len(manifest.stages))]
+        return RemoteStages(settings.hosts, identities, tls=settings.tls, log=log)
     limit = max(2 * len(manifest.stages), settings.window) + 8
     return LocalStages(
         settings.folder,

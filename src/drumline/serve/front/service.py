@@ -122,6 +122,8 @@ class FrontService:
             return await self._infer(request, context, name)
         except Failed as error:
             code, why = error.code.name, error.why
+            if error.code is _Code.DEADLINE_EXCEEDED and (down := self._stages.down):
+                why = f"{why}; stage {down[0]} does not answer"
         except Refused as error:
             code, why = _Code.INVALID_ARGUMENT.name, str(error)
         except asyncio.CancelledError:

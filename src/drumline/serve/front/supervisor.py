@@ -40,6 +40,11 @@ class Stages:
         """Whether every stage can compute."""
         return all(one.is_set() for one in self._ready)
 
+    @property
+    def down(self) -> list[int]:
+        """The stages that cannot compute now."""
+        return [number for number, one in enumerate(self._ready) if not one.is_set()]
+
     async def back(self, seconds: float) -> bool:
         """Wait until every stage can compute, at most so long; whether that came true."""
         with suppress(TimeoutError):
@@ -147,18 +152,30 @@ class LocalStages(Stages):
 class RemoteStages(Stages):
     """Stages that others have started, on hosts; asked every second whether they can compute."""
 
-    def __init__(self, addresses: Sequence[str], *, tls: Tls, log: Log) -> None:
+    def __init__(self, addresses: Sequence[str], identities: Sequence[str], *, tls: Tls, log: Log) -> None:
         super().__init__(len(addresses))
         self.addresses = self.links = addresses
+        self._identities = identities
+        self._wrong: dict[int, str] = {}  # what another stage than expected said it was
         self._log, self._tls = log, tls
         self._watching: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Wait until all stages answer; LaunchError names those that do not."""
+        self._log("waiting for stages", addresses=list(self.addresses), seconds=_SECONDS_TO_START)
         self._watching = [asyncio.create_task(self._watch(number)) for number in range(len(self.addresses))]
-        if not await self.back(_SECONDS_TO_START):
-            silent = [one for one, event in zip(self.addresses, self._ready, strict=True) if not event.is_set()]
+        end = time.monotonic() + _SECONDS_TO_START
+        while not await self.back(0.2) and not self._wrong and time.monotonic() < end:
+            continue
+        if not self.are_ready:
+            silent = [self.addresses[number] for number in self.down]
             await self.stop()
+            for number, found in self._wrong.items():
+                raise LaunchError(
+                    f"{self.addresses[number]} is {found}",
+                    expected=self._identities[number],
+                    fix="name --hosts in the order of the stages, and give all the same exported folder",
+                )
             raise LaunchError(
                 f"no stage answers at {', '.join(silent)}",
                 expected="`drumline serve DIR --stage K --listen HOST:PORT` running there",
@@ -166,18 +183,29 @@ class RemoteStages(Stages):
 
     async def _watch(self, number: int) -> None:
         async with connect(self.addresses[number], self._tls, 2**20) as channel:
-            ask = stub(channel, "ServerReady")
+            ask = stub(channel, "ServerMetadata")
             while True:
                 try:
-                    answer = await ask(message("ServerReadyRequest")(), timeout=2.0)
-                    if answer.ready and not self._ready[number].is_set():
-                        self._log("stage ready", stage=number, address=self.addresses[number])
-                        self._ready[number].set()
+                    answer = await ask(message("ServerMetadataRequest")(), timeout=2.0)
+                    self._heard(number, answer.name)
                 except grpc.aio.AioRpcError as error:
                     if self._ready[number].is_set():
                         self._log("stage lost", level="error", stage=number, code=error.code().name)
                         self._ready[number].clear()
                 await asyncio.sleep(1.0 if self._ready[number].is_set() else 0.1)
+
+    def _heard(self, number: int, found: str) -> None:
+        """Take note of a stage that answers, if it is the right one."""
+        if found != self._identities[number]:
+            if number not in self._wrong:
+                self._log("wrong stage", level="error", address=self.addresses[number], found=found)
+            self._wrong[number] = found
+            self._ready[number].clear()
+            return
+        self._wrong.pop(number, None)
+        if not self._ready[number].is_set():
+            self._log("stage ready", stage=number, address=self.addresses[number])
+            self._ready[number].set()
 
     async def stop(self) -> None:
         """Ask no more; the stages go on."""

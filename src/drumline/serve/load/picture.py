@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from drumline.core.errors import RunError
 from drumline.report.draw.chart import Series, chart
 from drumline.report.draw.html import picture_page
 from drumline.report.table import table
@@ -35,11 +36,12 @@ def load_text(found: Sequence[Result], *, width: int = 120) -> str:
         moments = [_milliseconds(told["latency_seconds"][f"p{each}"]) for each in PERCENTILES]
         inside = [_milliseconds(told[f"{name}_seconds"]["p50"]) for name in ("queue", "compute")]
         rows.append(
-            [name_of(one), str(told["requests"]), str(failed), f"{told['rows_per_second']:.4g}", *moments, *inside]
+            [name_of(one), str(told["requests"]), str(failed), _short(told["rows_per_second"]), *moments, *inside]
         )
         if failed:
             listed = ", ".join(f"{count} {code}" for code, count in sorted(told["errors"].items()))
             notes.append(f"{name_of(one)}: {listed}")
+            notes += [f"  the first {code}: {why}" for code, why in sorted(one.whys.items()) if why]
     return "\n".join([table(_HEADER, rows, width=width), *notes])
 
 
@@ -52,9 +54,17 @@ def name_of(one: Result) -> str:
     return f"{one.concurrency} at a time" if one.concurrency else f"{one.rate:g}/s"
 
 
+def whys_of(found: Sequence[Result]) -> dict[str, str]:
+    """Return what the first failure of each status said, over all loads."""
+    return {code: why for one in reversed(found) for code, why in one.whys.items()}
+
+
 def load_svg(found: Sequence[Result]) -> str:
     """Return a plot of latency over throughput, a curve for each percentile."""
     told = sorted((one.to_json() for one in found if one.latencies), key=lambda one: float(one["rows_per_second"]))
+    if not told:
+        whys = "; ".join(f"{code}: {why}" for code, why in sorted(whys_of(found).items()))
+        raise RunError(f"no request was answered, so there is nothing to plot: {whys}")
     series = [
         Series(f"p{each}", [(one["rows_per_second"], one["latency_seconds"][f"p{each}"] * 1e3) for one in told])
         for each in PERCENTILES
@@ -68,4 +78,13 @@ def load_page(found: Sequence[Result]) -> str:
 
 
 def _milliseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.3g}"
+    return "-" if seconds is None else _short(seconds * 1e3)
+
+
+def _short(value: float) -> str:
+    """Return a number with three digits or more, and no exponent.
+
+    >>> _short(0.1234), _short(12.345), _short(1234.5)
+    ('0.123', '12.3', '1,234')
+    """
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"

@@ -36,11 +36,11 @@ class Demand:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.least <= self.most or self.length < 1 or self.below < 1:
-            raise UsageError(
-                f"rows {self.least}-{self.most}, length {self.length}, integers below {self.below}",
-                expected="1 or more of each",
-            )
+        for what, value in (("rows", self.least), ("length", self.length), ("integers below", self.below)):
+            if value < 1:
+                raise UsageError(f"{what}: {value}", expected="1 or more")
+        if self.least > self.most:
+            raise UsageError(f"rows: {self.least}-{self.most}", expected="the smaller number first")
 
     def arrays(self, inputs: Sequence[Any], chance: np.random.Generator) -> Arrays:
         """Return random inputs by a model's metadata: the first open dimension is rows, others the length."""
@@ -64,6 +64,7 @@ class Result:
     rate: float = 0.0
     seconds: float = 0.0
     codes: Counter[str] = field(default_factory=Counter)
+    whys: dict[str, str] = field(default_factory=dict)  # what the first failure of each status said
     rows: int = 0
     latencies: list[float] = field(default_factory=list)
     queues: list[float] = field(default_factory=list)
@@ -87,6 +88,7 @@ class Result:
             "seconds": self.seconds,
             "requests": sum(self.codes.values()),
             "errors": {code: count for code, count in self.codes.items() if code != "OK"},
+            "first_errors": dict(self.whys),
             "requests_per_second": ok / self.seconds if self.seconds else 0.0,
             "rows_per_second": self.rows / self.seconds if self.seconds else 0.0,
         }
@@ -116,17 +118,28 @@ class Loader:
         """Connect, and ask what the model takes."""
         self._channel = connect(self._address, self._tls, 2**30)
         self._infer = stub(self._channel, "ModelInfer")
-        ask = stub(self._channel, "ModelMetadata")
         try:
-            told = await ask(message("ModelMetadataRequest")(name=self.model), timeout=10.0, wait_for_ready=True)
+            told = await self._metadata()
         except grpc.aio.AioRpcError as error:
             await self._channel.close()
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                raise RunError(f"{self._address}: {error.details()}", fix="name the model with --model") from None
             raise RunError(
                 f"no answer from {self._address}: {error.code().name}: {error.details()}",
-                fix="name the model with --model" if error.code() is grpc.StatusCode.NOT_FOUND else "start the service",
+                fix="start the service; if it has TLS, give --tls-ca, and for mutual TLS --tls-cert and --tls-key",
             ) from None
         self.model, self._inputs = told.name, list(told.inputs)
         return self
+
+    async def _metadata(self) -> Any:
+        """Ask for the model's inputs, for up to 10 seconds; the last attempt says why there is no connection."""
+        ask, about = stub(self._channel, "ModelMetadata"), message("ModelMetadataRequest")(name=self.model)
+        try:
+            return await ask(about, timeout=10.0, wait_for_ready=True)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise
+        return await ask(about, timeout=2.0)
 
     async def __aexit__(self, *_: object) -> None:
         """Disconnect."""
@@ -140,6 +153,7 @@ class Loader:
             response = await self._infer(request, timeout=self._timeout)
         except grpc.aio.AioRpcError as error:
             result.codes[error.code().name] += 1
+            result.whys.setdefault(error.code().name, str(error.details() or "")[:300])
             return
         result.add(time.perf_counter() - began, len(next(iter(arrays.values()))), response)
         if answered is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from drumline.core.files import MIB, Kind, read_bytes
 
 _PEM = Kind("certificate", UsageError, "a file in PEM format", MIB)
 LOOPBACK = "127.0.0.1"
+_SECURED = "add --tls-cert and --tls-key, or --plain if the network is yours"
 _LONGEST_SOCKET = 100  # bytes of a socket's path; systems allow 103 or a few more
 
 
@@ -47,6 +49,13 @@ class Tls:
             return None
         roots = _pem(self.authority) if self.authority else None
         pair = (_pem(self.key), _pem(self.certificate))
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certificate, self.key, password=_no_password)
+        except (ssl.SSLError, ValueError) as error:
+            raise UsageError(
+                f"--tls-cert {self.certificate} and --tls-key {self.key} cannot be used: {error}",
+                expected="a certificate and its own key, in PEM format and without a password",
+            ) from None
         return grpc.ssl_server_credentials([pair], roots, require_client_auth=roots is not None)
 
     def channel(self) -> Any:
@@ -61,6 +70,10 @@ class Tls:
 
 
 PLAIN = Tls()
+
+
+def _no_password() -> str:
+    raise ValueError("the key has a password")
 
 
 def _pem(path: str) -> bytes:
@@ -111,11 +124,11 @@ def parts_of(address: str, *, flag: str) -> tuple[str, int]:
     (('::1', 8001), ('node7', 8001))
     >>> parts_of("node7", flag="--hosts")
     Traceback (most recent call last):
-    drumline.core.errors.UsageError: --hosts is 'node7'; expected HOST:PORT
+    drumline.core.errors.UsageError: --hosts is 'node7'; expected HOST:PORT, with a port up to 65535
     """
     host, colon, port = address.rpartition(":")
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise UsageError(f"{flag} is {address[:80]!r}", expected="HOST:PORT")
+        raise UsageError(f"{flag} is {address[:80]!r}", expected="HOST:PORT, with a port up to 65535")
     return host.strip("[]"), int(port)
 
 
@@ -140,7 +153,7 @@ def check_exposed(address: str, tls: Tls, *, plain: bool, flag: str) -> None:
         raise UsageError(
             f"{flag} is {address}, which other machines can reach without TLS",
             expected="an address of this machine alone, like 127.0.0.1:8001",
-            fix="add --tls-cert and --tls-key, or --plain if the network is yours",
+            fix="add --plain if the network is yours" if flag == "--metrics" else _SECURED,
         )
 
 

@@ -25,6 +25,7 @@ FORMAT, VERSION = "drumline-serving", 1
 NAME = "manifest.json"
 BATCH = "batch"
 KIND = Kind("manifest", RecordError, "the manifest.json that `drumline export` wrote")
+_FILE = Kind("file of a stage", RecordError, "every file that manifest.json names")
 _MOST_STAGES = 1000
 _DATATYPES = (
     "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64",
@@ -35,11 +36,15 @@ Dimensions = Mapping[str, tuple[int, int | None]]  # the least and the most of e
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """An input or output: its name, KServe's datatype, and its shape, with names for dimensions that may change."""
+    """An input or output: its name, KServe's datatype, and its shape, with names for dimensions that may change.
+
+    The whole numbers of an input that looks up embeddings are 0 or more and below `below`.
+    """
 
     name: str
     datatype: str
     shape: tuple[int | str, ...]
+    below: int | None = None
 
     def open_shape(self) -> list[int]:
         """Return the shape as KServe's metadata has it.
@@ -51,7 +56,8 @@ class Tensor:
 
     def to_json(self) -> dict[str, Any]:
         """Return the tensor as an object."""
-        return {"name": self.name, "datatype": self.datatype, "shape": list(self.shape)}
+        found: dict[str, Any] = {"name": self.name, "datatype": self.datatype, "shape": list(self.shape)}
+        return found if self.below is None else {**found, "below": self.below}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +110,12 @@ class Manifest:
             "measured": dict(self.measured),
             "versions": dict(self.versions),
         }
+
+    def identity(self, stage: int) -> str:
+        """Return what tells a stage from others, and from those of another export."""
+        digests = "".join(digest for _, digest in self.stages[stage].files.values())
+        digest = hashlib.sha256(digests.encode()).hexdigest()[:12]
+        return f"stage {stage} of {len(self.stages)} of {self.model}, {digest}"
 
     def save(self, folder: Path) -> None:
         """Write the manifest, whole or not at all."""
@@ -173,14 +185,15 @@ def _tensors(given: Parsed) -> tuple[Tensor, ...]:
 
 
 def _tensor(given: Parsed) -> Tensor:
-    given.only(("name", "datatype", "shape"))
+    given.only(("name", "datatype", "shape", "below"))
     datatype = given["datatype"].text()
     if datatype not in _DATATYPES:
         raise given["datatype"].refuse(", ".join(_DATATYPES))
     shape = tuple(
         one.text() if isinstance(one.value, str) else one.whole(0, 2**40) for one in given["shape"].each(most=64)
     )
-    return Tensor(given["name"].text(), datatype, shape)
+    below = given.get("below")
+    return Tensor(given["name"].text(), datatype, shape, None if below is None else below.whole(1))
 
 
 def _stage(given: Parsed) -> Stage:
@@ -220,7 +233,7 @@ def _check_chain(manifest: Manifest, given: Parsed) -> None:
 def digest_of(path: Path) -> tuple[int, str]:
     """Return the bytes and the SHA-256 of a file."""
     digest, size = hashlib.sha256(), 0
-    with opened(path, KIND) as file:
+    with opened(path, _FILE) as file:
         while piece := file.read(2**20):
             digest.update(piece)
             size += len(piece)

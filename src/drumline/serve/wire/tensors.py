@@ -81,6 +81,7 @@ def read_inputs(request: Any, wanted: Sequence[Tensor], dimensions: Dimensions) 
         check_shape(one, tensor.datatype, tuple(tensor.shape), dimensions, sizes)
         raw = request.raw_input_contents[at] if request.raw_input_contents else None
         found[one.name] = _array(one, tensor, raw)
+        check_values(one, found[one.name])
     return found
 
 
@@ -110,6 +111,20 @@ def check_shape(
             raise Refused(f"{name} has {dimension} {size} in dimension {at}; expected {told}")
         if sizes.setdefault(dimension, size) != size:
             raise Refused(f"{name} has {dimension} {size} and another input {sizes[dimension]}; expected the same")
+
+
+def check_values(wanted: Tensor, array: Array) -> None:
+    """Raise Refused for a token that no embedding has; ONNX would count negative ones from the end.
+
+    >>> check_values(Tensor("tokens", "INT64", ("batch",), below=257), np.array([3, -1]))
+    Traceback (most recent call last):
+    drumline.serve.wire.tensors.Refused: input 'tokens' has the value -1; expected 0 to 256
+    """
+    if wanted.below is None or not array.size:
+        return
+    for value in (int(array.min()), int(array.max())):
+        if not 0 <= value < wanted.below:
+            raise Refused(f"input {wanted.name!r} has the value {value}; expected 0 to {wanted.below - 1}")
 
 
 def _spelled(shape: Sequence[int | str]) -> str:

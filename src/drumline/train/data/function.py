@@ -16,7 +16,7 @@ from drumline.core.errors import UsageError
 from drumline.train.config.settings import TrainSettings
 from drumline.train.data.batch import Batch, Data, Stream
 from drumline.train.models.built import IGNORED, Built
-from drumline.train.models.function import called, named_function
+from drumline.train.models.function import called, named_function, users_code
 
 _FORMS = "a Data, (training, validation), or batches that can be gone through again: a list, a DataLoader"
 
@@ -34,7 +34,8 @@ def data_by_function(settings: TrainSettings, built: Built, *, rank: int, size: 
         "seed": seed,
     }
     function = named_function(name, key="data.function")
-    made = called(function, offered, settings.data.arguments, key="data")
+    with users_code(name):
+        made = called(function, offered, settings.data.arguments, key="data")
     if isinstance(made, Data):
         return made
     pair = isinstance(made, tuple) and len(made) == 2 and not isinstance(made[0], Tensor)

@@ -11,7 +11,7 @@ from drumline.core.errors import ModelError, UsageError, nearest
 from drumline.pipeline.state.materialise import materialise
 from drumline.train.config.settings import ModelSettings, TrainSettings
 from drumline.train.models.built import IGNORED, Built, Tokenizer
-from drumline.train.models.function import built_by_user, called, named_function
+from drumline.train.models.function import built_by_user, called, named_function, users_code
 from drumline.train.models.gpt import GPT, GPTSizes
 from drumline.train.models.hf import hf_model
 from drumline.train.models.mlp import mlp
@@ -110,7 +110,9 @@ def _by_function(settings: TrainSettings, device: str) -> Built:
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(settings.run.seed)
         offered = {"settings": settings, "tokenizer": tokenizer}
-        made = built_by_user(called(function, offered, settings.model.arguments, key="model"), name=name)
+        with users_code(name):
+            given = called(function, offered, settings.model.arguments, key="model")
+        made = built_by_user(given, name=name)
     return made if made.tokenizer is not None else replace(made, tokenizer=tokenizer)
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-from drumline.core.errors import UsageError, nearest
+from drumline.core.errors import DrumlineError, RunError, UsageError, nearest
 from drumline.train.config.functions import module_of_file
 from drumline.train.models.built import Built
 from drumline.train.models.hf import loss_of_logits
@@ -43,15 +45,36 @@ def named_function(name: str, *, key: str) -> Callable[..., Any]:
     return function
 
 
+@contextmanager
+def users_code(name: str) -> Iterator[None]:
+    """Raise what a user's own code raises as a RunError with its traceback; errors of ours pass.
+
+    >>> with users_code("mine.py:build"):
+    ...     raise ValueError("no weights here")
+    Traceback (most recent call last):
+    drumline.core.errors.RunError: mine.py:build failed with ValueError: no weights here
+    """
+    try:
+        yield
+    except DrumlineError:
+        raise
+    except Exception as error:
+        raised = RunError(f"{name} failed with {type(error).__name__}: {error}")
+        raised.add_note(f"{name}'s traceback:\n{traceback.format_exc().rstrip()}")
+        raise raised from error
+
+
 def _of_name(name: str, key: str) -> ModuleType:
     here = str(Path.cwd())
     if here not in sys.path:  # as `python -m` has it
         sys.path.insert(0, here)
     try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
-            raise  # the module is there, and imports one that is not
+        with users_code(name):
+            return importlib.import_module(name)
+    except RunError as error:
+        missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
+        if missing is None or not (name == missing or name.startswith(f"{missing}.")):
+            raise  # the module is there, and fails or imports one that is not
         fix = "start in the folder that holds it, install it, or name the file: path/file.py:function"
         raise UsageError(f"{key} names the module {name}, and there is none", fix=fix) from None
 
@@ -59,7 +82,8 @@ def _of_name(name: str, key: str) -> ModuleType:
 def _of_file(path: Path, key: str) -> ModuleType:
     if not path.is_file():
         raise UsageError(f"{key} names the file {path}, and there is none", expected=_FORMS)
-    return module_of_file(path)
+    with users_code(str(path)):
+        return module_of_file(path)
 
 
 def called(function: Callable[..., Any], offered: Mapping[str, Any], arguments: Mapping[str, Any], *, key: str) -> Any:
