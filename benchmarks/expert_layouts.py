@@ -3,7 +3,8 @@
     python benchmarks/expert_layouts.py
 
 An expert's layout may not fit by our count: experts keep gradients or activations otherwise, or leave less headroom.
-Then a third line has the plan for devices with as much memory as that layout takes.
+Then a third line has the plan for devices with as much memory as that layout takes. What the expert's software does
+beyond what plans assume (FP8, messages that hide) holds for the plan too.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from typing import Any
 
 from drumline.plan.cluster.estimate import estimate
 from drumline.plan.cluster.hardware import Cluster, cluster
-from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.layout import OVERLAPS, Layout
 from drumline.plan.cluster.models import model
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.planner import HEADROOM, limit_of, plan
+from drumline.plan.layouts.space import Pins
 from drumline.plan.layouts.survey import Choice
+from published_runs import fp8
 
 _LLAMA = {"tensor": 8, "pipeline": 16, "stages_per_rank": 8, "zero": 1, "sequence_parallel": True}
 _ENDS = (0, *(1,) * 126, 0)  # the embedding and the head are stages of their own
@@ -31,14 +34,16 @@ EXPERTS = (
     ("gpt-175b", "a100-80", Layout(1536, 1, 8, 8, 16, 1, 1, 2, INTERLEAVED, zero=1, recompute="full")),
     ("bloom-176b", "jean-zay", Layout(2048, 2, 4, 12, 8, zero=1, recompute="full")),
     ("mt-nlg-530b", "a100-80", Layout(1920, 1, 8, 35, 8, recompute="full")),
-    ("deepseek-v3", "h800", Layout(15360, 1, 1, 16, 128, 1, 64, 1, "dualpipe", zero=1, counts=(3, *(4,) * 14, 2))),
+    ("deepseek-v3", "h800", fp8()[-1].layout),
 )
 
 
 def planned(one: Transformer, machines: Cluster, layout: Layout, limit: float) -> Choice:
     """Return the plan for devices that may hold so many bytes."""
     roomier = replace(machines.device, memory_bytes=limit / (1 - HEADROOM))
-    return plan(one, replace(machines, device=roomier), batch=layout.batch, top=1).chosen
+    overlaps = tuple(name for name in OVERLAPS if getattr(layout.practice, f"overlap_{name}"))
+    pins = Pins(overlaps=overlaps, precision="fp8" if layout.practice.fp8 else "bf16")
+    return plan(one, replace(machines, device=roomier), batch=layout.batch, pins=pins, top=1).chosen
 
 
 def compared(name: str, hardware: str, layout: Layout) -> dict[str, Any]:

@@ -48,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--launch", choices=tuple(_ENDINGS), help=whose)
     also = "messages that your software also hides behind compute: forward (tensor-parallel ones), experts, context"
     add("--overlap", type=flags.names, metavar="WHAT,...", help=also)
+    numbers = "numbers that products with weights take: bf16, or fp8 on devices that have it (default bf16)"
+    add("--precision", choices=("bf16", "fp8"), default="bf16", help=numbers)
     pins = parser.add_argument_group("decisions to fix (default: the planner makes all of them)")
     for name, meaning in _DEGREES.items():
         pins.add_argument(f"--{name}", type=whole, metavar="N", help=meaning)
@@ -153,6 +155,7 @@ def _pins(args: argparse.Namespace) -> Pins:
         schedules=tuple(args.schedules or ()),
         framework=args.framework,
         overlaps=tuple(args.overlap or ()),
+        precision=args.precision,
     )
 
 

@@ -208,7 +208,11 @@ def train_config(transformer: Transformer, layout: Layout, *, source: str = "", 
                 "sequence_parallel": layout.sequence_parallel,
             },
             # What plans count with: 2 bytes for a weight, 4 for its gradient, 12 for copy and state.
-            "precision": {"compute": "bf16", "weights": "bf16", "master_weights": True},
+            "precision": {
+                "compute": "fp8" if layout.practice.fp8 else "bf16",
+                "weights": "bf16",
+                "master_weights": True,
+            },
         },
         comment="\n".join([first, *said]),
     )

@@ -21,7 +21,7 @@ from functools import partial
 from drumline.core.errors import PlanError, counted
 from drumline.plan.cluster.estimate import estimate, least_seconds
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.layout import Layout, check_precision
 from drumline.plan.cluster.memory import peak_bytes
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.space import Degrees, Pins
@@ -72,7 +72,14 @@ class ClusterPlan:
 
     def utilisation(self, choice: Choice) -> float:
         """Return the share of a device's peak that a layout achieves."""
-        return choice.estimate.flops_per_second / self.cluster.device.flops_per_second
+        device = self.cluster.device
+        peak = device.fp8_flops_per_second if self.pins.is_fp8 else device.flops_per_second
+        return choice.estimate.flops_per_second / peak
+
+    @property
+    def peak_words(self) -> str:
+        """Return which peak `utilisation` is a share of."""
+        return "its FP8 peak" if self.pins.is_fp8 else "its peak"
 
     def fits(self, choice: Choice) -> bool:
         """Return whether a layout fits on a device."""
@@ -101,7 +108,9 @@ def plan(
         evaluate, refine, weigh = estimate, partial(estimate, exact=True), peak_bytes
         bound = least_seconds
     check(cluster, batch, headroom, top)
-    survey = Survey(transformer, cluster, batch, pins or Pins(), evaluate, refine, weigh, bound)
+    pins = pins or Pins()
+    check_precision(cluster, pins.practice)
+    survey = Survey(transformer, cluster, batch, pins, evaluate, refine, weigh, bound)
     limit = limit_of(cluster, headroom)
     best, near = _answer(survey, limit, top, _PAIRS)
     if not best:

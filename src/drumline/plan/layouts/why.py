@@ -67,7 +67,7 @@ def settings(choice: Choice, than: Choice) -> str:
     known, parts = than.layout.settings, choice.layout.settings
     if choice.layout.pipeline == 1:
         del parts["schedule"]
-    return ", ".join([str(choice.mesh), *(words for name, words in parts.items() if words != known[name])])
+    return ", ".join([str(choice.mesh), *(words for name, words in parts.items() if words != known.get(name))])
 
 
 def _as_fast(chosen: Choice, other: Choice) -> str:
