@@ -25,6 +25,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
+from drumline.core.program import Program
 from drumline.plan.cluster.estimate import Estimate, Seconds
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout
@@ -38,6 +39,7 @@ Weigher = Callable[[Transformer, Layout], float]
 Bounder = Callable[[Transformer, Cluster, Layout], Seconds]
 _Key = tuple[tuple[str, int], int, str]  # the schedule with its stages per rank, the ZeRO stage, the recomputation
 
+SEARCHED = "searched"  # in the place of a schedule's name
 MOST_PAIRS = 40_000  # (stage, microbatch) pairs of the largest pipeline to simulate
 _BOUNDED = 0.98  # factor on a bound: formulas may be so much shorter than the simulator
 _SLACK = 0.97  # factor on a lower bound: stages of other schedules may be slightly more even than the weights say
@@ -45,11 +47,15 @@ _SLACK = 0.97  # factor on a lower bound: stages of other schedules may be sligh
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A layout and its costs; `is_exact` if its pipeline was simulated action by action."""
+    """A layout and its costs; `is_exact` if its pipeline was simulated action by action.
+
+    With a `program`, which was searched, its ranks run that instead of the layout's schedule.
+    """
 
     layout: Layout
     estimate: Estimate
     is_exact: bool = False
+    program: Program | None = None
 
     @property
     def mesh(self) -> Degrees:
@@ -77,7 +83,20 @@ class Choice:
         one = self.layout
         again = -1 if one.recompute == "none" else len(one.recompute)
         plain = (one.stages_per_rank, list(schedules()).index(one.schedule), one.zero, again, one.recompute)
-        return (*plain, one.microbatch, self.mesh, one.counts)
+        return (self.program is not None, *plain, one.microbatch, self.mesh, one.counts)
+
+    @property
+    def schedule(self) -> str:
+        """Return the name of what its ranks run."""
+        return self.layout.schedule if self.program is None else SEARCHED
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Return all settings except the degrees of parallelism, in words."""
+        found = self.layout.settings
+        if self.program is not None:
+            found["schedule"] = f"a searched program on the stages of {found['schedule']}"
+        return found
 
     @property
     def sent_bytes(self) -> float:

@@ -172,7 +172,8 @@ def _launch(launch: Launch) -> str:
         said = f"<p class='note'>The file cannot express:</p><ul>{missing}</ul>" if missing and config.starts else ""
         start = f"<pre>{safe(config.command)}</pre>"
         if not config.starts:
-            start = "".join(f"<p class='note'>{safe(one)}</p>" for one in text.not_started(config))
+            lines = text.not_started(config, alone=len(launch.configs) == 1)
+            start = "".join(f"<p class='note'>{safe(one)}</p>" for one in lines)
         parts.append(
             f"<h3>{safe(config.framework)}</h3>{start}{said}"
             f"<details><summary>{safe(config.file)}</summary><pre>{safe(config.text)}</pre></details>"
