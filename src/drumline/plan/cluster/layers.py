@@ -44,9 +44,11 @@ from drumline.schedules import find
 NUM_LAUNCHES = 12  # kernels that pass over memory, per layer and direction
 
 
-def layer_ops(transformer: Transformer, cluster: Cluster, layout: Layout, *, experts: bool = False) -> Ops:
-    """Return the seconds of a microbatch in one layer."""
-    return _layer(transformer, cluster, _relevant(layout), experts)
+def layer_ops(
+    transformer: Transformer, cluster: Cluster, layout: Layout, *, experts: bool = False, recompute: str = ""
+) -> Ops:
+    """Return the seconds of a microbatch in one layer, which may `recompute` otherwise than the layout says."""
+    return _layer(transformer, cluster, _relevant(layout, recompute), experts)
 
 
 def embedding_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> Ops:
@@ -76,7 +78,7 @@ def head_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> Ops:
     )
 
 
-def _relevant(layout: Layout) -> Layout:
+def _relevant(layout: Layout, recompute: str = "") -> Layout:
     """Return the layout with defaults for everything that no layer depends on, so that many layouts share a result.
 
     A schedule that splits backwards matters in one way: weight gradients run later, and hide no messages. ZeRO 3
@@ -94,7 +96,7 @@ def _relevant(layout: Layout) -> Layout:
         context=layout.context,
         expert=layout.expert,
         sequence_parallel=layout.sequence_parallel,
-        recompute=layout.recompute,
+        recompute=recompute or layout.recompute,
         practice=practice,
     )
 

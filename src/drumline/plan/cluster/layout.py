@@ -5,7 +5,7 @@ Every contradiction raises an error with the value, what was expected, and the f
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from drumline.core.errors import PlanError, counted, nearest
 from drumline.plan.cluster.hardware import Cluster
@@ -151,8 +151,10 @@ class Layout:
         return {**found, "precision": "FP8 products"} if self.practice.fp8 else found
 
 
-def recomputed_ops(layout: Layout) -> tuple[str, ...]:
+def recomputed_ops(layout: Layout, recompute: str = "") -> tuple[str, ...]:
     """Return the operations of every layer that a layout recomputes, each by itself; full recomputation is not here.
+
+    Some layers may `recompute` otherwise than the layout says.
 
     "selective" means what is cheap to compute and large to keep: the scores of attention if it is not fused, otherwise
     the norms and the activation function. Other sets are written with a plus: "norms+experts".
@@ -160,11 +162,12 @@ def recomputed_ops(layout: Layout) -> tuple[str, ...]:
     >>> recomputed_ops(Layout(batch=8, recompute="selective")), recomputed_ops(Layout(batch=8, recompute="experts"))
     (('norms', 'activation'), ('experts',))
     """
-    if layout.recompute == "none" or layout.recompute.startswith("full"):
+    how = recompute or layout.recompute
+    if how == "none" or how.startswith("full"):
         return ()
-    if layout.recompute == "selective":
+    if how == "selective":
         return ("norms", "activation") if layout.practice.flash_attention else ("attention",)
-    return tuple(layout.recompute.split("+"))
+    return tuple(how.split("+"))
 
 
 def whole_layers(recompute: str, num_layers: int) -> int:
@@ -186,11 +189,6 @@ def casts_once(layout: Layout) -> bool:
     """
     gathers = layout.zero == 3 and layout.data * layout.context > 1
     return layout.practice.fp8 and layout.practice.keeps_fp8_weights and not gathers
-
-
-def with_recompute(layout: Layout, recompute: str) -> Layout:
-    """Return the layout with another recomputation."""
-    return layout if recompute == layout.recompute else replace(layout, recompute=recompute)
 
 
 def is_recomputation(name: str) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from drumline.plan.cluster.hardware import Cluster, Link
 from drumline.plan.cluster.kernels import Ops, Spent, exposed, gather_seconds, reduce_seconds
 from drumline.plan.cluster.layers import embedding_ops, head_ops, layer_ops, ring_bytes, routed_bytes
-from drumline.plan.cluster.layout import Layout, recomputed_ops, whole_layers, with_recompute
+from drumline.plan.cluster.layout import Layout, recomputed_ops, whole_layers
 from drumline.plan.cluster.memory import WEIGHT_BYTES, device_parameters, held_fp8, keeps_gradients
 from drumline.plan.cluster.products import WORD, tokens_of
 from drumline.plan.cluster.stages import Alike, StageLayers, alike, counts_of, num_sides, slices_of, stages_of
@@ -215,7 +215,7 @@ def slice_ops(transformer: Transformer, cluster: Cluster, layout: Layout, slice_
     """Return the seconds of a microbatch in a stage."""
     ops = Ops()
     for count, experts, how in slice_.parts(layout.recompute):
-        ops = ops + layer_ops(transformer, cluster, with_recompute(layout, how), experts=experts).times(count)
+        ops = ops + layer_ops(transformer, cluster, layout, experts=experts, recompute=how).times(count)
     if slice_.is_first:
         ops = ops + embedding_ops(transformer, cluster, layout)
     if slice_.is_last:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from drumline.plan.cluster.layers import ring_bytes
-from drumline.plan.cluster.layout import Layout, casts_once, recomputed_ops, with_recompute
+from drumline.plan.cluster.layout import Layout, casts_once, recomputed_ops
 from drumline.plan.cluster.products import fp8_weights, keys_of, tokens_of
 from drumline.plan.cluster.stages import Alike, StageLayers, alike, counts_of, pairs_held
 from drumline.plan.cluster.transformer import Transformer
@@ -109,7 +109,7 @@ def keeps_gradients(layout: Layout) -> bool:
 def stage_activations(transformer: Transformer, layout: Layout, slice_: StageLayers) -> float:
     """Return the bytes that a device keeps for one microbatch in one stage until its backward."""
     return sum(
-        count * activation_bytes(transformer, with_recompute(layout, how), experts=experts)
+        count * activation_bytes(transformer, layout, experts=experts, recompute=how)
         for count, experts, how in slice_.parts(layout.recompute)
     )
 
@@ -145,8 +145,10 @@ def _buffers(transformer: Transformer, layout: Layout, rank: Alike, has_experts:
     return size
 
 
-def activation_bytes(transformer: Transformer, layout: Layout, *, experts: bool = False) -> float:
+def activation_bytes(transformer: Transformer, layout: Layout, *, experts: bool = False, recompute: str = "") -> float:
     """Return the bytes that a device keeps for one microbatch in one layer until its backward.
+
+    A layer may `recompute` otherwise than the layout says.
 
     >>> from drumline.plan.cluster.layout import Practice
     >>> gpt = Transformer("22B", num_layers=48, hidden=6144, num_heads=64, vocabulary=51200, sequence=2048)
@@ -156,9 +158,9 @@ def activation_bytes(transformer: Transformer, layout: Layout, *, experts: bool 
     """
     tokens = tokens_of(transformer, layout)
     along = layout.tensor if layout.sequence_parallel else 1
-    if layout.recompute == "full":
+    if (recompute or layout.recompute) == "full":
         return 2.0 * tokens * transformer.hidden / along
-    ops = recomputed_ops(layout)
+    ops = recomputed_ops(layout, recompute)
     kept = inside(transformer, layout, experts=experts, ops=ops) / layout.tensor
     return tokens * (between(transformer, layout, ops) / along + kept)
 

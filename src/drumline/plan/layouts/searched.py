@@ -25,7 +25,6 @@ from drumline.plan.cluster.memory import Bytes, device_bytes, stage_activations
 from drumline.plan.cluster.stages import alike, counts_of, simulated, slices_of
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.survey import Choice
-from drumline.plan.search.search import search
 from drumline.schedules import find
 
 MOST_PAIRS = 2048  # (stage, microbatch) pairs of the largest pipeline that a search makes something of
@@ -75,6 +74,8 @@ def _searched(
     transformer: Transformer, cluster: Cluster, start: Choice, limit: float, seconds: float
 ) -> Searched | None:
     """Return the best program found for a layout, if there is one within the limit."""
+    from drumline.plan.search.search import search  # only who searches waits for it
+
     layout, costs = start.layout, costs_of(transformer, cluster, start.layout)
     placement = _placement(layout)
     try:
