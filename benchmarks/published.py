@@ -33,7 +33,7 @@ from published_compared import (
     practices_table,
     table,
 )
-from published_runs import Run, held_out, holdings, llama3, sc21, sc21_scaling, sc21_sharded
+from published_runs import Run, fp8, held_out, holdings, llama3, sc21, sc21_scaling, sc21_sharded
 
 START = (0.7, 0.7, 0.7)
 
@@ -138,6 +138,7 @@ def main() -> None:
         ("Found when all was settled", sc21_scaling()),
         ("The same with sharded weights, which the model gets wrong", sc21_sharded()),
         ("H100: one constant is from the first of these", llama3()),
+        ("FP8: nothing is from these", fp8()),
     ):
         print(f"{title}\n\n{table(runs, exact=options.exact)}\n")
         rows = compared(runs, (best_constant(sc21()), best_constant(runs)), exact=options.exact)

@@ -11,6 +11,11 @@ preset of its framework and year, and no row has a switch of its own. All of thi
 - DeepSpeed's pipeline (MT-NLG, BLOOM): bf16 with sums in 32 bits. A gradient is first cast, then added, 18 bytes a
   parameter. Messages are sent in parts and gathered, one after the other.
 - Llama 3 (arXiv 2407.21783): a layer per virtual stage; the first has the embedding alone, the last the head alone.
+- FP8 (performance tables of NeMo 24.07 and of Megatron Bridge 25.09, tokens a second of a device): Transformer Engine.
+  Tensor-parallel messages of the forward hide behind products too, keys and values travel round a ring. The tables do
+  not say what is recomputed; we take nothing.
+- DeepSeek-V3 (arXiv 2412.19437): 180,000 hours of a device for 10^12 tokens, in steps of 15,360 x 4,096 of them. FP8,
+  and tokens on their way to experts hide behind another microbatch.
 """
 
 from __future__ import annotations
@@ -44,6 +49,8 @@ PRACTICES = {
     "drumline plan": PRACTICE,  # what the planner assumes unless it is told otherwise
     "DeepSpeed": DEEPSPEED,
 }
+MEGATRON_FP8 = replace(PRACTICE, fp8=True, overlap_forward=True, overlap_context=True)
+DUALPIPE_FP8 = replace(PRACTICE, fp8=True, overlap_experts=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +204,18 @@ def llama3() -> tuple[Run, ...]:
     )
 
 
+def fp8() -> tuple[Run, ...]:
+    """Return runs in FP8 on H100: ten of NVIDIA's tables, and DeepSeek-V3 on H800. No constant is from these."""
+    found = []
+    for source, name, one, layout, rate in _FP8:
+        seconds = layout.batch * one.sequence / rate / layout.num_devices
+        found.append(Run(source, name, one, "h100", replace(layout, practice=MEGATRON_FP8), seconds))
+    layout = Layout(15360, 1, 1, 16, 128, 1, 64, 1, "dualpipe", zero=1, counts=(3, *(4,) * 14, 2))
+    hours = 180e3 / 1e12 * 15360 * 4096 / 2048
+    one = Run("2412.19437", "deepseek-v3", model("deepseek-v3"), "h800", layout, 3600 * hours)
+    return (*found, one.under(DUALPIPE_FP8))
+
+
 def holdings() -> tuple[Holding, ...]:
     """Return what arXiv 2205.05198 says a device holds: plainly, and with sequence parallelism and recomputation."""
     return tuple(
@@ -206,6 +225,36 @@ def holdings() -> tuple[Holding, ...]:
     )
 
 
+_INTERLEAVED = "interleaved-1f1b"
+_LLAMA2 = {
+    name: replace(
+        model("llama-3-70b"), name=f"llama-2-{name}", vocabulary=32000, sequence=4096, head_width=128, **sizes
+    )  # type: ignore[arg-type]
+    for name, sizes in {
+        "7b": {"num_layers": 32, "hidden": 4096, "num_heads": 32, "num_key_value_heads": 32, "feedforward": 11008},
+        "13b": {"num_layers": 40, "hidden": 5120, "num_heads": 40, "num_key_value_heads": 40, "feedforward": 13824},
+        "70b": {},
+    }.items()
+}
+# Source, name, model, layout, and tokens a second of a device.
+_FP8 = (
+    ("NeMo 24.07", "llama-2-7b", _LLAMA2["7b"], Layout(128, data=8, zero=1), 16847),
+    ("NeMo 24.07", "llama-2-13b", _LLAMA2["13b"], Layout(128, 1, 1, 4, 4, 1, 1, 10, _INTERLEAVED, 1), 8646),
+    ("NeMo 24.07", "llama-2-70b", _LLAMA2["70b"], Layout(128, 1, 4, 4, 4, 1, 1, 20, _INTERLEAVED, 1, True), 1707),
+    ("NeMo 24.07", "llama-3-8b", model("llama-3-8b"), Layout(128, data=4, context=2, zero=1), 12036),
+    ("NeMo 24.07", "llama-3-70b", model("llama-3-70b"), Layout(128, 1, 4, 4, 2, 2, 1, 5, _INTERLEAVED, 1, True), 1533),
+    ("NeMo 24.07", "gpt-175b on 128", model("gpt-175b"), Layout(256, 1, 4, 8, 4, 1, 1, 6, _INTERLEAVED, 1, True), 726),
+    (
+        "NeMo 24.07",
+        "gpt-175b on 512",
+        model("gpt-175b"),
+        Layout(2048, 2, 4, 8, 16, 1, 1, 6, _INTERLEAVED, 1, True),
+        782,
+    ),
+    ("Bridge", "llama-3-8b ZeRO 3", model("llama-3-8b"), Layout(128, data=8, zero=3), 14079),
+    ("Bridge", "llama-3-70b", model("llama-3-70b"), Layout(128, 1, 4, 8, 2, 1, 1, 5, _INTERLEAVED, 1, True), 1619),
+    ("Bridge", "llama-3-405b", model("llama-3-405b"), Layout(512, 1, 8, 8, 8, 2, 1, 8, _INTERLEAVED, 1, True), 302),
+)
 # Model, TP, PP, devices, batch, microbatch, virtual stages, TFLOP/s of a device with everything that is run.
 _SC21 = (
     ("1.7b", 1, 1, 32, 512, 16, 1, 137),

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from drumline.core.errors import PlanError
 from drumline.plan.cluster.estimate import STEP_BYTES, estimate
 from drumline.plan.cluster.hardware import Cluster, Device, Link, Reach
 from drumline.plan.cluster.kernels import (
@@ -20,15 +21,14 @@ from drumline.plan.cluster.kernels import (
 from drumline.plan.cluster.layers import (
     embedding_ops,
     head_ops,
-    keys_of,
     layer_ops,
     ring_bytes,
     routed_bytes,
-    tokens_of,
 )
 from drumline.plan.cluster.layout import Layout, Practice
 from drumline.plan.cluster.loads import data_exchange, device_volumes, hop_seconds, message_bytes, tied_exchange
 from drumline.plan.cluster.memory import activation_bytes, device_bytes, device_parameters, sharded
+from drumline.plan.cluster.products import fp8_weights, keys_of, tokens_of
 from drumline.plan.cluster.stages import Alike, alike, counts_of, slices_of
 from drumline.plan.cluster.transformer import Experts, Transformer, model_flops
 
@@ -427,3 +427,109 @@ def test_a_tied_embedding_is_summed_between_the_ends_of_a_pipeline() -> None:
 def test_only_the_first_layers_are_dense() -> None:
     one = replace(MOE, num_layers=6, num_dense_layers=3)
     assert [(slice_.dense, slice_.experts) for slice_ in slices_of(one, (2, 2, 2))] == [(2, 0), (1, 1), (0, 2)]
+
+
+# FP8 with the same weights: the ideal device computes two 8-bit operations a second.
+FP8 = replace(BARE, fp8=True)
+EIGHT = replace(IDEAL, fp8_flops_per_second=2.0)
+
+
+def eights(num_devices: int) -> Cluster:
+    return replace(machines(num_devices), device=EIGHT)
+
+
+def test_a_product_in_fp8() -> None:
+    reach = Reach(0.5, 128.0, 0.8, 0.25, 0.001)
+    device = Device("d", 100.0, 1.0, 10.0, 2, reach, 200.0)
+    # The inner sum runs at 200 x 0.5, and starting a tile takes as long as at 100 x 0.5.
+    busy = 2 * 256 * 384 * (512 / 100 + 128 / 50) * 3.5 / 3
+    assert product_seconds(device, 256, 384, 512, fp8=True) == pytest.approx(busy + 0.001)
+    thin = replace(device, flops_per_second=1e9, fp8_flops_per_second=2e9)
+    # Inputs of one byte, results of two, at 8 bytes a second.
+    assert product_seconds(thin, 1, 1024, 64, fp8=True) == pytest.approx((64 + 64 * 1024 + 2 * 1024) / 8 + 0.001)
+
+
+def test_a_dense_layer_in_fp8() -> None:
+    layout = Layout(batch=1, practice=FP8)
+    ops, plain = (layer_ops(GPT, eights(1), replace(layout, practice=one)) for one in (FP8, BARE))
+    weights = 256 * (256 + 256) + 256 * 256 + 2 * 256 * 512
+    inputs = 128 * (256 + 256 + 256 + 512)  # of qkv, out, up and down
+    outputs = 128 * (512 + 256 + 512 + 256)
+    saved = 128 * weights  # half of the operations' seconds
+    assert plain.forward.compute - ops.forward.compute == pytest.approx(saved - 6 * inputs)
+    assert plain.backward_input.compute - ops.backward_input.compute == pytest.approx(saved - 6 * outputs)
+    assert plain.backward_weight.compute - ops.backward_weight.compute == pytest.approx(saved)
+    assert head_ops(GPT, eights(1), layout) == head_ops(GPT, eights(1), replace(layout, practice=BARE))
+    assert fp8_weights(GPT, layout, experts=False) == weights
+    # Software that keeps nothing in 8 bits casts inputs and weights for every pass, written once each.
+    titan = replace(FP8, keeps_fp8_inputs=False, keeps_fp8_weights=False)
+    cast = layer_ops(GPT, eights(1), replace(layout, practice=titan))
+    assert cast.forward.compute - ops.forward.compute == pytest.approx(5 * weights - 1 * inputs)
+    assert cast.backward_input.compute - ops.backward_input.compute == pytest.approx(5 * weights)
+    assert cast.backward_weight.compute - ops.backward_weight.compute == pytest.approx(5 * inputs)
+    # So does ZeRO 3 with weights.
+    gathered = layer_ops(GPT, eights(4), replace(layout, batch=4, data=4, zero=3))
+    assert gathered.forward.compute - ops.forward.compute == pytest.approx(5 * weights)
+    launched = replace(eights(1), device=replace(EIGHT, reach=Reach(1.0, 0.0, 1.0, 1.0, 7.0)))
+    more = layer_ops(GPT, launched, layout).forward.compute - ops.forward.compute
+    assert more == pytest.approx(7 * (12 + 4 + 1 + 4 * 2))  # passes, products, attention, two kernels per cast
+
+
+def test_experts_in_fp8() -> None:
+    layout = Layout(batch=1, expert=4, data=4, practice=FP8)
+    ops, plain = (layer_ops(MOE, eights(4), replace(layout, practice=one), experts=True) for one in (FP8, BARE))
+    # 2 experts here, 128 tokens each, of width 128; a shared one; the router stays in 16 bits.
+    weights = 256 * 512 + 256 * 256 + (2 + 1) * 3 * 256 * 128
+    inputs = 128 * (256 + 256 + (2 + 1) * (256 + 128))
+    assert fp8_weights(MOE, layout, experts=True) == weights
+    assert plain.forward.compute - ops.forward.compute == pytest.approx(128 * weights - 6 * inputs)
+    assert (ops.forward.expert, ops.backward_input.expert) == (plain.forward.expert, plain.backward_input.expert)
+    again = layer_ops(MOE, eights(4), replace(layout, recompute="experts"), experts=True).again.compute
+    assert again == pytest.approx(128 * 2 * 3 * 256 * 128 + 6 * 128 * 2 * (256 + 128))
+
+
+@pytest.mark.parametrize(
+    ("recompute", "seconds", "freed"),
+    [
+        ("norms", 2 * 128 * 4 * 256 + 6 * 128 * 2 * 256, 2 * 256),
+        ("activation", 2 * 128 * 2 * 512 + 6 * 128 * 512, 512),
+        ("attention", 4 * 4 * 128 * 128 * 64 / 2 + 6 * 128 * 256, 3 * 256 + 4 * 4),
+    ],
+)
+def test_recomputation_casts_again_in_fp8(recompute: str, seconds: float, freed: float) -> None:
+    layout = Layout(batch=1, recompute=recompute, practice=FP8)
+    assert layer_ops(GPT, eights(1), layout).again.total == pytest.approx(seconds)
+    assert activation_bytes(GPT, replace(layout, recompute="none")) - activation_bytes(GPT, layout) == 128 * freed
+    recast = replace(layout, practice=replace(FP8, keeps_fp8_inputs=False))
+    assert layer_ops(GPT, eights(1), recast).again == layer_ops(GPT, eights(1), replace(layout, practice=BARE)).again
+
+
+def test_what_fp8_holds() -> None:
+    layout = Layout(batch=4, practice=FP8)
+    # Inputs of qkv and up take a byte; fused attention keeps its output, and the product after it a copy of a byte.
+    between, inside = (4 + 2) * 256, 2 * (256 + 256) + 3 * 256 + 4 * 4 + 3 * 512
+    assert activation_bytes(GPT, layout) == 128 * (between + inside)
+    scores = replace(layout, practice=replace(FP8, flash_attention=False))
+    assert activation_bytes(GPT, scores) == 128 * (between + inside - 2 * 256 - 16 + 2 * 4 * 128)
+    routed, shared = 2 * 256 + 5 * 2 * 128, 5 * 128
+    with_experts = 128 * (between + 2 * (256 + 256) + 3 * 256 + 16 + routed + shared)
+    assert activation_bytes(MOE, layout, experts=True) == with_experts
+    wide = replace(layout, practice=replace(FP8, keeps_fp8_inputs=False))
+    assert activation_bytes(GPT, wide) == activation_bytes(GPT, replace(layout, practice=BARE))
+    # 8-bit weights and their transposed copies beside the 16-bit ones; with ZeRO 3 those of one layer.
+    rank, weights = rank_of(GPT, layout), 256 * 512 + 256 * 256 + 2 * 256 * 512
+    held, plain = (device_bytes(GPT, replace(layout, practice=one), rank) for one in (FP8, BARE))
+    assert held.weights - plain.weights == 2 * 2 * weights
+    assert (held.gradients, held.optimizer, held.buffers) == (plain.gradients, plain.optimizer, plain.buffers)
+    gathered = replace(layout, data=4, zero=3)
+    sharding, bare = (device_bytes(GPT, replace(gathered, practice=one), rank) for one in (FP8, BARE))
+    assert (sharding.weights, sharding.buffers) == (bare.weights, bare.buffers + weights)
+
+
+def test_fp8_weights_are_cast_once_a_step() -> None:
+    layout = Layout(batch=4, practice=FP8)
+    weights = 2 * (256 * 512 + 256 * 256 + 2 * 256 * 512)
+    took, plain = (estimate(GPT, eights(1), replace(layout, practice=one)).seconds for one in (FP8, BARE))
+    assert took.optimizer - plain.optimizer == pytest.approx(6 * weights)
+    with pytest.raises(PlanError, match="ideal has no FP8 products"):
+        estimate(GPT, machines(1), layout)

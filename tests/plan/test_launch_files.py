@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shlex
+import tomllib
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -434,3 +435,32 @@ def test_no_message_of_the_package_names_a_verb_that_is_not_there() -> None:
     for path in Path(drumline.__file__).parent.rglob("*.py"):
         named |= set(re.findall(r"drumline ([a-z]+)(?=`| --| [A-Z{\[])", path.read_text(encoding="utf-8")))
     assert {"plan", "show", "profile"} <= named <= VERBS.keys()
+
+
+def test_fp8_is_written_for_those_that_have_it() -> None:
+    hopper, layout = cluster("h100", LAYOUT.num_devices), replace(LAYOUT, practice=Pins(precision="fp8").practice)
+    configs = launch(SPARSE, hopper, layout)
+    arguments = configs.of("megatron").text.splitlines()
+    assert {"--bf16", "--fp8-format hybrid", "--fp8-recipe tensorwise"} <= set(arguments)
+    written = tomllib.loads(configs.of("torchtitan").text)
+    assert written["model"] == {"converters": ["quantize.linear.float8", "quantize.grouped_mm.float8"]}
+    assert written["quantize"]["linear"]["float8"] == {"filter_fqns": ["output", "router.gate"]}
+    assert written["quantize"]["grouped_mm"]["float8"] == {"fqns": ["experts"]}
+    assert written["compile"] == {"enable": True}
+    assert not configs.of("drumline").starts
+    assert any(some("FP8" in one for one in configs.of("drumline").missing))
+    for framework in ("megatron", "torchtitan"):
+        assert "fp8" not in told(SPARSE, LAYOUT, framework)[1]
+        assert "float8" not in told(SPARSE, LAYOUT, framework)[1]
+
+
+def test_fp8_is_refused_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "llama-3-8b", "--gpus", "8", "--batch", "16", "--brief", "--precision", "fp8"]
+    for more, words in (
+        (["--hardware", "a100-80"], "A100 80 GB has no FP8 products"),
+        (["--hardware", "h100", "--launch", "drumline"], "drumline has no FP8 products"),
+    ):
+        assert main([*asked, *more]) != 0
+        assert words in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(PlanError, match="precision is 'fp4'"):
+        Pins(precision="fp4")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from drumline.plan.layouts.planner import ClusterPlan
     from drumline.plan.layouts.space import Pins
 
-FORMATS = TEXTS | PICTURES | {".toml": "config", ".args": "config"}
+FORMATS = TEXTS | PICTURES | {".toml": "config", ".args": "config", ".csv": "program"}
 _ENDINGS = {"drumline": ".toml", "torchtitan": ".toml", "megatron": ".args"}
 _DEGREES = {
     "tensor": "degree of tensor parallelism",
@@ -48,6 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--launch", choices=tuple(_ENDINGS), help=whose)
     also = "messages that your software also hides behind compute: forward (tensor-parallel ones), experts, context"
     add("--overlap", type=flags.names, metavar="WHAT,...", help=also)
+    searching = "seconds to search programs for the best layouts, beside the schedules (default 0)"
+    add("--search", type=flags.number, metavar="S", default=0.0, help=searching)
+    numbers = "numbers that products with weights take: bf16, or fp8 on devices that have it (default bf16)"
+    add("--precision", choices=("bf16", "fp8"), default="bf16", help=numbers)
     pins = parser.add_argument_group("decisions to fix (default: the planner makes all of them)")
     for name, meaning in _DEGREES.items():
         pins.add_argument(f"--{name}", type=whole, metavar="N", help=meaning)
@@ -66,23 +70,43 @@ def run(args: argparse.Namespace) -> int:
 
     _check(args)
     planned = _planned(args)
+    file = next((path for path, form in files_of(args) if form == "config"), None)
+    program = _program_file(args, planned, file)
     if args.brief:
-        told = brief(planned, source=_source(args))
+        told = brief(planned, source=_source(args), program_file=program)
     else:
         progress("planning what more hardware would gain")
-        told = explain(planned, source=_source(args))
+        told = explain(planned, source=_source(args), program_file=program)
         progress("")
 
-    if (file := next((path for path, form in files_of(args) if form == "config"), None)) is not None:
+    if file is not None:
         told = replace(told, launch=told.launch.written_to(args.launch, str(file)))
 
     def make(form: str, paper: Paper) -> str:
         if form == "text":
             return plan_text(told, width=paper.width, framework=args.launch)
+        if form == "program":
+            assert planned.chosen.program is not None, "others are refused"
+            return planned.chosen.program.format()
         return told.launch.of(args.launch).text if form == "config" else _picture(form, told)
 
     deliver(args, make, told.to_json, gap="\n")
     return 0
+
+
+def _program_file(args: argparse.Namespace, planned: ClusterPlan, config: Path | None) -> str:
+    """Return the file of a searched program: that of --out, or beside the config, where it is then written too."""
+    named = next((path for path, form in files_of(args) if form == "program"), None)
+    if named is not None and planned.chosen.program is None:
+        raise UsageError(
+            f"--out is {named}, but the plan runs the schedule {planned.chosen.schedule}",
+            expected="a searched program that is more than 1% faster than every schedule",
+            fix="omit it; `drumline show` writes the programs of schedules",
+        )
+    if named is None and config is not None and planned.chosen.program is not None:
+        named = config.with_suffix(".csv")
+        args.out.append(named)
+    return str(named or "plan.csv")
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -103,7 +127,19 @@ def _planned(args: argparse.Namespace) -> ClusterPlan:
     from drumline.plan.layouts.planner import HEADROOM, plan
 
     headroom = HEADROOM if args.headroom is None else args.headroom
-    return plan(_model(args), _cluster(args), batch=args.batch, pins=_pins(args), headroom=headroom, top=args.top)
+    try:
+        return plan(
+            _model(args),
+            _cluster(args),
+            batch=args.batch,
+            pins=_pins(args),
+            headroom=headroom,
+            top=args.top,
+            search_seconds=args.search,
+            say=progress,
+        )
+    finally:
+        progress("")
 
 
 def _source(args: argparse.Namespace) -> str:
@@ -153,6 +189,7 @@ def _pins(args: argparse.Namespace) -> Pins:
         schedules=tuple(args.schedules or ()),
         framework=args.framework,
         overlaps=tuple(args.overlap or ()),
+        precision=args.precision,
     )
 
 

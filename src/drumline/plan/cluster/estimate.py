@@ -17,6 +17,7 @@ from drumline.plan.cluster.kernels import Ops, memory_seconds
 from drumline.plan.cluster.layout import Layout, check
 from drumline.plan.cluster.loads import Load, Volumes, device_volumes, hop_seconds, loads_of, stage_ops, tied_exchange
 from drumline.plan.cluster.memory import Bytes, device_bytes, sharded
+from drumline.plan.cluster.products import CAST_TWICE
 from drumline.plan.cluster.stages import simulated, simulated_few, stages_of
 from drumline.plan.cluster.transformer import Transformer, model_flops
 from drumline.schedules import find
@@ -189,6 +190,7 @@ def _seconds(cluster: Cluster, layout: Layout, loads: Sequence[Load], taken: flo
     work, again, exchange = busiest.ops.total, busiest.ops.again, busiest.exchange
     once = max(load.exchange.once for load in loads) + tied
     stepped = max(sharded(layout, load.parameters) if layout.zero else sum(load.parameters) for load in loads)
+    cast = max(load.cast for load in loads)
     return Seconds(
         compute=times * (work.compute - again.compute),
         recompute=times * again.total,
@@ -198,7 +200,7 @@ def _seconds(cluster: Cluster, layout: Layout, loads: Sequence[Load], taken: flo
         pipeline=times * busiest.waiting,
         data_exposed=times * (exchange.forward + exchange.backward) + once,
         bubble=_beyond(taken, times * busiest.pace.total),
-        optimizer=memory_seconds(cluster.device, STEP_BYTES * stepped),
+        optimizer=memory_seconds(cluster.device, STEP_BYTES * stepped + CAST_TWICE * cast),
     )
 
 

@@ -1,7 +1,7 @@
 """Machines: a device, the links inside a node and between nodes, by their data sheets; some have names.
 
-A link carries the one-way bandwidth of the data sheet times the achievable share. Peaks are for dense 16-bit matrix
-products.
+A link carries the one-way bandwidth of the data sheet times the achievable share. Peaks are for dense matrix products,
+16-bit ones and 8-bit ones (FP8); the latter is 0 for a device that has none.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Reach:
 
     `product` is for a deep and large product; `depth` is how many steps of the inner sum it takes to start and write
     out a tile. `memory` is for kernels that pass over memory, `attention` for fused attention. `launch_seconds` is the
-    gap between two kernels.
+    gap between two kernels. Products of 8-bit numbers reach the same share of their own peak.
     """
 
     product: float
@@ -81,8 +81,14 @@ class Device:
     memory_bytes_per_second: float
     num_processors: int = 108
     reach: Reach = REACH
+    fp8_flops_per_second: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.fp8_flops_per_second < math.inf:
+            raise PlanError(
+                f"fp8_flops_per_second of {self.name} is {self.fp8_flops_per_second}",
+                expected="a number above 0, or 0 for a device without FP8",
+            )
         for name in ("flops_per_second", "memory_bytes", "memory_bytes_per_second", "num_processors"):
             if not 0 < getattr(self, name) < math.inf:
                 raise PlanError(f"{name} of {self.name} is {getattr(self, name)}", expected="a number above 0")
@@ -170,10 +176,10 @@ class Machine:
 MACHINES = {
     "a100-40": Machine(Device("A100 40 GB", 312e12, 40 * _GIB, 1.555e12, 108), 300e9, 25e9),
     "a100-80": Machine(Device("A100 80 GB", 312e12, 80 * _GIB, 2.039e12, 108), 300e9, 25e9),
-    "h100": Machine(Device("H100", 989e12, 80 * _GIB, 3.35e12, 132, HOPPER), 450e9, 50e9),
-    "h200": Machine(Device("H200", 989e12, 140 * _GIB, 4.8e12, 132, HOPPER), 450e9, 50e9),
-    "h800": Machine(Device("H800", 989e12, 80 * _GIB, 3.35e12, 132, HOPPER), 200e9, 50e9),
-    "b200": Machine(Device("B200", 2250e12, 178 * _GIB, 8e12, 148, HOPPER), 900e9, 50e9),
+    "h100": Machine(Device("H100", 989e12, 80 * _GIB, 3.35e12, 132, HOPPER, 1979e12), 450e9, 50e9),
+    "h200": Machine(Device("H200", 989e12, 140 * _GIB, 4.8e12, 132, HOPPER, 1979e12), 450e9, 50e9),
+    "h800": Machine(Device("H800", 989e12, 80 * _GIB, 3.35e12, 132, HOPPER, 1979e12), 200e9, 50e9),
+    "b200": Machine(Device("B200", 2250e12, 178 * _GIB, 8e12, 148, HOPPER, 4500e12), 900e9, 50e9),
     # The machine that trained BLOOM: four Omni-Path links of 100 Gb/s for the eight devices of a node.
     "jean-zay": Machine(Device("A100 80 GB", 312e12, 80 * _GIB, 2.039e12, 108), 300e9, 6.25e9),
 }

@@ -15,11 +15,14 @@ CONTENTION = 0.15  # of a hidden message's seconds: it runs on 16 of an A100's 1
 TILE = 128  # a processor computes 128 x 128 numbers of a product at a time
 
 
-def product_seconds(device: Device, rows: float, columns: float, depth: float, count: float = 1.0) -> float:
-    """Return the seconds of `count` parallel 16-bit products of (rows x depth) by (depth x columns).
+def product_seconds(
+    device: Device, rows: float, columns: float, depth: float, count: float = 1.0, *, fp8: bool = False
+) -> float:
+    """Return the seconds of `count` parallel products of (rows x depth) by (depth x columns): 16-bit ones, or `fp8`.
 
     Processors compute the tiles in waves, and the last wave is half empty on average. Memory traffic limits a product
-    that is too thin.
+    that is too thin. With `fp8`, inputs are 8-bit numbers and results 16-bit ones; it takes as long to start and to
+    write out a tile.
 
     >>> a100 = Device("A100", 312e12, 80e9, 2.039e12)
     >>> [round(2 * n**3 / product_seconds(a100, n, n, n) / 1e12) for n in (512, 2048, 8192)]
@@ -28,9 +31,10 @@ def product_seconds(device: Device, rows: float, columns: float, depth: float, c
     reach = device.reach
     high, wide = max(rows, TILE), max(columns, TILE)
     waves = high * wide * count / (TILE * TILE * device.num_processors)
-    flops = 2.0 * high * wide * (depth + reach.depth) * count
-    busy = flops / (device.flops_per_second * reach.product) * (waves + 0.5) / waves
-    size = 2.0 * (rows * depth + depth * columns + rows * columns) * count
+    step = 2.0 * high * wide * count / (device.flops_per_second * reach.product)  # one of the inner sum
+    inner = 2.0 * high * wide * count / (device.fp8_flops_per_second * reach.product) if fp8 else step
+    busy = (inner * depth + step * reach.depth) * (waves + 0.5) / waves
+    size = ((1.0 if fp8 else 2.0) * (rows * depth + depth * columns) + 2.0 * rows * columns) * count
     return max(busy, memory_seconds(device, size)) + reach.launch_seconds
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
 
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.kernels import (
@@ -28,26 +27,28 @@ from drumline.plan.cluster.kernels import (
     product_seconds,
     reduce_seconds,
 )
-from drumline.plan.cluster.layout import Layout, recomputed_ops
+from drumline.plan.cluster.layout import Layout, casts_once, recomputed_ops
+from drumline.plan.cluster.products import (
+    WORD,
+    Product,
+    cast_seconds,
+    keys_of,
+    layer_products,
+    product_times,
+    routed_products,
+    tokens_of,
+)
 from drumline.plan.cluster.transformer import Transformer
 from drumline.schedules import find
 
-WORD = 2  # bytes of a 16-bit number
 NUM_LAUNCHES = 12  # kernels that pass over memory, per layer and direction
 
 
-class Product(NamedTuple):
-    """`times` products in parallel: tokens as rows, outputs as columns, inputs as depth."""
-
-    rows: float
-    columns: float
-    depth: float
-    times: float = 1.0
-
-
-def layer_ops(transformer: Transformer, cluster: Cluster, layout: Layout, *, experts: bool = False) -> Ops:
-    """Return the seconds of a microbatch in one layer."""
-    return _layer(transformer, cluster, _relevant(layout), experts)
+def layer_ops(
+    transformer: Transformer, cluster: Cluster, layout: Layout, *, experts: bool = False, recompute: str = ""
+) -> Ops:
+    """Return the seconds of a microbatch in one layer, which may `recompute` otherwise than the layout says."""
+    return _layer(transformer, cluster, _relevant(layout, recompute), experts)
 
 
 def embedding_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> Ops:
@@ -63,7 +64,8 @@ def head_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> Ops:
     device = cluster.device
     tokens = tokens_of(transformer, layout)
     part = transformer.vocabulary / layout.tensor
-    forward, by_input, by_weight = _products(cluster, [Product(tokens, part, transformer.hidden)])
+    table = Product(tokens, part, transformer.hidden, fp8=False)
+    forward, by_input, by_weight = product_times(cluster, layout, [table])
     loss = memory_seconds(device, layout.practice.loss_bytes * tokens * part)
     add = memory_seconds(device, layout.practice.accumulation_bytes * part * transformer.hidden)
     exchange = _exchange(cluster, layout, WORD * tokens * transformer.hidden)
@@ -76,22 +78,15 @@ def head_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> Ops:
     )
 
 
-def tokens_of(transformer: Transformer, layout: Layout) -> float:
-    """Return how many tokens of a microbatch a device processes."""
-    return layout.microbatch * transformer.sequence / layout.context
-
-
-def keys_of(transformer: Transformer, layout: Layout) -> float:
-    """Return the width of keys and values on one tensor-parallel rank; if there are more ranks than heads, copies."""
-    return 2 * transformer.head_width * max(transformer.num_key_value_heads / layout.tensor, 1.0)
-
-
-def _relevant(layout: Layout) -> Layout:
+def _relevant(layout: Layout, recompute: str = "") -> Layout:
     """Return the layout with defaults for everything that no layer depends on, so that many layouts share a result.
 
-    A schedule that splits backwards matters in one way: weight gradients run later, and hide no messages.
+    A schedule that splits backwards matters in one way: weight gradients run later, and hide no messages. ZeRO 3
+    matters with FP8: gathered weights are cast for every pass.
     """
     practice = layout.practice
+    if practice.fp8 and practice.keeps_fp8_weights and not casts_once(layout):
+        practice = replace(practice, keeps_fp8_weights=False)
     if practice.overlap_tensor and find(layout.schedule).splits_backward:
         practice = replace(practice, overlap_tensor=False)
     return Layout(
@@ -101,7 +96,7 @@ def _relevant(layout: Layout) -> Layout:
         context=layout.context,
         expert=layout.expert,
         sequence_parallel=layout.sequence_parallel,
-        recompute=layout.recompute,
+        recompute=recompute or layout.recompute,
         practice=practice,
     )
 
@@ -109,7 +104,7 @@ def _relevant(layout: Layout) -> Layout:
 @lru_cache(maxsize=4096)
 def _layer(transformer: Transformer, cluster: Cluster, layout: Layout, experts: bool) -> Ops:
     device, practice = cluster.device, layout.practice
-    forward, by_input, by_weight = _products(cluster, _layer_products(transformer, layout, experts))
+    forward, by_input, by_weight = product_times(cluster, layout, layer_products(transformer, layout, experts))
     passes, passes_back = _passes(transformer, cluster, layout, experts)
     attend, attend_back = _attention(transformer, cluster, layout)
     context, context_back = _ring(transformer, cluster, layout, attend, attend_back)
@@ -159,21 +154,31 @@ def _again(
 ) -> Spent:
     """Return the seconds to compute one kind of operation of a layer once more."""
     if op == "attention":
-        return attention
+        return attention + _cast_again(transformer, cluster, layout, experts, op)
     if op == "experts":
         if not experts or transformer.experts is None:
             return Spent()
-        seconds = sum(
-            product_seconds(cluster.device, one.rows, one.columns, one.depth, one.times)
-            for one in _routed_products(transformer, layout)
-        )
+        seconds, _, _ = product_times(cluster, layout, routed_products(transformer, layout))
         return Spent(seconds, expert=_routing(transformer, cluster, layout))
     along = layout.tensor if layout.sequence_parallel else 1
     width = 4 * transformer.hidden / along  # two norms, each read and written
     if op == "activation":
         width = (3 if transformer.gated else 2) * inner_of(transformer, layout, experts)
     size = WORD * tokens_of(transformer, layout) * width
-    return Spent(memory_seconds(cluster.device, size) + 2 * cluster.device.reach.launch_seconds)
+    passes = Spent(memory_seconds(cluster.device, size) + 2 * cluster.device.reach.launch_seconds)
+    return passes + _cast_again(transformer, cluster, layout, experts, op)
+
+
+def _cast_again(transformer: Transformer, cluster: Cluster, layout: Layout, experts: bool, op: str) -> Spent:
+    """Return the seconds to cast what was computed again, if it would otherwise be kept in 8 bits."""
+    if not (layout.practice.fp8 and layout.practice.keeps_fp8_inputs):
+        return Spent()
+    widths = {
+        "norms": 2.0 * transformer.hidden,  # the inputs of both blocks
+        "activation": inner_of(transformer, layout, experts),
+        "attention": transformer.num_heads * transformer.head_width / layout.tensor,
+    }
+    return Spent(cast_seconds(cluster, tokens_of(transformer, layout) * widths[op]))
 
 
 def inner_of(transformer: Transformer, layout: Layout, experts: bool) -> float:
@@ -181,43 +186,6 @@ def inner_of(transformer: Transformer, layout: Layout, experts: bool) -> float:
     if experts and (found := transformer.experts) is not None:
         return (found.per_token + found.num_shared) * found.feedforward / layout.tensor
     return transformer.feedforward / layout.tensor
-
-
-def _layer_products(transformer: Transformer, layout: Layout, experts: bool) -> list[Product]:
-    tokens, hidden = tokens_of(transformer, layout), transformer.hidden
-    width = transformer.num_heads * transformer.head_width / layout.tensor
-    products = [Product(tokens, width + keys_of(transformer, layout), hidden), Product(tokens, hidden, width)]
-    if not experts or transformer.experts is None:
-        return products + _feedforward(transformer, tokens, transformer.feedforward / layout.tensor, 1.0)
-    found = transformer.experts
-    products += _routed_products(transformer, layout)
-    if found.num_shared:
-        products += _feedforward(transformer, tokens, found.num_shared * found.feedforward / layout.tensor, 1.0)
-    return [*products, Product(tokens, found.num_experts, hidden)]
-
-
-def _routed_products(transformer: Transformer, layout: Layout) -> list[Product]:
-    """Return the products of the experts that tokens are sent to; the tokens are spread evenly."""
-    found = transformer.experts
-    assert found is not None, "only layers with experts route"
-    local = found.num_experts / layout.expert
-    tokens = tokens_of(transformer, layout) * found.per_token / local
-    return _feedforward(transformer, tokens, found.feedforward / layout.tensor, local)
-
-
-def _feedforward(transformer: Transformer, tokens: float, width: float, times: float) -> list[Product]:
-    up = (2 if transformer.gated else 1) * width
-    return [Product(tokens, up, transformer.hidden, times), Product(tokens, transformer.hidden, width, times)]
-
-
-def _products(cluster: Cluster, products: list[Product]) -> tuple[float, float, float]:
-    """Return the seconds of products: forward, gradients of their inputs, gradients of their weights."""
-    forward = by_input = by_weight = 0.0
-    for rows, columns, depth, times in products:
-        forward += product_seconds(cluster.device, rows, columns, depth, times)
-        by_input += product_seconds(cluster.device, rows, depth, columns, times)
-        by_weight += product_seconds(cluster.device, depth, columns, rows, times)
-    return forward, by_input, by_weight
 
 
 def _passes(transformer: Transformer, cluster: Cluster, layout: Layout, experts: bool) -> tuple[float, float]:

@@ -5,7 +5,7 @@ Every contradiction raises an error with the value, what was expected, and the f
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from drumline.core.errors import PlanError, counted, nearest
 from drumline.plan.cluster.hardware import Cluster
@@ -44,6 +44,9 @@ class Practice:
     - `loss_bytes`: bytes that the loss reads and writes per logit, forward and backward together.
     - `logit_bytes`: bytes that the loss holds per logit at its peak. PyTorch's cross entropy holds the logits in 16
       bits, a copy in 32, their log-softmax and its gradient: 14. A fused loss holds 6.
+    - `fp8`: products with a layer's weights take 8-bit inputs, cast from 16-bit ones. With `keeps_fp8_inputs`, inputs
+      are kept in 8 bits until their backward; otherwise they are kept in 16 and cast again. With `keeps_fp8_weights`,
+      weights are cast once in a step and held beside the 16-bit ones; otherwise they are cast for every pass.
     """
 
     flash_attention: bool = True
@@ -63,6 +66,9 @@ class Practice:
     meet_seconds: float = 2e-5
     loss_bytes: float = 50.0
     logit_bytes: int = 14
+    fp8: bool = False
+    keeps_fp8_inputs: bool = True
+    keeps_fp8_weights: bool = True
 
 
 PRACTICE = Practice()
@@ -136,16 +142,19 @@ class Layout:
         'zb-v with 2 stages per rank, microbatches of 1, ZeRO 1, no recomputation'
         """
         stages = f" with {self.stages_per_rank} stages per rank" if self.stages_per_rank > 1 else ""
-        return {
+        found = {
             "schedule": self.schedule + stages,
             "microbatch": f"microbatches of {self.microbatch}",
             "zero": f"ZeRO {self.zero}",
             "recompute": self.recomputation,
         }
+        return {**found, "precision": "FP8 products"} if self.practice.fp8 else found
 
 
-def recomputed_ops(layout: Layout) -> tuple[str, ...]:
+def recomputed_ops(layout: Layout, recompute: str = "") -> tuple[str, ...]:
     """Return the operations of every layer that a layout recomputes, each by itself; full recomputation is not here.
+
+    Some layers may `recompute` otherwise than the layout says.
 
     "selective" means what is cheap to compute and large to keep: the scores of attention if it is not fused, otherwise
     the norms and the activation function. Other sets are written with a plus: "norms+experts".
@@ -153,11 +162,12 @@ def recomputed_ops(layout: Layout) -> tuple[str, ...]:
     >>> recomputed_ops(Layout(batch=8, recompute="selective")), recomputed_ops(Layout(batch=8, recompute="experts"))
     (('norms', 'activation'), ('experts',))
     """
-    if layout.recompute == "none" or layout.recompute.startswith("full"):
+    how = recompute or layout.recompute
+    if how == "none" or how.startswith("full"):
         return ()
-    if layout.recompute == "selective":
+    if how == "selective":
         return ("norms", "activation") if layout.practice.flash_attention else ("attention",)
-    return tuple(layout.recompute.split("+"))
+    return tuple(how.split("+"))
 
 
 def whole_layers(recompute: str, num_layers: int) -> int:
@@ -171,9 +181,14 @@ def whole_layers(recompute: str, num_layers: int) -> int:
     return min(int(recompute[5:]), num_layers) if recompute.startswith("full:") else num_layers
 
 
-def with_recompute(layout: Layout, recompute: str) -> Layout:
-    """Return the layout with another recomputation."""
-    return layout if recompute == layout.recompute else replace(layout, recompute=recompute)
+def casts_once(layout: Layout) -> bool:
+    """Whether weights are cast to 8 bits once in a step, and held: not where ZeRO 3 gathers them for every pass.
+
+    >>> [casts_once(Layout(batch=8, data=8, zero=zero, practice=Practice(fp8=True))) for zero in (1, 3)]
+    [True, False]
+    """
+    gathers = layout.zero == 3 and layout.data * layout.context > 1
+    return layout.practice.fp8 and layout.practice.keeps_fp8_weights and not gathers
 
 
 def is_recomputation(name: str) -> bool:
@@ -195,12 +210,23 @@ _COUNTS = ("batch", "microbatch", "tensor", "pipeline", "data", "context", "expe
 def check(transformer: Transformer, cluster: Cluster, layout: Layout) -> None:
     """Raise PlanError if the layout contradicts itself, the model or the cluster."""
     _check_values(layout)
+    check_precision(cluster, layout.practice)
     _check_devices(cluster, layout)
     _check_model(transformer, layout)
     _check_batch(layout)
     schedule = find(layout.schedule)
     if (refused := schedule.refusal(layout.pipeline, layout.num_microbatches, layout.stages_per_rank)) is not None:
         raise PlanError(refused.error, expected=refused.expected, fix=refused.fix)
+
+
+def check_precision(cluster: Cluster, practice: Practice) -> None:
+    """Raise PlanError if devices cannot compute in the numbers that are asked for."""
+    if practice.fp8 and not cluster.device.fp8_flops_per_second:
+        raise PlanError(
+            f"{cluster.device.name} has no FP8 products",
+            expected="a device with fp8_flops_per_second, like H100",
+            fix="plan in bf16",
+        )
 
 
 def _check_values(layout: Layout) -> None:

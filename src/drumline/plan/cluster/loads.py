@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 from drumline.plan.cluster.hardware import Cluster, Link
 from drumline.plan.cluster.kernels import Ops, Spent, exposed, gather_seconds, reduce_seconds
-from drumline.plan.cluster.layers import WORD, embedding_ops, head_ops, layer_ops, ring_bytes, routed_bytes, tokens_of
-from drumline.plan.cluster.layout import Layout, recomputed_ops, whole_layers, with_recompute
-from drumline.plan.cluster.memory import WEIGHT_BYTES, device_parameters, keeps_gradients
+from drumline.plan.cluster.layers import embedding_ops, head_ops, layer_ops, ring_bytes, routed_bytes
+from drumline.plan.cluster.layout import Layout, recomputed_ops, whole_layers
+from drumline.plan.cluster.memory import WEIGHT_BYTES, device_parameters, held_fp8, keeps_gradients
+from drumline.plan.cluster.products import WORD, tokens_of
 from drumline.plan.cluster.stages import Alike, StageLayers, alike, counts_of, num_sides, slices_of, stages_of
 from drumline.plan.cluster.transformer import Transformer
 from drumline.schedules.formulas import Pace
@@ -145,7 +146,7 @@ def _again(layout: Layout, rank: Alike) -> float:
 class Load:
     """Ranks that are alike: their work for a microbatch, their waits for messages, and what they exchange.
 
-    `parts` is the work of each of their stages.
+    `parts` is the work of each of their stages, `cast` the number of weights that a step casts to 8 bits once.
     """
 
     alike: Alike
@@ -154,6 +155,7 @@ class Load:
     waiting: float
     parameters: tuple[float, float]
     exchange: ExchangeCost
+    cast: float = 0.0
 
     @property
     def pace(self) -> Pace:
@@ -185,7 +187,8 @@ def loads_of(transformer: Transformer, cluster: Cluster, layout: Layout, waiting
         num_layers = sum(slice_.num_layers for slice_, _ in one.slices)
         exchange = data_exchange(cluster, layout, parameters, ops.forward.total, ops.backward.total, num_layers)
         parts = tuple(known[slice_] for slice_, _ in one.slices)
-        found.append(Load(one, ops, parts, waiting * sides, parameters, exchange))
+        cast = held_fp8(transformer, layout, one)
+        found.append(Load(one, ops, parts, waiting * sides, parameters, exchange, cast))
     return found
 
 
@@ -212,7 +215,7 @@ def slice_ops(transformer: Transformer, cluster: Cluster, layout: Layout, slice_
     """Return the seconds of a microbatch in a stage."""
     ops = Ops()
     for count, experts, how in slice_.parts(layout.recompute):
-        ops = ops + layer_ops(transformer, cluster, with_recompute(layout, how), experts=experts).times(count)
+        ops = ops + layer_ops(transformer, cluster, layout, experts=experts, recompute=how).times(count)
     if slice_.is_first:
         ops = ops + embedding_ops(transformer, cluster, layout)
     if slice_.is_last:

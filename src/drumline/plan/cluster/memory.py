@@ -8,6 +8,8 @@ tensor-parallel ranks, a heads and s the sequence,
     34h/t + 5as/t              with sequence parallelism, it keeps only its part of both
     34h/t                      with the scores (5as/t) recomputed, or never stored
     2h                         with everything recomputed: the input of a layer
+
+With FP8, inputs of products that are kept in 8 bits take half; fused attention keeps its output in 16 bits besides.
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from drumline.plan.cluster.layers import keys_of, ring_bytes, tokens_of
-from drumline.plan.cluster.layout import Layout, recomputed_ops, with_recompute
+from drumline.plan.cluster.layers import ring_bytes
+from drumline.plan.cluster.layout import Layout, casts_once, recomputed_ops
+from drumline.plan.cluster.products import fp8_weights, keys_of, tokens_of
 from drumline.plan.cluster.stages import Alike, StageLayers, alike, counts_of, pairs_held
 from drumline.plan.cluster.transformer import Transformer
 
 WEIGHT_BYTES = 2
 OPTIMIZER_BYTES = 12  # the weight in 32 bits, and Adam's two averages
+FP8_BYTES = 2  # a weight in 8 bits, and once more transposed
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +79,20 @@ def device_bytes(transformer: Transformer, layout: Layout, rank: Alike) -> Bytes
     kept = sum(stage_activations(transformer, layout, slice_) for slice_, _ in rank.slices) / len(rank.slices)
     whole_gradients = layout.zero < 2 or keeps_gradients(layout)
     return Bytes(
-        weights=WEIGHT_BYTES * (part if layout.zero >= 3 else whole),
+        weights=WEIGHT_BYTES * (part if layout.zero >= 3 else whole) + FP8_BYTES * held_fp8(transformer, layout, rank),
         gradients=layout.practice.gradient_bytes * (whole if whole_gradients else part),
         optimizer=OPTIMIZER_BYTES * (part if layout.zero >= 1 else whole),
         activations=pairs * kept,
         buffers=_buffers(transformer, layout, rank, has_experts),
     )
+
+
+def held_fp8(transformer: Transformer, layout: Layout, rank: Alike) -> float:
+    """Return how many weights a device of a pipeline rank casts once in a step and holds in 8 bits."""
+    if not casts_once(layout):
+        return 0.0
+    dense, experts = (fp8_weights(transformer, layout, experts=one) for one in (False, True))
+    return sum(slice_.dense * dense + slice_.experts * experts for slice_, _ in rank.slices)
 
 
 def keeps_gradients(layout: Layout) -> bool:
@@ -97,7 +109,7 @@ def keeps_gradients(layout: Layout) -> bool:
 def stage_activations(transformer: Transformer, layout: Layout, slice_: StageLayers) -> float:
     """Return the bytes that a device keeps for one microbatch in one stage until its backward."""
     return sum(
-        count * activation_bytes(transformer, with_recompute(layout, how), experts=experts)
+        count * activation_bytes(transformer, layout, experts=experts, recompute=how)
         for count, experts, how in slice_.parts(layout.recompute)
     )
 
@@ -106,15 +118,15 @@ def _buffers(transformer: Transformer, layout: Layout, rank: Alike, has_experts:
     """Return the bytes of temporary buffers.
 
     A message each way; one layer during recomputation; the gathered keys and values of a layer, and their gradients;
-    the whole weights of two layers if they are sharded; the embedding's mask of every microbatch in flight; the head's
-    input and logits of one microbatch.
+    the whole weights of two layers if they are sharded; the 8-bit weights of a layer if they are not held; the
+    embedding's mask of every microbatch in flight; the head's input and logits of one microbatch.
     """
     tokens = tokens_of(transformer, layout)
     along = layout.tensor if layout.sequence_parallel else 1
     size = 4.0 * tokens * transformer.hidden / along if layout.pipeline > 1 else 0.0
     if layout.recompute.startswith("full"):
         kept = inside(transformer, layout, experts=has_experts) / layout.tensor
-        size += tokens * (between(transformer) / along + kept)
+        size += tokens * (between(transformer, layout) / along + kept)
     if layout.context > 1 and not layout.practice.overlap_context:
         size += 2 * ring_bytes(transformer, layout)
     if layout.zero >= 3 and layout.data * layout.context > 1:
@@ -123,6 +135,8 @@ def _buffers(transformer: Transformer, layout: Layout, rank: Alike, has_experts:
             local = transformer.experts.num_experts / layout.expert
             layer = max(layer, transformer.shared_parameters + int(local * transformer.expert_parameters))
         size += 2 * WEIGHT_BYTES * layer / layout.tensor
+    if layout.practice.fp8 and not casts_once(layout):
+        size += fp8_weights(transformer, layout, experts=has_experts)
     if transformer.dropout and any(slice_.is_first for slice_, _ in rank.slices):
         size += tokens * transformer.hidden * min(layout.pipeline, layout.num_microbatches) / along
     if any(slice_.is_last for slice_, _ in rank.slices):
@@ -131,8 +145,10 @@ def _buffers(transformer: Transformer, layout: Layout, rank: Alike, has_experts:
     return size
 
 
-def activation_bytes(transformer: Transformer, layout: Layout, *, experts: bool = False) -> float:
+def activation_bytes(transformer: Transformer, layout: Layout, *, experts: bool = False, recompute: str = "") -> float:
     """Return the bytes that a device keeps for one microbatch in one layer until its backward.
+
+    A layer may `recompute` otherwise than the layout says.
 
     >>> from drumline.plan.cluster.layout import Practice
     >>> gpt = Transformer("22B", num_layers=48, hidden=6144, num_heads=64, vocabulary=51200, sequence=2048)
@@ -142,37 +158,41 @@ def activation_bytes(transformer: Transformer, layout: Layout, *, experts: bool 
     """
     tokens = tokens_of(transformer, layout)
     along = layout.tensor if layout.sequence_parallel else 1
-    if layout.recompute == "full":
+    if (recompute or layout.recompute) == "full":
         return 2.0 * tokens * transformer.hidden / along
-    ops = recomputed_ops(layout)
-    return tokens * (
-        between(transformer, ops) / along + inside(transformer, layout, experts=experts, ops=ops) / layout.tensor
-    )
+    ops = recomputed_ops(layout, recompute)
+    kept = inside(transformer, layout, experts=experts, ops=ops) / layout.tensor
+    return tokens * (between(transformer, layout, ops) / along + kept)
 
 
-def between(transformer: Transformer, ops: Sequence[str] = ()) -> float:
+def between(transformer: Transformer, layout: Layout, ops: Sequence[str] = ()) -> float:
     """Return the bytes per token between a layer's blocks: inputs of norms and products, and dropout masks.
 
     The inputs of products are outputs of norms; if norms are recomputed, only those of the norms are kept.
     """
-    kept = 4.0 if "norms" in ops else 8.0
+    kept = 4.0 + (0.0 if "norms" in ops else 2 * _input_bytes(layout))
     return (kept + (2.0 if transformer.dropout else 0.0)) * transformer.hidden
+
+
+def _input_bytes(layout: Layout) -> float:
+    """Return the bytes of a number that a product with weights keeps for the weights' gradient."""
+    return 1.0 if layout.practice.fp8 and layout.practice.keeps_fp8_inputs else 2.0
 
 
 def inside(transformer: Transformer, layout: Layout, *, experts: bool, ops: Sequence[str] = ()) -> float:
     """Return the bytes per token inside a layer's blocks, on all tensor-parallel ranks together."""
-    width = transformer.num_heads * transformer.head_width
-    size = 2.0 * (width + keys_of(transformer, layout) * layout.tensor) + 2.0 * width
-    scores = (5.0 if transformer.dropout else 2.0) * transformer.num_heads * transformer.sequence
-    if layout.practice.flash_attention:
-        # One 32-bit sum of exponentials per row; it and the output come back with attention.
-        size += -2.0 * width if "attention" in ops else 4.0 * transformer.num_heads
+    width, word = transformer.num_heads * transformer.head_width, _input_bytes(layout)
+    size = 2.0 * (width + keys_of(transformer, layout) * layout.tensor)
+    if not layout.practice.flash_attention:
+        scores = (5.0 if transformer.dropout else 2.0) * transformer.num_heads * transformer.sequence
+        size += word * width + (0.0 if "attention" in ops else scores)
     elif "attention" not in ops:
-        size += scores
-    each = (6.0 if transformer.gated else 4.0) - (2.0 if "activation" in ops else 0.0)
+        # The output, which the product after it may keep in 8 bits besides, and one 32-bit sum of exponentials per row.
+        size += (2.0 if word == 2.0 else 2.0 + word) * width + 4.0 * transformer.num_heads
+    each = (4.0 if transformer.gated else 2.0) + (0.0 if "activation" in ops else word)
     if experts and (found := transformer.experts) is not None:
         shared = each * found.num_shared * found.feedforward
-        routed = 2.0 * found.per_token * transformer.hidden + each * found.per_token * found.feedforward
+        routed = word * found.per_token * transformer.hidden + each * found.per_token * found.feedforward
         return size + shared + (0.0 if "experts" in ops else routed)
     return size + each * transformer.feedforward
 

@@ -4,7 +4,8 @@ Layers are equal, so they are assigned one by one (`dealt`); the embedding and t
 
     126 layers on 16 stages, a head worth two thirds of a layer:   7 8 8 8 8 8 8 8 8 8 8 8 8 8 8 7
 
-Ties go to the middle: the first stage holds the embedding, the last one the head. The schedule determines which stages
+Ties go to the middle: the first stage holds the embedding, the last one the head. Where ranks have several stages in
+turn, a rank's later stages get more: the others wait only for the first one. The schedule determines which stages
 a rank has, how many pairs it holds, and how long they take. If it has no formula, its program is built and counted or
 simulated, for as few microbatches as show everything: the middle of a step repeats itself.
 """
@@ -64,8 +65,9 @@ def layer_counts(transformer: Transformer, pipeline: int, schedule: str = "1f1b"
             f"{transformer.name} has {counted(transformer.num_layers, 'layer')} for {counted(num_stages, 'stage')}",
             expected="at least one layer per stage, and at least one stage; or two stages more than layers",
         )
-    owners = find(schedule).layout(pipeline, per_rank).homes
-    return dealt(transformer.num_layers, owners, stage_weights(transformer, [0] * num_stages))
+    placement = find(schedule).layout(pipeline, per_rank)
+    extra = stage_weights(transformer, [0] * num_stages)
+    return dealt(transformer.num_layers, placement.homes, extra, late=placement.name == "loop" and per_rank > 1)
 
 
 def stage_weights(transformer: Transformer, counts: Sequence[int]) -> list[float]:

@@ -91,23 +91,30 @@ def _shortest_sum(
     return float(table[0][0]), tuple(int(one) for one in np.diff(ends))
 
 
-def dealt(num_blocks: int, owners: Sequence[int], extra: Sequence[float]) -> Counts:
+def dealt(num_blocks: int, owners: Sequence[int], extra: Sequence[float], *, late: bool = False) -> Counts:
     """Return how many of `num_blocks` equal blocks each stage gets, so that the largest rank is as small as possible.
 
     `owners` are the ranks of the stages, `extra` what a stage has besides its blocks, in blocks. Each block goes to the
-    rank with the least work so far, and there to the stage with the least; ties go to the middle.
+    rank with the least work so far, and there to the stage with the least; ties go to the middle. With `late`, they go
+    to the latest of a rank's stages: interleaved ranks wait for each other in their first ones.
 
     >>> dealt(7, [0, 1, 1, 0], [0, 0, 0, 2])
     (2, 2, 2, 1)
+    >>> dealt(6, [0, 1, 0, 1], [0, 0, 0, 0]), dealt(6, [0, 1, 0, 1], [0, 0, 0, 0], late=True)
+    ((1, 2, 2, 1), (1, 1, 2, 2))
     """
     counts = [1] * len(owners)
-    middle = (len(owners) - 1) / 2
+    middle, seen = (len(owners) - 1) / 2, [0] * (max(owners) + 1)
+    ties = []
+    for stage, owner in enumerate(owners):
+        ties.append((-seen[owner] if late else 0, abs(stage - middle), stage))
+        seen[owner] += 1
     stages = [1 + more for more in extra]
     ranks = [0.0] * (max(owners) + 1)
     for stage, owner in enumerate(owners):
         ranks[owner] += stages[stage]
     for _ in range(num_blocks - len(owners)):
-        stage = min(range(len(owners)), key=lambda one: (ranks[owners[one]], stages[one], abs(one - middle), one))
+        stage = min(range(len(owners)), key=lambda one: (ranks[owners[one]], stages[one], ties[one]))
         counts[stage] += 1
         stages[stage] += 1
         ranks[owners[stage]] += 1

@@ -91,28 +91,37 @@ class Launch:
         }
 
 
-def launch(transformer: Transformer, cluster: Cluster, layout: Layout, *, source: str = "") -> Launch:
-    """Return the configs for every framework; `source` is the folder or config.json of the model."""
+def launch(
+    transformer: Transformer, cluster: Cluster, layout: Layout, *, source: str = "", program_file: str = ""
+) -> Launch:
+    """Return the configs for every framework; `source` is the folder or config.json of the model.
+
+    `program_file` holds a searched program, which only `drumline train` runs.
+    """
+    own = _own(transformer, cluster, layout, source, program_file)
+    if program_file:
+        return Launch((own,))
     start = torchrun(cluster)
     by_titan = f"{start} -m torchtitan.train --job.config_file plan.toml"
     by_megatron = f"grep -v '^#' plan.args | CUDA_DEVICE_MAX_CONNECTIONS=1 xargs {start} pretrain_gpt.py"
     return Launch(
         (
-            _own(transformer, cluster, layout, source),
+            own,
             Config("torchtitan", by_titan, "plan.toml", *titan(transformer, layout)),
             Config("megatron", by_megatron, "plan.args", *megatron(transformer, layout)),
         )
     )
 
 
-def _own(transformer: Transformer, cluster: Cluster, layout: Layout, source: str) -> Config:
+def _own(transformer: Transformer, cluster: Cluster, layout: Layout, source: str, program_file: str) -> Config:
     """Return what Drumline itself is told."""
     reasons = tuple(not_run(transformer, cluster, layout, source=source))
     others = tuple(differs(transformer, layout, source=source))
     said = [f"Not run by `drumline train`: {one}" for one in reasons] or [f"Not expressed: {one}" for one in others]
-    text = train_config(transformer, layout, source=source, said=said)
+    text = train_config(transformer, layout, source=source, said=said, program_file=program_file)
     if reasons:
-        return Config("drumline", show_command(layout), "plan.toml", text, reasons, starts=False)
+        shown = f"drumline show {program_file}" if program_file else show_command(layout)
+        return Config("drumline", shown, "plan.toml", text, reasons, starts=False)
     return Config("drumline", train_command(cluster), "plan.toml", text, others)
 
 
@@ -172,10 +181,12 @@ def show_command(layout: Layout) -> str:
     return f"drumline show {layout.schedule} --ranks {layout.pipeline} --microbatches {layout.num_microbatches}{stages}"
 
 
-def train_config(transformer: Transformer, layout: Layout, *, source: str = "", said: Sequence[str] = ()) -> str:
+def train_config(
+    transformer: Transformer, layout: Layout, *, source: str = "", said: Sequence[str] = (), program_file: str = ""
+) -> str:
     """Return the whole plan as Drumline's own config, with what is `said` of it on top.
 
-    `source` is the folder or config.json of the model.
+    `source` is the folder or config.json of the model, `program_file` the program to run in place of the schedule.
     """
     nested = ("experts", "details", "sequence")
     model: dict[str, Any] = {"kind": "hf", "path": source} if source else {}
@@ -198,8 +209,8 @@ def train_config(transformer: Transformer, layout: Layout, *, source: str = "", 
             "batch": {"sequences": layout.batch, "microbatch": layout.microbatch, "sequence": transformer.sequence},
             "mesh": {name: getattr(layout, name) for name in ("tensor", "pipeline", "data", "context", "expert")},
             "pipeline": {
-                "schedule": layout.schedule,
-                "stages_per_rank": layout.stages_per_rank,
+                "schedule": program_file or layout.schedule,
+                **({} if program_file else {"stages_per_rank": layout.stages_per_rank}),
                 "layers": list(layout.counts),
             },
             "memory": {
@@ -208,7 +219,11 @@ def train_config(transformer: Transformer, layout: Layout, *, source: str = "", 
                 "sequence_parallel": layout.sequence_parallel,
             },
             # What plans count with: 2 bytes for a weight, 4 for its gradient, 12 for copy and state.
-            "precision": {"compute": "bf16", "weights": "bf16", "master_weights": True},
+            "precision": {
+                "compute": "fp8" if layout.practice.fp8 else "bf16",
+                "weights": "bf16",
+                "master_weights": True,
+            },
         },
         comment="\n".join([first, *said]),
     )

@@ -24,6 +24,8 @@ def megatron(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, 
         *_stages(layout, missing),
     ]
     lines += [*_sharding(layout, missing), *_memory(layout, missing), "--attention-backend flash", "--bf16"]
+    if layout.practice.fp8:
+        lines += ["--fp8-format hybrid", "--fp8-recipe tensorwise"]
     missing.append(f"the vocabulary of {transformer.vocabulary}: it comes from the tokenizer you choose")
     missing.append("the data: add --data-path and arguments for the tokenizer, or --mock-data to try the plan")
     written = f"# Written by `drumline plan` for the arguments of Megatron-LM {RELEASE}. Not expressed:"

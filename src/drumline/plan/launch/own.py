@@ -27,6 +27,8 @@ def not_run(transformer: Transformer, cluster: Cluster, layout: Layout, *, sourc
     >>> list(not_run(MODELS["gpt-1.7b"], cluster("a100-80", 8), Layout(batch=8, pipeline=4, data=2, zero=2)))
     ['ZeRO 2: training divides optimizer state (--zero 1), or parameters and gradients too (--zero 3)']
     """
+    if layout.practice.fp8:
+        yield "FP8 products: it computes in fp32, bf16 or fp16 (--precision bf16 plans so)"
     yield from _state(transformer, cluster, layout)
     if layout.recompute not in ("none", "full"):
         yield f"{layout.recomputation}: it recomputes nothing or everything (--recompute none or full plans so)"

@@ -45,6 +45,7 @@ def titan(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, ...
     comment = "\n".join([first, *(f"- {one}" for one in missing)])
     text = written(
         {
+            **(_float8(transformer) if layout.practice.fp8 else {}),
             "training": {"seq_len": transformer.sequence, "local_batch_size": local, "global_batch_size": layout.batch},
             "parallelism": parallelism,
             "activation_checkpoint": mode,
@@ -52,6 +53,14 @@ def titan(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, ...
         comment=comment,
     )
     return text, tuple(missing)
+
+
+def _float8(transformer: Transformer) -> dict[str, Any]:
+    """Return the tables that convert linear layers and experts to FP8, all but the head and the router."""
+    tables: dict[str, Any] = {"quantize.linear.float8": {"filter_fqns": ["output", "router.gate"]}}
+    if transformer.experts is not None:
+        tables["quantize.grouped_mm.float8"] = {"fqns": ["experts"]}
+    return {"model": {"converters": list(tables)}, **tables, "compile": {"enable": True}}
 
 
 def _sharding(layout: Layout, missing: list[str]) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from drumline.core.errors import counted
-from drumline.core.simulate.simulate import Simulation
+from drumline.core.program import Program
+from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.plan.advice import Remedy
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout
@@ -16,6 +17,7 @@ from drumline.plan.cluster.stages import simulated
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.launch.launch import AXES, Launch, first_places, launch, links
 from drumline.plan.layouts.planner import OBJECTIVE, ClusterPlan
+from drumline.plan.layouts.searched import Searched, costs_of
 from drumline.plan.layouts.survey import Choice
 from drumline.plan.layouts.what_if import ScalePoint, against_fsdp, changes, margins, pareto, scaling
 from drumline.plan.layouts.why import Alternative, why_not
@@ -38,13 +40,17 @@ class Drawing:
         return {"shows": self.shows, **{name: getattr(self.timeline, name) for name in names}}
 
 
-def drawing(transformer: Transformer, cluster: Cluster, layout: Layout) -> Drawing | None:
+def drawing(
+    transformer: Transformer, cluster: Cluster, layout: Layout, program: Program | None = None
+) -> Drawing | None:
     """Return the timeline of a pipeline; None for a single rank.
 
     If there are too many microbatches, it shows a step with fewer: the middle of a step repeats itself.
     """
     if layout.pipeline == 1:
         return None
+    if program is not None:
+        return Drawing(simulate(program, costs_of(transformer, cluster, layout)), program.name)
     whole = layout.num_microbatches
     shown = whole if whole * layout.num_stages <= MOST else 2 * layout.pipeline
     hop, _ = hop_seconds(transformer, cluster, layout)
@@ -97,6 +103,7 @@ class Explanation:
             "plan_seconds": plan.seconds,
             "chosen": _layout_json(plan, plan.chosen),
             "band": [_layout_json(plan, one) for one in plan.band],
+            "searched": [_searched_json(plan, one) for one in plan.searched],
             "best": [{**_layout_json(plan, one.choice), "why": one.sentence} for one in self.best],
             "ranks": {
                 "order": list(AXES),
@@ -110,13 +117,18 @@ class Explanation:
         }
 
 
-def brief(plan: ClusterPlan, *, source: str = "") -> Explanation:
-    """Return the plan without further plans; `source` is the folder or config.json of the model."""
+def brief(plan: ClusterPlan, *, source: str = "", program_file: str = "plan.csv") -> Explanation:
+    """Return the plan without further plans; `source` is the folder or config.json of the model.
+
+    `program_file` is where a searched program is written.
+    """
     best = [why_not(plan.chosen, one, plan.limit_bytes) for one in plan.best]
-    return Explanation(plan, best, launch(plan.transformer, plan.cluster, plan.chosen.layout, source=source))
+    file = program_file if plan.chosen.program is not None else ""
+    how = launch(plan.transformer, plan.cluster, plan.chosen.layout, source=source, program_file=file)
+    return Explanation(plan, best, how)
 
 
-def explain(plan: ClusterPlan, *, source: str = "") -> Explanation:
+def explain(plan: ClusterPlan, *, source: str = "", program_file: str = "plan.csv") -> Explanation:
     """Return the plan with its reasons, most of which are further plans."""
     reasons = Reasons(
         changes(plan),
@@ -124,9 +136,9 @@ def explain(plan: ClusterPlan, *, source: str = "") -> Explanation:
         pareto(plan),
         scaling(plan),
         against_fsdp(plan),
-        drawing(plan.transformer, plan.cluster, plan.chosen.layout),
+        drawing(plan.transformer, plan.cluster, plan.chosen.layout, plan.chosen.program),
     )
-    return replace(brief(plan, source=source), reasons=reasons)
+    return replace(brief(plan, source=source, program_file=program_file), reasons=reasons)
 
 
 def _reasons_json(plan: ClusterPlan, reasons: Reasons) -> dict[str, Any]:
@@ -151,6 +163,13 @@ def _reasons_json(plan: ClusterPlan, reasons: Reasons) -> dict[str, Any]:
     }
 
 
+def _searched_json(plan: ClusterPlan, found: Searched) -> dict[str, Any]:
+    assert found.choice.program is not None, "a search finds a program"
+    lines = found.choice.program.format().split("\n")
+    more = {"start": found.start.layout.schedule, "gain": found.gain, "gap": found.gap, "program": lines}
+    return {**_layout_json(plan, found.choice), **more}
+
+
 def _curve_json(plan: ClusterPlan, points: Sequence[ScalePoint]) -> list[dict[str, Any]]:
     return [
         {
@@ -169,6 +188,7 @@ def _layout_json(plan: ClusterPlan, choice: Choice) -> dict[str, Any]:
     layout, estimate = choice.layout, choice.estimate
     return {
         "mesh": str(choice.mesh),
+        "schedule": choice.schedule,
         "layout": asdict(layout),
         "microbatches": layout.num_microbatches,
         "step_seconds": choice.seconds,

@@ -14,7 +14,8 @@ class Runs(NamedTuple):
     """What a framework runs: kinds of recomputation, of some layers too, and ZeRO stages without and with a pipeline.
 
     With `any_schedule` it takes the order of a schedule from a file; otherwise a schedule says whether it is there. If
-    it `shares_along_data` alone, context-parallel ranks share neither state nor experts.
+    it `shares_along_data` alone, context-parallel ranks share neither state nor experts. `fp8` says whether it has FP8
+    products, `keeps_fp8` whether it keeps what they cast (inputs until their backward, weights for a step).
     """
 
     recompute: tuple[str, ...]
@@ -23,6 +24,8 @@ class Runs(NamedTuple):
     zero_staged: tuple[int, ...]
     any_schedule: bool = True
     shares_along_data: bool = False
+    fp8: bool = True
+    keeps_fp8: bool = True
 
     def pinned_zero(self, *, staged: bool) -> tuple[int, ...]:
         """Return the ZeRO stages that may be pinned, without and with a pipeline.
@@ -42,10 +45,11 @@ class Runs(NamedTuple):
 
 # `drumline train` recomputes nothing or everything. It runs ZeRO 3 too, but gathers whole stages: only if it is pinned.
 # Megatron-LM recomputes norms by themselves, but no activation function, and `block` recomputes some layers; in a
-# pipeline its distributed optimizer is ZeRO 1. torchtitan shards by FSDP, whose optimizer state is always sharded.
+# pipeline its distributed optimizer is ZeRO 1. torchtitan shards by FSDP, whose optimizer state is always sharded. Its
+# FP8 (torchao) keeps inputs in 16 bits and casts weights in every pass; Megatron-LM's (Transformer Engine) keeps both.
 FRAMEWORKS = {
     "": Runs(RECOMPUTE, True, ZERO[1:], (1, 3)),
-    "drumline": Runs(("none", "full"), False, (1,), (1,), shares_along_data=True),
+    "drumline": Runs(("none", "full"), False, (1,), (1,), shares_along_data=True, fp8=False),
     "megatron": Runs(("none", "norms", "full"), True, ZERO[1:], (1,), any_schedule=False),
-    "torchtitan": Runs(("none", "full"), False, (2, 3), (2, 3)),
+    "torchtitan": Runs(("none", "full"), False, (2, 3), (2, 3), keeps_fp8=False),
 }

@@ -21,9 +21,10 @@ from functools import partial
 from drumline.core.errors import PlanError, counted
 from drumline.plan.cluster.estimate import estimate, least_seconds
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.layout import Layout, check_precision
 from drumline.plan.cluster.memory import peak_bytes
 from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.layouts.searched import Searched, check_search, searched
 from drumline.plan.layouts.space import Degrees, Pins
 from drumline.plan.layouts.survey import Choice, Evaluator, Survey
 from drumline.plan.layouts.why import nothing_fits
@@ -43,7 +44,8 @@ _PAIRS = 60_000  # (stage, microbatch) pairs to simulate at most for an answer
 class ClusterPlan:
     """The best layouts, one per mesh, best first; the first is the choice.
 
-    `band` has all that are as fast, within what an estimate can tell, the choice first.
+    `band` has all that are as fast, within what an estimate can tell, the choice first. `searched` has the programs
+    that a search found, whether one of them is the choice or not.
     """
 
     transformer: Transformer
@@ -55,6 +57,7 @@ class ClusterPlan:
     survey: Survey = field(repr=False)
     seconds: float
     band: tuple[Choice, ...] = ()
+    searched: tuple[Searched, ...] = ()
 
     @property
     def chosen(self) -> Choice:
@@ -72,7 +75,14 @@ class ClusterPlan:
 
     def utilisation(self, choice: Choice) -> float:
         """Return the share of a device's peak that a layout achieves."""
-        return choice.estimate.flops_per_second / self.cluster.device.flops_per_second
+        device = self.cluster.device
+        peak = device.fp8_flops_per_second if self.pins.is_fp8 else device.flops_per_second
+        return choice.estimate.flops_per_second / peak
+
+    @property
+    def peak_words(self) -> str:
+        """Return which peak `utilisation` is a share of."""
+        return "its FP8 peak" if self.pins.is_fp8 else "its peak"
 
     def fits(self, choice: Choice) -> bool:
         """Return whether a layout fits on a device."""
@@ -89,25 +99,37 @@ def plan(
     pins: Pins | None = None,
     headroom: float = HEADROOM,
     top: int = 10,
+    search_seconds: float = 0.0,
     clock: Callable[[], float] = time.perf_counter,
+    say: Callable[[str], None] = lambda _: None,
 ) -> ClusterPlan:
     """Return the plan, or raise PlanError with what would work if nothing fits or the pins contradict each other.
 
     `evaluate` is fast and sees every layout that may matter; `refine` is exact and sees the best of them. The defaults
-    are `estimate` by formula and by simulation.
+    are `estimate` by formula and by simulation. `search_seconds` is how long to search programs for the best layouts;
+    then the answer depends on the machine that searches.
     """
     began, weigh, bound = clock(), None, None
     if evaluate is None:
         evaluate, refine, weigh = estimate, partial(estimate, exact=True), peak_bytes
         bound = least_seconds
     check(cluster, batch, headroom, top)
-    survey = Survey(transformer, cluster, batch, pins or Pins(), evaluate, refine, weigh, bound)
+    pins = pins or Pins()
+    check_precision(cluster, pins.practice)
+    check_search(search_seconds, pins.framework)
+    survey = Survey(transformer, cluster, batch, pins, evaluate, refine, weigh, bound)
     limit = limit_of(cluster, headroom)
     best, near = _answer(survey, limit, top, _PAIRS)
     if not best:
         raise nothing_fits(survey, limit, headroom)
+    found = searched(transformer, cluster, near, limit, search_seconds, say) if search_seconds else []
+    if found:
+        near = band([*near, *(one.choice for one in found)])
+        best = [near[0], *(one for one in best if one.mesh != near[0].mesh)][:top]
     took = clock() - began
-    return ClusterPlan(transformer, cluster, batch, survey.pins, headroom, tuple(best), survey, took, tuple(near))
+    return ClusterPlan(
+        transformer, cluster, batch, survey.pins, headroom, tuple(best), survey, took, tuple(near), tuple(found)
+    )
 
 
 def chosen_of(survey: Survey, limit: float, *, top: int = 1, pairs: int = _PAIRS // 8) -> list[Choice]:

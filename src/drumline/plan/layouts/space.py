@@ -36,6 +36,7 @@ from drumline.schedules import DEFAULT, find, schedules
 from drumline.schedules.registry import MAX_PAIRS
 
 MICROBATCHES = (1, 2, 4, 8, 16)
+PRECISIONS = ("bf16", "fp8")  # the default first
 SHORTEST = 4096  # the fewest tokens on a context-parallel rank
 
 
@@ -53,7 +54,8 @@ class Pins:
     """What the user has fixed; None leaves the choice to the planner.
 
     `framework` restricts the choice to what `drumline train` ("drumline"), Megatron-LM ("megatron") or torchtitan runs.
-    `overlaps` names messages that the software hides beyond what plans assume (`OVERLAPS`).
+    `overlaps` names messages that the software hides beyond what plans assume (`OVERLAPS`). `precision` is "bf16", or
+    "fp8" for products with a layer's weights that take 8-bit inputs.
     """
 
     tensor: int | None = None
@@ -69,6 +71,7 @@ class Pins:
     schedules: tuple[str, ...] = ()
     framework: str = ""
     overlaps: tuple[str, ...] = ()
+    precision: str = PRECISIONS[0]
 
     def __post_init__(self) -> None:
         counts = ("tensor", "pipeline", "data", "context", "expert", "microbatch", "stages_per_rank")
@@ -87,6 +90,8 @@ class Pins:
         for name in self.overlaps:
             if name not in OVERLAPS:
                 raise PlanError(f"overlap is set to {name!r}", fix=nearest(name, OVERLAPS))
+        if self.precision not in PRECISIONS:
+            raise PlanError(f"precision is {self.precision!r}", fix=nearest(self.precision, PRECISIONS))
         if self.framework not in FRAMEWORKS:
             raise PlanError(f"framework is pinned to {self.framework!r}", fix=nearest(self.framework, FRAMEWORKS))
         self._check_framework()
@@ -96,6 +101,9 @@ class Pins:
         runs, name = FRAMEWORKS[self.framework], self.framework
         if not name:
             return
+        if self.is_fp8 and not runs.fp8:
+            others = (one for one, other in FRAMEWORKS.items() if one and other.fp8)
+            raise PlanError(f"{name} has no FP8 products", expected=" or ".join(others), fix="or plan in bf16")
         own = [one for one in tried_schedules() if runs.schedule(one)]
         if self.schedules and not any(runs.schedule(one) for one in self.schedules):
             raise PlanError(
@@ -117,12 +125,23 @@ class Pins:
 
     @property
     def practice(self) -> Practice:
-        """What the software hides: what plans assume, and the named `overlaps`.
+        """What the software does: what plans assume, with the named `overlaps` and the precision.
 
         >>> Pins(overlaps=("experts",)).practice.overlap_experts, Pins().practice.overlap_experts
         (True, False)
+        >>> Pins(precision="fp8", framework="torchtitan").practice.keeps_fp8_inputs
+        False
         """
-        return replace(PRACTICE, **{f"overlap_{name}": True for name in self.overlaps}) if self.overlaps else PRACTICE
+        changes = {f"overlap_{name}": True for name in self.overlaps}
+        if self.is_fp8:
+            kept = self.runs.keeps_fp8
+            changes |= {"fp8": True, "keeps_fp8_inputs": kept, "keeps_fp8_weights": kept}
+        return replace(PRACTICE, **changes) if changes else PRACTICE  # type: ignore[arg-type]
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether products with weights take 8-bit inputs."""
+        return self.precision == "fp8"
 
     @property
     def recomputations(self) -> tuple[str, ...]:

@@ -25,11 +25,14 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
+from drumline.core.program import Program
 from drumline.plan.cluster.estimate import Estimate, Seconds
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.memory import peak_bytes
 from drumline.plan.cluster.stages import even_counts, layer_counts, stage_weights
 from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.layouts.moved import MovedLayers, moves
 from drumline.plan.layouts.space import Degrees, Pins, layout_of, meshes, schedules_of
 from drumline.schedules import DEFAULT, find, schedules
 
@@ -38,18 +41,25 @@ Weigher = Callable[[Transformer, Layout], float]
 Bounder = Callable[[Transformer, Cluster, Layout], Seconds]
 _Key = tuple[tuple[str, int], int, str]  # the schedule with its stages per rank, the ZeRO stage, the recomputation
 
+SEARCHED = "searched"  # in the place of a schedule's name
 MOST_PAIRS = 40_000  # (stage, microbatch) pairs of the largest pipeline to simulate
+_MOVED = 400_000  # actions to simulate for the cut of one layout
+_GAIN = 1e-3  # the least gain of a moved layer, as a share of the pipeline's seconds
 _BOUNDED = 0.98  # factor on a bound: formulas may be so much shorter than the simulator
 _SLACK = 0.97  # factor on a lower bound: stages of other schedules may be slightly more even than the weights say
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A layout and its costs; `is_exact` if its pipeline was simulated action by action."""
+    """A layout and its costs; `is_exact` if its pipeline was simulated action by action.
+
+    With a `program`, which was searched, its ranks run that instead of the layout's schedule.
+    """
 
     layout: Layout
     estimate: Estimate
     is_exact: bool = False
+    program: Program | None = None
 
     @property
     def mesh(self) -> Degrees:
@@ -77,7 +87,20 @@ class Choice:
         one = self.layout
         again = -1 if one.recompute == "none" else len(one.recompute)
         plain = (one.stages_per_rank, list(schedules()).index(one.schedule), one.zero, again, one.recompute)
-        return (*plain, one.microbatch, self.mesh, one.counts)
+        return (self.program is not None, *plain, one.microbatch, self.mesh, one.counts)
+
+    @property
+    def schedule(self) -> str:
+        """Return the name of what its ranks run."""
+        return self.layout.schedule if self.program is None else SEARCHED
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Return all settings except the degrees of parallelism, in words."""
+        found = self.layout.settings
+        if self.program is not None:
+            found["schedule"] = f"a searched program on the stages of {found['schedule']}"
+        return found
 
     @property
     def sent_bytes(self) -> float:
@@ -191,6 +214,7 @@ class Survey:
 
     def __post_init__(self) -> None:
         self._exact: dict[Layout, Choice] = {}
+        self._cuts: dict[tuple[Layout, float], Layout] = {}
         self._families = sorted(self._enumerated(), key=self._floor)
         # Per mesh, the family with the smallest microbatches: if it holds too much, all of them do.
         self._least: dict[Degrees, _Family] = {}
@@ -210,13 +234,45 @@ class Survey:
         """Return the layout with the best of several cuts, simulated exactly.
 
         Interleaved stages wait for each other, so equal stages may be faster than equal ranks; no formula shows which.
+        From the best of these, layers move one by one as long as that is faster, if the pipeline is small enough.
         """
         first = self.exact(layout)
         if find(layout.schedule).placement == "v" or layout.stages_per_rank == 1 or not first.is_exact:
             return first
         cuts = other_cuts(self.transformer.num_layers, layout.num_stages)
         others = [self.exact(replace(layout, counts=counts)) for counts in cuts if counts != layout.counts]
-        return min(first, *others, key=lambda one: (one.bytes > limit_bytes, one.rank)) if others else first
+
+        def order(one: Choice) -> tuple[object, ...]:
+            return (one.bytes > limit_bytes, one.rank)
+
+        best = min([first, *others], key=order)
+        if best.bytes > limit_bytes or self.weigh is None:
+            return best
+        return min(best, self.exact(self._moved(best.layout, limit_bytes)), key=order)
+
+    def _moved(self, layout: Layout, limit_bytes: float) -> Layout:
+        """Return the layout with its layers moved one by one as long as its pipeline gets shorter and fits.
+
+        What is counted is how many actions to simulate for it, so that it is the same on every machine.
+        """
+        if (layout, limit_bytes) not in self._cuts:
+            timed, left, found = MovedLayers(self.transformer, self.cluster, layout), _MOVED, layout
+            now = math.inf
+            while (tried := moves(found.counts)) and (left := left - timed.actions(found.counts)) >= 0:
+                now = min(now, timed.seconds([found.counts])[0])
+                shorter = sorted(zip(timed.seconds(tried), tried, strict=True))
+                within = (
+                    (took, other)
+                    for took, counts in shorter
+                    if took < now * (1 - _GAIN)
+                    and peak_bytes(self.transformer, other := replace(found, counts=counts)) <= limit_bytes
+                )
+                better = next(within, None)
+                if better is None:
+                    break
+                now, found = better
+            self._cuts[layout, limit_bytes] = found
+        return self._cuts[layout, limit_bytes]
 
     @property
     def meshes(self) -> list[Degrees]:

@@ -146,10 +146,9 @@ def against_fsdp(plan: ClusterPlan) -> list[tuple[str, Choice]]:
     rows = [("chosen", plan.chosen)]
     if plan.chosen.layout.pipeline == 1:
         rows += [("with a pipeline", one) for one in plan.best if one.layout.pipeline > 1][:1]
+    pins = Pins(pipeline=1, zero=3, overlaps=plan.pins.overlaps, precision=plan.pins.precision)
     try:
-        every = list(
-            layouts(plan.transformer, plan.cluster, plan.batch, Pins(pipeline=1, zero=3, overlaps=plan.pins.overlaps))
-        )
+        every = list(layouts(plan.transformer, plan.cluster, plan.batch, pins))
     except PlanError:  # fewer sequences than devices, even with a whole node per sequence
         return rows
     sharded = [plan.survey.exact(layout) for layout in every]

@@ -64,10 +64,10 @@ def why(chosen: Choice, other: Choice, limit_bytes: float) -> str:
 
 def settings(choice: Choice, than: Choice) -> str:
     """Describe a layout, with only those settings that differ from another's."""
-    known, parts = than.layout.settings, choice.layout.settings
+    known, parts = than.settings, choice.settings
     if choice.layout.pipeline == 1:
         del parts["schedule"]
-    return ", ".join([str(choice.mesh), *(words for name, words in parts.items() if words != known[name])])
+    return ", ".join([str(choice.mesh), *(words for name, words in parts.items() if words != known.get(name))])
 
 
 def _as_fast(chosen: Choice, other: Choice) -> str:

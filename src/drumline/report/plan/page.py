@@ -86,7 +86,7 @@ def _cards(told: Explanation) -> str:
         ("layout", str(chosen.mesh), text.settings_text(chosen)),
         ("step", _time(chosen.seconds), f"{plan.batch} sequences"),
         ("throughput", f"{plan.tokens_per_second(chosen):,.0f}", "tokens/s"),
-        ("per GPU", f"{rate / 1e12:.0f} TFLOP/s", f"{plan.utilisation(chosen):.1%} of its peak"),
+        ("per GPU", f"{rate / 1e12:.0f} TFLOP/s", f"{plan.utilisation(chosen):.1%} of {plan.peak_words}"),
         ("bubble", f"{chosen.estimate.bubble:.1%}", "idle share of all ranks"),
         ("memory", size_text(chosen.bytes), f"of {size_text(plan.limit_bytes)}, {plan.headroom:.0%} headroom"),
     ]
@@ -172,7 +172,8 @@ def _launch(launch: Launch) -> str:
         said = f"<p class='note'>The file cannot express:</p><ul>{missing}</ul>" if missing and config.starts else ""
         start = f"<pre>{safe(config.command)}</pre>"
         if not config.starts:
-            start = "".join(f"<p class='note'>{safe(one)}</p>" for one in text.not_started(config))
+            lines = text.not_started(config, alone=len(launch.configs) == 1)
+            start = "".join(f"<p class='note'>{safe(one)}</p>" for one in lines)
         parts.append(
             f"<h3>{safe(config.framework)}</h3>{start}{said}"
             f"<details><summary>{safe(config.file)}</summary><pre>{safe(config.text)}</pre></details>"

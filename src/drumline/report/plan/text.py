@@ -37,6 +37,7 @@ BYTES = {
 _PLAIN_HEADS = ("Latent attention is planned as plain heads with the same number of parameters.",)
 _SHOWN = 4  # layouts of the band to list
 SCALING = ("scaling", "GPUs", "sequences", "mesh", "step", "tokens/s", "efficiency")
+_PROVEN = 5e-5  # a share that is printed as 0.0%
 VOLUMES = ("tensor", "context", "expert", "pipeline", "data")
 
 
@@ -50,7 +51,8 @@ def plan_text(told: Explanation, *, width: int = 100, framework: str = "drumline
             table(SCALING, scaling_rows(told.plan, told.reasons), width=width),
             table(traffic, traffic_rows(told.plan, told.reasons), width=width, left=2),
         ]
-    return "\n\n".join([*parts, _launch(told.launch.of(framework), width)])
+    alone = len(told.launch.configs) == 1
+    return "\n\n".join([*parts, _launch(told.launch.of(framework), width, alone=alone)])
 
 
 def headline(plan: ClusterPlan) -> list[str]:
@@ -61,7 +63,8 @@ def headline(plan: ClusterPlan) -> list[str]:
         f"{plan.batch} sequences of {model.sequence} tokens per step",
         f"Run {chosen.mesh}: {settings_text(chosen)}",
         f"{duration(chosen.seconds)} per step, {plan.tokens_per_second(chosen):,.0f} tokens/s, "
-        f"{chosen.estimate.flops_per_second / 1e12:.0f} TFLOP/s per GPU ({plan.utilisation(chosen):.1%} of its peak), "
+        f"{chosen.estimate.flops_per_second / 1e12:.0f} TFLOP/s per GPU "
+        f"({plan.utilisation(chosen):.1%} of {plan.peak_words}), "
         f"bubble {chosen.estimate.bubble:.1%}; {size_text(chosen.bytes)} of {size_text(plan.limit_bytes)} "
         f"({plan.headroom:.0%} headroom)",
         *(_PLAIN_HEADS if model.details.latent else ()),
@@ -70,7 +73,7 @@ def headline(plan: ClusterPlan) -> list[str]:
 
 def settings_text(choice: Choice) -> str:
     """Return the settings of a layout besides its mesh."""
-    layout, parts = choice.layout, choice.layout.settings
+    layout, parts = choice.layout, choice.settings
     parts["microbatch"] = f"{counted(layout.num_microbatches, 'microbatch')} of {layout.microbatch}"
     if layout.pipeline == 1:
         del parts["schedule"]
@@ -107,7 +110,7 @@ def _best(told: Explanation, width: int) -> str:
     for number, one in enumerate(told.plan.best, 1):
         layout = one.layout
         stages = f" x{layout.stages_per_rank}" if layout.stages_per_rank > 1 else ""
-        schedule = layout.schedule + stages if layout.pipeline > 1 else "-"
+        schedule = one.schedule + stages if layout.pipeline > 1 else "-"
         settings = (number, one.mesh, schedule, layout.microbatch, layout.zero, layout.recompute)
         figures = (duration(one.seconds), f"{one.estimate.bubble:.1%}", size_text(one.bytes))
         rows.append([*map(str, settings), *figures])
@@ -116,9 +119,23 @@ def _best(told: Explanation, width: int) -> str:
     shown = [_wrapped([count], width), "", table(header, rows, width=width, left=3, keep=("mesh", "step"))]
     if reasons:
         shown += ["", _wrapped(["Why the others lose:", *reasons], width)]
+    if told.plan.searched:
+        shown += ["", _wrapped(list(searched_lines(told.plan)), width)]
     if len(told.plan.band) > 1:
         shown += ["", _wrapped(band_lines(told.plan), width)]
     return "\n".join(shown)
+
+
+def searched_lines(plan: ClusterPlan) -> Iterator[str]:
+    """Yield what searching for programs found."""
+    yield "Searched programs, which count if they are more than 1% faster than every schedule:"
+    for one in plan.searched:
+        away = f"at most {one.gap:.1%} from the shortest" if one.gap > _PROVEN else "proven to be the shortest"
+        saved = f"{one.gain:.1%} less than with" if one.gain > _PROVEN else "not less than with"
+        stages = f"{one.start.layout.schedule} x{one.start.layout.stages_per_rank}"
+        yield f"- {one.choice.mesh}: {duration(one.choice.seconds)}, {saved} {stages}; its program is {away}"
+    if plan.chosen.program is not None:
+        yield "--out plan.csv writes the program, and --out plan.toml writes it beside the config."
 
 
 def band_lines(plan: ClusterPlan) -> list[str]:
@@ -151,21 +168,22 @@ def traffic_rows(plan: ClusterPlan, reasons: Reasons) -> list[list[str]]:
     return rows
 
 
-def _launch(config: Config, width: int) -> str:
+def _launch(config: Config, width: int, *, alone: bool = False) -> str:
     if not config.starts:
-        return _wrapped(list(not_started(config)), width)
+        return _wrapped(list(not_started(config, alone=alone)), width)
     lines = [f"{'On every node' if '--nnodes' in config.command else 'Start it'}: {config.command}"]
     if config.missing:
         lines += ["The file cannot express:", *(f"- {one}" for one in config.missing)]
     return _wrapped(lines, width)
 
 
-def not_started(config: Config) -> Iterator[str]:
-    """Yield why Drumline does not run a plan, and what does."""
+def not_started(config: Config, *, alone: bool = False) -> Iterator[str]:
+    """Yield why Drumline does not run a plan, and what does; nothing else does if it is `alone`."""
     yield "`drumline train` does not run this plan:"
     yield from (f"- {one}" for one in config.missing)
     yield "With --launch drumline, plans have only the ZeRO stages and the recomputation that it runs."
-    yield "--launch torchtitan and --launch megatron print commands that do."
+    if not alone:
+        yield "--launch torchtitan and --launch megatron print commands that do."
     if config.command:
         yield f"Its schedule: {config.command}"
 
