@@ -92,7 +92,12 @@ OF_FILE = {
         "tests/plan/test_cluster_estimate.py",
         "tests/plan/test_cluster_shape.py",
     ),
-    "plan/layouts": ("tests/plan/test_launch_files.py", "tests/plan/test_planner_cluster.py"),
+    "plan/layouts": (
+        "tests/plan/test_cluster_searched.py",
+        "tests/plan/test_cluster_cuts.py",
+        "tests/plan/test_launch_files.py",
+        "tests/plan/test_planner_cluster.py",
+    ),
     "plan/search": ("tests/plan/test_lower_bounds.py", "tests/plan/test_search.py"),
     "runtime/axes": ("tests/mesh/test_cells.py", "tests/mesh/test_hugging_face.py"),
     "runtime/follow/attributes.py": ("tests/pipeline/test_zoo.py",),

@@ -212,8 +212,8 @@ def fp8() -> tuple[Run, ...]:
         found.append(Run(source, name, one, "h100", replace(layout, practice=MEGATRON_FP8), seconds))
     layout = Layout(15360, 1, 1, 16, 128, 1, 64, 1, "dualpipe", zero=1, counts=(3, *(4,) * 14, 2))
     hours = 180e3 / 1e12 * 15360 * 4096 / 2048
-    one = Run("2412.19437", "deepseek-v3", model("deepseek-v3"), "h800", layout, 3600 * hours)
-    return (*found, one.under(DUALPIPE_FP8))
+    last = Run("2412.19437", "deepseek-v3", model("deepseek-v3"), "h800", layout, 3600 * hours)
+    return (*found, last.under(DUALPIPE_FP8))
 
 
 def holdings() -> tuple[Holding, ...]:
@@ -226,21 +226,14 @@ def holdings() -> tuple[Holding, ...]:
 
 
 _INTERLEAVED = "interleaved-1f1b"
-_LLAMA2 = {
-    name: replace(
-        model("llama-3-70b"), name=f"llama-2-{name}", vocabulary=32000, sequence=4096, head_width=128, **sizes
-    )  # type: ignore[arg-type]
-    for name, sizes in {
-        "7b": {"num_layers": 32, "hidden": 4096, "num_heads": 32, "num_key_value_heads": 32, "feedforward": 11008},
-        "13b": {"num_layers": 40, "hidden": 5120, "num_heads": 40, "num_key_value_heads": 40, "feedforward": 13824},
-        "70b": {},
-    }.items()
-}
+_LLAMA2 = replace(model("llama-3-70b"), name="llama-2", vocabulary=32000, sequence=4096, head_width=128)
+_LLAMA2_7B = replace(_LLAMA2, num_layers=32, hidden=4096, num_heads=32, num_key_value_heads=32, feedforward=11008)
+_LLAMA2_13B = replace(_LLAMA2, num_layers=40, hidden=5120, num_heads=40, num_key_value_heads=40, feedforward=13824)
 # Source, name, model, layout, and tokens a second of a device.
 _FP8 = (
-    ("NeMo 24.07", "llama-2-7b", _LLAMA2["7b"], Layout(128, data=8, zero=1), 16847),
-    ("NeMo 24.07", "llama-2-13b", _LLAMA2["13b"], Layout(128, 1, 1, 4, 4, 1, 1, 10, _INTERLEAVED, 1), 8646),
-    ("NeMo 24.07", "llama-2-70b", _LLAMA2["70b"], Layout(128, 1, 4, 4, 4, 1, 1, 20, _INTERLEAVED, 1, True), 1707),
+    ("NeMo 24.07", "llama-2-7b", _LLAMA2_7B, Layout(128, data=8, zero=1), 16847),
+    ("NeMo 24.07", "llama-2-13b", _LLAMA2_13B, Layout(128, 1, 1, 4, 4, 1, 1, 10, _INTERLEAVED, 1), 8646),
+    ("NeMo 24.07", "llama-2-70b", _LLAMA2, Layout(128, 1, 4, 4, 4, 1, 1, 20, _INTERLEAVED, 1, True), 1707),
     ("NeMo 24.07", "llama-3-8b", model("llama-3-8b"), Layout(128, data=4, context=2, zero=1), 12036),
     ("NeMo 24.07", "llama-3-70b", model("llama-3-70b"), Layout(128, 1, 4, 4, 2, 2, 1, 5, _INTERLEAVED, 1, True), 1533),
     ("NeMo 24.07", "gpt-175b on 128", model("gpt-175b"), Layout(256, 1, 4, 8, 4, 1, 1, 6, _INTERLEAVED, 1, True), 726),

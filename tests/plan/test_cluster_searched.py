@@ -62,6 +62,16 @@ def test_the_program_of_a_schedule_counts_as_the_schedule_does(layout: Layout) -
     assert again.bytes.total == pytest.approx(start.bytes, rel=0.05 if layout.stages_per_rank > 1 else 1e-9)
 
 
+def test_messages_hide_behind_the_weights_gradients_of_whole_backwards_only() -> None:
+    machines = small_cluster(8)
+    for schedule, is_split in (("1f1b", False), ("zb-h1", True)):
+        costs = costs_of(GPT, machines, staged(schedule, 1, tensor=2, sequence_parallel=True))
+        halves = (costs.per_stage(name, 4) for name in ("backward_input", "backward_weight"))
+        both, whole = [sum(pair) for pair in zip(*halves, strict=True)], costs.per_stage("backward", 4)
+        assert (both == pytest.approx(whole)) == is_split
+        assert all(some(more >= less * (1 - 1e-9) for more, less in zip(both, whole, strict=True)))
+
+
 def test_a_program_that_is_faster_is_chosen_and_proven() -> None:
     without, found = planned(0.0), planned(10.0)
     chosen, program = found.chosen, found.chosen.program

@@ -136,7 +136,7 @@ class Pins:
         if self.is_fp8:
             kept = self.runs.keeps_fp8
             changes |= {"fp8": True, "keeps_fp8_inputs": kept, "keeps_fp8_weights": kept}
-        return replace(PRACTICE, **changes) if changes else PRACTICE  # type: ignore[arg-type]
+        return replace(PRACTICE, **changes) if changes else PRACTICE
 
     @property
     def is_fp8(self) -> bool:
