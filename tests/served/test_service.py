@@ -86,6 +86,8 @@ def _odd(change: str) -> Any:
         del request.raw_input_contents[:]
     elif change == "output":
         request.outputs.add(name="nothing")
+    elif change == "classes":
+        request.outputs.add(name="y").parameters["classification"].int64_param = 3
     return request
 
 
@@ -103,6 +105,7 @@ def _odd(change: str) -> Any:
         ("twice", "an input is given twice"),
         ("contents", "input 'x' has 0 values; expected 16"),
         ("output", "output 'nothing' is unknown; expected y"),
+        ("classes", "output 'y' asks for classification, which is not offered"),
     ],
 )
 def test_a_request_that_does_not_fit_is_refused_by_the_name_of_its_input(

@@ -112,7 +112,7 @@ def described(name: str, examples: Sequence[Array]) -> Tensor:
 
     >>> import numpy as np
     >>> described("x", [np.zeros((4, 8, 3)), np.zeros((5, 8, 3)), np.zeros((4, 2, 3))])
-    Tensor(name='x', datatype='FP64', shape=('batch', 'length', 3))
+    Tensor(name='x', datatype='FP64', shape=('batch', 'length', 3), below=None)
     """
     one, wide, long = examples
     shape: list[int | str] = []

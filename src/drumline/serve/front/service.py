@@ -22,6 +22,7 @@ from drumline.serve.wire.tensors import Arrays, Refused, put_outputs, read_input
 
 VERSION = "1"
 _LONGEST_ID = 256
+_NOT_OFFERED = {"classification", "shared_memory_region"}  # extensions that would change what an output is
 _Code = grpc.StatusCode
 
 
@@ -169,6 +170,9 @@ class FrontService:
         names = [one.name for one in request.outputs] or known
         if odd := [one for one in names if one not in known]:
             raise Refused(f"output {odd[0][:80]!r} is unknown; expected {', '.join(known)}")
+        for one in request.outputs:
+            if wishes := sorted(set(one.parameters) & _NOT_OFFERED):
+                raise Refused(f"output {one.name!r} asks for {wishes[0]}, which is not offered")
         return list(dict.fromkeys(names))
 
     def _answer(self, request: Any, ticket: Ticket, outputs: Arrays, *, typed: bool) -> Any:

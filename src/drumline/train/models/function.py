@@ -49,10 +49,12 @@ def named_function(name: str, *, key: str) -> Callable[..., Any]:
 def users_code(name: str) -> Iterator[None]:
     """Raise what a user's own code raises as a RunError with its traceback; errors of ours pass.
 
-    >>> with users_code("mine.py:build"):
-    ...     raise ValueError("no weights here")
-    Traceback (most recent call last):
-    drumline.core.errors.RunError: mine.py:build failed with ValueError: no weights here
+    >>> try:
+    ...     with users_code("mine.py:build"):
+    ...         raise ValueError("no weights here")
+    ... except RunError as error:
+    ...     print(error)
+    mine.py:build failed with ValueError: no weights here
     """
     try:
         yield
