@@ -17,7 +17,7 @@ from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.cut.cuts import every_cut
 from drumline.plan.layouts.moved import MovedLayers, moves
 from drumline.plan.layouts.space import Pins
-from drumline.plan.layouts.survey import Survey
+from drumline.plan.layouts.survey import Survey, other_cuts
 from some import some
 
 INTERLEAVED = "interleaved-1f1b"
@@ -71,13 +71,14 @@ def test_many_cuts_at_once_take_what_each_takes_alone() -> None:
 
 
 def test_moved_layers_fit_in_the_memory() -> None:
-    transformer = replace(model("llama-3-8b"), num_layers=9)
-    survey, layout = survey_of(transformer, 2, 8), staged(transformer, 2, 2, 8)
-    roomy, held = survey.cut(layout, 1e15), peak_bytes(transformer, layout)
-    assert roomy.bytes > held
-    tight = survey.cut(layout, held)
-    assert tight.bytes <= held
-    assert roomy.seconds < tight.seconds <= survey.exact(layout).seconds
+    transformer = replace(model("gpt-7.5b"), num_layers=13)
+    survey, layout = survey_of(transformer, 4, 16), staged(transformer, 4, 2, 16)
+    roomy = survey.cut(layout, 1e15)
+    limit = (roomy.bytes + peak_bytes(transformer, layout)) / 2
+    tight = survey.cut(layout, limit)
+    unmoved = [survey.exact(replace(layout, counts=one)) for one in (layout.counts, *other_cuts(13, 8))]
+    assert tight.bytes <= limit < roomy.bytes
+    assert roomy.seconds < tight.seconds < min(one.seconds for one in unmoved if one.bytes <= limit)
 
 
 def test_later_stages_of_a_rank_get_more() -> None:
