@@ -165,9 +165,16 @@ def test_arrows_go_down_from_the_ranks_to_memory_and_queues(opened: Open) -> Non
     shown.locator("#tip").wait_for(state="hidden")  # the page redraws at its next frame
 
 
-def test_arrows_walk_the_boxes_of_a_canvas_with_a_ring_that_is_seen(opened: Open) -> None:
+@cache
+def large() -> tuple[Simulation, str]:
+    """Return a timeline that is drawn on canvas, and its page."""
     drawn = timeline(16, 800)
-    shown = opened(page([drawn]))
+    return drawn, page([drawn])
+
+
+def test_arrows_walk_the_boxes_of_a_canvas_with_a_ring_that_is_seen(opened: Open) -> None:
+    drawn, text = large()
+    shown = opened(text)
     enter(shown, ".plot")
     assert shown.evaluate("drumline.stats().modes") == ["canvas"]
     track = drawn.tracks[1]
@@ -218,8 +225,8 @@ def test_a_canvas_has_the_contrasts_of_the_svg(opened: Open) -> None:
 
 
 def test_what_is_narrower_than_pixels_stands_out(opened: Open) -> None:
-    drawn = timeline(16, 800)
-    shown = opened(page([drawn]))
+    drawn, text = large()
+    shown = opened(text)
     wait = next(one for one in drawn.causes if one.rank == 0)
     for theme in ("light", "dark"):
         shown.emulate_media(color_scheme=theme)
