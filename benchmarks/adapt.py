@@ -386,15 +386,17 @@ def measured(case: str, args: argparse.Namespace, given: dict[str, Any]) -> dict
                 print(f"  the channel carries {rate / 2**20:.0f} MiB/s; moves reach"
                       f" {', '.join(f'{one:.0%}' for one in shares)} of that")  # fmt: skip
             for what, begin, end in (("away", since, 2 * since), ("back", 2 * since, steps)):
-                first = next((at for at in told["changes"] if begin <= at < end), end)
-                told[what] = max((one["bubble"] for one in found[first:end]), default=1.0)
-                print(f"  largest bubble from the move {what} to step {end}: {told[what]:.1%}")
+                moves = [at for at in told["changes"] if begin <= at < end]
+                told[what] = max(one["bubble"] for one in found[moves[0] if moves else begin : end])
+                since_when = f"the move {what}" if moves else f"step {begin} on, without a move,"
+                print(f"  largest bubble from {since_when} to step {end}: {told[what]:.1%}")
             each = ranked(static_cuts, given, 6)
             after = [one["seconds"] for one in found[since + 12 : 2 * since]]
             best = min(each, key=each.__getitem__)
             told |= {"detected_after": told["changes"][0] - since if told["changes"] else None,
                      "beside": each[best] / median(after)}  # fmt: skip
-            print(f"  moved {told['detected_after']} steps after the change; best static cut {best} blocks on rank 0:")
+            how_soon = f"moved {told['detected_after']} steps after the change" if told["changes"] else "nothing moved"
+            print(f"  {how_soon}; best static cut {best} blocks on rank 0:")
             print(f"  throughput beside it {told['beside']:.1%}")
         return {**told, "steps": found}
     if case == "link":
