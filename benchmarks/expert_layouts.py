@@ -2,6 +2,9 @@
 
     python benchmarks/expert_layouts.py
 
+`pinned` is what the planner makes of the expert's own degrees, schedule and recomputation: the same layout, or the same
+with sequence parallelism and better cuts. So the expert's layout is among those that the planner compares.
+
 An expert's layout may not fit by our count: experts keep gradients or activations otherwise, or leave less headroom.
 Then two more lines compare like with like: the expert's layout with as much recomputation as makes it fit (`fitting`),
 and the plan for devices with as much memory as the expert's layout takes (`as roomy`). What the expert's software does
@@ -17,12 +20,12 @@ from typing import Any
 
 from drumline.plan.cluster.estimate import estimate
 from drumline.plan.cluster.hardware import Cluster, cluster
-from drumline.plan.cluster.layout import OVERLAPS, RECOMPUTE, Layout
+from drumline.plan.cluster.layout import OVERLAPS, Layout
 from drumline.plan.cluster.models import model
 from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.layouts.choice import Choice
+from drumline.plan.layouts.pins import Degrees, Pins
 from drumline.plan.layouts.planner import HEADROOM, limit_of, plan
-from drumline.plan.layouts.space import Pins
-from drumline.plan.layouts.survey import Choice
 from published_runs import fp8
 
 _LLAMA = {"tensor": 8, "pipeline": 16, "stages_per_rank": 8, "zero": 1, "sequence_parallel": True}
@@ -39,18 +42,25 @@ EXPERTS = (
 )
 
 
-def planned(one: Transformer, machines: Cluster, layout: Layout, limit: float) -> Choice:
+def planned(one: Transformer, machines: Cluster, layout: Layout, limit: float, pins: Pins | None = None) -> Choice:
     """Return the plan for devices that may hold so many bytes."""
     roomier = replace(machines.device, memory_bytes=limit / (1 - HEADROOM))
     overlaps = tuple(name for name in OVERLAPS if getattr(layout.practice, f"overlap_{name}"))
-    pins = Pins(overlaps=overlaps, precision="fp8" if layout.practice.fp8 else "bf16")
+    pins = replace(pins or Pins(), overlaps=overlaps, precision="fp8" if layout.practice.fp8 else "bf16")
     return plan(one, replace(machines, device=roomier), batch=layout.batch, pins=pins, top=1).chosen
+
+
+def pinned(one: Transformer, machines: Cluster, layout: Layout) -> Choice:
+    """Return the plan with all that the expert decided, but for cuts and sequence parallelism, in any memory."""
+    fixed = {name: getattr(layout, name) for name in (*Degrees._fields, "microbatch", "stages_per_rank", "zero")}
+    pins = Pins(**fixed, recompute=layout.recompute, schedules=(layout.schedule,))
+    return planned(one, machines, layout, 1e15, pins)
 
 
 def fitting(one: Transformer, machines: Cluster, layout: Layout, limit: float) -> tuple[float, float, str]:
     """Return the fastest that an expert's layout takes with more recomputation, within so many bytes."""
     some = (f"full:{count}" for count in range(1, max(layout.counts)))
-    tried = [replace(layout, recompute=how) for how in (*RECOMPUTE[1:], *some)]
+    tried = [replace(layout, recompute=how) for how in (*Pins().recomputations(one)[1:], *some)]
     found = [(estimate(one, machines, other, exact=True), other) for other in tried]
     within = [(took.seconds.total, took.bytes.total, other) for took, other in found if took.bytes.total <= limit]
     seconds, held, other = min(within, key=lambda row: row[0])
@@ -62,6 +72,8 @@ def compared(name: str, hardware: str, layout: Layout) -> dict[str, Any]:
     one, machines = model(name), cluster(hardware, layout.num_devices)
     theirs, limit = estimate(one, machines, layout, exact=True), limit_of(machines, HEADROOM)
     rows = {"expert": (theirs.seconds.total, theirs.bytes.total, "")}
+    same = pinned(one, machines, layout)
+    rows["pinned"] = (same.seconds, same.bytes, "the same" if same.layout == layout else "")
     limits = {"plan": limit}
     if theirs.bytes.total > limit:
         rows["fitting"] = fitting(one, machines, layout, limit)

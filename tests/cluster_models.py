@@ -11,7 +11,7 @@ from drumline.plan.cluster.layout import Layout, whole_layers
 from drumline.plan.cluster.loads import Volumes
 from drumline.plan.cluster.memory import Bytes
 from drumline.plan.cluster.stages import stage_weights
-from drumline.plan.cluster.transformer import Experts, Transformer
+from drumline.plan.cluster.transformer import Experts, Latent, Transformer
 from drumline.schedules import find
 
 GIB = 2**30
@@ -34,6 +34,12 @@ def small_transformer(**changes: object) -> Transformer:
 
 def sparse_transformer() -> Transformer:
     return small_transformer(experts=Experts(num_experts=8, per_token=2, feedforward=2048))
+
+
+def latent_transformer(**changes: object) -> Transformer:
+    """Return a small transformer with latent attention; its heads are wide, so that projections are worth a lot."""
+    latent = Latent(queries=256, keys_values=128, head=128, rotary_head=64, value_head=128)
+    return small_transformer(latent=latent, gated=True, biased=False, dropout=False, **changes)
 
 
 def num_parameters(transformer: Transformer) -> int:

@@ -9,8 +9,8 @@ import pytest
 from browser.windows import Windows
 from cluster_models import GIB, Rough, small_cluster, small_transformer
 from drumline.plan.layouts.explain import explain
+from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.planner import plan
-from drumline.plan.layouts.space import Pins
 from drumline.report.plan.page import plan_page
 
 

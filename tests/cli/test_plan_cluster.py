@@ -43,12 +43,15 @@ def test_plan_prints_the_choice_and_its_reasons(capsys: pytest.CaptureFixture[st
     assert "Start it: torchrun --standalone --nproc-per-node 8" in out
 
 
-def test_plan_says_that_latent_attention_is_planned_as_plain_heads(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--hardware", "h800", "--gpus", "2048", "--batch", "4096", "--pipeline", "16", "--expert", "64", "--brief")
-    for name, said in (("deepseek-v3", True), ("mixtral-8x7b", False)):
-        pins = words if said else words[:-3]
-        _, out, _ = run(capsys, name, *pins, "--microbatch", "1", "--zero", "1", "--schedules", "1f1b", "--brief")
-        assert ("Latent attention is planned as plain heads with the same number of parameters." in out) is said
+def test_plan_recomputes_projections_of_latents(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--hardware", "h800", "--gpus", "2048", "--batch", "4096", "--pipeline", "16", "--microbatch", "1")
+    pins = (*words, "--schedules", "1f1b", "--recompute", "norms+projections", "--launch", "megatron", "--brief")
+    code, out, _ = run(capsys, "deepseek-v3", *pins, "--expert", "64")
+    assert code == 0
+    assert "recomputation of norms and projections of latents" in " ".join(out.split())
+    code, _, error = run(capsys, "mixtral-8x7b", *pins)
+    assert code == 2
+    assert "recompute is 'norms+projections', but mixtral-8x7b has no latent attention" in error
 
 
 def test_json_has_every_part(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,8 +29,8 @@ from drumline.plan.cluster.layout import Layout, Practice
 from drumline.plan.cluster.loads import data_exchange, device_volumes, hop_seconds, message_bytes, tied_exchange
 from drumline.plan.cluster.memory import activation_bytes, device_bytes, device_parameters, sharded
 from drumline.plan.cluster.products import fp8_weights, keys_of, tokens_of
-from drumline.plan.cluster.stages import Alike, alike, counts_of, slices_of
-from drumline.plan.cluster.transformer import Experts, Transformer, model_flops
+from drumline.plan.cluster.stages import Alike, alike, counts_of, head_weight, slices_of
+from drumline.plan.cluster.transformer import Experts, Latent, Transformer, model_flops
 
 # A device without overheads: a byte a second from memory, an operation a second. So few processors that no wave is
 # partly empty.
@@ -50,6 +50,10 @@ GPT = Transformer(
 )
 # The same, gated, with 8 experts of width 128, of which a token uses 2, and one shared.
 MOE = replace(GPT, gated=True, experts=Experts(8, 2, 128, 1), num_dense_layers=0)
+# GPT with latent attention: 384 numbers for queries, 128 for keys and values; heads of 128 and 128 more with positions,
+# values of 64. The widths of a head's queries and keys are 256, of queries, keys and values of all heads 2,304.
+LATENT = replace(GPT, latent=Latent(queries=384, keys_values=128, head=128, rotary_head=128, value_head=64))
+DOWN, UP, OUT = 256 * 384 + 256 * (128 + 128), 384 * 4 * 256 + 128 * 4 * (128 + 64), 4 * 64 * 256
 
 
 def machines(num_devices: int, per_node: int = 64, latency: float = 0.0, start: float = 0.0) -> Cluster:
@@ -201,6 +205,109 @@ def test_a_layer_with_experts() -> None:
     again = layer_ops(MOE, machines(4), replace(layout, recompute="experts"), experts=True).again
     assert again.compute == pytest.approx(2 * 128 * routed)
     assert again.expert == ops.forward.expert
+
+
+def test_a_layer_with_latent_attention() -> None:
+    layout = Layout(batch=1, practice=BARE)
+    ops = layer_ops(LATENT, machines(1), layout)
+    weights = DOWN + UP + OUT + 2 * 256 * 512
+    attention = 4 * 128 * 128 * (256 + 64)  # half of the scores, two operations for each
+    behind = 4 * 128 * 128 * (3 * 256 + 2 * 64)
+    passes = 2 * 128 * (10 * 256 + 2 * 2304 + 2 * 512 + 2 * (384 + 128))
+    back = 2 * 128 * (12 * 256 + 2 * 2304 + 3 * 512 + 3 * (384 + 128))
+    assert ops.forward.compute == pytest.approx(2 * 128 * weights + passes + attention)
+    assert ops.backward_input.compute == pytest.approx(2 * 128 * weights + back + behind)
+    assert ops.backward_weight.compute == pytest.approx(2 * 128 * weights)
+    scores = layer_ops(LATENT, machines(1), replace(layout, practice=replace(BARE, flash_attention=False)))
+    stored = 2 * 4 * 128 * 128 * (256 + 128) + 2 * 2 * 4 * 128 * 128  # values of 64 take a whole tile of 128
+    assert scores.forward.compute == pytest.approx(2 * 128 * weights + passes + stored)
+    # With 2 ranks, each has 2 heads and half of the feed-forward, but projects all tokens down with whole weights.
+    split = layer_ops(LATENT, machines(2), replace(layout, tensor=2))
+    assert split.backward_weight.compute == pytest.approx(2 * 128 * (DOWN + (UP + OUT) / 2 + 256 * 512))
+    summed = replace(layout, tensor=2, practice=replace(BARE, accumulation_bytes=6))
+    added = layer_ops(LATENT, machines(2), summed).backward_weight.compute - split.backward_weight.compute
+    norms = 2 * 256  # of the blocks, divided like all else; those of the latents are whole
+    assert added == pytest.approx(6 * (DOWN + 384 + 128 + (UP + OUT + 2 * 256 * 512 + norms) / 2))
+
+
+def test_latent_attention_may_project_queries_directly() -> None:
+    direct = replace(LATENT, latent=Latent(queries=0, keys_values=128, head=128, rotary_head=128, value_head=64))
+    weights = 256 * 256 + 256 * 1024 + 128 * 768 + OUT
+    assert direct.attention_weights == weights
+    assert direct.attention_parameters == weights + 128 + 256
+    assert direct.whole_parameters == 256 * 256 + 128
+    layout = Layout(batch=1, practice=BARE)
+    ops = layer_ops(direct, machines(1), layout)
+    assert ops.backward_weight.compute == pytest.approx(2 * 128 * (weights + 2 * 256 * 512))
+    again = layer_ops(direct, machines(1), replace(layout, recompute="projections")).again
+    assert again.compute == pytest.approx(2 * 128 * (256 * 1024 + 128 * 768) + 2 * 128 * 2 * 2304)
+
+
+def test_latent_attention_has_these_parameters_and_operations() -> None:
+    assert LATENT.attention_weights == DOWN + UP + OUT
+    assert LATENT.whole_parameters == DOWN + 384 + 128
+    assert LATENT.attention_parameters == DOWN + UP + OUT + 384 + 128 + 256
+    # With biases: 384 and 256 outputs down, 1024 and 768 up, 256 of the output; norms have one each.
+    biases = 384 + 256 + 1024 + 768 + 256 + (384 + 128 + 256)
+    assert replace(LATENT, biased=True).attention_parameters == LATENT.attention_parameters + biases
+    assert replace(LATENT, biased=True).whole_parameters == DOWN + 2 * (384 + 128) + 384 + 256
+    layout = Layout(batch=4, tensor=2, pipeline=2, data=2, practice=BARE)
+    beside = UP + OUT + 2 * 256 * 512 + 2 * 256 + 1024 * 256
+    assert device_parameters(LATENT, layout, rank_of(LATENT, layout)) == (DOWN + 384 + 128 + beside / 2, 0)
+    weights = 2 * (DOWN + UP + OUT + 2 * 256 * 512) + 256 * 1024
+    assert model_flops(LATENT, 1) == 6 * 128 * weights + 3 * 2 * (2 * 128 * 128 * 4 * (256 + 64))
+    layer = DOWN + UP + OUT + 128 * 4 * (256 + 64) + 2 * 256 * 512
+    assert head_weight(LATENT) == 1024 * 256 / layer
+
+
+def test_latent_attention_sends_the_keys_and_values_of_all_heads() -> None:
+    layout = Layout(batch=12, microbatch=3, tensor=2, context=4, practice=BARE)
+    assert keys_of(LATENT, layout) == 2 * (256 + 64)
+    assert ring_bytes(LATENT, layout) == 2 * 3 * 128 * 2 * (256 + 64)
+
+
+def test_what_latent_attention_keeps() -> None:
+    layout = Layout(batch=1, practice=BARE)
+    between, latents, heads = 8 * 256, 4 * (384 + 128), 2 * 2304 + 2 * 4 * 64 + 4 * 4
+    assert activation_bytes(LATENT, layout) == 128 * (between + latents + heads + 4 * 512)
+    split = replace(layout, tensor=2)  # every rank keeps whole latents
+    assert activation_bytes(LATENT, split) == 128 * (between + latents + (heads + 4 * 512) / 2)
+    again = replace(split, recompute="projections")  # the shared key, and no heads but for the output
+    kept = between + 2 * 128 + latents + (2 * 4 * 64 + 4 * 4 + 4 * 512) / 2
+    assert activation_bytes(LATENT, again) == 128 * kept
+    fp8 = replace(again, practice=replace(BARE, fp8=True))  # inputs of products take a byte, the output is kept twice
+    kept = 6 * 256 + 2 * 128 + 3 * (384 + 128) + (3 * 4 * 64 + 4 * 4 + 3 * 512) / 2
+    assert activation_bytes(LATENT, fp8) == 128 * kept
+    # While they are used, one layer's queries, keys and values are there in place of its shared key: half of the heads.
+    plain, more = (device_bytes(LATENT, one, rank_of(LATENT, one)).buffers for one in (split, again))
+    assert more - plain == 128 * 2 * (2304 / 2 - 128)
+    gathered = replace(split, data=2, zero=3)
+    layer = DOWN + 384 + 128 + (UP + OUT + 2 * 256 * 512 + 2 * 256) / 2
+    sharing = device_bytes(LATENT, gathered, rank_of(LATENT, gathered)).buffers
+    assert sharing - plain == pytest.approx(2 * 2 * layer)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "seconds", "freed"),
+    [
+        ("norms", 2 * 128 * (4 * 256 + 2 * 512), 4 * 256 + 2 * 512),
+        ("attention", 4 * 128 * 128 * (256 + 64), 2 * 4 * 64 + 4 * 4),
+        ("projections", 2 * 128 * (UP + 2 * 2304), 2 * 2304 - 2 * 128),
+        ("norms+projections", 2 * 128 * (4 * 256 + 2 * 512 + UP + 2 * 2304), 4 * 256 + 2 * 512 + 2 * 2304 - 2 * 128),
+    ],
+)
+def test_recomputation_in_latent_attention(recompute: str, seconds: float, freed: float) -> None:
+    layout = Layout(batch=1, recompute=recompute, practice=BARE)
+    assert layer_ops(LATENT, machines(1), layout).again.total == pytest.approx(seconds)
+    kept = activation_bytes(LATENT, replace(layout, recompute="none"))
+    assert kept - activation_bytes(LATENT, layout) == 128 * freed
+
+
+def test_only_latents_are_projected_up_again() -> None:
+    layout = Layout(batch=1, recompute="norms+projections", practice=BARE)
+    assert estimate(LATENT, machines(1), layout).seconds.recompute > 0
+    with pytest.raises(PlanError, match=r"'norms\+projections', but by hand has no latent attention.*use norms$"):
+        estimate(GPT, machines(1), layout)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from drumline.plan.cluster.stages import layer_counts
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.cut.cuts import every_cut
 from drumline.plan.layouts.moved import MovedLayers, moves
-from drumline.plan.layouts.space import Pins
+from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.survey import Survey, other_cuts
 from some import some
 

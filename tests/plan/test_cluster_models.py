@@ -62,9 +62,63 @@ DEEPSEEK_V3 = {
 
 def test_a_config_with_latent_attention_has_the_parameters_that_its_authors_name() -> None:
     found = transformer_of({**DEEPSEEK_V3, "max_position_embeddings": 4096}, name="v3")
-    assert num_parameters(found) / 1e9 == pytest.approx(671.0, rel=0.005)
+    assert num_parameters(found) == num_parameters(model("deepseek-v3")) == 671_026_404_352
     assert active_parameters(found) / 1e9 == pytest.approx(37.0, rel=0.02)
+    assert found.latent == model("deepseek-v3").latent
     assert found.details.others == ()
+
+
+# What PyTorch counts in the models that Transformers makes of these sizes, as deepseek_v3 and as deepseek_v2.
+@pytest.mark.parametrize(("queries", "parameters"), [(12, 47_666), (None, 49_358)])
+def test_latent_attention_has_the_parameters_that_pytorch_counts(queries: int | None, parameters: int) -> None:
+    sizes = {
+        "num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "intermediate_size": 48, "moe_intermediate_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1, "vocab_size": 100, "q_lora_rank": queries, "kv_lora_rank": 10,
+        "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "head_dim": 4,
+    }  # fmt: skip
+    assert num_parameters(transformer_of({**DEEPSEEK_V3, **sizes}, name="tiny")) == parameters
+
+
+# Keys as in the files of these models, with what their authors count.
+@pytest.mark.parametrize(
+    ("config", "billions"),
+    [
+        (
+            {"model_type": "gemma", "num_hidden_layers": 18, "hidden_size": 2048, "num_attention_heads": 8,
+             "num_key_value_heads": 1, "head_dim": 256, "intermediate_size": 16384, "vocab_size": 256000},
+            2.506,
+        ),
+        (
+            {"model_type": "starcoder2", "num_hidden_layers": 32, "hidden_size": 4608, "num_attention_heads": 36,
+             "num_key_value_heads": 4, "intermediate_size": 18432, "vocab_size": 49152},
+            7.174,
+        ),
+        (
+            {"model_type": "falcon", "num_hidden_layers": 32, "hidden_size": 4544, "num_attention_heads": 71,
+             "multi_query": True, "new_decoder_architecture": False, "vocab_size": 65024},
+            6.922,
+        ),
+        (
+            {"model_type": "mpt", "n_layers": 32, "d_model": 4096, "n_heads": 32, "max_seq_len": 2048,
+             "vocab_size": 50432, "expansion_ratio": 4, "no_bias": True},
+            6.649,
+        ),
+        (
+            {"model_type": "bloom", "n_layer": 24, "n_embed": 1024, "num_attention_heads": 16, "vocab_size": 250880},
+            0.559,
+        ),
+        (
+            {"model_type": "qwen2_moe", "num_hidden_layers": 24, "hidden_size": 2048, "num_attention_heads": 16,
+             "num_key_value_heads": 16, "intermediate_size": 5632, "moe_intermediate_size": 1408, "num_experts": 60,
+             "num_experts_per_tok": 4, "shared_expert_intermediate_size": 5632, "vocab_size": 151936},
+            14.316,
+        ),
+    ],
+    ids=lambda one: one["model_type"] if isinstance(one, dict) else "",
+)  # fmt: skip
+def test_a_config_has_the_parameters_that_its_authors_count(config: dict[str, object], billions: float) -> None:
+    assert num_parameters(transformer_of(config, name="it")) / 1e9 == pytest.approx(billions, rel=0.002)
 
 
 def test_a_config_without_a_length_is_planned_with_one_that_is_said() -> None:

@@ -54,8 +54,8 @@ def test_runs_in_fp8_that_gave_no_constant_are_within_eight_percent_on_average()
     assert len(dense) == 10
     assert mean <= 0.08
     assert worst <= 0.18
-    # Real heads of latent attention do more work, and processors that only send are missing: see docs/published.md.
-    assert -0.45 < experts.error < -0.3
+    # Processors that only send, and the layer that predicts a further token, are missing: see docs/published.md.
+    assert -0.27 < experts.error < -0.21
     plain = [row.run.under(replace(row.run.layout.practice, fp8=False)).estimate() for row in dense]
     assert all(some(row.estimate.seconds.total < one.seconds.total for row, one in zip(dense, plain, strict=True)))
 

@@ -18,11 +18,11 @@ from drumline.core.simulate.simulate import simulate
 from drumline.plan.cluster.estimate import estimate
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.stages import layer_counts
+from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.explain import brief, drawing
+from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.planner import BAND, ClusterPlan, band, plan
 from drumline.plan.layouts.searched import MOST_PAIRS, costs_of, estimate_of, searched
-from drumline.plan.layouts.space import Pins
-from drumline.plan.layouts.survey import Choice
 from drumline.report.plan.text import plan_text
 from drumline.schedules import find
 from some import some

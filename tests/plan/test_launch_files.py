@@ -21,10 +21,11 @@ from drumline.plan.cluster.hugging_face import transformer_of
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.models import MODELS, model
 from drumline.plan.cluster.stages import layer_counts
-from drumline.plan.cluster.transformer import Details, Experts, Latent, Transformer
+from drumline.plan.cluster.transformer import Experts, Latent, Transformer
 from drumline.plan.launch.launch import Config, launch
 from drumline.plan.launch.own import not_run
-from drumline.plan.layouts.space import Pins, meshes, tried_schedules
+from drumline.plan.layouts.pins import Pins, tried_schedules
+from drumline.plan.layouts.space import meshes
 from drumline.schedules import find
 from some import some
 
@@ -45,7 +46,7 @@ SPARSE = Transformer(
     biased=False,
     dropout=False,
 )
-LATENT = replace(SPARSE, details=Details(latent=Latent(16, 8, 4, 2, 4)))
+LATENT = replace(SPARSE, latent=Latent(16, 8, 4, 2, 4))
 LAYOUT = Layout(batch=16, tensor=2, pipeline=2, data=2, counts=(4, 4), zero=1, sequence_parallel=True)
 
 
@@ -77,14 +78,14 @@ def changed_models() -> list[tuple[str, Transformer, Transformer]]:
     found = [(name, SPARSE, replace(SPARSE, **{name: value})) for name, value in plain]
     found.append(("num_heads", SPARSE, replace(SPARSE, num_heads=8, num_key_value_heads=2, head_width=16)))
     assert SPARSE.experts is not None
-    assert LATENT.details.latent is not None
+    assert LATENT.latent is not None
     for name, value in other_values(SPARSE.experts):
         found.append((f"experts.{name}", SPARSE, replace(SPARSE, experts=replace(SPARSE.experts, **{name: value}))))
     for name, value in other_values(SPARSE.details):
         found.append((f"details.{name}", SPARSE, replace(SPARSE, details=replace(SPARSE.details, **{name: value}))))
-    for name, value in other_values(LATENT.details.latent):
-        latent = replace(LATENT.details.latent, **{name: value})
-        found.append((f"latent.{name}", LATENT, replace(LATENT, details=replace(LATENT.details, latent=latent))))
+    for name, value in other_values(LATENT.latent):
+        latent = replace(LATENT.latent, **{name: value})
+        found.append((f"latent.{name}", LATENT, replace(LATENT, latent=latent)))
     return [*found, ("latent", SPARSE, LATENT)]
 
 
@@ -160,6 +161,8 @@ def test_latent_attention_is_written_for_megatron_and_said_for_torchtitan() -> N
     assert any("sigmoid" in one for one in configs.of("megatron").missing)
     assert any("latent attention" in one for one in configs.of("torchtitan").missing)
     assert "latent_keys_values = 512" in configs.of("drumline").text
+    again = launch(deepseek, cluster("h800", 256), replace(layout, recompute="norms+projections")).of("megatron")
+    assert "--recompute-granularity selective\n--recompute-modules layernorm mla_up_proj" in again.text
 
 
 def test_alibi_is_not_written_as_rotary_positions() -> None:
@@ -207,7 +210,7 @@ DEEPSEEK = {
 
 def test_a_config_with_latent_attention_keeps_it() -> None:
     found = transformer_of(DEEPSEEK, name="mine")
-    assert found.details.latent == Latent(1536, 512, 128, 64, 128)
+    assert found.latent == Latent(1536, 512, 128, 64, 128)
     assert found.details.rotary_base == 10000
     said = [
         "scoring_func sigmoid",
@@ -294,9 +297,9 @@ def test_every_command_of_drumline_that_a_plan_prints_runs(
         # Of ZeRO's stages, drumline does not run the second, torchtitan not the first.
         for framework, stages in (("", "12"), ("drumline", "1"), ("torchtitan", "23"), ("megatron", "1")):
             chosen = ["--launch", framework] if framework else []
-            runs = framework != "megatron" or find(schedule).in_megatron
+            refused = {"megatron": not find(schedule).in_megatron, "torchtitan": find(schedule).two_directions}
             for zero in some(stages):
-                assert main([*words, *chosen, "--zero", zero]) == (0 if runs else 2)
+                assert main([*words, *chosen, "--zero", zero]) == (2 if refused.get(framework) else 0)
                 commands |= set(COMMAND.findall(" ".join(capsys.readouterr().out.split())))
         assert any(one.startswith(f"drumline show {schedule} ") for one in commands)
         assert "drumline train plan.toml" in {one.strip() for one in commands}
@@ -464,3 +467,50 @@ def test_fp8_is_refused_where_there_is_none(capsys: pytest.CaptureFixture[str]) 
         assert words in " ".join(capsys.readouterr().err.split())
     with pytest.raises(PlanError, match="precision is 'fp4'"):
         Pins(precision="fp4")
+
+
+def test_megatron_shards_with_as_many_connections_as_it_accepts() -> None:
+    sharded = replace(LAYOUT, pipeline=1, data=4, counts=(8,), zero=3)
+    command, text, missing = told(SPARSE, sharded, "megatron")
+    assert "--use-megatron-fsdp" in text
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=8 " in command
+    assert any(some("hidden tensor-parallel messages" in one for one in missing))
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1 " in told(SPARSE, LAYOUT, "megatron")[0]
+
+
+def test_messages_that_a_plan_takes_for_hidden_are_switched_on() -> None:
+    hides = Pins(overlaps=("forward", "experts", "context")).practice
+    layout = replace(LAYOUT, context=2, expert=2)
+    hidden = replace(layout, practice=hides)
+    assert "--cp-comm-type all_gather" in told(SPARSE, layout, "megatron")[1].splitlines()
+    _, text, missing = told(SPARSE, hidden, "megatron")
+    assert {"--cp-comm-type p2p", "--tp-comm-overlap"} <= set(text.splitlines())
+    assert any(some("messages of experts" in one for one in missing))
+    _, text, missing = told(SPARSE, hidden, "torchtitan")
+    written = tomllib.loads(text)
+    assert written["parallelism"]["context_parallel_rotate_method"] == "alltoall"
+    assert written["parallelism"]["enable_async_tensor_parallel"]
+    assert written["compile"] == {"enable": True}
+    assert any(some("messages of experts" in one for one in missing))
+
+
+def test_experts_of_torchtitan_are_divided_as_planned() -> None:
+    layout = replace(LAYOUT, expert=2)
+    written = tomllib.loads(told(SPARSE, layout, "torchtitan")[1])
+    assert written["parallelism"]["expert_tensor_parallel_degree"] == layout.tensor
+    long = replace(SPARSE, sequence=32768)
+    found = meshes(long, cluster("h100", 8), 8, Pins(framework="torchtitan"))
+    assert any(some(one.context > 1 and one.expert > 1 for one in found))
+    assert all(some(one.expert == 1 or one.expert % one.context == 0 for one in found))
+
+
+def test_latent_attention_of_megatron_has_plain_positions_and_kernels_for_it() -> None:
+    lines = told(LATENT, LAYOUT, "megatron")[1].splitlines()
+    assert {"--rope-type rope", "--attention-backend fused"} <= set(lines)
+    assert "--attention-backend flash" in told(SPARSE, LAYOUT, "megatron")[1].splitlines()
+
+
+def test_what_megatron_needs_or_refuses_besides_is_said() -> None:
+    missing = told(SPARSE, replace(LAYOUT, sequence_parallel=False), "megatron")[2]
+    assert any(some("--train-iters and --lr" in one for one in missing))
+    assert any(some("refuses experts with tensor parallelism" in one for one in missing))

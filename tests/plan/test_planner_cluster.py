@@ -8,11 +8,20 @@ import shlex
 import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product
 
 import pytest
 
-from cluster_models import GIB, Rough, rank_weights, small_cluster, small_transformer, sparse_transformer
+from cluster_models import (
+    GIB,
+    Rough,
+    latent_transformer,
+    rank_weights,
+    small_cluster,
+    small_transformer,
+    sparse_transformer,
+)
 from drumline.core.errors import PlanError
 from drumline.core.simulate.simulate import simulate
 from drumline.plan.cluster.estimate import Estimate, estimate
@@ -26,10 +35,12 @@ from drumline.plan.cluster.models import model
 from drumline.plan.cluster.stages import layer_counts, pairs_held, simulated, stages_of
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.launch.launch import AXES, launch, links, place, torchrun
+from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.explain import brief
+from drumline.plan.layouts.pins import Degrees, Pins
 from drumline.plan.layouts.planner import BAND, ClusterPlan, band, plan
-from drumline.plan.layouts.space import Degrees, Pins, layouts, meshes
-from drumline.plan.layouts.survey import Choice, Evaluator, Survey, other_cuts
+from drumline.plan.layouts.space import layouts, meshes
+from drumline.plan.layouts.survey import Evaluator, Survey, other_cuts
 from drumline.plan.layouts.what_if import against_fsdp, changes, margins, pareto, scaling
 from drumline.plan.layouts.why import Alternative, why
 from drumline.schedules import find, generate
@@ -149,6 +160,22 @@ def exactly(transformer: Transformer, machines: Cluster, batch: int, limit: floa
     return [one for one in found if one.bytes <= limit]
 
 
+def test_the_projections_of_latents_are_recomputed_where_that_is_enough() -> None:
+    transformer = latent_transformer(num_layers=8, vocabulary=2000)
+    machines, pins = small_cluster(2), Pins(microbatch=4)
+    survey = Survey(transformer, machines, batch=16, pins=pins, evaluate=estimate, weigh=peak_bytes)
+    every = [Choice(one, estimate(transformer, machines, one)) for one in every_layout(transformer, machines, 16, pins)]
+    least, most = (pick(one.bytes for one in every) for pick in (min, max))
+    chosen = set()
+    for share in some(range(40)):
+        limit = least + (most - least) * (share / 60) ** 2
+        best = min((one for one in every if one.bytes <= limit), key=lambda one: one.rank)
+        assert survey.best(limit)[0].layout == best.layout
+        chosen.add(best.layout.recompute)
+    assert {"none", "selective", "norms+activation+projections", "full"} <= chosen
+    assert Pins().recomputations(PLAIN) == ("none", "norms", "activation", "selective", "full")
+
+
 @pytest.mark.parametrize(("layers", "gpus", "batch", "memory"), [(4, 4, 8, 1.0), (6, 4, 6, 3.0), (4, 8, 8, 0.8)])
 def test_the_answer_is_that_of_brute_force_however_many_are_shown(
     layers: int, gpus: int, batch: int, memory: float
@@ -163,6 +190,27 @@ def test_the_answer_is_that_of_brute_force_however_many_are_shown(
     least = min(one.seconds for one in every)
     assert plans[0].chosen.seconds <= least * (1 + BAND)
     assert plans[0].chosen.layout == band(every)[0].layout
+
+
+_heavy = partial(Transformer, gated=False, tied=False, biased=False, dropout=False, vocabulary=256_000)
+
+
+# Heads as heavy as several layers, and few microbatches: v-half may be faster than zb-v, and work is far from even.
+@pytest.mark.parametrize(
+    ("transformer", "gpus", "batch", "pins"),
+    [
+        (_heavy("wide", 16, 1280, 20, sequence=4096, feedforward=11008), 12, 6, Pins(pipeline=2, microbatch=1)),
+        (_heavy("few", 16, 2560, 20, sequence=8192, feedforward=6784), 4, 48, Pins(schedules=("1f1b", "dualpipe"))),
+    ],
+    ids=lambda one: one.name if isinstance(one, Transformer) else "",
+)
+def test_a_heavy_head_hides_no_layout(transformer: Transformer, gpus: int, batch: int, pins: Pins) -> None:
+    machines = replace(cluster("b200", gpus), devices_per_node=4)
+    machines = replace(machines, device=replace(machines.device, memory_bytes=240 * GIB))
+    plans = [plan(transformer, machines, batch=batch, pins=pins, top=top) for top in (1, 30)]
+    assert len({one.chosen.layout for one in plans}) == 1
+    every = exactly(transformer, machines, batch, plans[0].limit_bytes, pins)
+    assert plans[0].chosen.seconds <= min(one.seconds for one in every) * (1 + BAND)
 
 
 def test_the_band_prefers_fewer_bytes_sent_then_the_plainer_layout() -> None:
@@ -219,6 +267,7 @@ def test_pins_hold(pins: Pins, name: str, value: object) -> None:
         (Pins(tensor=16), ["TP 16 does not divide the number of attention heads of small, 8", "use TP 8"]),
         (Pins(data=8, pipeline=1, tensor=1, context=3), ["CP 3 cannot share sequences of 1024"]),
         (Pins(expert=2), ["EP is 2, but small has no experts"]),
+        (Pins(recompute="norms+projections"), ["'norms+projections', but small has no latent attention", "use norms"]),
     ],
 )
 def test_contradictory_pins_are_refused(pins: Pins, words: list[str]) -> None:
@@ -480,7 +529,7 @@ def test_the_real_estimate_keeps_to_what_the_survey_takes_for_true() -> None:
 
 
 def test_what_is_weighed_is_what_is_estimated() -> None:
-    for name in ("gpt-1.7b", "mixtral-8x7b"):
+    for name in ("gpt-1.7b", "mixtral-8x7b", "deepseek-v3"):
         every = list(layouts(model(name), cluster("a100-40", 16), 16, Pins(microbatch=1)))
         for layout in some(every[::37]):
             held = estimate(model(name), cluster("a100-40", 16), layout).bytes.total

@@ -16,8 +16,8 @@ from cluster_models import GIB, Rough, small_cluster, small_transformer
 from drumline.core.errors import UsageError
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.layouts.explain import Explanation, brief, drawing, explain
+from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.planner import plan
-from drumline.plan.layouts.space import Pins
 from drumline.report.draw.chart import Bar, bars
 from drumline.report.plan.page import HUES, best_svg, pareto_chart, plan_page, scaling_chart
 from drumline.report.plan.text import SECONDS, plan_text

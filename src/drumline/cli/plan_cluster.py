@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from drumline.plan.cluster.hardware import Cluster
     from drumline.plan.cluster.transformer import Transformer
     from drumline.plan.layouts.explain import Explanation
+    from drumline.plan.layouts.pins import Pins
     from drumline.plan.layouts.planner import ClusterPlan
-    from drumline.plan.layouts.space import Pins
 
 FORMATS = TEXTS | PICTURES | {".toml": "config", ".args": "config", ".csv": "program"}
 _ENDINGS = {"drumline": ".toml", "torchtitan": ".toml", "megatron": ".args"}
@@ -178,7 +178,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 
 
 def _pins(args: argparse.Namespace) -> Pins:
-    from drumline.plan.layouts.space import Pins
+    from drumline.plan.layouts.pins import Pins
 
     return Pins(
         **{name: getattr(args, name) for name in _DEGREES},

@@ -18,11 +18,11 @@ from drumline.plan.cluster.transformer import Details, Experts, Latent, Transfor
 
 # Values that configs store under different names.
 _NAMES = {
-    "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "num_heads": ("num_attention_heads", "n_head", "num_heads"),
+    "num_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model", "n_embed"),
+    "num_heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
     "vocabulary": ("vocab_size",),
-    "sequence": ("max_position_embeddings", "n_positions", "seq_length", "n_ctx"),
+    "sequence": ("max_position_embeddings", "n_positions", "seq_length", "n_ctx", "max_seq_len"),
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads"),
     "feedforward": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
     "head_width": ("head_dim",),
@@ -38,7 +38,10 @@ _KIND = Kind("config", PlanError, "the config.json of a Hugging Face model")
 _MOST_LAYERS, _MOST = 10_000, 2**31
 _NEEDED = ("num_layers", "hidden", "num_heads", "vocabulary")
 # Early families: two matrices in the feed-forward, biases everywhere, learned positions or none.
-_PLAIN = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "gpt_bigcode", "phi")
+_PLAIN = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "gpt_bigcode", "phi", "starcoder2")
+_UNGATED = (*_PLAIN, "nemotron")
+# Files hold what differs from the library's default, which is to tie: these families leave it.
+_TIED = (*_PLAIN, "gemma", "gemma2", "gemma3", "gemma3_text", "cohere", "cohere2")
 _LEARNED = ("gpt2", "gpt_neo", "opt", "gpt_bigcode")
 
 
@@ -79,11 +82,13 @@ def transformer_of(config: Any, *, name: str) -> Transformer:
     experts = None
     if found["num_experts"] > 1:
         width = found["expert_width"] or found["feedforward"]
-        experts = Experts(found["num_experts"], max(found["per_token"], 1), width, found["num_shared"])
+        wide = _whole(config, _SHARED, _MOST)
+        num_shared = found["num_shared"] or -(-wide // max(width, 1))
+        experts = Experts(found["num_experts"], max(found["per_token"], 1), width, num_shared)
     shared, latent = found["num_key_value_heads"], _latent(config)
-    if latent is not None:
-        shared, found["head_width"] = plain_heads(found["hidden"], found["num_heads"], latent)
-    elif narrow := _whole(config, "kv_lora_rank", _MOST):  # its other widths are not named
+    if config.get("multi_query") is True and config.get("new_decoder_architecture") is not True:
+        shared = 1
+    if latent is None and (narrow := _whole(config, "kv_lora_rank", _MOST)):  # its other widths are not named
         width = found["head_width"] or max(found["hidden"] // found["num_heads"], 1)
         shared = _shared_heads(width, narrow + _whole(config, "qk_rope_head_dim", _MOST))
     return Transformer(
@@ -95,37 +100,21 @@ def transformer_of(config: Any, *, name: str) -> Transformer:
         found["sequence"],
         shared,
         found["feedforward"],
-        gated=not plain,
-        tied=bool(config.get("tie_word_embeddings", plain)),
+        gated=family not in _UNGATED,
+        tied=bool(config.get("tie_word_embeddings", family in _TIED)),
         learned_positions=family in _LEARNED,
         experts=experts,
         num_dense_layers=found["num_dense_layers"] if experts else 0,
         head_width=found["head_width"],
+        latent=latent,
         biased=plain,
-        dropout=any(config.get(key) for key in ("attention_dropout", "resid_pdrop", "attn_pdrop", "hidden_dropout")),
-        details=_also(details_of(config, read=_KEYS, gated=not plain), assumed),
+        dropout=any(config.get(key) for key in _DROPOUTS),
+        details=_also(details_of(config, read=_KEYS, gated=family not in _UNGATED), assumed),
     )
 
 
 def _also(details: Details, others: tuple[str, ...]) -> Details:
     return replace(details, others=(*details.others, *others)) if others else details
-
-
-def plain_heads(hidden: int, num_heads: int, latent: Latent) -> tuple[int, int]:
-    """Return plain heads with as many parameters as latent attention: heads of keys and values, and their width.
-
-    DeepSeek-V3's attention has 187 million parameters per layer:
-
-    >>> shared, width = plain_heads(7168, 128, Latent(1536, 512, 128, 64, 128))
-    >>> shared, width, round(2 * 7168 * (128 + shared) * width / 1e6)
-    (4, 99, 187)
-    """
-    queries, from_latent = num_heads * (latent.head + latent.rotary_head), num_heads * (latent.head + latent.value_head)
-    by_queries = latent.queries * (hidden + queries) if latent.queries else hidden * queries
-    by_keys = hidden * (latent.keys_values + latent.rotary_head) + latent.keys_values * from_latent
-    total = by_queries + by_keys + num_heads * latent.value_head * hidden
-    shared = _shared_heads(total / (2 * hidden * num_heads), latent.keys_values + latent.rotary_head)
-    return shared, max(round(total / (2 * hidden * (num_heads + shared))), 1)
 
 
 def _shared_heads(width: float, narrow: int) -> int:
@@ -136,6 +125,7 @@ def _shared_heads(width: float, narrow: int) -> int:
     return shared
 
 
+_DROPOUTS = ("attention_dropout", "resid_pdrop", "attn_pdrop", "hidden_dropout", "dropout")
 _ASSUMED = 2048  # tokens of a sequence, if a config does not say
 
 
@@ -157,10 +147,21 @@ def _whole(config: Mapping[str, Any], name: str, most: int) -> int:
 _ALIBI = ("bloom", "mpt")
 _QK_NORM = ("qwen3", "qwen3_moe")
 _QKV_BIAS = ("qwen2", "qwen2_moe")
+_SHARED = "shared_expert_intermediate_size"  # of all shared experts together
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Keys that are read here, besides sizes.
 _ROTARY = ("rope_theta", "rope_parameters")
-_READ = ("model_type", "text_config", "tie_word_embeddings", "use_sliding_window", "alibi", *_ROTARY, *_LATENT)
+_READ = (
+    "model_type",
+    "text_config",
+    "tie_word_embeddings",
+    "use_sliding_window",
+    "alibi",
+    "multi_query",
+    _SHARED,
+    *_ROTARY,
+    *_LATENT,
+)
 # Keys about tokens, files, initial values, number formats, and generation only.
 _ABOUT_FILES = ("architectures", "auto_map", "transformers_version", "_name_or_path", "tokenizer_class")
 _ABOUT_NUMBERS = ("torch_dtype", "dtype", "initializer_range", "quantization_config", "scale_attn_weights")
@@ -188,7 +189,6 @@ def details_of(config: Mapping[str, Any], *, read: frozenset[str], gated: bool) 
     if latent is None and config.get("kv_lora_rank"):
         others += ("latent attention with unnamed widths",)
     return Details(
-        latent=latent,
         alibi=family in _ALIBI or config.get("alibi") is True,
         rotary_base=_rotary_base(config),
         qk_norm=family in _QK_NORM,

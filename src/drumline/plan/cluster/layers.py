@@ -20,23 +20,25 @@ from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.kernels import (
     Ops,
     Spent,
-    attention_seconds,
     exposed,
     gather_seconds,
     memory_seconds,
-    product_seconds,
     reduce_seconds,
 )
 from drumline.plan.cluster.layout import Layout, casts_once, recomputed_ops
 from drumline.plan.cluster.products import (
     WORD,
     Product,
+    attention_times,
     cast_seconds,
+    divided,
+    heads_of,
     keys_of,
     layer_products,
     product_times,
     routed_products,
     tokens_of,
+    up_products,
 )
 from drumline.plan.cluster.transformer import Transformer
 from drumline.schedules import find
@@ -106,7 +108,7 @@ def _layer(transformer: Transformer, cluster: Cluster, layout: Layout, experts: 
     device, practice = cluster.device, layout.practice
     forward, by_input, by_weight = product_times(cluster, layout, layer_products(transformer, layout, experts))
     passes, passes_back = _passes(transformer, cluster, layout, experts)
-    attend, attend_back = _attention(transformer, cluster, layout)
+    attend, attend_back = attention_times(transformer, cluster, layout)
     context, context_back = _ring(transformer, cluster, layout, attend, attend_back)
     routing = _routing(transformer, cluster, layout) if experts else 0.0
     exchange = _exchange(cluster, layout, WORD * tokens_of(transformer, layout) * transformer.hidden)
@@ -155,17 +157,21 @@ def _again(
     """Return the seconds to compute one kind of operation of a layer once more."""
     if op == "attention":
         return attention + _cast_again(transformer, cluster, layout, experts, op)
+    tokens = tokens_of(transformer, layout)
+    if op == "projections":
+        seconds, _, _ = product_times(cluster, layout, up_products(transformer, layout))
+        rearranged = memory_seconds(cluster.device, WORD * tokens * 2 * heads_of(transformer, layout))
+        return Spent(seconds + rearranged + 2 * cluster.device.reach.launch_seconds)
     if op == "experts":
         if not experts or transformer.experts is None:
             return Spent()
         seconds, _, _ = product_times(cluster, layout, routed_products(transformer, layout))
         return Spent(seconds, expert=_routing(transformer, cluster, layout))
     along = layout.tensor if layout.sequence_parallel else 1
-    width = 4 * transformer.hidden / along  # two norms, each read and written
+    width = 4 * transformer.hidden / along + 2 * _narrow(transformer)  # two norms and the latents', read and written
     if op == "activation":
         width = (3 if transformer.gated else 2) * inner_of(transformer, layout, experts)
-    size = WORD * tokens_of(transformer, layout) * width
-    passes = Spent(memory_seconds(cluster.device, size) + 2 * cluster.device.reach.launch_seconds)
+    passes = Spent(memory_seconds(cluster.device, WORD * tokens * width) + 2 * cluster.device.reach.launch_seconds)
     return passes + _cast_again(transformer, cluster, layout, experts, op)
 
 
@@ -174,11 +180,16 @@ def _cast_again(transformer: Transformer, cluster: Cluster, layout: Layout, expe
     if not (layout.practice.fp8 and layout.practice.keeps_fp8_inputs):
         return Spent()
     widths = {
-        "norms": 2.0 * transformer.hidden,  # the inputs of both blocks
+        "norms": 2.0 * transformer.hidden + _narrow(transformer),  # the inputs of both blocks, and of the heads
         "activation": inner_of(transformer, layout, experts),
-        "attention": transformer.num_heads * transformer.head_width / layout.tensor,
+        "attention": transformer.num_heads * transformer.value_width / layout.tensor,
     }
     return Spent(cast_seconds(cluster, tokens_of(transformer, layout) * widths[op]))
+
+
+def _narrow(transformer: Transformer) -> int:
+    """Return the width of the latents, which every tensor-parallel rank has whole; 0 without latent attention."""
+    return transformer.latent.narrow if transformer.latent else 0
 
 
 def inner_of(transformer: Transformer, layout: Layout, experts: bool) -> float:
@@ -193,41 +204,23 @@ def _passes(transformer: Transformer, cluster: Cluster, layout: Layout, experts:
 
     Between the blocks are two norms (read, write; backward reads two and writes one) and two sums with the residual
     (two reads, a write), with a mask of half a number if there is dropout. Inside, queries, keys and values are
-    rearranged, and the activation runs. A token is copied for every expert it goes to.
+    rearranged, and the activation runs. Latents have norms of their own. A token is copied for every expert it goes to.
     """
     masks = 1.0 if transformer.dropout else 0.0
     along = layout.tensor if layout.sequence_parallel else 1
-    heads = transformer.num_heads * transformer.head_width / layout.tensor + keys_of(transformer, layout)
+    heads, narrow = heads_of(transformer, layout), _narrow(transformer)
     inner, copies = inner_of(transformer, layout, experts), 0.0
     if experts and (found := transformer.experts) is not None:
         copies = 2.0 * found.per_token * transformer.hidden / along
     reads = 2 if transformer.gated else 1
-    forward = (10 + masks) * transformer.hidden / along + 2 * heads + (reads + 1) * inner + copies
-    backward = (12 + masks) * transformer.hidden / along + 2 * heads + (2 * reads + 1) * inner + copies
+    forward = (10 + masks) * transformer.hidden / along + 2 * heads + (reads + 1) * inner + copies + 2 * narrow
+    backward = (12 + masks) * transformer.hidden / along + 2 * heads + (2 * reads + 1) * inner + copies + 3 * narrow
     size = WORD * tokens_of(transformer, layout)
     launches = NUM_LAUNCHES * cluster.device.reach.launch_seconds
     return (
         memory_seconds(cluster.device, size * forward) + launches,
         memory_seconds(cluster.device, size * backward) + launches,
     )
-
-
-def _attention(transformer: Transformer, cluster: Cluster, layout: Layout) -> tuple[float, float]:
-    """Return the seconds of attention itself, forward and backward."""
-    device = cluster.device
-    heads = layout.microbatch * transformer.num_heads / layout.tensor
-    pieces = 1 if layout.context == 1 else 2  # the first and the last of a sequence, so that all ranks do as much
-    rows, columns, width = transformer.sequence / layout.context, transformer.sequence, transformer.head_width
-    if layout.practice.flash_attention:
-        flops = 4.0 * heads * rows * columns * width / 2
-        more = (pieces - 1) * device.reach.launch_seconds
-        return attention_seconds(device, flops) + more, attention_seconds(device, 2.5 * flops) + more
-    scores = product_seconds(device, rows, columns, width, heads)
-    values = product_seconds(device, rows, width, columns, heads)
-    size = WORD * heads * rows * columns
-    masked = 2.5 if transformer.dropout else 0.0
-    forward = scores + values + memory_seconds(device, (2 + masked) * size)
-    return forward, 2 * (scores + values) + memory_seconds(device, (3 + masked) * size)
 
 
 def _ring(
@@ -237,6 +230,7 @@ def _ring(
 
     Forward gathers them from all context-parallel ranks. Backward gathers them again, and sums and scatters their
     gradients. In a ring they travel behind attention; otherwise attention waits, as in Llama 3 (arXiv 2407.21783).
+    Latent attention sends keys and values of all heads, as frameworks do, not the latents.
     """
     if layout.context == 1:
         return 0.0, 0.0
@@ -292,6 +286,6 @@ def _exchange_back(layout: Layout, exchange: float, by_weight: float) -> float:
 def _parameters(transformer: Transformer, layout: Layout, experts: bool) -> float:
     """Return how many parameters of a layer a device holds."""
     if not experts or transformer.experts is None:
-        return transformer.dense_layer_parameters / layout.tensor
+        return divided(transformer, layout, transformer.dense_layer_parameters)
     local = transformer.experts.num_experts / layout.expert * transformer.expert_parameters
-    return (transformer.shared_parameters + local) / layout.tensor
+    return divided(transformer, layout, transformer.shared_parameters + local)

@@ -6,6 +6,7 @@ Every contradiction raises an error with the value, what was expected, and the f
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from drumline.core.errors import PlanError, counted, nearest
 from drumline.plan.cluster.hardware import Cluster
@@ -13,7 +14,8 @@ from drumline.plan.cluster.transformer import Transformer
 from drumline.schedules import find
 
 RECOMPUTE = ("none", "selective", "full")
-OPS = ("norms", "activation", "attention", "experts")  # what can be recomputed by itself
+OPS = ("norms", "activation", "attention", "experts", "projections")  # what can be recomputed by itself
+_NAMED = {"activation": "activation functions", "projections": "projections of latents"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +129,15 @@ class Layout:
         ('no recomputation', 'full recomputation')
         >>> Layout(batch=8, recompute="full:3").recomputation, Layout(batch=8, recompute="norms+experts").recomputation
         ('full recomputation of 3 layers per stage', 'recomputation of norms and experts')
+        >>> Layout(batch=8, recompute="norms+activation+projections").recomputation
+        'recomputation of norms, activation functions and projections of latents'
         """
         if self.recompute in RECOMPUTE:
             return f"{'no' if self.recompute == 'none' else self.recompute} recomputation"
         if self.recompute.startswith("full:"):
             return f"full recomputation of {counted(int(self.recompute[5:]), 'layer')} per stage"
-        return f"recomputation of {' and '.join(self.recompute.split('+'))}"
+        *others, last = (_NAMED.get(one, one) for one in self.recompute.split("+"))
+        return f"recomputation of {', '.join(others)}{' and ' if others else ''}{last}"
 
     @property
     def settings(self) -> dict[str, str]:
@@ -157,7 +162,8 @@ def recomputed_ops(layout: Layout, recompute: str = "") -> tuple[str, ...]:
     Some layers may `recompute` otherwise than the layout says.
 
     "selective" means what is cheap to compute and large to keep: the scores of attention if it is not fused, otherwise
-    the norms and the activation function. Other sets are written with a plus: "norms+experts".
+    the norms and the activation function. Other sets are written with a plus: "norms+experts". "projections" are those
+    of latent attention up to queries, keys and values.
 
     >>> recomputed_ops(Layout(batch=8, recompute="selective")), recomputed_ops(Layout(batch=8, recompute="experts"))
     (('norms', 'activation'), ('experts',))
@@ -168,6 +174,19 @@ def recomputed_ops(layout: Layout, recompute: str = "") -> tuple[str, ...]:
     if how == "selective":
         return ("norms", "activation") if layout.practice.flash_attention else ("attention",)
     return tuple(how.split("+"))
+
+
+@lru_cache(maxsize=1024)
+def includes(more: str, less: str) -> bool:
+    """Whether one recomputation of fused layers repeats all that another does.
+
+    >>> includes("selective", "norms"), includes("norms", "activation"), includes("full", "experts")
+    (True, False, True)
+    """
+    if "full" in (more, less):
+        return more == "full"
+    ops = [recomputed_ops(Layout(batch=1), how) for how in (less, more)]
+    return set(ops[0]) <= set(ops[1])
 
 
 def whole_layers(recompute: str, num_layers: int) -> int:
@@ -240,6 +259,22 @@ def _check_values(layout: Layout) -> None:
         raise PlanError(f"recompute is {layout.recompute!r}", fix=nearest(str(layout.recompute), (*RECOMPUTE, *OPS)))
 
 
+def check_recomputation(transformer: Transformer, recompute: str) -> None:
+    """Raise PlanError if the model has nothing of what is to be recomputed: only latent attention projects up.
+
+    >>> check_recomputation(Transformer("tiny", 1, 64, 4, vocabulary=10, sequence=8), "norms+projections")
+    Traceback (most recent call last):
+    drumline.core.errors.PlanError: recompute is 'norms+projections', but tiny has no latent attention...
+    """
+    if transformer.latent is None and "projections" in recompute.split("+"):
+        others = "+".join(one for one in recompute.split("+") if one != "projections") or "none"
+        raise PlanError(
+            f"recompute is {recompute!r}, but {transformer.name} has no latent attention",
+            expected="projections only for a model whose queries, keys and values are projected up from latents",
+            fix=f"use {others}",
+        )
+
+
 def _check_devices(cluster: Cluster, layout: Layout) -> None:
     if layout.num_devices != cluster.num_devices:
         copy = layout.tensor * layout.pipeline * layout.context
@@ -269,6 +304,7 @@ def _check_model(transformer: Transformer, layout: Layout) -> None:
                 f"the {name} of {transformer.name}, {count}, is not divisible by {layout.tensor} tensor-parallel ranks",
                 expected=f"a tensor parallelism that divides {count}",
             )
+    check_recomputation(transformer, layout.recompute)
     parts = layout.tensor * layout.context if layout.sequence_parallel else layout.context
     if transformer.sequence % parts:
         raise PlanError(

@@ -9,6 +9,10 @@ tensor-parallel ranks, a heads and s the sequence,
     34h/t                      with the scores (5as/t) recomputed, or never stored
     2h                         with everything recomputed: the input of a layer
 
+Latent attention keeps its n latent numbers before and after their norms, and for every head queries and keys
+of width k, values and outputs of width v: 4n + 4a(k + v)/t instead of 8h/t. If the projections up to the heads are
+recomputed, 2r + 4n + 2av/t: all heads share a key of width r, and queries, keys and values are not kept.
+
 With FP8, inputs of products that are kept in 8 bits take half; fused attention keeps its output in 16 bits besides.
 """
 
@@ -16,10 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from drumline.plan.cluster.layers import ring_bytes
 from drumline.plan.cluster.layout import Layout, casts_once, recomputed_ops
-from drumline.plan.cluster.products import fp8_weights, keys_of, tokens_of
+from drumline.plan.cluster.products import divided, fp8_weights, heads_of, tokens_of
 from drumline.plan.cluster.stages import Alike, StageLayers, alike, counts_of, pairs_held
 from drumline.plan.cluster.transformer import Transformer
 
@@ -46,19 +51,26 @@ class Bytes:
 
 def device_parameters(transformer: Transformer, layout: Layout, rank: Alike) -> tuple[float, float]:
     """Return how many parameters a device of a pipeline rank holds: those that all tokens use, and its experts'."""
+    dense, whole, experts = _held(transformer, rank.slices)
+    return dense / layout.tensor + whole, experts / layout.expert / layout.tensor
+
+
+@lru_cache(maxsize=4096)
+def _held(transformer: Transformer, slices: tuple[tuple[StageLayers, float], ...]) -> tuple[float, float, float]:
+    """Return how many parameters of stages all tokens use, divided and whole, and how many their experts have."""
     dense = experts = 0.0
-    shared = transformer.shared_parameters
-    local = transformer.experts.num_experts / layout.expert if transformer.experts else 0.0
-    for slice_, _ in rank.slices:
-        dense += slice_.dense * transformer.dense_layer_parameters + slice_.experts * shared
-        experts += slice_.experts * local * transformer.expert_parameters
+    whole = float(transformer.whole_parameters * sum(slice_.num_layers for slice_, _ in slices))
+    every = transformer.experts.num_experts if transformer.experts else 0
+    for slice_, _ in slices:
+        dense += slice_.dense * transformer.dense_layer_parameters + slice_.experts * transformer.shared_parameters
+        experts += slice_.experts * every * transformer.expert_parameters
         if slice_.is_first:
             dense += transformer.embedding_parameters
         if slice_.is_last:
             dense += transformer.head_parameters
         if slice_.is_first and slice_.is_last and transformer.tied:
             dense -= transformer.hidden * transformer.vocabulary
-    return dense / layout.tensor, experts / layout.tensor
+    return dense - whole, whole, experts
 
 
 def sharded(layout: Layout, parameters: tuple[float, float]) -> float:
@@ -76,7 +88,7 @@ def device_bytes(transformer: Transformer, layout: Layout, rank: Alike) -> Bytes
     whole, part = sum(parameters), sharded(layout, parameters)
     pairs = pairs_held(layout.schedule, rank.first, layout.pipeline, layout.num_microbatches, layout.stages_per_rank)
     has_experts = any(slice_.experts for slice_, _ in rank.slices)
-    kept = sum(stage_activations(transformer, layout, slice_) for slice_, _ in rank.slices) / len(rank.slices)
+    kept = stage_activations(transformer, layout, *(slice_ for slice_, _ in rank.slices)) / len(rank.slices)
     whole_gradients = layout.zero < 2 or keeps_gradients(layout)
     return Bytes(
         weights=WEIGHT_BYTES * (part if layout.zero >= 3 else whole) + FP8_BYTES * held_fp8(transformer, layout, rank),
@@ -106,20 +118,24 @@ def keeps_gradients(layout: Layout) -> bool:
     return layout.pipeline > 1 and layout.num_microbatches > 1
 
 
-def stage_activations(transformer: Transformer, layout: Layout, slice_: StageLayers) -> float:
-    """Return the bytes that a device keeps for one microbatch in one stage until its backward."""
+def stage_activations(transformer: Transformer, layout: Layout, *slices: StageLayers) -> float:
+    """Return the bytes that a device keeps for one microbatch in these stages until its backward."""
+    counts: dict[tuple[bool, str], int] = {}
+    for slice_ in slices:
+        for count, experts, how in slice_.parts(layout.recompute):
+            counts[experts, how] = counts.get((experts, how), 0) + count
     return sum(
         count * activation_bytes(transformer, layout, experts=experts, recompute=how)
-        for count, experts, how in slice_.parts(layout.recompute)
+        for (experts, how), count in counts.items()
     )
 
 
 def _buffers(transformer: Transformer, layout: Layout, rank: Alike, has_experts: bool) -> float:
     """Return the bytes of temporary buffers.
 
-    A message each way; one layer during recomputation; the gathered keys and values of a layer, and their gradients;
-    the whole weights of two layers if they are sharded; the 8-bit weights of a layer if they are not held; the
-    embedding's mask of every microbatch in flight; the head's input and logits of one microbatch.
+    A message each way; one layer, or its queries, keys and values, in recomputation; the gathered keys and values of
+    a layer, and their gradients; the whole weights of two layers if sharded; the 8-bit weights of a layer if
+    not held; the embedding's mask of every microbatch in flight; the head's input and logits of one microbatch.
     """
     tokens = tokens_of(transformer, layout)
     along = layout.tensor if layout.sequence_parallel else 1
@@ -127,6 +143,8 @@ def _buffers(transformer: Transformer, layout: Layout, rank: Alike, has_experts:
     if layout.recompute.startswith("full"):
         kept = inside(transformer, layout, experts=has_experts) / layout.tensor
         size += tokens * (between(transformer, layout) / along + kept)
+    elif "projections" in recomputed_ops(layout) and transformer.latent is not None:
+        size += tokens * 2.0 * (heads_of(transformer, layout) - transformer.latent.rotary_head)
     if layout.context > 1 and not layout.practice.overlap_context:
         size += 2 * ring_bytes(transformer, layout)
     if layout.zero >= 3 and layout.data * layout.context > 1:
@@ -134,7 +152,7 @@ def _buffers(transformer: Transformer, layout: Layout, rank: Alike, has_experts:
         if has_experts and transformer.experts:
             local = transformer.experts.num_experts / layout.expert
             layer = max(layer, transformer.shared_parameters + int(local * transformer.expert_parameters))
-        size += 2 * WEIGHT_BYTES * layer / layout.tensor
+        size += 2 * WEIGHT_BYTES * divided(transformer, layout, layer)
     if layout.practice.fp8 and not casts_once(layout):
         size += fp8_weights(transformer, layout, experts=has_experts)
     if transformer.dropout and any(slice_.is_first for slice_, _ in rank.slices):
@@ -181,8 +199,8 @@ def _input_bytes(layout: Layout) -> float:
 
 def inside(transformer: Transformer, layout: Layout, *, experts: bool, ops: Sequence[str] = ()) -> float:
     """Return the bytes per token inside a layer's blocks, on all tensor-parallel ranks together."""
-    width, word = transformer.num_heads * transformer.head_width, _input_bytes(layout)
-    size = 2.0 * (width + keys_of(transformer, layout) * layout.tensor)
+    width, word = transformer.num_heads * transformer.value_width, _input_bytes(layout)
+    size = _attended(transformer, layout, word, ops)
     if not layout.practice.flash_attention:
         scores = (5.0 if transformer.dropout else 2.0) * transformer.num_heads * transformer.sequence
         size += word * width + (0.0 if "attention" in ops else scores)
@@ -195,6 +213,19 @@ def inside(transformer: Transformer, layout: Layout, *, experts: bool, ops: Sequ
         routed = word * found.per_token * transformer.hidden + each * found.per_token * found.feedforward
         return size + shared + (0.0 if "experts" in ops else routed)
     return size + each * transformer.feedforward
+
+
+def _attended(transformer: Transformer, layout: Layout, word: float, ops: Sequence[str]) -> float:
+    """Return the bytes per token of queries, keys and values, and of the latents that they are projected from.
+
+    Every tensor-parallel rank keeps whole latents, as they enter and as they leave their norms.
+    """
+    size = 2.0 * heads_of(transformer, layout) * layout.tensor
+    if (latent := transformer.latent) is None:
+        return size
+    if "projections" in ops:
+        size = 2.0 * latent.rotary_head * layout.tensor
+    return size + (2.0 + (0.0 if "norms" in ops else word)) * latent.narrow * layout.tensor
 
 
 def peak_bytes(transformer: Transformer, layout: Layout) -> float:

@@ -65,7 +65,6 @@ MODELS = {
             experts=Experts(8, 2, 14336),
             details=Details(rotary_base=1000000.0),
         ),
-        # Its attention uses narrow projections; here it counts as plain heads with the same number of parameters.
         _modern(
             "deepseek-v3",
             61,
@@ -73,13 +72,11 @@ MODELS = {
             128,
             vocabulary=129280,
             sequence=4096,
-            num_key_value_heads=4,
             feedforward=18432,
             experts=Experts(256, 8, 2048, num_shared=1),
             num_dense_layers=3,
-            head_width=96,
+            latent=Latent(queries=1536, keys_values=512, head=128, rotary_head=64, value_head=128),
             details=Details(
-                latent=Latent(queries=1536, keys_values=512, head=128, rotary_head=64, value_head=128),
                 rotary_base=10000.0,
                 others=(
                     "experts chosen by a sigmoid with a bias for balance, from 4 of 8 groups, their weights x 2.5",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.kernels import memory_seconds, product_seconds
+from drumline.plan.cluster.kernels import attention_seconds, memory_seconds, product_seconds
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.transformer import Transformer
 
@@ -38,14 +38,52 @@ def tokens_of(transformer: Transformer, layout: Layout) -> float:
 
 def keys_of(transformer: Transformer, layout: Layout) -> float:
     """Return the width of keys and values on one tensor-parallel rank; if there are more ranks than heads, copies."""
-    return 2 * transformer.head_width * max(transformer.num_key_value_heads / layout.tensor, 1.0)
+    each = transformer.head_width + transformer.value_width
+    return each * max(transformer.num_key_value_heads / layout.tensor, 1.0)
+
+
+def heads_of(transformer: Transformer, layout: Layout) -> float:
+    """Return the width of queries, keys and values on one tensor-parallel rank."""
+    return transformer.num_heads * transformer.head_width / layout.tensor + keys_of(transformer, layout)
+
+
+def divided(transformer: Transformer, layout: Layout, parameters: float) -> float:
+    """Return how many of a layer's parameters a tensor-parallel rank holds.
+
+    >>> gpt = Transformer("tiny", 1, hidden=64, num_heads=4, vocabulary=10, sequence=8)
+    >>> divided(gpt, Layout(batch=1, tensor=2), 100)
+    50.0
+    """
+    whole = transformer.whole_parameters
+    return (parameters - whole) / layout.tensor + whole
+
+
+def attention_products(transformer: Transformer, layout: Layout) -> list[Product]:
+    """Return the products of a layer's attention: queries, keys and values together, then the output.
+
+    Latent attention projects down first. Every tensor-parallel rank does that for all tokens, with whole weights; the
+    heads, and so the projections up to them and the output, are divided.
+    """
+    tokens, hidden = tokens_of(transformer, layout), transformer.hidden
+    out = Product(tokens, hidden, transformer.num_heads * transformer.value_width / layout.tensor)
+    if (latent := transformer.latent) is None:
+        return [Product(tokens, heads_of(transformer, layout), hidden), out]
+    down = [Product(tokens, outputs, inputs) for inputs, outputs in latent.down(hidden)]
+    return [*down, *up_products(transformer, layout), out]
+
+
+def up_products(transformer: Transformer, layout: Layout) -> list[Product]:
+    """Return the products that project latents up to queries, keys and values of all heads."""
+    latent, tokens = transformer.latent, tokens_of(transformer, layout)
+    assert latent is not None, "only latents are projected up"
+    heads = transformer.num_heads / layout.tensor
+    return [Product(tokens, heads * each, inputs) for inputs, each in latent.up(transformer.hidden)]
 
 
 def layer_products(transformer: Transformer, layout: Layout, experts: bool) -> list[Product]:
     """Return the products of a layer's forward with its weights."""
     tokens, hidden = tokens_of(transformer, layout), transformer.hidden
-    width = transformer.num_heads * transformer.head_width / layout.tensor
-    products = [Product(tokens, width + keys_of(transformer, layout), hidden), Product(tokens, hidden, width)]
+    products = attention_products(transformer, layout)
     if not experts or transformer.experts is None:
         return products + _feedforward(transformer, tokens, transformer.feedforward / layout.tensor, 1.0)
     found = transformer.experts
@@ -114,3 +152,27 @@ def _casts(cluster: Cluster, layout: Layout, one: Product) -> tuple[float, float
 def cast_seconds(cluster: Cluster, count: float, size: int = CAST_TWICE) -> float:
     """Return the seconds to cast so many numbers; `size` is what is read and written for each."""
     return memory_seconds(cluster.device, size * count) + _KERNELS * cluster.device.reach.launch_seconds
+
+
+def attention_times(transformer: Transformer, cluster: Cluster, layout: Layout) -> tuple[float, float]:
+    """Return the seconds of attention itself, forward and backward.
+
+    Scores are sums over the width of keys, outputs over that of values. Fused, backward computes the scores again, the
+    gradients of queries and keys (three products as wide as keys), of scores and values (two as wide as values).
+    """
+    device = cluster.device
+    heads = layout.microbatch * transformer.num_heads / layout.tensor
+    pieces = 1 if layout.context == 1 else 2  # the first and the last of a sequence, so that all ranks do as much
+    rows, columns = transformer.sequence / layout.context, transformer.sequence
+    keys, wide = transformer.head_width, transformer.value_width
+    if layout.practice.flash_attention:
+        flops = 2.0 * heads * rows * columns * (keys + wide) / 2
+        back = (3 * keys + 2 * wide) / (keys + wide) * flops
+        more = (pieces - 1) * device.reach.launch_seconds
+        return attention_seconds(device, flops) + more, attention_seconds(device, back) + more
+    scores = product_seconds(device, rows, columns, keys, heads)
+    values = product_seconds(device, rows, wide, columns, heads)
+    size = WORD * heads * rows * columns
+    masked = 2.5 if transformer.dropout else 0.0
+    forward = scores + values + memory_seconds(device, (2 + masked) * size)
+    return forward, 2 * (scores + values) + memory_seconds(device, (3 + masked) * size)

@@ -86,6 +86,9 @@ def head_weight(transformer: Transformer) -> float:
     """
     hidden, shared = transformer.hidden, transformer.num_key_value_heads * transformer.head_width
     attention = 2 * hidden * hidden + 2 * hidden * shared + 2 * transformer.sequence * hidden
+    if transformer.latent is not None:
+        wide = transformer.num_heads * (transformer.head_width + transformer.value_width)
+        attention = transformer.attention_weights + transformer.sequence * wide
     width = transformer.feedforward
     if transformer.experts is not None:
         width = transformer.experts.feedforward * (transformer.experts.per_token + transformer.experts.num_shared)

@@ -1,6 +1,6 @@
 """A transformer as numbers; they determine what a layer multiplies, keeps and sends.
 
-Its `Details` identify the exact model, but affect neither seconds nor bytes here. Launching a plan needs them: given
+Its `Details` identify the exact model, but affect neither seconds nor bytes. Launching a plan needs them: given
 only the sizes, a framework would train a different model.
 
 This file also counts the parameters of each part, and the operations of a step.
@@ -17,10 +17,12 @@ from drumline.core.errors import PlanError
 class Latent:
     """Attention through narrow projections (MLA): their widths, and those of a head with and without positions.
 
+    A token is projected down to a latent for queries and one for keys and values. Each is normalised, and projected up
+    to all heads. Positions enter through a part of each head's query and through one key that all heads share.
     `queries` is 0 if queries are projected directly.
 
-    >>> Latent(queries=1536, keys_values=512, head=128, rotary_head=64, value_head=128).keys_values
-    512
+    >>> Latent(queries=1536, keys_values=512, head=128, rotary_head=64, value_head=128).scored
+    192
     """
 
     queries: int
@@ -36,6 +38,33 @@ class Latent:
                 f"{self.rotary_head}, {self.value_head}",
                 expected="widths of 1 or more; 0 for queries that are projected directly",
             )
+
+    @property
+    def scored(self) -> int:
+        """The width of a head's queries and keys."""
+        return self.head + self.rotary_head
+
+    @property
+    def narrow(self) -> int:
+        """The numbers of a token that are normalised and projected up: both latents."""
+        return self.queries + self.keys_values
+
+    def down(self, hidden: int) -> list[tuple[int, int]]:
+        """Return the inputs and outputs of every projection to a latent, the shared key's with that of keys and values.
+
+        >>> Latent(1536, 512, 128, 64, 128).down(7168)
+        [(7168, 1536), (7168, 576)]
+        """
+        queries = [(hidden, self.queries)] if self.queries else []
+        return [*queries, (hidden, self.keys_values + self.rotary_head)]
+
+    def up(self, hidden: int) -> list[tuple[int, int]]:
+        """Return the inputs of every projection to the heads, with the outputs of one head: queries, keys and values.
+
+        >>> Latent(1536, 512, 128, 64, 128).up(7168)
+        [(1536, 192), (512, 256)]
+        """
+        return [(self.queries or hidden, self.scored), (self.keys_values, self.head + self.value_head)]
 
     def __str__(self) -> str:
         narrow = f"queries through {self.queries}, " if self.queries else ""
@@ -53,7 +82,6 @@ class Details:
     queries and keys of every head; `qkv_bias` models add a bias only to queries, keys and values.
     """
 
-    latent: Latent | None = None
     alibi: bool = False
     rotary_base: float = 0.0
     qk_norm: bool = False
@@ -87,6 +115,9 @@ class Experts:
 class Transformer:
     """A decoder of `num_layers` equal layers between an embedding and a head.
 
+    `head_width` is the width of a head's queries and keys. With `latent` attention it follows from the latter's widths,
+    and every head has its own keys and values.
+
     `feedforward` is the inner width of the dense layers; `gated` layers multiply two such projections. With `experts`,
     the layers from `num_dense_layers` on have experts instead. `biased` layers add a bias after every product, and
     `dropout` keeps a mask everywhere it applies. `details` is what a framework must know besides sizes.
@@ -112,6 +143,7 @@ class Transformer:
     head_width: int = 0
     biased: bool = True
     dropout: bool = True
+    latent: Latent | None = None
     details: Details = PLAIN
 
     def __post_init__(self) -> None:
@@ -123,6 +155,9 @@ class Transformer:
                 raise PlanError(f"{name} of {self.name} is {getattr(self, name)}", expected="0 or more")
         if not self.feedforward:
             object.__setattr__(self, "feedforward", 4 * self.hidden)
+        if self.latent is not None:
+            object.__setattr__(self, "num_key_value_heads", self.num_heads)
+            object.__setattr__(self, "head_width", self.latent.scored)
         if not self.num_key_value_heads:
             object.__setattr__(self, "num_key_value_heads", self.num_heads)
         if self.num_heads % self.num_key_value_heads:
@@ -140,12 +175,46 @@ class Transformer:
             )
 
     @property
+    def value_width(self) -> int:
+        """The width of a head's values."""
+        return self.latent.value_head if self.latent else self.head_width
+
+    @property
+    def attention_weights(self) -> int:
+        """The weights of attention that a token is multiplied with in a layer.
+
+        DeepSeek-V3: 7168 x 1536 + 1536 x 128 x 192 for queries, 7168 x 576 + 512 x 128 x 256 for keys and values, and
+        128 x 128 x 7168 for the output.
+
+        >>> latent = Latent(queries=1536, keys_values=512, head=128, rotary_head=64, value_head=128)
+        >>> Transformer("v3", 61, 7168, 128, vocabulary=129280, sequence=4096, latent=latent).attention_weights
+        187105280
+        """
+        if (latent := self.latent) is not None:
+            up = sum(one * each for one, each in latent.up(self.hidden))
+            return self._weights_down + self.num_heads * (up + latent.value_head * self.hidden)
+        return self.hidden * self.head_width * 2 * (self.num_heads + self.num_key_value_heads)
+
+    @property
     def attention_parameters(self) -> int:
         """The parameters of a layer's attention, including its normalisation."""
-        width = self.num_heads * self.head_width
-        keys = 2 * self.num_key_value_heads * self.head_width
-        biases = width + keys + self.hidden if self.biased else 0
-        return self.hidden * (2 * width + keys) + biases + self._norm
+        outputs = self.num_heads * self.head_width + 2 * self.num_key_value_heads * self.head_width
+        if (latent := self.latent) is not None:
+            outputs = self.num_heads * sum(each for _, each in latent.up(self.hidden))
+        divided = self.attention_weights - self._weights_down + (outputs + self.hidden if self.biased else 0)
+        return divided + self._norm + self.whole_parameters
+
+    @property
+    def whole_parameters(self) -> int:
+        """The parameters of a layer that no tensor-parallel rank divides: projections to latents, and their norms."""
+        if self.latent is None:
+            return 0
+        biases = self.latent.narrow + self.latent.rotary_head if self.biased else 0
+        return self._weights_down + biases + (2 if self.biased else 1) * self.latent.narrow
+
+    @property
+    def _weights_down(self) -> int:
+        return sum(one * outputs for one, outputs in self.latent.down(self.hidden)) if self.latent else 0
 
     def feedforward_parameters(self, width: int) -> int:
         """Return the parameters of a feed-forward block of this inner width, without its normalisation."""
@@ -207,17 +276,15 @@ def model_flops(transformer: Transformer, batch: int, *, causal: bool = False) -
 
 def attention_flops(transformer: Transformer, batch: int) -> float:
     """Return the operations of attention itself in one forward: scores, and their products with the values."""
-    width = transformer.num_heads * transformer.head_width
-    return 4.0 * batch * transformer.sequence**2 * width * transformer.num_layers
+    width = transformer.num_heads * (transformer.head_width + transformer.value_width)
+    return 2.0 * batch * transformer.sequence**2 * width * transformer.num_layers
 
 
 def layer_weights(transformer: Transformer) -> float:
     """Return the number of weights in all layers that a token is multiplied with."""
-    width = transformer.num_heads * transformer.head_width
-    keys = 2 * transformer.num_key_value_heads * transformer.head_width
     inner = float(transformer.num_dense_layers * transformer.feedforward)
     if (experts := transformer.experts) is not None:
         each = (experts.per_token + experts.num_shared) * experts.feedforward
         inner += (transformer.num_layers - transformer.num_dense_layers) * each
     kinds = 3 if transformer.gated else 2
-    return transformer.hidden * (transformer.num_layers * (2.0 * width + keys) + kinds * inner)
+    return float(transformer.num_layers * transformer.attention_weights) + transformer.hidden * kinds * inner

@@ -33,7 +33,7 @@ from drumline.core.errors import PlanError, nearest
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.transformer import PLAIN, Transformer
-from drumline.plan.launch.megatron import megatron
+from drumline.plan.launch.megatron import MANY, megatron, shards_by_fsdp
 from drumline.plan.launch.own import differs, drops_less, not_run, zero_of
 from drumline.plan.launch.titan import titan
 from drumline.plan.launch.toml import written
@@ -103,7 +103,8 @@ def launch(
         return Launch((own,))
     start = torchrun(cluster)
     by_titan = f"{start} -m torchtitan.train --job.config_file plan.toml"
-    by_megatron = f"grep -v '^#' plan.args | CUDA_DEVICE_MAX_CONNECTIONS=1 xargs {start} pretrain_gpt.py"
+    connections = f"CUDA_DEVICE_MAX_CONNECTIONS={MANY if shards_by_fsdp(layout) else 1}"
+    by_megatron = f"grep -v '^#' plan.args | {connections} xargs {start} pretrain_gpt.py"
     return Launch(
         (
             own,
@@ -188,14 +189,14 @@ def train_config(
 
     `source` is the folder or config.json of the model, `program_file` the program to run in place of the schedule.
     """
-    nested = ("experts", "details", "sequence")
+    nested = ("experts", "latent", "details", "sequence")
     model: dict[str, Any] = {"kind": "hf", "path": source} if source else {}
     model |= {one.name: getattr(transformer, one.name) for one in fields(transformer) if one.name not in nested}
     details = transformer.details
-    for name, part in (("experts", transformer.experts), ("latent", details.latent)):
+    for name, part in (("experts", transformer.experts), ("latent", transformer.latent)):
         if part is not None:
             model |= {f"{name}_{one}": value for one, value in asdict(part).items()}
-    own = (one.name for one in fields(details) if one.name != "latent")
+    own = (one.name for one in fields(details))
     model |= {name: getattr(details, name) for name in own if getattr(details, name) != getattr(PLAIN, name)}
     if drops_less(transformer, layout, source=source):
         model["attention_dropout"] = 0.0

@@ -9,6 +9,7 @@ from drumline.plan.cluster.transformer import Transformer
 from drumline.schedules import find
 
 RELEASE = "core_r0.13"  # whose arguments these are
+MANY = 8  # CUDA's own number of connections; Megatron-LM's FSDP refuses 1, which all else wants
 _SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
 
 
@@ -23,10 +24,13 @@ def megatron(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, 
         *_batch_and_degrees(transformer, layout),
         *_stages(layout, missing),
     ]
-    lines += [*_sharding(layout, missing), *_memory(layout, missing), "--attention-backend flash", "--bf16"]
+    lines += [*_sharding(layout, missing), *_memory(layout, missing), *_hidden(transformer, layout, missing)]
+    # Flash attention wants keys as wide as values.
+    lines += [f"--attention-backend {'flash' if transformer.latent is None else 'fused'}", "--bf16"]
     if layout.practice.fp8:
         lines += ["--fp8-format hybrid", "--fp8-recipe tensorwise"]
     missing.append(f"the vocabulary of {transformer.vocabulary}: it comes from the tokenizer you choose")
+    missing.append("the length of the run and the learning rate: add --train-iters and --lr")
     missing.append("the data: add --data-path and arguments for the tokenizer, or --mock-data to try the plan")
     written = f"# Written by `drumline plan` for the arguments of Megatron-LM {RELEASE}. Not expressed:"
     head = [written, *(f"# - {one}" for one in missing)]
@@ -59,8 +63,7 @@ def _sizes(transformer: Transformer) -> Iterator[str]:
 
 
 def _attention(transformer: Transformer) -> Iterator[str]:
-    """Yield the real latent attention; the plan's plain heads only approximate its work."""
-    latent = transformer.details.latent
+    latent = transformer.latent
     if latent is not None:
         yield "--multi-latent-attention"
         if latent.queries:
@@ -86,6 +89,8 @@ def _positions(transformer: Transformer) -> Iterator[str]:
         yield "--position-embedding-type none"
     elif not transformer.learned_positions:
         yield "--position-embedding-type rope"
+        if transformer.latent is not None:
+            yield "--rope-type rope"  # its default there is yarn, which scales positions
         if transformer.details.rotary_base:
             yield f"--rotary-base {transformer.details.rotary_base:.0f}"
 
@@ -151,6 +156,35 @@ def pipeline_layout(counts: list[int] | tuple[int, ...]) -> str:
     return "E" + "|".join(f"t*{count}" if count else "" for count in counts) + "L"
 
 
+def _hidden(transformer: Transformer, layout: Layout, missing: list[str]) -> Iterator[str]:
+    """Yield how messages hide, and report those that may not."""
+    practice = layout.practice
+    if layout.context > 1:
+        yield f"--cp-comm-type {'p2p' if practice.overlap_context else 'all_gather'}"
+    if practice.overlap_forward and layout.sequence_parallel:
+        yield "--tp-comm-overlap"
+    if practice.overlap_experts and layout.expert > 1:
+        missing.append(
+            "messages of experts that hide: add --overlap-moe-expert-parallel-comm, if your release has it for the plan"
+        )
+    if shards_by_fsdp(layout) and layout.tensor > 1:
+        missing.append(
+            "hidden tensor-parallel messages: they want CUDA_DEVICE_MAX_CONNECTIONS=1, which FSDP refuses, "
+            "so they may show"
+        )
+    if transformer.experts is not None and layout.tensor > 1 and not layout.sequence_parallel:
+        missing.append("no sequence parallelism: Megatron-LM refuses experts with tensor parallelism without it")
+
+
+def shards_by_fsdp(layout: Layout) -> bool:
+    """Whether Megatron-LM's own FSDP shards a layout: ZeRO 2 or 3, which it has only without a pipeline.
+
+    >>> shards_by_fsdp(Layout(batch=8, data=8, zero=3)), shards_by_fsdp(Layout(batch=8, data=8, zero=1))
+    (True, False)
+    """
+    return layout.zero > 1 and layout.pipeline == 1
+
+
 def _sharding(layout: Layout, missing: list[str]) -> Iterator[str]:
     if layout.zero == 0:
         yield "--overlap-grad-reduce"
@@ -158,7 +192,7 @@ def _sharding(layout: Layout, missing: list[str]) -> Iterator[str]:
     yield "--use-distributed-optimizer"
     yield "--overlap-grad-reduce"
     yield "--overlap-param-gather"
-    if layout.zero > 1 and layout.pipeline == 1:
+    if shards_by_fsdp(layout):
         yield "--use-megatron-fsdp"
         yield "--no-gradient-accumulation-fusion"
         yield "--ckpt-format fsdp_dtensor"
@@ -167,7 +201,7 @@ def _sharding(layout: Layout, missing: list[str]) -> Iterator[str]:
         missing.append(f"ZeRO {layout.zero} within a pipeline: the distributed optimizer is ZeRO 1, which holds more")
 
 
-_MODULES = {"norms": "layernorm", "attention": "core_attn", "experts": "moe"}
+_MODULES = {"norms": "layernorm", "attention": "core_attn", "experts": "moe", "projections": "mla_up_proj"}
 
 
 def _memory(layout: Layout, missing: list[str]) -> Iterator[str]:

@@ -39,7 +39,7 @@ def not_run(transformer: Transformer, cluster: Cluster, layout: Layout, *, sourc
     details = transformer.details
     beyond = {
         "experts": transformer.experts is not None,
-        "latent attention": details.latent is not None,
+        "latent attention": transformer.latent is not None,
         "ALiBi positions": details.alibi,
         **dict.fromkeys(details.others, True),
     }

@@ -25,9 +25,14 @@ def titan(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, ...
         **_sharding(layout, missing),
         "tensor_parallel_degree": layout.tensor,
         "context_parallel_degree": layout.context,
-        "expert_parallel_degree": layout.expert,
+        **_experts_shared(layout, missing),
         "pipeline_parallel_degree": layout.pipeline,
     }
+    if layout.context > 1 and layout.practice.overlap_context:
+        parallelism["context_parallel_rotate_method"] = "alltoall"
+    asynchronous = layout.practice.overlap_forward and layout.tensor > 1
+    if asynchronous:
+        parallelism["enable_async_tensor_parallel"] = True
     if layout.pipeline > 1:
         parallelism |= _pipeline(layout, missing)
     if layout.tensor > 1 and not layout.sequence_parallel:
@@ -49,10 +54,20 @@ def titan(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, ...
             "training": {"seq_len": transformer.sequence, "local_batch_size": local, "global_batch_size": layout.batch},
             "parallelism": parallelism,
             "activation_checkpoint": mode,
+            **({"compile": {"enable": True}} if asynchronous or layout.practice.fp8 else {}),
         },
         comment=comment,
     )
     return text, tuple(missing)
+
+
+def _experts_shared(layout: Layout, missing: list[str]) -> dict[str, Any]:
+    """Return the degrees of experts: by default torchtitan spreads whole experts over tensor-parallel ranks too."""
+    if layout.expert == 1:
+        return {"expert_parallel_degree": 1}
+    if layout.practice.overlap_experts:
+        missing.append("messages of experts that hide: torchtitan hides them with DualPipeV only")
+    return {"expert_parallel_degree": layout.expert, "expert_tensor_parallel_degree": layout.tensor}
 
 
 def _float8(transformer: Transformer) -> dict[str, Any]:
@@ -60,7 +75,7 @@ def _float8(transformer: Transformer) -> dict[str, Any]:
     tables: dict[str, Any] = {"quantize.linear.float8": {"filter_fqns": ["output", "router.gate"]}}
     if transformer.experts is not None:
         tables["quantize.grouped_mm.float8"] = {"fqns": ["experts"]}
-    return {"model": {"converters": list(tables)}, **tables, "compile": {"enable": True}}
+    return {"model": {"converters": list(tables)}, **tables}
 
 
 def _sharding(layout: Layout, missing: list[str]) -> dict[str, Any]:
@@ -127,8 +142,8 @@ def described(transformer: Transformer) -> str:
 def _phrases(transformer: Transformer) -> Iterator[str]:
     yield f"{transformer.num_layers} layers of width {transformer.hidden}"
     details, shared = transformer.details, transformer.num_key_value_heads
-    if details.latent is not None:
-        yield f"{transformer.num_heads} heads with {details.latent}"
+    if transformer.latent is not None:
+        yield f"{transformer.num_heads} heads with {transformer.latent}"
     else:
         keys = f" on {shared} of keys and values" if shared != transformer.num_heads else ""
         yield f"{transformer.num_heads} heads of {transformer.head_width}{keys}"

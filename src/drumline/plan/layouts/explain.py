@@ -16,9 +16,9 @@ from drumline.plan.cluster.loads import hop_seconds, stage_ops
 from drumline.plan.cluster.stages import simulated
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.launch.launch import AXES, Launch, first_places, launch, links
+from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.planner import OBJECTIVE, ClusterPlan
 from drumline.plan.layouts.searched import Searched, costs_of
-from drumline.plan.layouts.survey import Choice
 from drumline.plan.layouts.what_if import ScalePoint, against_fsdp, changes, margins, pareto, scaling
 from drumline.plan.layouts.why import Alternative, why_not
 

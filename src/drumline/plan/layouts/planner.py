@@ -24,9 +24,10 @@ from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout, check_precision
 from drumline.plan.cluster.memory import peak_bytes
 from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.layouts.choice import Choice
+from drumline.plan.layouts.pins import Degrees, Pins
 from drumline.plan.layouts.searched import Searched, check_search, searched
-from drumline.plan.layouts.space import Degrees, Pins
-from drumline.plan.layouts.survey import Choice, Evaluator, Survey
+from drumline.plan.layouts.survey import Evaluator, Survey
 from drumline.plan.layouts.why import nothing_fits
 
 OBJECTIVE = (
@@ -173,11 +174,12 @@ def _near_best(survey: Survey, limit: float, top: int, pairs: int) -> tuple[list
         for one in found:
             if one.layout in exact or one.seconds > found[0].seconds * (1 + margin):
                 continue
-            if spent > pairs and any(known.bytes <= limit for known in exact.values()):
+            if spent > pairs and any(other.bytes <= limit for other in exact.values()):
                 break
-            exact[one.layout] = survey.cut(one.layout, limit)
-            spent += one.layout.num_stages * one.layout.num_microbatches if one.layout.pipeline > 1 else 0
-        within = [known for known in exact.values() if known.bytes <= limit]
+            known = exact[one.layout] = survey.cut(one.layout, limit)
+            if known.is_exact and one.layout.pipeline > 1:
+                spent += one.layout.num_stages * one.layout.num_microbatches
+        within = [other for other in exact.values() if other.bytes <= limit]
         if not found or (not within and margin > _WIDEST):
             return found, []
         needed = _WIDEST * 2 if not within else min(one.seconds for one in within) / found[0].seconds

@@ -24,7 +24,7 @@ from drumline.plan.cluster.loads import hop_seconds, stage_ops
 from drumline.plan.cluster.memory import Bytes, device_bytes, stage_activations
 from drumline.plan.cluster.stages import alike, counts_of, simulated, slices_of
 from drumline.plan.cluster.transformer import Transformer
-from drumline.plan.layouts.survey import Choice
+from drumline.plan.layouts.choice import Choice
 from drumline.schedules import find
 
 MOST_PAIRS = 2048  # (stage, microbatch) pairs of the largest pipeline that a search makes something of

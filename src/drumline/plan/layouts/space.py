@@ -1,4 +1,4 @@
-"""Every possible layout of a transformer on a cluster, and what the user may fix in advance (`Pins`).
+"""Every possible layout of a transformer on a cluster, within what the user has fixed (`Pins`).
 
 Unless a pin says otherwise, this enumerates:
 
@@ -13,7 +13,8 @@ Unless a pin says otherwise, this enumerates:
     ZeRO        1 to 3: stage 0 returns 32-bit gradients where stage 1 returns 16-bit weights, and holds more;
                 in a pipeline 1 and 3: stage 2 keeps whole gradients there, and is stage 1
     sequence    parallel whenever there is tensor parallelism: the same bytes sent, fewer kept
-    recompute   none, selective, full; full for as few layers of every stage as fit
+    recompute   nothing, norms, the activation function, both (selective), everything; everything of as few layers of
+                every stage as fit; with latent attention also the projections up to its heads, alone or with both
 
 Degrees of parallelism come first; if pinned degrees contradict each other, the error says why.
 """
@@ -21,181 +22,19 @@ Degrees of parallelism come first; if pinned degrees contradict each other, the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
 
-from drumline.core.errors import PlanError, counted, nearest
+from drumline.core.errors import PlanError, counted
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.layout import OPS, OVERLAPS, PRACTICE, RECOMPUTE, Layout, Practice, is_recomputation
+from drumline.plan.cluster.layout import Layout, check_recomputation
 from drumline.plan.cluster.stages import layer_counts
 from drumline.plan.cluster.transformer import Transformer
-from drumline.plan.layouts.frameworks import FRAMEWORKS, ZERO, Runs
-from drumline.schedules import DEFAULT, find, schedules
+from drumline.plan.layouts.pins import Degrees, Pins, tried_schedules
+from drumline.schedules import DEFAULT, find
 from drumline.schedules.registry import MAX_PAIRS
 
-MICROBATCHES = (1, 2, 4, 8, 16)
-PRECISIONS = ("bf16", "fp8")  # the default first
 SHORTEST = 4096  # the fewest tokens on a context-parallel rank
-
-
-def tried_schedules() -> dict[str, tuple[int, ...]]:
-    """Return, by name, the numbers of stages per rank with which to try each schedule.
-
-    >>> tried_schedules()["zb-v"]
-    (2,)
-    """
-    return {name: one.planned_with for name, one in schedules().items() if one.planned_with}
-
-
-@dataclass(frozen=True, slots=True)
-class Pins:
-    """What the user has fixed; None leaves the choice to the planner.
-
-    `framework` restricts the choice to what `drumline train` ("drumline"), Megatron-LM ("megatron") or torchtitan runs.
-    `overlaps` names messages that the software hides beyond what plans assume (`OVERLAPS`). `precision` is "bf16", or
-    "fp8" for products with a layer's weights that take 8-bit inputs.
-    """
-
-    tensor: int | None = None
-    pipeline: int | None = None
-    data: int | None = None
-    context: int | None = None
-    expert: int | None = None
-    microbatch: int | None = None
-    stages_per_rank: int | None = None
-    zero: int | None = None
-    sequence_parallel: bool | None = None
-    recompute: str | None = None
-    schedules: tuple[str, ...] = ()
-    framework: str = ""
-    overlaps: tuple[str, ...] = ()
-    precision: str = PRECISIONS[0]
-
-    def __post_init__(self) -> None:
-        counts = ("tensor", "pipeline", "data", "context", "expert", "microbatch", "stages_per_rank")
-        for name in counts:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise PlanError(f"{name} is pinned to {value}", expected="a whole number of 1 or more")
-        if self.zero is not None and self.zero not in ZERO:
-            raise PlanError(f"zero is pinned to {self.zero}", expected="0, 1, 2 or 3")
-        if self.recompute is not None and not is_recomputation(self.recompute):
-            fix = nearest(self.recompute, (*RECOMPUTE, *OPS))
-            raise PlanError(f"recompute is pinned to {self.recompute!r}", fix=fix)
-        for name in self.schedules:
-            if name not in tried_schedules():
-                raise PlanError(f"schedule is pinned to {name!r}", fix=nearest(name, tried_schedules()))
-        for name in self.overlaps:
-            if name not in OVERLAPS:
-                raise PlanError(f"overlap is set to {name!r}", fix=nearest(name, OVERLAPS))
-        if self.precision not in PRECISIONS:
-            raise PlanError(f"precision is {self.precision!r}", fix=nearest(self.precision, PRECISIONS))
-        if self.framework not in FRAMEWORKS:
-            raise PlanError(f"framework is pinned to {self.framework!r}", fix=nearest(self.framework, FRAMEWORKS))
-        self._check_framework()
-
-    def _check_framework(self) -> None:
-        """Refuse pins that the framework does not run."""
-        runs, name = FRAMEWORKS[self.framework], self.framework
-        if not name:
-            return
-        if self.is_fp8 and not runs.fp8:
-            others = (one for one, other in FRAMEWORKS.items() if one and other.fp8)
-            raise PlanError(f"{name} has no FP8 products", expected=" or ".join(others), fix="or plan in bf16")
-        own = [one for one in tried_schedules() if runs.schedule(one)]
-        if self.schedules and not any(runs.schedule(one) for one in self.schedules):
-            raise PlanError(
-                f"{name} does not run the schedule {' or '.join(self.schedules)}", expected=" or ".join(own)
-            )
-        whole = self.recompute or "none"
-        if whole not in runs.recompute and not (runs.some_layers and whole.startswith("full:")):
-            raise PlanError(f"{name} does not recompute as {whole!r} says", expected=" or ".join(runs.recompute))
-        staged = self.pipeline is not None and self.pipeline > 1
-        if self.zero is not None and self.zero not in runs.pinned_zero(staged=staged):
-            where = " with a pipeline" if self.zero in runs.pinned_zero(staged=False) else ""
-            allowed = runs.pinned_zero(staged=staged)
-            raise PlanError(f"{name} does not run ZeRO {self.zero}{where}", expected=" or ".join(map(str, allowed)))
-
-    @property
-    def runs(self) -> Runs:
-        """What may be chosen."""
-        return FRAMEWORKS[self.framework]
-
-    @property
-    def practice(self) -> Practice:
-        """What the software does: what plans assume, with the named `overlaps` and the precision.
-
-        >>> Pins(overlaps=("experts",)).practice.overlap_experts, Pins().practice.overlap_experts
-        (True, False)
-        >>> Pins(precision="fp8", framework="torchtitan").practice.keeps_fp8_inputs
-        False
-        """
-        changes = {f"overlap_{name}": True for name in self.overlaps}
-        if self.is_fp8:
-            kept = self.runs.keeps_fp8
-            changes |= {"fp8": True, "keeps_fp8_inputs": kept, "keeps_fp8_weights": kept}
-        return replace(PRACTICE, **changes) if changes else PRACTICE
-
-    @property
-    def is_fp8(self) -> bool:
-        """Whether products with weights take 8-bit inputs."""
-        return self.precision == "fp8"
-
-    @property
-    def recomputations(self) -> tuple[str, ...]:
-        """The allowed kinds of recomputation, from the fastest to the smallest."""
-        return self.runs.recompute if self.recompute is None else (self.recompute,)
-
-    def zero_stages(self, mesh: Degrees) -> tuple[int, ...]:
-        """Return the ZeRO stages to try: only stage 0 if there is no rank to share with; in a pipeline, 2 is like 1.
-
-        There are none if the framework does not run the pinned one there.
-
-        >>> Pins().zero_stages(Degrees(data=8)), Pins().zero_stages(Degrees(pipeline=2, data=4))
-        ((1, 2, 3), (1, 3))
-        """
-        if self.zero is not None:
-            return (self.zero,) if self.zero in self.runs.pinned_zero(staged=mesh.pipeline > 1) else ()
-        sharing = mesh.data // mesh.expert if self.runs.shares_along_data else mesh.data * mesh.context
-        if sharing <= 1:
-            return (0,)
-        return self.runs.zero if mesh.pipeline == 1 else self.runs.zero_staged
-
-    def microbatch_sizes(self, batch: int, mesh: Degrees) -> list[int]:
-        """Return the microbatch sizes that divide the share of a data-parallel rank.
-
-        >>> Pins().microbatch_sizes(24, Degrees(data=2))
-        [1, 2, 4]
-        """
-        local = batch // mesh.data
-        sizes = MICROBATCHES if self.microbatch is None else (self.microbatch,)
-        return [size for size in sizes if local % size == 0]
-
-
-class Degrees(NamedTuple):
-    """The degrees of parallelism.
-
-    >>> print(Degrees(tensor=8, pipeline=16, data=16))
-    TP8 PP16 DP16
-    """
-
-    tensor: int = 1
-    pipeline: int = 1
-    data: int = 1
-    context: int = 1
-    expert: int = 1
-
-    @classmethod
-    def of(cls, layout: Layout) -> Degrees:
-        """Return the degrees of a layout."""
-        return cls(layout.tensor, layout.pipeline, layout.data, layout.context, layout.expert)
-
-    def __str__(self) -> str:
-        context = f" CP{self.context}" if self.context > 1 else ""
-        expert = f" EP{self.expert}" if self.expert > 1 else ""
-        return f"TP{self.tensor} PP{self.pipeline} DP{self.data}{context}{expert}"
 
 
 def meshes(transformer: Transformer, cluster: Cluster, batch: int, pins: Pins) -> list[Degrees]:
@@ -208,6 +47,7 @@ def meshes(transformer: Transformer, cluster: Cluster, batch: int, pins: Pins) -
     >>> print(", ".join(map(str, meshes(gpt, cluster, 4, Pins()))))
     TP1 PP1 DP4, TP1 PP2 DP2, TP2 PP1 DP2, TP2 PP2 DP1, TP4 PP1 DP1
     """
+    check_recomputation(transformer, pins.recompute or "")
     found = list(_meshes(transformer, cluster, batch, pins))
     if not found:
         raise _contradiction(transformer, cluster, batch, pins)
@@ -224,7 +64,7 @@ def _meshes(transformer: Transformer, cluster: Cluster, batch: int, pins: Pins) 
                 data, odd = divmod(rest, pipeline)
                 if odd or pipeline > transformer.num_layers or pins.data not in (None, data) or batch % data:
                     continue
-                for expert in _expert(transformer, data if pins.runs.shares_along_data else data * context, pins):
+                for expert in _expert(transformer, data, context, pins):
                     mesh = Degrees(tensor, pipeline, data, context, expert)
                     if pins.zero_stages(mesh):
                         yield mesh
@@ -275,12 +115,15 @@ def _context(transformer: Transformer, cluster: Cluster, tensor: int, pins: Pins
     ]
 
 
-def _expert(transformer: Transformer, ranks: int, pins: Pins) -> list[int]:
+def _expert(transformer: Transformer, data: int, context: int, pins: Pins) -> list[int]:
     if transformer.experts is None:
         if pins.expert not in (None, 1):
             raise PlanError(f"EP is {pins.expert}, but {transformer.name} has no experts", fix="omit EP")
         return [1]
+    ranks = data if pins.runs.shares_along_data else data * context
     degrees = [degree for degree in divisors(ranks) if transformer.experts.num_experts % degree == 0]
+    if pins.runs.experts_span_context:
+        degrees = [degree for degree in degrees if degree == 1 or degree % context == 0]
     return degrees if pins.expert is None else [degree for degree in degrees if degree == pins.expert]
 
 
@@ -396,7 +239,7 @@ def layouts(transformer: Transformer, cluster: Cluster, batch: int, pins: Pins) 
         for size in pins.microbatch_sizes(batch, mesh):
             for name, stages in schedules_of(transformer, mesh, batch // (mesh.data * size), pins):
                 for zero in pins.zero_stages(mesh):
-                    for recompute in pins.recomputations:
+                    for recompute in pins.recomputations(transformer):
                         yield layout_of(transformer, batch, pins, mesh, size, (name, stages), zero, recompute)
 
 

@@ -4,12 +4,10 @@ Layouts with the same mesh and microbatch size form a family: they differ in sch
 Memory comes first: bytes are fast to compute, and show how much must be recomputed. Then a few assumptions that hold
 for any estimate let the search skip what cannot win:
 
-    more recomputation never saves time, and never holds more           the first that fits is the best
+    more recomputation never saves time, and never holds more           what includes another that fits is not tried
     larger microbatches never hold less                                 if the smallest do not fit, none do
-    every layout of a family computes, recomputes and sends at          a lower bound of their seconds, and a higher one
-    least so much, and the bubble of (interleaved) 1f1b is known        for 1f1b and interleaved-1f1b
+    all layouts of a family do the same work, at best evenly            a lower bound of their seconds
     no rank starts before a microbatch has come down to it              a bound of each layout (`least_seconds`)
-    a schedule made to hold less (`saves_memory_of`) is not faster      it is tried only if the other does not fit
 
 Layouts are opened in the order of their bounds, so that the first ones evaluated rule out most of the others. Results
 are cached, so another limit costs only what was skipped before.
@@ -25,88 +23,28 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
-from drumline.core.program import Program
-from drumline.plan.cluster.estimate import Estimate, Seconds
+from drumline.plan.cluster.estimate import Estimate, Least
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.layout import Layout, includes
 from drumline.plan.cluster.memory import peak_bytes
 from drumline.plan.cluster.stages import even_counts, layer_counts, stage_weights
 from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.moved import MovedLayers, moves
-from drumline.plan.layouts.space import Degrees, Pins, layout_of, meshes, schedules_of
-from drumline.schedules import DEFAULT, find, schedules
+from drumline.plan.layouts.pins import Degrees, Pins
+from drumline.plan.layouts.space import layout_of, meshes, schedules_of
+from drumline.schedules import DEFAULT, find
 
 Evaluator = Callable[[Transformer, Cluster, Layout], Estimate]
 Weigher = Callable[[Transformer, Layout], float]
-Bounder = Callable[[Transformer, Cluster, Layout], Seconds]
+Bounder = Callable[[Transformer, Cluster, Layout], Least]
 _Key = tuple[tuple[str, int], int, str]  # the schedule with its stages per rank, the ZeRO stage, the recomputation
 
-SEARCHED = "searched"  # in the place of a schedule's name
 MOST_PAIRS = 40_000  # (stage, microbatch) pairs of the largest pipeline to simulate
 _MOVED = 400_000  # actions to simulate for the cut of one layout
 _GAIN = 1e-3  # the least gain of a moved layer, as a share of the pipeline's seconds
 _BOUNDED = 0.98  # factor on a bound: formulas may be so much shorter than the simulator
 _SLACK = 0.97  # factor on a lower bound: stages of other schedules may be slightly more even than the weights say
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A layout and its costs; `is_exact` if its pipeline was simulated action by action.
-
-    With a `program`, which was searched, its ranks run that instead of the layout's schedule.
-    """
-
-    layout: Layout
-    estimate: Estimate
-    is_exact: bool = False
-    program: Program | None = None
-
-    @property
-    def mesh(self) -> Degrees:
-        """Return its degrees of parallelism."""
-        return Degrees.of(self.layout)
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds of a step."""
-        return self.estimate.seconds.total
-
-    @property
-    def bytes(self) -> float:
-        """Return the bytes of the fullest device."""
-        return self.estimate.bytes.total
-
-    @property
-    def rank(self) -> tuple[object, ...]:
-        """Return the sort key: seconds, then bytes, then simplicity."""
-        return (self.seconds, self.bytes, *self.plainness)
-
-    @property
-    def plainness(self) -> tuple[object, ...]:
-        """Return the sort key from the plainest layout to the most involved."""
-        one = self.layout
-        again = -1 if one.recompute == "none" else len(one.recompute)
-        plain = (one.stages_per_rank, list(schedules()).index(one.schedule), one.zero, again, one.recompute)
-        return (self.program is not None, *plain, one.microbatch, self.mesh, one.counts)
-
-    @property
-    def schedule(self) -> str:
-        """Return the name of what its ranks run."""
-        return self.layout.schedule if self.program is None else SEARCHED
-
-    @property
-    def settings(self) -> dict[str, str]:
-        """Return all settings except the degrees of parallelism, in words."""
-        found = self.layout.settings
-        if self.program is not None:
-            found["schedule"] = f"a searched program on the stages of {found['schedule']}"
-        return found
-
-    @property
-    def sent_bytes(self) -> float:
-        """Return the bytes that a device sends in a step, for whatever purpose."""
-        sent = self.estimate.volumes
-        return sent.tensor + sent.context + sent.expert + sent.pipeline + sent.data
 
 
 @dataclass(slots=True)
@@ -120,7 +58,7 @@ class _Family:
     floor: float | None = None
     weighed: dict[_Key, float] = field(default_factory=dict)
     seen: dict[_Key, Choice] = field(default_factory=dict)
-    bounded: dict[_Key, Seconds] = field(default_factory=dict)
+    bounded: dict[_Key, Least] = field(default_factory=dict)
 
     def bubble(self, schedule: tuple[str, int]) -> float:
         """Return the least bubble as a share of the work: known for (interleaved) 1f1b, 0 for others."""
@@ -213,6 +151,7 @@ class Survey:
     num_evaluated: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        self._kinds = self.pins.recomputations(self.transformer)
         self._exact: dict[Layout, Choice] = {}
         self._cuts: dict[tuple[Layout, float], Layout] = {}
         self._families = sorted(self._enumerated(), key=self._floor)
@@ -283,8 +222,7 @@ class Survey:
     def num_layouts(self) -> int:
         """Return the number of layouts."""
         return sum(
-            (len(self.pins.recomputations) + self._largest_stage(one.mesh, schedule) - 1)
-            * len(self.pins.zero_stages(one.mesh))
+            (len(self._kinds) + self._largest_stage(one.mesh, schedule) - 1) * len(self.pins.zero_stages(one.mesh))
             for one in self._families
             for schedule in one.schedules
         )
@@ -320,12 +258,12 @@ class Survey:
 
     def smallest(self) -> Choice | None:
         """Return the layout that holds the least, or None if the pins allow none."""
-        most = self.pins.recomputations[-1]
         every = (
             (self._bytes(family, (schedule, zero, most)), at, family, (schedule, zero, most))
             for at, family in enumerate(self._least.values())
             for schedule in family.schedules
             for zero in self.pins.zero_stages(family.mesh)[-2:]
+            for most in self._kinds[:-3:-1]
         )
         found = min(every, key=lambda one: one[:2], default=None)
         return None if found is None else self._seen(found[2], found[3])
@@ -341,41 +279,35 @@ class Survey:
     def _floor(self, family: _Family) -> float:
         """Return what no layout of the family can save: work on a perfectly even cut, without bubble and exchange."""
         if family.floor is None:
-            zero = self.pins.zero_stages(family.mesh)[0]
-            took = self._took_least(family, ((DEFAULT, 1), zero, self.pins.recomputations[0]))
-            weights = stage_weights(self.transformer, layer_counts(self.transformer, family.mesh.pipeline))
-            even = sum(weights) / (len(weights) * max(weights))
-            work = took.compute + took.recompute + took.tensor + took.context + took.expert
-            family.floor = _SLACK * even * work
+            key = ((DEFAULT, 1), self.pins.zero_stages(family.mesh)[0], self._kinds[0])
+            family.floor = _SLACK * self._took_least(family, key).even
         return family.floor
 
     def _split(self, family: _Family) -> Iterator[tuple[float, _Key]]:
         """Yield the family's schedules and ZeRO stages, with bounds that are quick to compute."""
         for schedule in family.schedules:
             for zero in self.pins.zero_stages(family.mesh):
-                yield self._idling(family, schedule), (schedule, zero, self.pins.recomputations[0])
+                key = (schedule, zero, self._kinds[0])
+                yield self._bounded(family, key), key
 
     def _weighed(self, one: _Open, limit: float) -> Iterator[tuple[float, _Key]]:
         """Yield a schedule with as much recomputation as it needs within the limit, and its bound."""
         assert one.key is not None, "families are split first"
-        (name, stages), zero, lightest = one.key
-        larger = (find(name).saves_memory_of, stages)
-        if larger in one.family.schedules and self._bytes(one.family, (larger, zero, lightest)) <= limit:
-            return
-        for recompute in self._recomputations(one.family, (name, stages), zero, limit):
-            key = ((name, stages), zero, recompute)
+        schedule, zero, _ = one.key
+        for recompute in self._recomputations(one.family, schedule, zero, limit):
+            key = (schedule, zero, recompute)
             yield self._bounded(one.family, key), key
 
     def _recomputations(self, family: _Family, schedule: tuple[str, int], zero: int, limit: float) -> Iterator[str]:
-        """Yield the least recomputation of every layer within the limit, and that of the fewest whole layers."""
-        first = self._first_within(family, schedule, zero, limit)
-        if first is None:
+        """Yield the least recomputations of every layer within the limit, and that of the fewest whole layers."""
+        found = self._least_within(family, schedule, zero, limit)
+        if not found or found == ["none"] or self.pins.recompute is not None or not self.pins.runs.some_layers:
+            yield from found
             return
-        if first == "none" or self.pins.recompute is not None or not self.pins.runs.some_layers:
-            yield first
-            return
+        yield from (one for one in found if one != "full")
         fewest = self._fewest_within(family, schedule, zero, limit)
-        yield from (first, fewest) if first != "full" else (fewest,)
+        if self._bytes(family, (schedule, zero, fewest)) <= limit:
+            yield fewest
 
     def _fewest_within(self, family: _Family, schedule: tuple[str, int], zero: int, limit: float) -> str:
         """Return the full recomputation of as few layers of every stage as keep within the limit."""
@@ -389,14 +321,27 @@ class Survey:
                 low = middle + 1
         return f"full:{low}" if low < most else "full"
 
-    def _first_within(self, family: _Family, schedule: tuple[str, int], zero: int, limit: float) -> str | None:
-        """Return the least recomputation within the limit, if any."""
-        again = self.pins.recomputations
+    def _least_within(self, family: _Family, schedule: tuple[str, int], zero: int, limit: float) -> list[str]:
+        """Return the recomputations within the limit that include no other within it."""
+        again = self._kinds
         least = self._least[family.mesh]
-        for one in (least, family):
-            if schedule in one.schedules and self._bytes(one, (schedule, zero, again[-1])) > limit:
-                return None
-        return next(one for one in again if self._bytes(family, (schedule, zero, one)) <= limit)
+        for tried in (least, family):
+            # A layer that is recomputed as a whole needs room for all of it: the one before the last may hold less.
+            if schedule in tried.schedules and all(
+                self._bytes(tried, (schedule, zero, one)) > limit for one in again[:-3:-1]
+            ):
+                return []
+        found: list[str] = []
+        over: list[str] = []
+        for one in (again[0], *again[:0:-1]):  # what is included in something that does not fit does not fit either
+            if not any(includes(more, one) for more in over):
+                if self._bytes(family, (schedule, zero, one)) <= limit:
+                    found.append(one)
+                elif one != "full":
+                    over.append(one)
+            if found == [again[0]]:
+                break
+        return [one for one in found if not any(includes(one, less) for less in found if less != one)]
 
     def _bytes(self, family: _Family, key: _Key) -> float:
         if key not in family.weighed:
@@ -413,19 +358,25 @@ class Survey:
             self.num_evaluated += 1
         return family.seen[key]
 
-    def _idling(self, family: _Family, schedule: tuple[str, int]) -> float:
-        return self._floor(family) * (1 + family.bubble(schedule))
-
     def _bounded(self, family: _Family, key: _Key) -> float:
         """Return what a layout takes at least."""
-        return self._idling(family, key[0]) if self.bound is None else self._took_least(family, key).total
+        if self.bound is None:
+            return self._floor(family) * (1 + family.bubble(key[0]))
+        return self._took_least(family, key).total
 
-    def _took_least(self, family: _Family, key: _Key) -> Seconds:
-        if self.bound is None or key in family.seen:
-            return self._seen(family, key).estimate.seconds
+    def _took_least(self, family: _Family, key: _Key) -> Least:
         if key not in family.bounded:
-            family.bounded[key] = self.bound(self.transformer, self.cluster, self._layout(family, key))
+            family.bounded[key] = (self.bound or self._evaluated)(
+                self.transformer, self.cluster, self._layout(family, key)
+            )
         return family.bounded[key]
+
+    def _evaluated(self, transformer: Transformer, cluster: Cluster, layout: Layout) -> Least:
+        """Return what a layout takes, in place of a bound; its work is shared out evenly by the weights of stages."""
+        took = self.evaluate(transformer, cluster, layout).seconds
+        weights = stage_weights(transformer, layout.counts)
+        work = took.compute + took.recompute + took.tensor + took.context + took.expert
+        return Least(took.total, sum(weights) / (len(weights) * max(weights)) * work)
 
     def _layout(self, family: _Family, key: _Key) -> Layout:
         return layout_of(self.transformer, self.batch, self.pins, family.mesh, family.microbatch, *key)

@@ -13,12 +13,14 @@ from fractions import Fraction
 
 from drumline.core.errors import PlanError
 from drumline.plan.advice import Remedy
-from drumline.plan.cluster.layout import RECOMPUTE, Layout
+from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.stages import layer_counts
+from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.frameworks import ZERO
+from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.planner import ClusterPlan, chosen_of
-from drumline.plan.layouts.space import Pins, layouts, schedules_of
-from drumline.plan.layouts.survey import Choice, Survey
+from drumline.plan.layouts.space import layouts, schedules_of
+from drumline.plan.layouts.survey import Survey
 from drumline.plan.layouts.why import Alternative, settings, why_not
 
 _GIB = 2**30
@@ -118,7 +120,7 @@ def changes(plan: ClusterPlan) -> list[Alternative]:
 
 def _changed(plan: ClusterPlan) -> Iterator[tuple[str, Layout]]:
     layout, mesh = plan.chosen.layout, plan.chosen.mesh
-    for recompute in RECOMPUTE:
+    for recompute in Pins().recomputations(plan.transformer):
         if recompute != layout.recompute:
             changed = replace(layout, recompute=recompute)
             yield changed.recomputation, changed

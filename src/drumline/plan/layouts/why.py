@@ -9,8 +9,9 @@ from drumline.core.errors import PlanError, counted
 from drumline.core.units import duration
 from drumline.plan.advice import Remedy, less_activations, lost_and_saved
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.layouts.space import Pins, tried_schedules
-from drumline.plan.layouts.survey import Choice, Survey
+from drumline.plan.layouts.choice import Choice
+from drumline.plan.layouts.pins import Pins, tried_schedules
+from drumline.plan.layouts.survey import Survey
 from drumline.schedules.registry import MAX_PAIRS
 
 _GIB = 2**30

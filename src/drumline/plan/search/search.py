@@ -152,7 +152,7 @@ def placement_named(name: str, num_ranks: int, num_microbatches: int, stages_per
             raise PlanError(
                 f"{name} cannot use {stages_per_rank} stages per rank",
                 expected="one stage per rank",
-                fix="omit --stages-per-rank, or choose loop or v",
+                fix="leave out the number of stages per rank, or choose loop or v",
             )
         if name == "linear":
             return Placement.linear(num_ranks)

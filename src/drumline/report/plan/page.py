@@ -10,9 +10,9 @@ from functools import partial
 
 from drumline.core.errors import counted
 from drumline.plan.launch.launch import AXES, Launch, first_places, links
+from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.explain import Explanation, Reasons
 from drumline.plan.layouts.planner import ClusterPlan
-from drumline.plan.layouts.survey import Choice
 from drumline.report.draw.chart import Bar, Series, bars, chart
 from drumline.report.draw.html import asset, page_with
 from drumline.report.draw.markup import Part, bar_row, bar_rows, card, cards, legend_html, safe, table_html

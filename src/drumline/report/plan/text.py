@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from drumline.core.errors import counted
 from drumline.plan.launch.launch import Config
+from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.explain import Explanation, Reasons
 from drumline.plan.layouts.planner import ClusterPlan
-from drumline.plan.layouts.survey import Choice
 from drumline.report.table import table
 from drumline.report.units import duration, size_text
 
@@ -34,7 +34,6 @@ BYTES = {
     "activations": "activations",
     "buffers": "buffers",
 }
-_PLAIN_HEADS = ("Latent attention is planned as plain heads with the same number of parameters.",)
 _SHOWN = 4  # layouts of the band to list
 SCALING = ("scaling", "GPUs", "sequences", "mesh", "step", "tokens/s", "efficiency")
 _PROVEN = 5e-5  # a share that is printed as 0.0%
@@ -67,7 +66,6 @@ def headline(plan: ClusterPlan) -> list[str]:
         f"({plan.utilisation(chosen):.1%} of {plan.peak_words}), "
         f"bubble {chosen.estimate.bubble:.1%}; {size_text(chosen.bytes)} of {size_text(plan.limit_bytes)} "
         f"({plan.headroom:.0%} headroom)",
-        *(_PLAIN_HEADS if model.details.latent else ()),
     ]
 
 

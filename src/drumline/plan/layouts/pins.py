@@ -1,0 +1,175 @@
+"""What a user fixes of a layout in advance, and the degrees of parallelism; the rest is the planner's choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from drumline.core.errors import PlanError, nearest
+from drumline.plan.cluster.layout import OPS, OVERLAPS, PRACTICE, RECOMPUTE, Layout, Practice, is_recomputation
+from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.layouts.frameworks import FRAMEWORKS, ZERO, Runs
+from drumline.schedules import schedules
+
+MICROBATCHES = (1, 2, 4, 8, 16)
+PRECISIONS = ("bf16", "fp8")  # the default first
+
+
+class Degrees(NamedTuple):
+    """The degrees of parallelism.
+
+    >>> print(Degrees(tensor=8, pipeline=16, data=16))
+    TP8 PP16 DP16
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    context: int = 1
+    expert: int = 1
+
+    @classmethod
+    def of(cls, layout: Layout) -> Degrees:
+        """Return the degrees of a layout."""
+        return cls(layout.tensor, layout.pipeline, layout.data, layout.context, layout.expert)
+
+    def __str__(self) -> str:
+        context = f" CP{self.context}" if self.context > 1 else ""
+        expert = f" EP{self.expert}" if self.expert > 1 else ""
+        return f"TP{self.tensor} PP{self.pipeline} DP{self.data}{context}{expert}"
+
+
+def tried_schedules() -> dict[str, tuple[int, ...]]:
+    """Return, by name, the numbers of stages per rank with which to try each schedule.
+
+    >>> tried_schedules()["zb-v"]
+    (2,)
+    """
+    return {name: one.planned_with for name, one in schedules().items() if one.planned_with}
+
+
+@dataclass(frozen=True, slots=True)
+class Pins:
+    """What the user has fixed; None leaves the choice to the planner.
+
+    `framework` restricts the choice to what `drumline train` ("drumline"), Megatron-LM ("megatron") or torchtitan runs.
+    `overlaps` names messages that the software hides beyond what plans assume (`OVERLAPS`). `precision` is "bf16", or
+    "fp8" for products with a layer's weights that take 8-bit inputs.
+    """
+
+    tensor: int | None = None
+    pipeline: int | None = None
+    data: int | None = None
+    context: int | None = None
+    expert: int | None = None
+    microbatch: int | None = None
+    stages_per_rank: int | None = None
+    zero: int | None = None
+    sequence_parallel: bool | None = None
+    recompute: str | None = None
+    schedules: tuple[str, ...] = ()
+    framework: str = ""
+    overlaps: tuple[str, ...] = ()
+    precision: str = PRECISIONS[0]
+
+    def __post_init__(self) -> None:
+        counts = ("tensor", "pipeline", "data", "context", "expert", "microbatch", "stages_per_rank")
+        for name in counts:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PlanError(f"{name} is pinned to {value}", expected="a whole number of 1 or more")
+        if self.zero is not None and self.zero not in ZERO:
+            raise PlanError(f"zero is pinned to {self.zero}", expected="0, 1, 2 or 3")
+        if self.recompute is not None and not is_recomputation(self.recompute):
+            fix = nearest(self.recompute, (*RECOMPUTE, *OPS))
+            raise PlanError(f"recompute is pinned to {self.recompute!r}", fix=fix)
+        for name in self.schedules:
+            if name not in tried_schedules():
+                raise PlanError(f"schedule is pinned to {name!r}", fix=nearest(name, tried_schedules()))
+        for name in self.overlaps:
+            if name not in OVERLAPS:
+                raise PlanError(f"overlap is set to {name!r}", fix=nearest(name, OVERLAPS))
+        if self.precision not in PRECISIONS:
+            raise PlanError(f"precision is {self.precision!r}", fix=nearest(self.precision, PRECISIONS))
+        if self.framework not in FRAMEWORKS:
+            raise PlanError(f"framework is pinned to {self.framework!r}", fix=nearest(self.framework, FRAMEWORKS))
+        self._check_framework()
+
+    def _check_framework(self) -> None:
+        """Refuse pins that the framework does not run."""
+        runs, name = FRAMEWORKS[self.framework], self.framework
+        if not name:
+            return
+        if self.is_fp8 and not runs.fp8:
+            others = (one for one, other in FRAMEWORKS.items() if one and other.fp8)
+            raise PlanError(f"{name} has no FP8 products", expected=" or ".join(others), fix="or plan in bf16")
+        own = [one for one in tried_schedules() if runs.schedule(one)]
+        if self.schedules and not any(runs.schedule(one) for one in self.schedules):
+            raise PlanError(
+                f"{name} does not run the schedule {' or '.join(self.schedules)}", expected=" or ".join(own)
+            )
+        whole = self.recompute or "none"
+        every = runs.recomputations(latent=True)
+        if whole not in every and not (runs.some_layers and whole.startswith("full:")):
+            raise PlanError(f"{name} does not recompute as {whole!r} says", expected=" or ".join(every))
+        staged = self.pipeline is not None and self.pipeline > 1
+        if self.zero is not None and self.zero not in runs.pinned_zero(staged=staged):
+            where = " with a pipeline" if self.zero in runs.pinned_zero(staged=False) else ""
+            allowed = runs.pinned_zero(staged=staged)
+            raise PlanError(f"{name} does not run ZeRO {self.zero}{where}", expected=" or ".join(map(str, allowed)))
+
+    @property
+    def runs(self) -> Runs:
+        """What may be chosen."""
+        return FRAMEWORKS[self.framework]
+
+    @property
+    def practice(self) -> Practice:
+        """What the software does: what plans assume, with the named `overlaps` and the precision.
+
+        >>> Pins(overlaps=("experts",)).practice.overlap_experts, Pins().practice.overlap_experts
+        (True, False)
+        >>> Pins(precision="fp8", framework="torchtitan").practice.keeps_fp8_inputs
+        False
+        """
+        changes = {f"overlap_{name}": True for name in self.overlaps}
+        if self.is_fp8:
+            kept = self.runs.keeps_fp8
+            changes |= {"fp8": True, "keeps_fp8_inputs": kept, "keeps_fp8_weights": kept}
+        return replace(PRACTICE, **changes) if changes else PRACTICE
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether products with weights take 8-bit inputs."""
+        return self.precision == "fp8"
+
+    def recomputations(self, transformer: Transformer) -> tuple[str, ...]:
+        """Return the allowed kinds of recomputation; none of them includes a later one."""
+        if self.recompute is not None:
+            return (self.recompute,)
+        return self.runs.recomputations(latent=transformer.latent is not None)
+
+    def zero_stages(self, mesh: Degrees) -> tuple[int, ...]:
+        """Return the ZeRO stages to try: only stage 0 if there is no rank to share with; in a pipeline, 2 is like 1.
+
+        There are none if the framework does not run the pinned one there.
+
+        >>> Pins().zero_stages(Degrees(data=8)), Pins().zero_stages(Degrees(pipeline=2, data=4))
+        ((1, 2, 3), (1, 3))
+        """
+        if self.zero is not None:
+            return (self.zero,) if self.zero in self.runs.pinned_zero(staged=mesh.pipeline > 1) else ()
+        sharing = mesh.data // mesh.expert if self.runs.shares_along_data else mesh.data * mesh.context
+        if sharing <= 1:
+            return (0,)
+        return self.runs.zero if mesh.pipeline == 1 else self.runs.zero_staged
+
+    def microbatch_sizes(self, batch: int, mesh: Degrees) -> list[int]:
+        """Return the microbatch sizes that divide the share of a data-parallel rank.
+
+        >>> Pins().microbatch_sizes(24, Degrees(data=2))
+        [1, 2, 4]
+        """
+        local = batch // mesh.data
+        sizes = MICROBATCHES if self.microbatch is None else (self.microbatch,)
+        return [size for size in sizes if local % size == 0]

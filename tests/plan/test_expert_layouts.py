@@ -1,0 +1,39 @@
+"""Layouts that experts ran: the planner knows them, and plans nothing slower."""
+
+from __future__ import annotations
+
+import pytest
+
+from drumline.plan.cluster.estimate import estimate
+from drumline.plan.cluster.hardware import cluster
+from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.models import model
+from drumline.plan.layouts.planner import HEADROOM, limit_of
+from expert_layouts import EXPERTS, pinned, planned
+
+CASES = pytest.mark.parametrize(
+    ("name", "hardware", "layout"), EXPERTS, ids=[f"{one[0]}-{one[2].num_devices}" for one in EXPERTS]
+)
+
+
+@CASES
+def test_the_layout_of_an_expert_is_among_those_that_are_compared(name: str, hardware: str, layout: Layout) -> None:
+    one, machines = model(name), cluster(hardware, layout.num_devices)
+    theirs, ours = estimate(one, machines, layout, exact=True), pinned(one, machines, layout)
+    if layout.counts:
+        assert ours.layout == layout
+    else:  # their cut is even, and they had no sequence parallelism
+        assert ours.layout.sequence_parallel
+        assert ours.seconds <= theirs.seconds.total
+
+
+@CASES
+@pytest.mark.slow
+def test_the_plan_is_no_slower_than_the_layout_of_an_expert(name: str, hardware: str, layout: Layout) -> None:
+    one, machines = model(name), cluster(hardware, layout.num_devices)
+    theirs, ours = (
+        estimate(one, machines, layout, exact=True),
+        planned(one, machines, layout, limit_of(machines, HEADROOM)),
+    )
+    assert ours.bytes <= limit_of(machines, HEADROOM)
+    assert ours.seconds <= theirs.seconds.total
