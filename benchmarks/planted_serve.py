@@ -43,8 +43,8 @@ SERVE = (
     Bug(
         "deadline-not-passed-on",
         "serve/stage.py",
-        "timeout=deadline - time.monotonic())",
-        "timeout=_LONGEST)",
+        "timeout=deadline - time.monotonic(), done",
+        "timeout=_LONGEST, done",
         "Stages behind the first know of no deadline.",
     ),
     Bug(
@@ -111,10 +111,17 @@ SERVE = (
         "An answer that meets a cancellation ends the stream's reader.",
     ),
     Bug(
+        "answered-twice",
+        "serve/wire/flows.py",
+        "            if not sent:\n                sent = True\n                outgoing.put(",
+        "            if True:\n                outgoing.put(",
+        "An answer that went home at once is sent once more.",
+    ),
+    Bug(
         "large-answer-breaks-the-stream",
         "serve/wire/flows.py",
-        "            if len(made) > self._max_bytes:",
-        "            if False:",
+        "        if len(made) <= self._max_bytes:",
+        "        if True:",
         "An answer over the limit fails all calls of the stream.",
     ),
     Bug(

@@ -1,6 +1,6 @@
 """A served pipeline against its bars, and against the same model without a pipeline.
 
-    python benchmarks/serve.py [--short] [--json FILE]
+    python benchmarks/serve.py [--short] [--no-pin] [--json FILE]
 
 Two GPTs are exported: a small one, for exactness and overhead, and one whose two stages take at least 10 ms for a row
 (its rows are as long as that needs). Services, and the sessions that they are compared with, are processes of their
@@ -13,8 +13,10 @@ own; this process is the client.
     peers       the service with one microbatch at a time, and the whole model in one session on one and on two threads,
                 in turns with the pipelined service
 
-The short form has a twelfth of the requests and an eighth of the seconds: it shows that everything runs. The whole one
-takes about 8 minutes on two cores. It prints what is going on to stderr, and ends with 1 if a bar is missed.
+Stages have cores of their own (`--pin`); `--no-pin` leaves them to the system. The short form has a twelfth of the
+requests and an eighth of the seconds: it shows that everything runs. The whole one takes about 8 minutes on two cores.
+It prints what is going on to stderr, how much of the cores other machines on the host took, and ends with 1 if a bar is
+missed.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -38,7 +41,8 @@ import numpy as np
 import torch
 
 from drumline.report.table import table
-from drumline.serve.export.export import TOLERANCE, Subject, export, plain_outputs
+from drumline.serve.export.check import TOLERANCE, Subject, plain_outputs
+from drumline.serve.export.export import export
 from drumline.serve.load.run import Demand, Loader, Result
 from drumline.serve.session import open_session
 from drumline.serve.stage import ALONE
@@ -47,7 +51,7 @@ from drumline.serve.wire.protocol import InferRequest, stub
 from drumline.serve.wire.tensors import put_inputs, read_outputs
 from drumline.train.config.settings import BatchSettings, ModelSettings, RunSettings, TrainSettings
 from drumline.train.models.build import build_model
-from measure import machine
+from measure import Stolen, machine
 from serving import by_stage, metric, processor_seconds, served
 
 VOCABULARY, LONGEST = 257, 256
@@ -103,7 +107,7 @@ def length_for(folder: Path, manifest: Manifest) -> int:
 # ---- exactness ---------------------------------------------------------------------------------------------------
 
 
-def exact(folder: Path, model: torch.nn.Module, requests: int) -> dict[str, Any]:
+def exact(folder: Path, model: torch.nn.Module, requests: int, flags: Sequence[str]) -> dict[str, Any]:
     """Return how far answers are from PyTorch's: random tokens, so that another request's answer is far off."""
     worst, answers = 0.0, 0
 
@@ -124,7 +128,7 @@ def exact(folder: Path, model: torch.nn.Module, requests: int) -> dict[str, Any]
     async def run(address: str) -> list[Result]:
         return await asyncio.gather(*(client(address, number) for number in range(CLIENTS)))
 
-    with served(folder) as told:
+    with served(folder, *flags) as told:
         found = asyncio.run(run(told["address"]))
     errors = sum((one.codes for one in found), Counter[str]())
     del errors["OK"]
@@ -136,7 +140,7 @@ def exact(folder: Path, model: torch.nn.Module, requests: int) -> dict[str, Any]
 # ---- overhead ----------------------------------------------------------------------------------------------------
 
 
-def overhead(folder: Path, length: int, rounds: int) -> dict[str, Any]:
+def overhead(folder: Path, length: int, rounds: int, flags: Sequence[str]) -> dict[str, Any]:
     """Return the median of both ways, in turns."""
     tokens = {"tokens": np.zeros((1, length), np.int64)}
 
@@ -169,7 +173,7 @@ def overhead(folder: Path, length: int, rounds: int) -> dict[str, Any]:
                         found.append(time.perf_counter() - start)
             return taken
 
-    with served(folder) as told:
+    with served(folder, *flags) as told:
         front, hand = asyncio.run(run(told))
     added = median(front) - median(hand)
     pairs = [a - b for a, b in zip(front, hand, strict=True)]
@@ -198,9 +202,11 @@ def poisson(address: str, rate: float, seconds: float, length: int) -> Result:
     return asyncio.run(run())
 
 
-def loaded(folder: Path, length: int, seconds: float, record: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def loaded(
+    folder: Path, length: int, seconds: float, record: Path, flags: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the saturated load and the random one."""
-    with served(folder, "--record", str(record)) as told:
+    with served(folder, "--record", str(record), *flags) as told:
         closed(told["address"], min(3.0, seconds), length)
         computed = by_stage(told, "drumline_stage_compute_seconds_sum")
         used, begun = [processor_seconds(one) for one in told["processes"]], time.perf_counter()
@@ -259,10 +265,10 @@ def one_session(whole: Path, threads: int, length: int, seconds: float) -> float
     return float(done.stdout)
 
 
-def peers(folder: Path, whole: Path, length: int, seconds: float, rounds: int) -> dict[str, Any]:
+def peers(folder: Path, whole: Path, length: int, seconds: float, rounds: int, flags: Sequence[str]) -> dict[str, Any]:
     """Return rows a second of each, in turns."""
     found: dict[str, list[float]] = {}
-    with served(folder) as pipelined, served(folder, "--window", "1") as one_at_a_time:
+    with served(folder, *flags) as pipelined, served(folder, "--window", "1", *flags) as one_at_a_time:
         for at in range(rounds):
             tell(f"peers: round {at + 1} of {rounds}")
             for name, address in (("pipelined", pipelined), ("unpipelined", one_at_a_time)):
@@ -277,8 +283,10 @@ def peers(folder: Path, whole: Path, length: int, seconds: float, rounds: int) -
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--short", action="store_true")
+    parser.add_argument("--no-pin", dest="pin", action="store_false", help="serve without --pin")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(words)
+    stolen, flags = Stolen(), ["--pin"] if args.pin else []
     torch.set_num_threads(1)
     torch.manual_seed(0)
     requests, seconds, rounds = (800, 4.0, 1) if args.short else (10_000, 32.0, 3)
@@ -293,14 +301,15 @@ def main(words: Sequence[str] | None = None) -> int:
         alone = stage_seconds(work / "large", manifest, length)
         tell(f"stages: {', '.join(f'{one * 1e3:.1f} ms' for one in alone)} for a row of {length} tokens")
         found: dict[str, Any] = {
-            "machine": machine(),
+            "machine": f"{machine(len(os.sched_getaffinity(0)))}{', stages pinned to cores' if args.pin else ''}",
             "stages": {"length": length, "seconds": alone, "blocks": [len(one.blocks) for one in manifest.stages],
                        "holds": min(alone) >= LEAST_STAGE},
-            "exact": exact(work / "small", small, requests),
-            "overhead": overhead(work / "small", 8, rounds * 300),
+            "exact": exact(work / "small", small, requests, flags),
+            "overhead": overhead(work / "small", 8, rounds * 300, flags),
         }  # fmt: skip
-        found["saturated"], found["poisson"] = loaded(work / "large", length, seconds, work / "run")
-        found["peers"] = peers(work / "large", work / "whole", length, seconds / 3, rounds)
+        found["saturated"], found["poisson"] = loaded(work / "large", length, seconds, work / "run", flags)
+        found["peers"] = peers(work / "large", work / "whole", length, seconds / 3, rounds, flags)
+        found["stolen"] = stolen.share
     print(_text(found))
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
@@ -328,7 +337,7 @@ def _text(found: dict[str, Any]) -> str:
     ]
     low, middle, high = added["pairs_ms"]
     lines = [
-        found["machine"],
+        f"{found['machine']}; {found['stolen']:.1%} of their time went to other machines on the host",
         table(("", "bar", "measured"), rows, width=150, left=3),
         f"overhead in pairs: p10 {low:+.2f}, p50 {middle:+.2f}, p90 {high:+.2f} ms, of {added['rounds']}",
         f"saturated: {full['rows_per_second']:.1f} rows/s, {full['rows_per_microbatch']:.1f} rows a microbatch,"

@@ -18,7 +18,7 @@ from typing import Any
 from drumline.core import rules
 from drumline.core.action import Action, Op
 from drumline.core.simulate.simulate import Simulation
-from drumline.core.timeline.timeline import Transfer
+from drumline.core.timeline.spans import Transfer
 
 Event = dict[str, Any]
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from drumline.core.measured.account import account, parts_of, summed_parts
+from drumline.core.action import Action
+from drumline.core.measured.account import Doing, Piece, _about, account, parts_of, summed_parts
 from drumline.core.measured.measured import Measured
 from drumline.core.measured.metrics import step_metrics
 from drumline.core.measured.record import BETWEEN, OVERHEADS, Record
@@ -212,3 +215,11 @@ def test_messages_and_waits_name_what_they_are_about() -> None:
         (0, "0B0", "0RECV_B0", 1),
         (1, "1F0", "1RECV_F0", 0),
     ]
+
+
+def test_a_wait_for_what_another_rank_made_in_its_step_before_names_nothing() -> None:
+    wait = Piece(0, 1, Doing.WAIT, 1, Action.parse("0RECV_B3"), 1)
+    nothing: Any = SimpleNamespace(located={})
+    made: Any = SimpleNamespace(located={Action.parse("1B3")[:3]: (1, 0)})
+    assert _about(nothing, 0, wait) == (None, None)
+    assert _about(made, 0, wait) == (Action.parse("1B3"), 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -73,6 +74,11 @@ class Running:
     def processes(self) -> list[int]:
         """The processes of the stages."""
         return [one.pid for one in getattr(self.started.stages, "processes", ())]
+
+    @property
+    def cores(self) -> list[set[int]]:
+        """The cores on which each stage may run."""
+        return [os.sched_getaffinity(one) for one in self.processes]
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from torch import nn
 
 from drumline.cli.main import main
 from drumline.core.errors import ModelError, UsageError
-from drumline.serve.export.export import TOLERANCE, Subject, export, plain_outputs
+from drumline.serve.export.check import TOLERANCE, Subject, plain_outputs
+from drumline.serve.export.export import export
 from drumline.serve.export.whole import block_names
 from drumline.serve.session import Session
 from drumline.serve.wire.manifest import Manifest, read_manifest
@@ -60,6 +61,60 @@ def named():
 
 def fails():
     raise ValueError("no weights here")
+
+
+class Mixing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x - x.mean(0))
+
+
+def mixing():
+    return Mixing(), torch.randn(1, 4)
+
+
+def half():
+    return nn.Sequential(nn.Linear(4, 4)).half(), torch.randn(2, 4).half()
+
+
+class Columns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.last = nn.Embedding(5, 4), nn.Linear(12, 2)
+
+    def forward(self, codes):
+        return self.last(self.table(codes).flatten(1))
+
+
+def columns():
+    return Columns(), torch.randint(5, (2, 3))
+
+
+def few_positions():
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.places = nn.Embedding(8, 4)
+
+        def forward(self, tokens):
+            return self.places(torch.arange(tokens.shape[1])).expand(len(tokens), -1, -1)
+
+    return Positions(), torch.randint(5, (2, 6))
+
+
+def scalar():
+    return Mixing(), {"x": torch.tensor(1.0)}
+
+
+def empty():
+    return Mixing(), torch.randn(0, 4)
+
+
+def no_model():
+    return 3, torch.randn(2, 4)
 """
 
 
@@ -179,6 +234,43 @@ def test_outputs_have_the_names_that_the_model_gives_them(
         assert np.abs(one - right).max() <= TOLERANCE * np.abs(right).max()
     assert main(["export", "models.py:fails", "--out", "more"]) == 3
     assert capsys.readouterr().err.endswith("\ndrumline: models.py:fails failed with ValueError: no weights here\n")
+
+
+def test_models_whose_rows_depend_on_each_other_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("models.py").write_text(MODELS)
+    found = finished_model("models.py:mixing")
+    with pytest.raises(ModelError, match="a row alone gives other outputs than in a batch"):
+        export(Subject(found.name, found.model, found.example, found.most), Path("out"), num_stages=1)
+    assert not Path("out").exists()
+
+
+def test_examples_are_float32_keep_fixed_columns_and_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("models.py").write_text(MODELS)
+    half = finished_model("models.py:half")
+    (x,) = half.example(3, 1).values()
+    assert x.dtype is torch.float32
+    assert not torch.equal(x[0], x[2]), "rows that repeat the example differ"
+    assert half.model(x).shape == (3, 4)
+    assert finished_model("models.py:columns").example(4, 32)["codes"].shape == (4, 3)
+    tokens = finished_model("models.py:few_positions", max_length=8)
+    assert tokens.example(4, 7)["tokens"].shape == (4, 7)
+    assert tokens.most == {"length": 8}
+    with pytest.raises(ModelError, match=r"fails for inputs of shape tokens \[4, 32\]: index out of range"):
+        export(Subject("few", tokens.model, tokens.example, {}), Path("out"), num_stages=1)
+    with pytest.raises(UsageError, match="--max-length is 0"):
+        finished_model("models.py:half", max_length=0)
+    wrong = {
+        "scalar": "whose input 'x' is a tensor without dimensions",
+        "empty": "an example with x 0 rows",
+        "no_model": r"returned \(int, Tensor\)",
+    }
+    for name, words in some(wrong.items()):
+        with pytest.raises(UsageError, match=words):
+            finished_model(f"models.py:{name}")
 
 
 def test_blocks_are_the_elements_of_the_outermost_lists_and_what_stands_beside() -> None:

@@ -61,7 +61,9 @@ def _compare(channel: Any, x: Array) -> None:
 def test_a_killed_stage_comes_back_and_its_requests_are_repeated_or_fail_clearly(
     served_folder: Path, retries: int
 ) -> None:
-    with serving(served_folder, rules=Rules(retries=retries)) as running:
+    pin = len(os.sched_getaffinity(0)) > 1
+    with serving(served_folder, rules=Rules(retries=retries), pin=pin) as running:
+        before = running.cores
         codes: list[tuple[grpc.StatusCode, str]] = []
         killed = threading.Event()
 
@@ -84,6 +86,9 @@ def test_a_killed_stage_comes_back_and_its_requests_are_repeated_or_fail_clearly
         assert len(failed) <= (0 if retries else CLIENTS)  # only those that were inside the stage
         with urllib.request.urlopen(f"http://127.0.0.1:{running.started.metrics_port}/metrics", timeout=30) as answer:
             assert 'drumline_stage_restarts_total{stage="1"} 1.0' in answer.read().decode()
+        assert running.cores == before  # of its own again
+        assert not pin or all(len(one) == 1 for one in before)
+        assert not pin or before[0] != before[1]
 
 
 def test_too_many_requests_are_refused_and_the_rest_answered(slow_folder: Path) -> None:

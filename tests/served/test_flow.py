@@ -23,7 +23,7 @@ from drumline.serve.front.tuner import Tuner
 from drumline.serve.session import Session
 from drumline.serve.stage import StageService, times_of
 from drumline.serve.wire.flow import Flow
-from drumline.serve.wire.flows import Answering, Flows
+from drumline.serve.wire.flows import Answering, Flows, Home
 from drumline.serve.wire.frames import SERVICE, Answer, Failed, Frame, Kind
 from drumline.serve.wire.links import PLAIN, connect, options
 from drumline.serve.wire.loops import run_to_end
@@ -34,6 +34,7 @@ from served.services import expected, request_of, rows_of
 from some import some
 
 Code = grpc.StatusCode
+Left = Callable[[], None] | None
 LIMIT = 2**16
 
 
@@ -88,16 +89,20 @@ async def until(condition: Callable[[], bool]) -> None:
 def test_every_call_gets_its_own_answer_in_whatever_order_they_come() -> None:
     turns = [asyncio.Event() for _ in range(9)]
 
-    async def answer(body: bytes, seconds: float, left: Callable[[], None] | None) -> Answer:
+    async def answer(body: bytes, seconds: float, left: Left, home: Home) -> Answer:
         number = int(body)
         if left is not None:
             left()
+        if number == 3:
+            home(Answer(b"answer 3", "times 3"))
+            raise RuntimeError("what comes after the answer does not count")
         await turns[number].wait()  # the last one first
         turns[number - 1].set()
         return Answer(b"answer %d" % number, f"times {number}")
 
     async def run() -> None:
         turns[-1].set()
+        turns[2].set()
         told: list[int] = []
         async with joined(answer) as (flow, _, _):
             calls = [
@@ -113,7 +118,7 @@ def test_every_call_gets_its_own_answer_in_whatever_order_they_come() -> None:
 
 
 def test_a_caller_that_asks_for_nothing_more_gets_its_answers_and_the_end() -> None:
-    async def answer(body: bytes, seconds: float, left: Callable[[], None] | None = None) -> Answer:
+    async def answer(body: bytes, seconds: float, left: Left, home: Home) -> Answer:
         await asyncio.sleep(0 if body == b"at once" else 0.05)
         return Answer(body)
 
@@ -140,7 +145,7 @@ def test_a_caller_that_asks_for_nothing_more_gets_its_answers_and_the_end() -> N
 def test_a_cancelled_call_and_a_passed_deadline_end_the_work_of_the_stage() -> None:
     begun, stopped, remaining = [], [], []
 
-    async def answer(body: bytes, seconds: float, left: Callable[[], None] | None) -> Answer:
+    async def answer(body: bytes, seconds: float, left: Left, home: Home) -> Answer:
         begun.append(body)
         remaining.append(seconds)
         try:
@@ -171,12 +176,12 @@ def test_a_cancelled_call_and_a_passed_deadline_end_the_work_of_the_stage() -> N
 def test_calls_inside_a_stage_that_dies_fail_and_others_wait_for_the_next_one() -> None:
     begun = []
 
-    async def hangs(body: bytes, seconds: float, left: Callable[[], None] | None) -> Answer:
+    async def hangs(body: bytes, seconds: float, left: Left, home: Home) -> Answer:
         begun.append(body)
         await asyncio.sleep(600)
         raise AssertionError
 
-    async def answers(body: bytes, seconds: float, left: Callable[[], None] | None) -> Answer:
+    async def answers(body: bytes, seconds: float, left: Left, home: Home) -> Answer:
         return Answer(body)
 
     async def run() -> None:
@@ -202,7 +207,7 @@ def test_calls_inside_a_stage_that_dies_fail_and_others_wait_for_the_next_one() 
 
 
 def test_a_message_that_is_too_large_fails_alone() -> None:
-    async def answer(body: bytes, seconds: float, left: Callable[[], None] | None) -> Answer:
+    async def answer(body: bytes, seconds: float, left: Left, home: Home) -> Answer:
         return Answer(body * 2)
 
     async def run() -> None:
@@ -229,9 +234,11 @@ class Behind:
         self.timeouts: list[float] = []
         self.answer = Answer(b"from behind", "1,5,6,7,8,9,10")
 
-    def __call__(self, body: bytes, *, timeout: float) -> asyncio.Future[Answer]:
+    def __call__(self, body: bytes, *, timeout: float, done: Home | None) -> asyncio.Future[Answer]:
         self.timeouts.append(timeout)
         made = asyncio.get_running_loop().create_future()
+        if done is not None:
+            done(self.answer)
         made.set_result(self.answer)
         return made
 
@@ -285,7 +292,12 @@ class Carried:
         pass
 
     def __call__(
-        self, body: bytes, *, timeout: float, left: Callable[[], None] | None = None
+        self,
+        body: bytes,
+        *,
+        timeout: float,
+        left: Callable[[], None] | None = None,
+        done: Home,
     ) -> asyncio.Future[Answer]:
         loop = asyncio.get_running_loop()
         made = loop.create_future()
@@ -304,7 +316,9 @@ class Carried:
         else:
             response = InferResponse()
             put_outputs(response, {"y": 2 * x})
-            made.set_result(Answer(response.SerializeToString(), ""))
+            answer = Answer(response.SerializeToString(), "")
+            loop.call_soon(done, answer)
+            made.set_result(answer)
         return made
 
     def send(self, x: Any) -> Ticket:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 
 import grpc
@@ -14,16 +15,21 @@ from onnx import TensorProto, helper, numpy_helper
 
 from drumline.core.errors import RecordError
 from drumline.core.measured.run import read_run
+from drumline.core.timeline.idle import Cause
 from drumline.report.run.report import report_of
 from drumline.serve.export.graph import Crossing, Graph
 from drumline.serve.front.queue import Queue
 from drumline.serve.front.record import LoadRecord
 from drumline.serve.front.tickets import Ticket
 from drumline.serve.front.tuner import Tuner
+from drumline.serve.load.run import Demand, Loader
 from drumline.serve.session import open_session
 from drumline.serve.stage import Times
 from drumline.serve.wire.frames import Failed
+from drumline.serve.wire.loops import run_to_end
 from drumline.serve.wire.manifest import Tensor, check_files, read_manifest
+from drumline.serve.wire.protocol import InferRequest, InferResponse
+from drumline.serve.wire.tensors import Arrays, Refused, put_outputs, read_inputs, read_outputs
 from served.services import rows_of, write_served
 from some import some
 
@@ -168,19 +174,75 @@ def test_a_graph_cut_anywhere_computes_the_same(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found, right)
 
 
+def recorded(record: LoadRecord, *, count: int, every: int, later: int) -> Path:
+    """Record microbatches of 10 ms a stage, one `every` so many ms; the second stage starts so much `later`."""
+    for number in range(count):
+        starts = [(every * number + later * stage) * MS for stage in (0, 1)]
+        record.add([Times(at, one, one, one + 10 * MS, one + 10 * MS, 64, 64) for at, one in enumerate(starts)], 2)
+    record.close()
+    return record.folder
+
+
 def test_a_served_load_is_a_run_that_reports_read(tmp_path: Path) -> None:
     """Two stages of 10 ms, the second 1 ms later: no idle time but the first wait of stage 1 and the last of 0."""
     record = LoadRecord(tmp_path / "run", read_manifest(write_served(tmp_path / "tanh")), window=4)
-    for number in range(30):
-        start = 10 * number * MS
-        first = Times(0, start, start, start + 10 * MS, start + 10 * MS, 64, 64)
-        second = Times(1, start + 11 * MS, start + 11 * MS, start + 21 * MS, start + 21 * MS, 64, 64)
-        record.add([first, second], 2)
-    record.close()
-    run = read_run(tmp_path / "run")
+    run = read_run(recorded(record, count=30, every=10, later=11))
     assert run.num_steps == 5
     assert run.timeline(0).bubble == pytest.approx(1 - 80 / (2 * 51))
     advice = report_of(run).figures()["advice"]
     assert (advice["sentence"][:9], advice["remedies"]) == ("no advice", [])
     for step in some(run.metrics()):
         assert step["throughput(rows/s)"] == pytest.approx(8 / 0.051)
+
+
+def test_a_service_that_waits_for_requests_is_idle_for_that_reason(tmp_path: Path) -> None:
+    """Stage 0 computes 10 ms of every 15 ms: requests come no faster."""
+    record = LoadRecord(tmp_path / "run", read_manifest(write_served(tmp_path / "tanh")), window=4)
+    run = read_run(recorded(record, count=14, every=15, later=10))
+    timeline = run.timeline(0)
+    asked = [one for one in timeline.causes if one.cause is Cause.OUTSIDE]
+    assert [(one.rank, round(one.seconds, 6)) for one in asked] == [(0, 0.005)] * 3
+    assert "waits for requests" in asked[0].why
+    assert not [one for one in timeline.causes if one.cause is Cause.UNEXPLAINED]
+    (step,) = [one for one in run.metrics() if one["step"] == 0]
+    assert step["pp/rank0/wait_seconds"] == pytest.approx(0.015)
+    assert step["pp/rank0/overhead_seconds"] == step["pp/rank0/unexplained_seconds"] == 0
+
+
+def test_a_record_on_a_full_disk_ends_and_harms_no_service(tmp_path: Path) -> None:
+    told: list[OSError] = []
+    manifest = read_manifest(write_served(tmp_path / "tanh"))
+    record = LoadRecord(tmp_path / "run", manifest, window=4, stopped=told.append)
+    full = Path("/dev/full")
+    if not full.exists():
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("this system has no /dev/full")
+    record._files["rank1.jsonl"].close()
+    record._files["rank1.jsonl"] = full.open("w", encoding="utf-8")
+    recorded(record, count=60, every=10, later=11)
+    assert [one.strerror for one in told] == ["No space left on device"]
+
+
+def test_bools_are_0_or_1_and_outputs_are_all_typed_or_all_raw() -> None:
+    request = InferRequest()
+    request.inputs.add(name="mask", datatype="BOOL", shape=[3])
+    request.raw_input_contents.append(bytes([0, 1, 2]))
+    with pytest.raises(Refused, match="input 'mask' has the byte 2; expected 0 or 1"):
+        read_inputs(request, [Tensor("mask", "BOOL", ("batch",))], {})
+    response = InferResponse()
+    outputs: Arrays = {"a": np.ones(2, np.float16), "b": np.arange(2.0, dtype=np.float32)}
+    put_outputs(response, outputs, typed=True)  # float16 has no typed contents
+    assert len(response.raw_output_contents) == 2
+    np.testing.assert_array_equal(read_outputs(response)["b"], outputs["b"])
+
+
+class _Endless(Loader):
+    """Sends nothing, and keeps a loop busy."""
+
+    async def once(self, *_: object) -> None:
+        pass
+
+
+def test_an_open_loop_that_cannot_send_as_fast_as_asked_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drumline.serve.load.run._MOST_LATE", 0.0)
+    result = run_to_end(_Endless("nowhere").opened(1e9, 0.05, Demand()))
+    assert result.codes["NOT_SENT"] > 0

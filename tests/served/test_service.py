@@ -88,6 +88,9 @@ def _odd(change: str) -> Any:
         request.outputs.add(name="nothing")
     elif change == "classes":
         request.outputs.add(name="y").parameters["classification"].int64_param = 3
+    elif change == "shared":
+        one.parameters["shared_memory_region"].string_param = "region"
+        del request.raw_input_contents[:]
     return request
 
 
@@ -105,6 +108,7 @@ def _odd(change: str) -> Any:
         ("twice", "an input is given twice"),
         ("contents", "input 'x' has 0 values; expected 16"),
         ("output", "output 'nothing' is unknown; expected y"),
+        ("shared", "input 'x' is in shared memory, which is not offered"),
         ("classes", "output 'y' asks for classification, which is not offered"),
     ],
 )
@@ -127,6 +131,9 @@ def test_other_models_and_versions_are_not_found(running: Running) -> None:
         ]
         for call in calls:
             assert status_of(call)[0] is grpc.StatusCode.NOT_FOUND
+    with triton.InferenceServerClient(running.address) as client:
+        asked_of = [("tanh", ""), ("tanh", "1"), ("tanh", "7"), ("other", "")]
+        assert [client.is_model_ready(*one) for one in asked_of] == [True, True, False, False]
 
 
 def test_health_reflection_and_metrics_are_served(running: Running) -> None:

@@ -37,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=flags.whole_number, default=4, metavar="N", help=rows)
     length = "tokens per row of that microbatch, for text (default 32)"
     parser.add_argument("--length", type=flags.whole_number, default=32, metavar="N", help=length)
+    most = "the most tokens per row that clients may send (default: the model's positions; for FILE.py:NAME 2048)"
+    parser.add_argument("--max-length", type=flags.whole_number, metavar="N", help=most)
     cuts = "the first block of every stage but the first, instead of cuts by measured times"
     parser.add_argument("--cuts", metavar="NAME,...", help=cuts)
     parser.add_argument("--seed", type=flags.whole_number, default=0, metavar="S", help="random seed (default 0)")
@@ -48,12 +50,13 @@ def run(args: argparse.Namespace) -> int:
     with pytorch("export traces a model"):
         from drumline.train.finished import finished_model
     try:
-        from drumline.serve.export.export import Subject, export
+        from drumline.serve.export.check import Subject
+        from drumline.serve.export.export import export
     except ModuleNotFoundError as error:
         raise UsageError(f"export needs {error.name}", fix=installing("serve")) from None
     try:
         with redirect_stdout(sys.stderr):  # the user's model may print
-            found = finished_model(args.model, seed=args.seed)
+            found = finished_model(args.model, seed=args.seed, max_length=args.max_length)
             made = export(
                 Subject(args.name or found.name, found.model, found.example, found.most),
                 args.out,

@@ -31,9 +31,10 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from drumline.core.errors import DrumlineError, UsageError
+from drumline.serve.cores import stay_on
 from drumline.serve.session import Session
 from drumline.serve.wire.flow import Flow
-from drumline.serve.wire.flows import Flows
+from drumline.serve.wire.flows import Flows, Home
 from drumline.serve.wire.frames import Answer, Failed
 from drumline.serve.wire.links import PLAIN, Tls, connect, listen, options
 from drumline.serve.wire.manifest import Manifest, read_manifest
@@ -130,9 +131,18 @@ class StageService:
         return answer.body
 
     async def answer(
-        self, body: bytes, seconds: float, left: Callable[[], None] | None = None, *, alone: bool = False
+        self,
+        body: bytes,
+        seconds: float,
+        left: Callable[[], None] | None = None,
+        home: Home | None = None,
+        *,
+        alone: bool = False,
     ) -> Answer:
-        """Compute a microbatch and return the answer of the last stage; `alone`: this stage's own."""
+        """Compute a microbatch and return the answer of the last stage; `alone`: this stage's own.
+
+        `home` gets an answer that comes from further stages as soon as it is there.
+        """
         arrived = time.monotonic_ns()
         if self._is_stopping:
             raise self._failed(_Code.UNAVAILABLE, "it is stopping")
@@ -140,7 +150,7 @@ class StageService:
             raise self._failed(_Code.RESOURCE_EXHAUSTED, f"it has {self._open} open calls")
         self._open += 1
         try:
-            return await self._answer(body, arrived, time.monotonic() + seconds, left, alone)
+            return await self._answer(body, arrived, time.monotonic() + seconds, left, home, alone)
         finally:
             self._open -= 1
 
@@ -153,7 +163,13 @@ class StageService:
         await asyncio.sleep(0.01)  # the last answers are being written
 
     async def _answer(
-        self, body: bytes, arrived: int, deadline: float, left: Callable[[], None] | None, alone: bool
+        self,
+        body: bytes,
+        arrived: int,
+        deadline: float,
+        left: Callable[[], None] | None,
+        home: Home | None,
+        alone: bool,
     ) -> Answer:
         try:
             request = InferRequest.FromString(body)
@@ -185,9 +201,13 @@ class StageService:
         del arrays, made, request
         sent = time.monotonic_ns()
         times = str(Times(self.number, arrived, start, end, sent, *sizes))
+
+        def whole(behind: Answer) -> Answer:
+            return Answer(behind.body, f"{times};{behind.times}")
+
+        done = None if home is None else lambda behind: home(whole(behind))
         # A stage that is being started again is waited for, as long as anybody waits for the answer.
-        behind = await self._next(further.SerializeToString(), timeout=deadline - time.monotonic())
-        return Answer(behind.body, f"{times};{behind.times}")
+        return whole(await self._next(further.SerializeToString(), timeout=deadline - time.monotonic(), done=done))
 
     async def _computed(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Run the graph in its thread; a cancelled call stops it there."""
@@ -279,9 +299,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--next", default="")
     parser.add_argument("--also", default="")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--cores", default="")
     parser.add_argument("--limit", type=int, default=16)
     parser.add_argument("--max-bytes", type=int, default=MAX_BYTES)
     args = parser.parse_args(words)
+    if args.cores:
+        stay_on([int(one) for one in args.cores.split(",")])
     threading.Thread(target=_end_with_parent, daemon=True).start()
     np.seterr(all="ignore")
     try:

@@ -58,13 +58,15 @@ class Doing(StrEnum):
     EXCHANGE = "exchange", "transfer", Cause.TRANSFER
     OVERHEAD = "overhead", "overhead", Cause.OVERHEAD
     LEAVE = "leave", "wait", Cause.DRAIN  # the row has ended, but the last messages have not left
+    ASK = "ask", "wait", Cause.OUTSIDE  # a stage that serves has nothing to compute
     STREAM_WAIT = "stream wait", "wait", Cause.WAIT  # on a device
     STREAM_FLIGHT = "stream flight", "transfer", Cause.TRANSFER
     NOTHING = "nothing", "unexplained", Cause.UNEXPLAINED
 
 
 _ORDER = {doing: number for number, doing in enumerate(Doing)}
-_LEAVE = OVERHEADS.index("leave")
+_LEAVE, _ASK = OVERHEADS.index("leave"), OVERHEADS.index("ask")
+_WAITS = {_LEAVE: Doing.LEAVE, _ASK: Doing.ASK}
 
 
 class Piece(NamedTuple):
@@ -112,8 +114,7 @@ def _spans(record: Record, here: Here) -> Iterator[Piece]:
     for _, start, end in record.rows("exchanges"):
         yield Piece(start, end, Doing.EXCHANGE)
     for kind, start, end in record.rows("overheads"):
-        doing = Doing.LEAVE if kind == _LEAVE else Doing.OVERHEAD
-        yield Piece(start, end, doing, kind=OVERHEADS[kind])
+        yield Piece(start, end, _WAITS.get(kind, Doing.OVERHEAD), kind=OVERHEADS[kind])
 
 
 def _until(
@@ -205,7 +206,9 @@ def summed_parts(record: Record, here: Here) -> Parts:
     if _LEAVE in (kinds := record.column("overheads", "kind")):  # once, at the end of the row
         at = 3 * kinds.index(_LEAVE)
         wait = record.overheads[at + 2] - record.overheads[at + 1]
-        overhead -= wait
+    if _ASK in kinds:
+        wait += sum(end - start for kind, start, end in record.rows("overheads") if kind == _ASK)
+    overhead -= wait
     for message, start, end in record.rows("waits"):
         at = message * _WIDTH
         made = here(record.messages[at + _SOURCE], record.messages[at + _MADE])
@@ -282,5 +285,6 @@ def _about(timeline: Timeline, rank: int, piece: Piece) -> tuple[Action | None, 
         return rules.message_of(receive).send, rank
     if piece.doing is Doing.TAKE:
         return receive, rank
-    made = next(one for one in rules.producers(receive) if one[:3] in timeline.located)
-    return made, piece.other
+    made = next((one for one in rules.producers(receive) if one[:3] in timeline.located), None)
+    # Without a flush, another rank may have made it in its step before, of which nothing is drawn here.
+    return (None, None) if made is None else (made, piece.other)

@@ -47,7 +47,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 }
 
 # The kinds in these two tables: work of the executor itself during a step, and events between steps.
-OVERHEADS = ("begin", "post", "note", "leave", "end")
+OVERHEADS = ("begin", "post", "note", "leave", "end", "ask")
 BETWEEN = ("tell", "write", "hear", "clip", "update", "data", "evaluate", "check", "save", "move")
 
 # Columns that hold times of the rank's own clock; files count them from the start of the step.

@@ -30,7 +30,8 @@ from drumline.core.simulate.graph import OPS, Columns, Floats, Ints, Messages, N
 from drumline.core.simulate.memory import Holding, holdings
 from drumline.core.timeline.attribute import attribute
 from drumline.core.timeline.idle import Idle, Limit
-from drumline.core.timeline.timeline import Span, SpanLane, Timeline, Track, Transfer
+from drumline.core.timeline.spans import Span, SpanLane, Track, Transfer
+from drumline.core.timeline.timeline import Timeline
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -57,6 +57,8 @@ class Idle:
         before = self.before or "the end"
         if self.cause is Cause.OVERHEAD:
             return _OVERHEAD.get(self.kind, "the rank is busy with work that is not an action")
+        if self.cause is Cause.OUTSIDE and self.kind:
+            return "the service waits for requests, or holds them back until the pipe has room"
         if self.cause is Cause.TRANSFER:
             if self.waits_for is not None and self.waits_for.op in TRANSFER_OPS:
                 return f"the rank itself is busy with {self.waits_for}"

@@ -26,7 +26,8 @@ from drumline.core.simulate.graph import OPS as ALL_OPS
 from drumline.core.simulate.graph import Columns as ActionColumns
 from drumline.core.simulate.graph import Flags, Ints
 from drumline.core.timeline.idle import SENTENCES, Cause, Idle
-from drumline.core.timeline.timeline import SpanLane, Timeline, Track
+from drumline.core.timeline.spans import SpanLane, Track
+from drumline.core.timeline.timeline import Timeline
 from drumline.report.draw.packed import PageTime, packed
 from drumline.report.draw.palette import IDLE, SHADES
 

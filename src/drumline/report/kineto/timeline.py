@@ -28,7 +28,8 @@ from drumline.core.costs import Costs
 from drumline.core.program import Program
 from drumline.core.simulate.memory import Holding, holdings
 from drumline.core.timeline.idle import Cause, Idle
-from drumline.core.timeline.timeline import Timeline, Track, Transfer
+from drumline.core.timeline.spans import Track, Transfer
+from drumline.core.timeline.timeline import Timeline
 from drumline.report.kineto.calls import MessageEnd
 from drumline.report.kineto.rank import RankStep
 from drumline.report.kineto.steps import num_flushes

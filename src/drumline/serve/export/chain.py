@@ -127,7 +127,7 @@ def described(name: str, examples: Sequence[Array]) -> Tensor:
             shape.append(f"{name}_{at}")
     try:
         return Tensor(name, datatype_of(one.dtype), tuple(shape))
-    except StopIteration:
+    except KeyError:
         raise ModelError(
             f"a tensor between blocks has type {one.dtype}", expected="numbers", fix="convert the model to float32"
         ) from None

@@ -5,62 +5,21 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import torch
-from torch import nn
 
 from drumline.core.errors import ModelError, UsageError, counted, nearest
 from drumline.plan.cut.cuts import Counts, ends_of
 from drumline.serve.export.balance import GAIN, best_cut, largest, rescaled
 from drumline.serve.export.chain import Chain, Example, chain_of
-from drumline.serve.export.whole import LENGTH, Whole, block_names, write_whole
-from drumline.serve.session import open_session
-from drumline.serve.wire.manifest import BATCH, Manifest, Stage, Tensor, digest_of
-from drumline.serve.wire.tensors import Array
+from drumline.serve.export.check import Subject, check_stages
+from drumline.serve.export.whole import LENGTH, block_names, write_whole
+from drumline.serve.wire.manifest import BATCH, Manifest, Stage, digest_of
 
-TOLERANCE = 1e-5
 _ROUNDS = 2  # cuts that are tried after the first
 _PACKAGES = ("drumline", "torch", "onnx", "onnxscript", "onnxruntime", "transformers")
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What is exported: a model in eval mode on the CPU, examples of its inputs, and how long they may be."""
-
-    name: str
-    model: nn.Module
-    example: Example
-    most: Mapping[str, int]  # the largest size of dimensions that have one
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """How far the chain of graphs is from PyTorch, over several sizes."""
-
-    sizes: tuple[tuple[int, int], ...]
-    largest_difference: float
-    largest_value: float
-
-    @property
-    def relative(self) -> float:
-        """The largest difference over the largest value."""
-        return self.largest_difference / self.largest_value if self.largest_value else self.largest_difference
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the numbers as an object."""
-        return {
-            "sizes": [list(one) for one in self.sizes],
-            "largest_difference": self.largest_difference,
-            "largest_value": self.largest_value,
-            "relative": self.relative,
-            "tolerance": TOLERANCE,
-        }
 
 
 def export(
@@ -128,12 +87,7 @@ def _export(
     stages, seconds = _cut(chain, work, num_stages, cuts, tell)
     tell("comparing the stages with PyTorch")
     checked = check_stages(subject, work, stages, [(1, length), (rows + 1, max(length // 2, 1)), sizes[0]])
-    if checked.relative > TOLERANCE:
-        raise ModelError(
-            f"the exported stages differ from PyTorch by {checked.relative:.3g} of the largest output",
-            expected=f"{TOLERANCE:g} or less",
-            fix="export weights in float32; nothing was written",
-        )
+    checked.refuse_wrong()
     made = Manifest(
         model=subject.name,
         inputs=stages[0].inputs,
@@ -238,37 +192,6 @@ def _written(chain: Chain, counts: Counts, work: Path) -> list[Stage]:
         place = path.relative_to(work).as_posix()
         found.append(Stage(place, {}, tuple(inputs), tuple(outputs), chain.blocks[first:end], seconds))
     return found
-
-
-def check_stages(subject: Subject, folder: Path, stages: Sequence[Stage], sizes: Sequence[tuple[int, int]]) -> Checked:
-    """Return how far the stages, one after the other, are from the whole model in PyTorch, at several sizes."""
-    difference = value = 0.0
-    sessions = [open_session(folder / one.file) for one in stages]
-    for size in sizes:
-        inputs = subject.example(*size)
-        wanted = plain_outputs(subject.model, inputs)
-        given: dict[str, Array] = {name: one.numpy() for name, one in inputs.items()}
-        for stage, session in zip(stages, sessions, strict=True):
-            names = [one.name for one in stage.outputs]
-            given = dict(zip(names, session.run(names, _known(given, stage.inputs)), strict=True))
-        for made, right in zip(given.values(), wanted, strict=True):
-            if made.shape != right.shape:
-                raise ModelError(f"the stages return the shape {made.shape}, and PyTorch {right.shape}")
-            difference = max(difference, float(np.abs(made.astype(np.float64) - right).max(initial=0.0)))
-            value = max(value, float(np.abs(right.astype(np.float64)).max(initial=0.0)))
-    if not np.isfinite(difference):
-        raise ModelError("the exported stages return values that are not finite", expected="finite outputs")
-    return Checked(tuple(sizes), difference, value)
-
-
-def _known(given: Mapping[str, Array], wanted: Sequence[Tensor]) -> dict[str, Array]:
-    return {one.name: given[one.name] for one in wanted}
-
-
-def plain_outputs(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[Array]:
-    """Return what PyTorch computes."""
-    with torch.no_grad():
-        return [one.numpy() for one in Whole(model, list(inputs)).eval()(*inputs.values())]
 
 
 def _moved(stage: Stage, work: Path, out: Path) -> Stage:

@@ -112,9 +112,9 @@ def write_whole(
     known = {name: torch.export.Dim(name, min=1, max=most.get(name)) for name in (BATCH, LENGTH)}
     shapes = tuple({at: known[name] for at, name in changing[one].items()} for one in example)
     module = Whole(model, list(example)).eval()
+    names = _output_names(module, example)
     try:
         with _quietly(), torch.no_grad():
-            names = output_names(module.plain(*example.values()), example)
             program = torch.onnx.export(
                 module,
                 tuple(example.values()),
@@ -129,12 +129,30 @@ def write_whole(
             _name_apart(program.model.graph)
             program.save(str(path), external_data=True)
     except Exception as error:  # whatever the exporter meets in a model
-        causes = [str(one) for one in (error.__cause__, error) if one is not None]
-        lines = [line for text in causes for line in text.splitlines() if line.strip()] or [type(error).__name__]
         raise ModelError(
-            f"PyTorch's ONNX exporter cannot write this model: {lines[0][:300]}",
+            f"PyTorch's ONNX exporter cannot write this model: {_first_line(error)}",
             expected="a model that torch.export can trace with changing rows and lengths",
         ) from error
+
+
+def _output_names(module: Whole, example: Inputs) -> list[str]:
+    """Run the model once as it is, and return what clients call its outputs."""
+    try:
+        with torch.no_grad():
+            return output_names(module.plain(*example.values()), example)
+    except Exception as error:  # whatever the model raises
+        shapes = ", ".join(f"{name} {list(one.shape)}" for name, one in example.items())
+        raise ModelError(
+            f"the model itself fails for inputs of shape {shapes}: {_first_line(error)}",
+            expected="a model that takes any number of rows, and tokens of any length up to --length",
+            fix="pass a shorter --length if the model has fewer positions",
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    causes = [str(one) for one in (error.__cause__, error) if one is not None]
+    lines = [line for text in causes for line in text.splitlines() if line.strip()] or [type(error).__name__]
+    return lines[0][:300]
 
 
 def _name_apart(graph: Any) -> None:
@@ -152,8 +170,13 @@ def _quietly() -> Iterator[None]:
     """Keep the exporter's progress and warnings to itself."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
+    unheard = io.StringIO()
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(unheard),
+            contextlib.redirect_stderr(unheard),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:

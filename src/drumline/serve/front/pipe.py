@@ -15,6 +15,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 
@@ -24,7 +25,7 @@ from drumline.serve.front.tickets import Microbatch, Signature, Ticket
 from drumline.serve.front.tuner import Tuner
 from drumline.serve.stage import Times, times_of
 from drumline.serve.wire.flow import Flow
-from drumline.serve.wire.frames import Failed
+from drumline.serve.wire.frames import Answer, Failed
 from drumline.serve.wire.protocol import InferRequest, InferResponse
 from drumline.serve.wire.tensors import put_inputs, read_outputs
 
@@ -61,6 +62,7 @@ class Pipe:
         self._rules, self._is_back, self._seen = rules, is_back, seen
         self._timer: asyncio.TimerHandle | None = None
         self._batch: tuple[Signature, list[int]] = ((), [])  # microbatches of the batch that is being sent
+        self._cut = 0, 0  # how many microbatches it had at first, and how many might be in the pipe
         self._sent: dict[asyncio.Task[None], Microbatch] = {}
         self._in_first = 0
         metrics.queued.set_function(lambda: len(queue))
@@ -101,16 +103,42 @@ class Pipe:
             if microbatch is None:
                 sizes.clear()  # what was left of the batch is over
                 continue
-            self._in_first += 1
-            task = asyncio.create_task(self._carry(microbatch))
+            # It is on its way before its task runs: a turn of the loop takes as long as some messages.
+            first = self._enter(microbatch)
+            task = asyncio.create_task(self._carry(microbatch, first))
             self._sent[task] = microbatch
             task.add_done_callback(self._done)
+
+    def _enter(self, microbatch: Microbatch) -> _Once:
+        """Send a microbatch to the first stage; returns what to call once it has left that."""
+        self._in_first += 1
+        first = _Once(self._left_first)
+        try:
+            request = InferRequest(id=microbatch.slices[0].ticket.name)
+            put_inputs(request, microbatch.inputs())
+            microbatch.body = request.SerializeToString()
+            self._ask(microbatch, first)
+        except Exception as error:
+            microbatch.call = asyncio.get_running_loop().create_future()
+            microbatch.call.set_exception(error)
+        return first
+
+    def _ask(self, microbatch: Microbatch, first: _Once) -> None:
+        timeout = microbatch.deadline - time.monotonic()
+        if timeout <= 0:
+            raise Failed(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")
+        # With nothing else on its way, nobody waits for the first stage: its word would only cost time.
+        busy = len(self.queue) > 0 or any(one is not microbatch for one in self._sent.values())
+        microbatch.asked = time.monotonic()
+        answered = partial(self._answered, microbatch)
+        left = first if busy else None
+        microbatch.call = self._infer(microbatch.body, timeout=timeout, left=left, done=answered)
 
     def _holds_back(self) -> float | None:
         """Return None if a microbatch may enter now, else after how many seconds to look again; 0: once woken."""
         if self._in_first >= _MOST_IN_FIRST:
             return 0
-        oldest = self.queue.oldest()
+        oldest = self.queue.oldest() if len(self.queue) else None
         if oldest is None:
             self._batch[1].clear()
             return 0
@@ -126,32 +154,30 @@ class Pipe:
             return left
         behind = self.in_pipe > 0 or self.queue.rows > rows
         self._batch = signature, self._tuner.sizes(signature, rows, behind=behind)
-        self._metrics.cuts.set(len(self._batch[1]))
-        self._metrics.window.set(window)
+        self._cut = len(self._batch[1]), window
         return None
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._sent.pop(task, None)
         self.poke()
 
-    async def _carry(self, microbatch: Microbatch) -> None:
-        """Take a microbatch through the pipe and answer its tickets, whatever happens."""
-        first = _Once(self._left_first)
+    async def _carry(self, microbatch: Microbatch, first: _Once) -> None:
+        """Take a microbatch that has entered through the pipe and answer its tickets, whatever happens."""
         try:
             await self._through(microbatch, first)
         except Failed as error:
             if error.code is grpc.StatusCode.INVALID_ARGUMENT and len(microbatch.slices) > 1:
                 first()
                 for one in microbatch.slices:
-                    self._in_first += 1
-                    await self._carry(self.queue.alone(one))
+                    alone = self.queue.alone(one)
+                    await self._carry(alone, self._enter(alone))
             else:
                 microbatch.fail(error)
         except asyncio.CancelledError:
             microbatch.fail(Failed(grpc.StatusCode.UNAVAILABLE, "the service stops"))
             raise
         except Exception as error:
-            microbatch.fail(Failed(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"))
+            microbatch.fail(_internal(error))
         finally:
             first()
 
@@ -160,40 +186,41 @@ class Pipe:
         self.poke()
 
     async def _through(self, microbatch: Microbatch, first: _Once) -> None:
-        request = InferRequest(id=microbatch.slices[0].ticket.name)
-        put_inputs(request, microbatch.inputs())
-        body = request.SerializeToString()
-        del request
+        """Wait until a microbatch is answered; if a stage was lost, send it again."""
         while True:
-            timeout = microbatch.deadline - time.monotonic()
-            if timeout <= 0:
-                raise Failed(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")
-            began = time.monotonic()
-            # With nothing else on its way, nobody waits for the first stage: its word would only cost time.
-            busy = self.in_pipe > 1 or len(self.queue) > 0
-            call = microbatch.call = self._infer(body, timeout=timeout, left=first if busy else None)
             try:
-                answer = await call
+                await microbatch.call
+                return
             except Failed as error:
                 if error.code not in _LOST or microbatch.attempts >= self._rules.retries:
                     raise
                 microbatch.attempts += 1
                 self._metrics.retries.inc()
                 await self._is_back(microbatch.deadline - time.monotonic())
-                continue
+                self._ask(microbatch, first)
             except asyncio.CancelledError:
-                if microbatch.is_over and call.cancelled():
+                if microbatch.is_over and microbatch.call.cancelled():
                     raise Failed(grpc.StatusCode.CANCELLED, "nobody waits for it") from None
                 raise
-            times, seconds = times_of(answer.times), time.monotonic() - began
+
+    def _answered(self, microbatch: Microbatch, answer: Answer) -> None:
+        """Answer the tickets of a microbatch that has come back."""
+        try:
+            times, seconds = times_of(answer.times), time.monotonic() - microbatch.asked
             microbatch.took(times, seconds)
             microbatch.put(read_outputs(InferResponse.FromString(answer.body)))
+        except Failed as error:
+            microbatch.fail(error)
+        except Exception as error:
+            microbatch.fail(_internal(error))
+        else:
             # Clients get their answers first: counting takes as long as some stages do.
             asyncio.get_running_loop().call_soon(self._count, microbatch, times, seconds)
-            return
 
     def _count(self, microbatch: Microbatch, times: list[Times], seconds: float) -> None:
         """Hand on what stages measured: to the tuner, to metrics, and to the record."""
+        self._metrics.cuts.set(self._cut[0])
+        self._metrics.window.set(self._cut[1])
         if len(times) != self._tuner.num_stages:
             return
         computed = [(one.end - one.start) * _NANO for one in times]
@@ -220,6 +247,10 @@ class Pipe:
                 return False
             await asyncio.sleep(0.01)
         return True
+
+
+def _internal(error: Exception) -> Failed:
+    return Failed(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
 
 
 class _Once:

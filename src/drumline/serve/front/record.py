@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any, TextIO
 from drumline.core.action import Op
 from drumline.core.errors import UsageError
 from drumline.core.measured.metrics import step_metrics
-from drumline.core.measured.record import COLUMNS, RECEIVES, Record
+from drumline.core.measured.record import COLUMNS, OVERHEADS, RECEIVES, Record
 from drumline.core.measured.run import CONFIG, ENDED, ENVIRONMENT, FORMAT, METRICS, PLAN, PROGRAM, rank_file
 from drumline.schedules import schedules
 from drumline.schedules.forward_only import forward_only
@@ -26,17 +27,28 @@ from drumline.serve.stage import Times
 from drumline.serve.wire.manifest import Manifest
 
 _WINDOW = 32
-_FORWARD = RECEIVES.index(Op.RECV_F)
+_FORWARD, _ASK = RECEIVES.index(Op.RECV_F), OVERHEADS.index("ask")
 _INFERENCE = next(one for one in schedules().values() if one.recipe is forward_only)
 
 
 class LoadRecord:
-    """Writes what stages measured to a run's folder, a step at a time."""
+    """Writes what stages measured to a run's folder, a step at a time.
 
-    def __init__(self, folder: Path, manifest: Manifest, *, window: int = _WINDOW) -> None:
+    If the disk takes no more, `stopped` hears why, nothing more is written, and the service goes on.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        *,
+        window: int = _WINDOW,
+        stopped: Callable[[OSError], None] = lambda error: None,
+    ) -> None:
         if (folder / CONFIG).exists():
             raise UsageError(f"{folder} already holds a run", fix="choose another folder for --record")
-        self.folder, self._window = folder, window
+        self.folder, self._window, self._stopped = folder, window, stopped
+        self._is_open = True
         self._stages = len(manifest.stages)
         self._run = uuid.uuid4().hex[:12]
         self._program = _INFERENCE.build(self._stages, window, 1)
@@ -47,36 +59,42 @@ class LoadRecord:
             folder.mkdir(parents=True, exist_ok=True)
             names = [*(rank_file(rank) for rank in range(self._stages)), METRICS]
             self._files: dict[str, TextIO] = {name: (folder / name).open("x", encoding="utf-8") for name in names}
+            (folder / PROGRAM).write_text(self._program.format() + "\n", encoding="utf-8")
+            plan = {
+                "schedule": self._program.name,
+                "num_ranks": self._stages,
+                "num_stages": self._stages,
+                "num_microbatches": window,
+                "blocks": [list(one.blocks) for one in manifest.stages],
+            }
+            config = {
+                "format": FORMAT,
+                "began": datetime.now(UTC).isoformat(timespec="seconds"),
+                "settings": {"served": manifest.model},
+                "columns": {table: list(names) for table, names in COLUMNS.items()},
+            }
+            for name, table in ((PLAN, plan), (ENVIRONMENT, {"ranks": []}), (CONFIG, config)):
+                self._put(name, table)
         except OSError as error:
             raise UsageError(f"cannot write to {folder}: {error.strerror}", fix="choose another --record") from None
-        (folder / PROGRAM).write_text(self._program.format() + "\n", encoding="utf-8")
-        plan = {
-            "schedule": self._program.name,
-            "num_ranks": self._stages,
-            "num_stages": self._stages,
-            "num_microbatches": window,
-            "blocks": [list(one.blocks) for one in manifest.stages],
-        }
-        config = {
-            "format": FORMAT,
-            "began": datetime.now(UTC).isoformat(timespec="seconds"),
-            "settings": {"served": manifest.model},
-            "columns": {table: list(names) for table, names in COLUMNS.items()},
-        }
-        for name, table in ((PLAN, plan), (ENVIRONMENT, {"ranks": []}), (CONFIG, config)):
-            self._put(name, table)
 
     def _put(self, name: str, table: dict[str, Any]) -> None:
         (self.folder / name).write_text(json.dumps({"run": self._run, **table}, indent=2) + "\n", encoding="utf-8")
 
     def add(self, times: Sequence[Times], rows: int) -> None:
         """Take in a microbatch that every stage has computed."""
+        if not self._is_open:
+            return
         self._waiting.append((list(times), rows))
         # Answers come in another order than starts, by no more than what fits into the pipe.
         if len(self._waiting) >= self._window + 4 * self._stages:
             self._waiting.sort(key=lambda one: one[0][0].start)
             taken, self._waiting = self._waiting[: self._window], self._waiting[self._window :]
-            self._write([one for one, _ in taken], sum(rows for _, rows in taken))
+            try:
+                self._write([one for one, _ in taken], sum(rows for _, rows in taken))
+            except OSError as error:
+                self._is_open = False
+                self._stopped(error)
 
     def _write(self, taken: list[list[Times]], rows: int) -> None:
         """Write a step; one whose microbatches overtook each other fits no program and is left out."""
@@ -96,6 +114,7 @@ class LoadRecord:
     def _record(self, rank: int, column: list[Times], taken: list[list[Times]]) -> Record:
         messages: list[int] = []
         waits: list[int] = []
+        idle: list[int] = []
         begin = taken[0][0].arrived if rank == 0 else min(column[0].arrived, taken[0][0].start)
         begin = max(begin, self._since[rank])
         free = begin
@@ -107,6 +126,8 @@ class LoadRecord:
                 messages += [*row, one.bytes_in]
                 if one.start > free:
                     waits += [at, free, one.start]
+            elif one.start > free:
+                idle += [_ASK, free, one.start]
             free = one.end
         return Record(
             rank,
@@ -119,6 +140,7 @@ class LoadRecord:
             held=[0] * len(column),
             messages=messages,
             waits=waits,
+            overheads=idle,
         )
 
     def _line(self, name: str, table: dict[str, Any]) -> None:
@@ -129,5 +151,7 @@ class LoadRecord:
     def close(self) -> None:
         """Close the files and mark the run as ended; what fills no step is left out."""
         for file in self._files.values():
-            file.close()
-        self._put(ENDED, {})
+            with suppress(OSError):  # what the disk did not take is lost, and told already
+                file.close()
+        with suppress(OSError):
+            self._put(ENDED, {})

@@ -15,6 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from drumline.core.errors import UsageError, counted
+from drumline.serve.cores import own_cores, shares, stay_on
 from drumline.serve.front.logs import Log
 from drumline.serve.front.metrics import Metrics
 from drumline.serve.front.pipe import Pipe, Rules
@@ -43,6 +44,7 @@ class Settings:
     hosts: tuple[str, ...] = ()  # stages that others have started; none: local processes
     tls: Tls = PLAIN
     threads: int = 1
+    pin: bool = False  # whether stages have cores of their own
     budget: float = 0.05  # seconds from a microbatch's entry into the first stage until it leaves the last
     rules: Rules = field(default_factory=Rules)
     rows: int = 0  # of a microbatch; 0: tuned
@@ -67,6 +69,8 @@ class Settings:
         for name, number in {**least, "max-wait": self.rules.max_wait, "drain": self.drain}.items():
             if number < 0:
                 raise UsageError(f"--{name} is {number:g}", expected="0 or more")
+        if self.hosts and self.pin:
+            raise UsageError("--pin with --hosts", expected="stages on this machine", fix="pin them where they run")
         if self.hosts and self.record is not None:
             raise UsageError("--record with --hosts", expected="stages on this machine, whose clocks are one")
 
@@ -97,7 +101,7 @@ async def serve(settings: Settings, *, told: Callable[[Started], None], stop: as
         if stopped.is_set():
             return
         channel = await kept.enter_async_context(connect(stages.links[0], _between(settings), settings.max_bytes))
-        record = LoadRecord(settings.record, manifest) if settings.record is not None else None
+        record = _record(settings, manifest, log)
         if record is not None:
             kept.callback(record.close)
         flow = Flow(channel, name="stage 0", max_bytes=settings.max_bytes)
@@ -106,10 +110,25 @@ async def serve(settings: Settings, *, told: Callable[[Started], None], stop: as
         await _front(settings, manifest, pipe, stages, metrics, log, stopped, told, kept)
 
 
+def _record(settings: Settings, manifest: Manifest, log: Log) -> LoadRecord | None:
+    if settings.record is None:
+        return None
+
+    def stopped(error: OSError) -> None:
+        log("record stopped", level="error", folder=str(settings.record), why=error.strerror or str(error))
+
+    return LoadRecord(settings.record, manifest, stopped=stopped)
+
+
 def _stages(settings: Settings, manifest: Manifest, log: Log, metrics: Metrics) -> Stages:
     if settings.hosts:
         identities = [manifest.identity(number) for number in range(len(manifest.stages))]
         return RemoteStages(settings.hosts, identities, tls=settings.tls, log=log)
+    cores: list[list[int]] = []
+    if settings.pin:
+        *cores, left = shares(own_cores(), len(manifest.stages), settings.threads)
+        if left:
+            stay_on(left)
     limit = max(2 * len(manifest.stages), settings.window) + 8
     return LocalStages(
         settings.folder,
@@ -119,6 +138,7 @@ def _stages(settings: Settings, manifest: Manifest, log: Log, metrics: Metrics) 
         max_bytes=settings.max_bytes,
         log=log,
         metrics=metrics,
+        cores=cores,
     )
 
 

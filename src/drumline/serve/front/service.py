@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Mapping
+from itertools import count
 from typing import Any
 
 import grpc
@@ -18,11 +19,11 @@ from drumline.serve.front.tickets import Ticket
 from drumline.serve.wire.frames import Failed
 from drumline.serve.wire.manifest import Manifest
 from drumline.serve.wire.protocol import CALLS, SERVICE, InferResponse, message
-from drumline.serve.wire.tensors import Arrays, Refused, put_outputs, read_inputs
+from drumline.serve.wire.tensors import SHARED_MEMORY, Arrays, Refused, put_outputs, read_inputs
 
 VERSION = "1"
 _LONGEST_ID = 256
-_NOT_OFFERED = {"classification", "shared_memory_region"}  # extensions that would change what an output is
+_NOT_OFFERED = {"classification", SHARED_MEMORY}  # extensions that would change what an output is
 _Code = grpc.StatusCode
 
 
@@ -45,6 +46,7 @@ class FrontService:
         self._max_rows, self._timeout = max_rows, timeout
         self._dimensions = {**manifest.dimensions, "batch": self._rows_allowed(manifest)}
         self.is_draining = False
+        self._run, self._numbers = uuid.uuid4().hex[:8], count()  # names of requests that have none
 
     def _rows_allowed(self, manifest: Manifest) -> tuple[int, int]:
         least, most = manifest.dimensions.get("batch", (1, None))
@@ -84,9 +86,9 @@ class FrontService:
         return message("ServerReadyResponse")(ready=self.is_ready)
 
     async def model_ready(self, request: Any, context: Any) -> Any:
-        """Say the same of a model by its name."""
-        await self._asked(request.name, request.version, context)
-        return message("ModelReadyResponse")(ready=self.is_ready)
+        """Say the same of a model by its name; one that is not here is not ready, as Triton says it."""
+        known = request.name == self._manifest.model and request.version in ("", VERSION)
+        return message("ModelReadyResponse")(ready=known and self.is_ready)
 
     async def metadata(self, request: Any, context: Any) -> Any:
         """Name the server."""
@@ -117,7 +119,7 @@ class FrontService:
     async def infer(self, request: Any, context: Any) -> Any:
         """Answer a request."""
         began = time.monotonic()
-        name = request.id[:_LONGEST_ID] or uuid.uuid4().hex[:12]
+        name = request.id[:_LONGEST_ID] or f"{self._run}-{next(self._numbers)}"
         code, why = "OK", ""
         try:
             return await self._infer(request, context, name)
@@ -131,15 +133,18 @@ class FrontService:
             code = "CANCELLED"
             raise
         finally:
-            seconds = time.monotonic() - began
-            self._metrics.requests.labels(code).inc()
-            self._metrics.latency.observe(seconds)
-            if self._log.requests or code not in ("OK", "CANCELLED"):
-                level = "info" if code in ("OK", "CANCELLED") else "warning"
-                more = {"why": why} if why else {}
-                self._log("request", level=level, request=name, code=code, seconds=round(seconds, 6), **more)
+            # Clients get their answers first.
+            asyncio.get_running_loop().call_soon(self._count, name, code, why, time.monotonic() - began)
         await context.abort(_Code[code], why)
         raise AssertionError
+
+    def _count(self, name: str, code: str, why: str, seconds: float) -> None:
+        self._metrics.requests.labels(code).inc()
+        self._metrics.latency.observe(seconds)
+        if self._log.requests or code not in ("OK", "CANCELLED"):
+            level = "info" if code in ("OK", "CANCELLED") else "warning"
+            more = {"why": why} if why else {}
+            self._log("request", level=level, request=name, code=code, seconds=round(seconds, 6), **more)
 
     async def _infer(self, request: Any, context: Any, name: str) -> Any:
         self._check_model(request.model_name, request.model_version)

@@ -66,7 +66,16 @@ class LocalStages(Stages):
     """One process for each stage, on ports of the loopback interface."""
 
     def __init__(
-        self, folder: Path, num_stages: int, *, threads: int, limit: int, max_bytes: int, log: Log, metrics: Metrics
+        self,
+        folder: Path,
+        num_stages: int,
+        *,
+        threads: int,
+        limit: int,
+        max_bytes: int,
+        log: Log,
+        metrics: Metrics,
+        cores: Sequence[Sequence[int]] = (),
     ) -> None:
         super().__init__(num_stages)
         self.addresses = [f"{LOOPBACK}:{free_port()}" for _ in range(num_stages)]
@@ -75,6 +84,7 @@ class LocalStages(Stages):
         self.processes: list[Any] = [None] * num_stages
         self._folder, self._log, self._metrics = folder, log, metrics
         self._flags = ["--threads", str(threads), "--limit", str(limit), "--max-bytes", str(max_bytes)]
+        self._cores = cores
         self._watching: list[asyncio.Task[None]] = []
         self._has_run = [False] * num_stages
         self._stopping = False
@@ -113,6 +123,8 @@ class LocalStages(Stages):
     async def _once(self, number: int) -> int:
         following = self.links[number + 1] if number + 1 < len(self.links) else ""
         also = [] if self.links is self.addresses else ["--also", self.links[number]]
+        if self._cores:
+            also += ["--cores", ",".join(map(str, self._cores[number]))]
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "drumline.serve.stage", str(self._folder), str(number), self.addresses[number],
             "--next", following, *also, *self._flags,

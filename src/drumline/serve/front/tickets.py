@@ -112,6 +112,8 @@ class Microbatch:
     number: int
     slices: list[Slice]
     attempts: int = 0
+    body: bytes = field(default=b"", repr=False)  # its request to the first stage
+    asked: float = 0.0  # when that was sent
     call: Any = field(default=None, repr=False)
 
     @property

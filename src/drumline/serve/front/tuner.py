@@ -36,11 +36,13 @@ class Line:
     y: float = 0.0
     xx: float = 0.0
     xy: float = 0.0
+    fitted: tuple[float, float] = (0.0, 0.0)  # the seconds of a microbatch without rows, and those of each row
 
     def add(self, rows: int, seconds: float) -> None:
         """Take in a measurement."""
         for name, value in (("weight", 1.0), ("x", rows), ("y", seconds), ("xx", rows * rows), ("xy", rows * seconds)):
             setattr(self, name, getattr(self, name) * _FADE + value)
+        self.fitted = self._fit()
 
     def seconds(self, rows: float) -> float:
         """Return the expected seconds.
@@ -50,13 +52,10 @@ class Line:
         >>> round(line.seconds(8), 6)
         8.25
         """
-        fixed, each = self.fit()
+        fixed, each = self.fitted
         return fixed + each * rows
 
-    def fit(self) -> tuple[float, float]:
-        """Return the seconds of a microbatch without rows, and those of each row."""
-        if not self.weight:
-            return 0.0, 0.0
+    def _fit(self) -> tuple[float, float]:
         mean_x, mean_y = self.x / self.weight, self.y / self.weight
         spread = self.xx / self.weight - mean_x**2
         each = max(0.0, (self.xy / self.weight - mean_x * mean_y) / spread) if spread >= 1e-3 * mean_x**2 else 0.0
@@ -73,7 +72,7 @@ class Line:
         >>> round(line.most_rows(8.25), 6)
         8.0
         """
-        fixed, each = self.fit()
+        fixed, each = self.fitted
         return (seconds - fixed) / each if each > 0 else inf if fixed <= seconds else 0.0
 
 

@@ -23,6 +23,7 @@ from drumline.serve.wire.tensors import DATATYPES, Arrays, put_inputs, read_outp
 
 PERCENTILES = (50, 90, 95, 99)
 _MOST_OPEN = 4096  # requests that an open loop has under way at most
+_MOST_LATE = 1.0  # seconds after the last one's moment until which an open loop still sends
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +37,11 @@ class Demand:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for what, value in (("rows", self.least), ("length", self.length), ("integers below", self.below)):
+        for what, value in (("rows", self.least), ("length", self.length), ("integers-below", self.below)):
             if value < 1:
-                raise UsageError(f"{what}: {value}", expected="1 or more")
+                raise UsageError(f"--{what} is {value}", expected="1 or more")
         if self.least > self.most:
-            raise UsageError(f"rows: {self.least}-{self.most}", expected="the smaller number first")
+            raise UsageError(f"--rows is {self.least}-{self.most}", expected="the smaller number first")
 
     def arrays(self, inputs: Sequence[Any], chance: np.random.Generator) -> Arrays:
         """Return random inputs by a model's metadata: the first open dimension is rows, others the length."""
@@ -179,13 +180,19 @@ class Loader:
         return result
 
     async def opened(self, rate: float, seconds: float, demand: Demand) -> Result:
-        """Send requests at random moments, so many a second on average."""
+        """Send requests at random moments, so many a second on average.
+
+        Those that this side cannot send in time are counted as `NOT_SENT`.
+        """
         result = Result(rate=rate)
         chance = np.random.default_rng(demand.seed)
         begun = time.perf_counter()
         at = begun
         sent: set[asyncio.Task[None]] = set()
         while (at := at + chance.exponential(1 / rate)) - begun < seconds:
+            if time.perf_counter() - begun > seconds + _MOST_LATE:
+                result.codes["NOT_SENT"] += max(1, round(rate * (begun + seconds - at)))  # of those still to come
+                break
             arrays = demand.arrays(self._inputs, chance)
             await asyncio.sleep(max(0.0, at - time.perf_counter()))
             if len(sent) >= _MOST_OPEN:
@@ -211,8 +218,12 @@ async def load(
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[Result]:
     """Load a service with each concurrency and each rate in turn, after a short warm-up."""
-    if any(one < 1 for one in concurrencies) or any(one <= 0 for one in rates) or seconds <= 0:
-        raise UsageError("a concurrency, rate or time is too small", expected="1 request or more, more than 0 seconds")
+    for concurrency in concurrencies:
+        if concurrency < 1:
+            raise UsageError(f"--concurrency is {concurrency}", expected="1 request or more at a time")
+    for name, value in (*(("rate", one) for one in rates), ("seconds", seconds)):
+        if value <= 0:
+            raise UsageError(f"--{name} is {value:g}", expected="more than 0")
     demand = demand or Demand()
     found = []
     async with Loader(address, model=model, tls=tls) as loader:

@@ -30,14 +30,22 @@ class Flow:
         self._running: asyncio.Task[None] | None = None
 
     def __call__(
-        self, body: bytes, *, timeout: float, left: Callable[[], None] | None = None
+        self,
+        body: bytes,
+        *,
+        timeout: float,
+        left: Callable[[], None] | None = None,
+        done: Callable[[Answer], None] | None = None,
     ) -> asyncio.Future[Answer]:
-        """Make a call; `left` hears when it has left the stage. Failed says what went wrong; cancel it to give up."""
+        """Make a call; `left` hears when it has left the stage. Failed says what went wrong; cancel it to give up.
+
+        `done` gets the answer at once, a turn of the loop before whoever awaits it; it must not raise.
+        """
         if self._running is None:
             self._running = asyncio.create_task(self._run())
         loop, number = asyncio.get_running_loop(), next(self._numbers)
         frame = bytes(Frame(Kind.ASK if left else Kind.CALL, number, timeout, body=body))
-        call = self._calls[number] = _Call(loop.create_future(), left)
+        call = self._calls[number] = _Call(loop.create_future(), left, done)
         call.timer = loop.call_later(timeout, self._end, number, grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
         if len(frame) > self._max_bytes:
             why = f"a message of {len(frame)} bytes, {self._max_bytes} are allowed"
@@ -119,7 +127,10 @@ class Flow:
         if frame.kind is Kind.DONE:
             del self._calls[frame.number]
             call.timer.cancel()
-            call.answer.set_result(Answer(frame.body, frame.text))
+            answer = Answer(frame.body, frame.text)
+            if call.done is not None:
+                call.done(answer)
+            call.answer.set_result(answer)
         else:
             code = _CODES.get(int(frame.value), grpc.StatusCode.UNKNOWN)
             self._end(frame.number, code, frame.text or code.name)
@@ -137,5 +148,6 @@ class Flow:
 class _Call:
     answer: asyncio.Future[Answer]
     left: Callable[[], None] | None
+    done: Callable[[Answer], None] | None
     is_sent: bool = False
     timer: Any = None

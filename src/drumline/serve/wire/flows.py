@@ -13,11 +13,15 @@ from drumline.serve.wire.frames import FLOW, PAUSE, SERVICE, Answer, Failed, Fra
 
 _MOST_TEXT = 2000  # characters of an error
 _SECONDS_TO_WRITE = 5.0  # for what is left when a stream ends; its caller may not read
-Answering = Callable[[bytes, float, Callable[[], None] | None], Awaitable[Answer]]
+Home = Callable[[Answer], None]
+Answering = Callable[[bytes, float, Callable[[], None] | None, Home], Awaitable[Answer]]
 
 
 class Flows:
-    """The stage's side: every stream's calls, each answered by `answer(body, seconds left, left)`."""
+    """The stage's side: every stream's calls, each answered by `answer(body, seconds left, left, home)`.
+
+    It may send its answer `home` before it returns it, which saves a turn of the loop.
+    """
 
     def __init__(self, answer: Answering, *, max_bytes: int) -> None:
         self._answer, self._max_bytes = answer, max_bytes
@@ -80,21 +84,35 @@ class Flows:
             task.add_done_callback(partial(_forgotten, calls, frame.number))
 
     async def _one(self, frame: Frame, outgoing: Outgoing) -> None:
+        sent = False
+
         def left() -> None:
             outgoing.put(frame.number, bytes(Frame(Kind.LEFT, frame.number)))
 
+        def home(answer: Answer) -> None:
+            nonlocal sent
+            if not sent:
+                sent = True
+                outgoing.put(frame.number, self._framed(frame.number, answer))
+
         try:
-            answer = await self._answer(frame.body, frame.value, left if frame.kind is Kind.ASK else None)
-            made = bytes(Frame(Kind.DONE, frame.number, 0, answer.times, answer.body))
-            if len(made) > self._max_bytes:
-                why = f"an answer of {len(made)} bytes, {self._max_bytes} are allowed"
-                raise Failed(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
+            home(await self._answer(frame.body, frame.value, left if frame.kind is Kind.ASK else None, home))
         except Failed as error:
-            made = bytes(Frame(Kind.FAIL, frame.number, error.code.value[0], error.why[:_MOST_TEXT]))
+            outgoing.put(frame.number, _failure(frame.number, error))
         except Exception as error:
-            why = f"{type(error).__name__}: {error}"[:_MOST_TEXT]
-            made = bytes(Frame(Kind.FAIL, frame.number, grpc.StatusCode.INTERNAL.value[0], why))
-        outgoing.put(frame.number, made)
+            why = f"{type(error).__name__}: {error}"
+            outgoing.put(frame.number, _failure(frame.number, Failed(grpc.StatusCode.INTERNAL, why)))
+
+    def _framed(self, number: int, answer: Answer) -> bytes:
+        made = bytes(Frame(Kind.DONE, number, 0, answer.times, answer.body))
+        if len(made) <= self._max_bytes:
+            return made
+        why = f"an answer of {len(made)} bytes, {self._max_bytes} are allowed"
+        return _failure(number, Failed(grpc.StatusCode.RESOURCE_EXHAUSTED, why))
+
+
+def _failure(number: int, error: Failed) -> bytes:
+    return bytes(Frame(Kind.FAIL, number, error.code.value[0], error.why[:_MOST_TEXT]))
 
 
 def _forgotten(calls: dict[int, asyncio.Task[None]], number: int, task: asyncio.Task[None]) -> None:

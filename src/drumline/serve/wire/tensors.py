@@ -29,6 +29,7 @@ DATATYPES: dict[str, np.dtype[Any]] = {
     "FP32": np.dtype(np.float32),
     "FP64": np.dtype(np.float64),
 }
+_NAMES = {one: name for name, one in DATATYPES.items()}
 # Where values stand that are not sent as raw bytes.
 _TYPED = {
     "BOOL": "bool_contents",
@@ -43,6 +44,7 @@ _TYPED = {
     "FP32": "fp32_contents",
     "FP64": "fp64_contents",
 }
+SHARED_MEMORY = "shared_memory_region"  # the parameter by which a tensor is asked to stand elsewhere
 _LONGEST = 80  # characters of a foreign name in an error
 
 
@@ -56,8 +58,7 @@ def datatype_of(dtype: Any) -> str:
     >>> datatype_of(np.float32), datatype_of(np.int64)
     ('FP32', 'INT64')
     """
-    wanted = np.dtype(dtype)
-    return next(name for name, one in DATATYPES.items() if one == wanted)
+    return _NAMES[np.dtype(dtype)]
 
 
 def read_inputs(request: Any, wanted: Sequence[Tensor], dimensions: Dimensions) -> Arrays:
@@ -68,6 +69,9 @@ def read_inputs(request: Any, wanted: Sequence[Tensor], dimensions: Dimensions) 
     if odd := [name for name in given if name not in {one.name for one in wanted}]:
         names = ", ".join(one.name for one in wanted)
         raise Refused(f"input {odd[0][:_LONGEST]!r} is unknown; expected {names}")
+    shared = [one.name for one in request.inputs if SHARED_MEMORY in one.parameters]
+    if shared:
+        raise Refused(f"input {shared[0]!r} is in shared memory, which is not offered; send its bytes")
     if request.raw_input_contents and len(request.raw_input_contents) != len(request.inputs):
         raise Refused(
             f"{len(request.raw_input_contents)} raw contents for {len(request.inputs)} inputs; expected one for each"
@@ -114,17 +118,20 @@ def check_shape(
 
 
 def check_values(wanted: Tensor, array: Array) -> None:
-    """Raise Refused for a token that no embedding has; ONNX would count negative ones from the end.
+    """Raise Refused for a token that no embedding has (ONNX would count negative ones from the end), or an odd bool.
 
     >>> check_values(Tensor("tokens", "INT64", ("batch",), below=257), np.array([3, -1]))
     Traceback (most recent call last):
     drumline.serve.wire.tensors.Refused: input 'tokens' has the value -1; expected 0 to 256
     """
+    if wanted.datatype == "BOOL" and array.size and (value := int(array.view(np.uint8).max())) > 1:
+        raise Refused(f"input {wanted.name!r} has the byte {value}; expected 0 or 1 for BOOL")
     if wanted.below is None or not array.size:
         return
-    for value in (int(array.min()), int(array.max())):
-        if not 0 <= value < wanted.below:
-            raise Refused(f"input {wanted.name!r} has the value {value}; expected 0 to {wanted.below - 1}")
+    unsigned = array.view(f"u{array.itemsize}") if array.dtype.kind == "i" else array  # where negative ones are largest
+    if unsigned.max() >= wanted.below:
+        value = int(array.flat[unsigned.argmax()])
+        raise Refused(f"input {wanted.name!r} has the value {value}; expected 0 to {wanted.below - 1}")
 
 
 def _spelled(shape: Sequence[int | str]) -> str:
@@ -158,10 +165,11 @@ def put_inputs(request: Any, arrays: Mapping[str, Array]) -> None:
 
 def put_outputs(response: Any, arrays: Mapping[str, Array], *, typed: bool = False) -> None:
     """Write arrays into a response: as raw bytes, or as typed contents for a client that sent such."""
+    typed = typed and all(datatype_of(array.dtype) in _TYPED for array in arrays.values())  # all are, or none
     for name, array in arrays.items():
         datatype = datatype_of(array.dtype)
         put = response.outputs.add(name=name, datatype=datatype, shape=array.shape)
-        if typed and datatype in _TYPED:
+        if typed:
             put.contents.CopyFrom(Contents(**{_TYPED[datatype]: array.ravel().tolist()}))
         else:
             response.raw_output_contents.append(array.tobytes())

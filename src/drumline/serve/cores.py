@@ -1,0 +1,37 @@
+"""Processor cores of their own for stages, so that they neither move nor push each other aside."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+
+from drumline.core.errors import UsageError, counted
+
+
+def own_cores() -> list[int]:
+    """Return the cores that this process may use; UsageError where the system does not say."""
+    if not hasattr(os, "sched_getaffinity"):
+        raise UsageError("--pin needs Linux, which lets a process choose its cores", fix="leave it out")
+    return sorted(os.sched_getaffinity(0))
+
+
+def shares(cores: Sequence[int], num_stages: int, threads: int) -> list[list[int]]:
+    """Return the cores of every stage, one for each of its threads, and last those that are left.
+
+    >>> shares([0, 1, 4, 5, 6], 2, 2)
+    [[0, 1], [4, 5], [6]]
+    >>> shares([0, 1], 4, 1)
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: --pin: 4 stages of 1 thread on 2 cores; expected 4 cores; leave out --pin
+    """
+    needed = num_stages * threads
+    if needed > len(cores):
+        what = f"{counted(num_stages, 'stage')} of {counted(threads, 'thread')} on {counted(len(cores), 'core')}"
+        raise UsageError(f"--pin: {what}", expected=counted(needed, "core"), fix="leave out --pin")
+    own = [list(cores[at : at + threads]) for at in range(0, needed, threads)]
+    return [*own, list(cores[needed:])]
+
+
+def stay_on(cores: Collection[int]) -> None:
+    """Keep this process, and all threads that it starts from now on, on some cores."""
+    os.sched_setaffinity(0, cores)

@@ -1,0 +1,142 @@
+"""Hold the exported stages against PyTorch: whole batches, and each row alone, since a service batches as it likes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from drumline.core.errors import ModelError
+from drumline.serve.export.chain import Example
+from drumline.serve.export.whole import Whole
+from drumline.serve.session import open_session
+from drumline.serve.wire.manifest import Stage
+from drumline.serve.wire.tensors import Array, Arrays
+
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is exported: a model in eval mode on the CPU, examples of its inputs, and how long they may be."""
+
+    name: str
+    model: nn.Module
+    example: Example
+    most: Mapping[str, int]  # the largest size of dimensions that have one
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """How far the chain of graphs is from PyTorch, over several sizes: whole batches, and each row alone."""
+
+    sizes: tuple[tuple[int, int], ...]
+    largest_difference: float
+    largest_value: float
+    rows_alone: float  # the largest difference if each row is computed alone
+
+    @property
+    def relative(self) -> float:
+        """The largest difference over the largest value."""
+        return self._relative(self.largest_difference)
+
+    def _relative(self, difference: float) -> float:
+        return difference / self.largest_value if self.largest_value else difference
+
+    def refuse_wrong(self) -> None:
+        """Raise ModelError if the stages compute something else than PyTorch.
+
+        >>> Checked(((2, 1),), 0.0, 1.0, 0.5).refuse_wrong()
+        Traceback (most recent call last):
+        drumline.core.errors.ModelError: a row alone gives other outputs than in a batch, by 0.5 of the largest ...
+        """
+        if self.relative > TOLERANCE:
+            raise ModelError(
+                f"the exported stages differ from PyTorch by {self.relative:.3g} of the largest output",
+                expected=f"{TOLERANCE:g} or less",
+                fix="look for random numbers in forward, or for sums that float32 cannot hold; nothing was written",
+            )
+        if (alone := self._relative(self.rows_alone)) > TOLERANCE:
+            raise ModelError(
+                f"a row alone gives other outputs than in a batch, by {alone:.3g} of the largest output",
+                expected="outputs of a row that depend on that row alone: a service computes rows of several requests "
+                "together",
+                fix="leave out what mixes rows, such as a mean over the batch; nothing was written",
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the numbers as an object."""
+        return {
+            "sizes": [list(one) for one in self.sizes],
+            "largest_difference": self.largest_difference,
+            "largest_value": self.largest_value,
+            "relative": self.relative,
+            "rows_alone": self.rows_alone,
+            "tolerance": TOLERANCE,
+        }
+
+
+def check_stages(subject: Subject, folder: Path, stages: Sequence[Stage], sizes: Sequence[tuple[int, int]]) -> Checked:
+    """Return how far the stages, one after the other, are from the whole model in PyTorch, at several sizes."""
+    difference = value = alone = 0.0
+    sessions = [open_session(folder / one.file) for one in stages]
+    for size in sizes:
+        inputs = subject.example(*size)
+        wanted = plain_outputs(subject.model, inputs)
+        given: Arrays = {name: one.numpy() for name, one in inputs.items()}
+        difference = max(difference, largest_difference(_computed(stages, sessions, given), wanted))
+        value = max(
+            value, *(float(np.abs(one[np.isfinite(one)].astype(np.float64)).max(initial=0.0)) for one in wanted)
+        )
+        for row in range(size[0]):
+            part = {name: one[row : row + 1] for name, one in given.items()}
+            right = [one[row : row + 1] for one in wanted]
+            alone = max(alone, largest_difference(_computed(stages, sessions, part), right))
+    if not np.isfinite(difference):
+        raise ModelError(
+            "the exported stages return values that are not finite",
+            expected="finite outputs, or infinite ones where PyTorch has the same",
+            fix="choose an example with finite outputs",
+        )
+    return Checked(tuple(sizes), difference, value, alone)
+
+
+def _computed(stages: Sequence[Stage], sessions: Sequence[Any], given: Arrays) -> list[Array]:
+    """Return what the stages compute, one after the other."""
+    for stage, session in zip(stages, sessions, strict=True):
+        names = [one.name for one in stage.outputs]
+        used = {one.name: given[one.name] for one in stage.inputs}
+        given = dict(zip(names, session.run(names, used), strict=True))
+    return list(given.values())
+
+
+def largest_difference(found: Sequence[Array], wanted: Sequence[Array]) -> float:
+    """Return by how much arrays differ at most: equal infinite values by nothing, a NaN by infinity.
+
+    >>> largest_difference([np.array([1.0, -np.inf])], [np.array([1.5, -np.inf])])
+    0.5
+    >>> largest_difference([np.array([np.nan])], [np.array([np.nan])])
+    inf
+    """
+    largest = 0.0
+    for made, right in zip(found, wanted, strict=True):
+        if made.shape != right.shape:
+            raise ModelError(
+                f"the stages return the shape {list(made.shape)}, and PyTorch {list(right.shape)}",
+                expected="the same shapes",
+            )
+        with np.errstate(invalid="ignore"):  # infinite ones may be equal
+            off = np.where(made == right, 0.0, np.abs(made.astype(np.float64) - right.astype(np.float64)))
+        largest = max(largest, float(np.nan_to_num(off, nan=np.inf).max(initial=0.0)))
+    return largest
+
+
+def plain_outputs(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[Array]:
+    """Return what PyTorch computes."""
+    with torch.no_grad():
+        return [one.numpy() for one in Whole(model, list(inputs)).eval()(*inputs.values())]
