@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,26 @@ def interleaved(contestants: dict[str, Callable[[], object]], *, rounds: int) ->
     return {name: Timing(tuple(seconds)) for name, seconds in taken.items()}
 
 
-def machine() -> str:
+def machine(cores: int = 1) -> str:
     """Return what the numbers were taken on."""
-    return f"{platform.machine()}, Python {platform.python_version()}, one core"
+    return f"{platform.machine()}, Python {platform.python_version()}, {'one core' if cores == 1 else f'{cores} cores'}"
+
+
+class Stolen:
+    """How much of the cores' time went to other machines on the same host, since this was made; 0 if nobody says."""
+
+    def __init__(self) -> None:
+        self._began = self._counts()
+
+    @staticmethod
+    def _counts() -> list[int]:
+        try:
+            return [int(one) for one in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        except (OSError, ValueError):
+            return [0] * 8
+
+    @property
+    def share(self) -> float:
+        """Return the share."""
+        spent = [now - then for now, then in zip(self._counts(), self._began, strict=True)]
+        return spent[7] / sum(spent) if sum(spent) else 0.0

@@ -78,8 +78,8 @@ PIPELINE = (
     Bug(
         "clipped-by-own-norm",
         "pipeline/state/validated.py",
-        "for told in self._crew.heard(update.topic) for name, one in told.items()}",
-        "for told in self._crew.heard(update.topic)[:1] for name, one in told.items()}",
+        "self._total(self._crew.heard(update.topic), _TWO)",
+        "self._total(self._crew.heard(update.topic)[:1], _TWO)",
         "Updates are validated by the norm of the first rank alone.",
     ),
     Bug(
@@ -175,9 +175,9 @@ PIPELINE = (
     ),
     Bug(
         "norms-in-order-of-ranks",
-        "pipeline/pipeline.py",
-        "[norms[name] for name in self._engine.assembly.order if name in norms]",
-        "list(norms.values())",
+        "pipeline/assembly.py",
+        "[every[name] for name in self.order if name in every]",
+        "list(every.values())",
         "The global norm is reduced rank by rank, so that its bits depend on the cut.",
     ),
     Bug(
@@ -315,8 +315,8 @@ PIPELINE = (
     ),
     Bug(
         "first-microbatch-checked",
-        "pipeline/check/model_check.py",
-        "return step, self._parts.first(step.shares, self._intake.device)",
+        "pipeline/check/sample.py",
+        "return step, self.parts.first(step.shares, self.intake.device)",
         "return step, 0",
         "A microbatch that counts nothing is compared, in which every model is right.",
     ),

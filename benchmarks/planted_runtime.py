@@ -14,7 +14,7 @@ RUNTIME = (
     ),
     Bug(
         "share-of-a-step-left-out",
-        "runtime/executor.py",
+        "runtime/step.py",
         "return self.scale * self.share",
         "return self.scale",
         "Steps that add up to one update count fully each.",
@@ -28,7 +28,7 @@ RUNTIME = (
     ),
     Bug(
         "merged-across-stages",
-        "runtime/executor.py",
+        "runtime/jobs.py",
         "key=lambda job: (job.action.op, job.action.stage)",
         "key=lambda job: (job.action.op, 0)",
         "W of two stages that stand together are run by the last one's stage.",

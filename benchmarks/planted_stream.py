@@ -50,8 +50,8 @@ STREAM = (
     Bug(
         "norm-of-one-rank",
         "pipeline/state/stream.py",
-        "every = {name: norm for one in norms for name, norm in one.items()}",
-        "every = dict(norms[0])",
+        "return self._engine.total_norm(norms, 2.0)",
+        "return self._engine.total_norm(norms[:1], 2.0)",
         "Gradients are clipped by rank 0's norm alone.",
     ),
     Bug(

@@ -61,8 +61,12 @@ def emulate(
     tied: tuple[str, str] | None = None,
     max_norm: float | None = None,
     dtype: torch.dtype = torch.float32,
+    autocast: bool = False,
 ) -> Emulated:
-    """Train by the batches, one step each; forwards see weights in `dtype`, of which updates keep float32 copies."""
+    """Train by the batches, one step each; forwards see weights in `dtype`, of which updates keep float32 copies.
+
+    With `autocast` every microbatch runs in a context of its own, in bfloat16.
+    """
     stages = [[(name, copy.deepcopy(one).float()) for name, one in stage] for stage in stages]
     newest = {key: one for stage in stages for key, one in _named(stage)}
     made = optimizers(newest)
@@ -80,14 +84,15 @@ def emulate(
                     for stage, number in enumerate(numbers)]  # fmt: skip
             value: Any = xs[index]
             randomness.step = first_step + step
-            for stage, weights in zip(stages, seen, strict=True):
-                for name, module in stage:
-                    if isinstance(module, nn.Dropout):
-                        randomness.apply(index, name)
-                    own = {key.removeprefix(f"{name}."): one for key, one in weights.items()
-                           if key.startswith(f"{name}.")}  # fmt: skip
-                    value = functional_call(module, own, (value,))
-            loss = loss_fn(value, ys[index])
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                for stage, weights in zip(stages, seen, strict=True):
+                    for name, module in stage:
+                        if isinstance(module, nn.Dropout):
+                            randomness.apply(index, name)
+                        own = {key.removeprefix(f"{name}."): one for key, one in weights.items()
+                               if key.startswith(f"{name}.")}  # fmt: skip
+                        value = functional_call(module, own, (value,))
+                loss = loss_fn(value, ys[index])
             losses.append(loss.detach())
             share = torch.tensor(1.0 / num_microbatches) if kind == "2bw" else torch.tensor(1.0)
             torch.autograd.backward(loss, share)

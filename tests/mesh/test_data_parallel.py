@@ -153,8 +153,41 @@ def _refused() -> list[str]:
         {"mesh": DP, "num_ranks": 4},
         {"mesh": DP, "zero": 3},
         {"mesh": {"pp": 2, "cp": 2}},
+        {"mesh": DP, "zero": {5: 1}},
     ]
-    return [_error(options) for options in wrong]
+    return [*(_error(options) for options in wrong), _stepped(counts_rows=True), _stepped(counts_rows=False)]
+
+
+class Counts(nn.Module):
+    """Counts rows, which are others on each line, or calls, which are the same."""
+
+    seen: torch.Tensor
+
+    def __init__(self, *, rows: bool) -> None:
+        super().__init__()
+        self.rows = rows
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += x.sum() if self.rows else 1
+        return x
+
+
+def _stepped(*, counts_rows: bool) -> str:
+    """Run two steps; after the second one, rank 3 leaves with an error of its own."""
+    model = nn.Sequential(nn.Linear(4, 4), Counts(rows=counts_rows))
+    options: dict[str, Any] = {"num_microbatches": 2, "mesh": {"dp": 4}, "timeout": 60.0}
+    try:
+        with dl.Pipeline(model, loss_fn=nn.functional.mse_loss, **options) as pipe:
+            for step in range(3):
+                x = torch.randn(2, 4) + pipe.axes.rank
+                if step == 2 and pipe.axes.rank == 3:
+                    raise ValueError("no more data")
+                pipe.step(x, target=x)
+                pipe.settle()
+    except (DrumlineError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
 
 
 def _error(options: dict[str, Any]) -> str:
@@ -167,8 +200,12 @@ def _error(options: dict[str, Any]) -> str:
 
 
 def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
-    for told in some(dl.launch(_refused, num_ranks=4)):
-        product, other, alone, copies, counts, matrices, positions = told
+    for rank, told in some(enumerate(dl.launch(_refused, num_ranks=4))):
+        product, other, alone, copies, counts, matrices, positions, stages, buffers, left = told
+        assert buffers.startswith("ModelError: a forward changes the buffer 1.seen, and rank 0 (pp 0, dp 0) and rank 1")
+        gone = "RankFailed: rank 3 (pp 0, dp 3) failed at its own code: ValueError: no more data"
+        assert left == ("ValueError: no more data" if rank == 3 else gone)
+        assert "UsageError: zero names stage 5; expected stages from 0 to 1" in stages
         assert positions.startswith("ModelError: Sequential takes no position_ids or positions, and cp divides its")
         assert matrices.startswith("RunError: Adafactor may look at whole matrices, and with zero=3")
         assert product.startswith("MismatchError: the mesh pp2 x dp3 has 6 ranks, and 4 were started")
@@ -187,6 +224,7 @@ def test_a_mesh_is_checked_before_anything_starts() -> None:
         ({"mesh": {"pp": 2, "dp": 2}}, "all ranks are in this process"),
         ({"mesh": {"pp": 2, "dp": 2}, "capture": True}, "capture is True and the mesh is pp2 x dp2"),
         ({"zero": 2}, "zero is 2"),
+        ({"zero": True}, "zero is True"),
     ]
     for options, text in some(wrong):
         with pytest.raises(DrumlineError, match=text):

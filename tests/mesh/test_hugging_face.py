@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import drumline as dl
-from drumline.core.errors import ModelError
+from drumline.core.errors import BatchError, ModelError
 from drumline.runtime.axes.slices import put_together, slice_of
+from drumline.runtime.axes.tensor.divide import divided_by
 from drumline.runtime.axes.tensor.styles import _THEIRS, Plan, style_named
+from drumline.runtime.blocks.cut import Block
 from matrices import ALL, long
 from some import some
 
@@ -138,9 +140,53 @@ def trained(name: str, mesh: dict[str, int], record: Path | bool) -> dict[str, A
         }  # fmt: skip
 
 
+CONTEXT: Any = "context"  # a case of its own: labels must be shifted before sequences are divided
+
+
 def all_trained(folder: Path) -> dict[tuple[str, str], Any]:
     """Train every case."""
-    return {case: trained(case[0], MESHES[case[1]], folder if case == RECORDED else True) for case in CASES}
+    found = {case: trained(case[0], MESHES[case[1]], folder if case == RECORDED else True) for case in CASES}
+    return {**found, CONTEXT: in_parts()}
+
+
+def windowed(**settings: Any) -> nn.Module:
+    """Return a model of which one layer attends to a window, and which takes positions."""
+    torch.manual_seed(0)
+    kinds = ["sliding_attention", "full_attention"]
+    config = transformers.Gemma3TextConfig(**{**SIZES, "head_dim": 4, "layer_types": kinds, **settings})
+    model: nn.Module = transformers.Gemma3ForCausalLM(config).train()
+    return model
+
+
+def shifted_loss(output: Any, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output["logits"].flatten(0, 1), target.flatten())
+
+
+def shifted() -> tuple[Tensor, Tensor]:
+    """Return tokens, and for each the one that follows; the last has none."""
+    x = given(0)["input_ids"]
+    return x, nn.functional.pad(x[:, 1:], (0, 1), value=-100)
+
+
+def in_parts() -> dict[str, Any]:
+    """Train a step with sequences in parts, of tokens alone as a user passes them, and pass what must be refused."""
+    x, y = shifted()
+    with dl.Pipeline(
+        windowed(sliding_window=LENGTH), loss_fn=shifted_loss, mesh={"pp": 2, "cp": 2}, num_microbatches=2,
+        balance="even", example=x[:, : LENGTH // 2], timeout=120.0,
+    ) as pipe:  # fmt: skip
+        told = []
+        packed = torch.arange(LENGTH).expand(ROWS, -1) % 3
+        refused = {"input_ids": x.repeat(1, 2)}, {"input_ids": x, "position_ids": packed}, {"input_ids": x, "labels": x}
+        for batch in refused:
+            with pytest.raises(BatchError) as error:
+                pipe.step(**batch, target=y.repeat(1, batch["input_ids"].shape[1] // LENGTH))
+            told.append(str(error.value))
+        loss = pipe.step(input_ids=x, target=y).loss
+        assert loss is not None
+        assert pipe.checked is not None
+        gradients = {key: one.grad.clone() for key, one in pipe.named_parameters() if one.grad is not None}
+        return {"loss": loss.item(), "gradients": gradients, "told": told}
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +214,37 @@ def test_losses_and_gradients_are_those_of_one_process(ranks: list[Any], case: t
     if case[0] not in DENSE:
         divided = {key for rank in ranks for key in rank[case]["divided"]}
         assert any(".experts." in key for key in divided)
+
+
+def test_sequences_in_parts_give_the_gradients_of_one_process(ranks: list[Any]) -> None:
+    model, (x, y) = windowed(sliding_window=LENGTH), shifted()
+    loss = shifted_loss(model(input_ids=x), y)
+    torch.autograd.backward(loss)
+    found = {key: one for rank in ranks for key, one in rank[CONTEXT]["gradients"].items()}
+    for key, one in some(model.named_parameters()):
+        torch.testing.assert_close(found[key], one.grad, rtol=1e-4, atol=1e-5)
+    for rank in some(ranks):
+        assert rank[CONTEXT]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        long, packed, labels = rank[CONTEXT]["told"]
+        assert f"sequences of {2 * LENGTH} tokens" in long
+        assert f"a window of {LENGTH}; expected at most {LENGTH} tokens" in long
+        assert "position_ids do not count up by one in every row" in packed
+        assert "the model shifts labels by itself" in labels
+
+
+def test_attention_that_cannot_be_gathered_is_refused_before_the_start() -> None:
+    with pytest.raises(ModelError, match=r"Gemma3ForCausalLM computes attention by 'eager'.*expected 'sdpa'"):
+        dl.Pipeline(windowed(attn_implementation="eager"), mesh={"cp": 2}, num_microbatches=2, transport="gloo")
+
+
+def test_experts_in_parts_that_grouped_products_cannot_take_are_refused() -> None:
+    config = transformers.MixtralConfig(**{**SIZES, "intermediate_size": 20, "num_local_experts": EXPERTS})
+    model = transformers.MixtralForCausalLM(config)
+    blocks = [Block("", model)]
+    with pytest.raises(ModelError, match=r"experts are 20 wide and tp is 2.*10 numbers of 4 bytes.*multiple of 16"):
+        divided_by(Plan.of(None, model), blocks, 2)
+    model.set_experts_implementation("eager")
+    assert divided_by(Plan.of(None, model), blocks, 2)
 
 
 def test_a_run_records_how_evenly_their_experts_are_loaded(ranks: list[Any], folder: Path) -> None:
@@ -288,9 +365,6 @@ def test_styles_that_few_plans_name_compute_what_one_process_computes() -> None:
 
 
 def test_experts_with_an_unnamed_parameter_are_refused() -> None:
-    from drumline.runtime.axes.tensor.divide import divided_by
-    from drumline.runtime.blocks.cut import Block
-
     plan = Plan.of({name: style for name, style in ODD.items() if name != "0.stack.down"}, None)
     with pytest.raises(ModelError, match=r"gives 0.stack.down no style"):
         divided_by(plan, [Block("0", Odd())], 2)

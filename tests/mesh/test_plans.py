@@ -14,8 +14,8 @@ from cluster_models import small_cluster
 from drumline.cli.main import main
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.explain import brief
+from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.planner import plan
-from drumline.plan.layouts.space import Pins
 from extras import needed
 from matrices import ALL, long
 from some import some

@@ -39,7 +39,8 @@ from drumline.train.config.settings import (
     TrainSettings,
 )
 from drumline.train.data.batch import Batch, Data
-from drumline.train.loop.run import Trained, run_training
+from drumline.train.loop.run import run_training
+from drumline.train.loop.training import Trained
 from drumline.train.models.built import Built
 from drumline.train.replan import fewest_of, most_within, planned_for
 from drumline.train.start import start
@@ -311,7 +312,9 @@ def test_ranks_start_again_and_a_data_parallel_pipeline_is_left_out(
     assert found == pytest.approx(wanted, rel=1e-6)
     assert len(found) == STEPS
     # The first time all four come back; the second time rank 3 does not, and its pipeline is left out.
-    assert [(one["step"], one["ranks"]) for one in lines(folder / "restarts.jsonl")] == [(0, 4), (2, 2)]
+    # It dies once the checkpoint of step 2 is there; by then that of step 4 may be, too.
+    told_of = [(one["step"], one["ranks"]) for one in lines(folder / "restarts.jsonl")]
+    assert told_of in ([(0, 4), (2, 2)], [(0, 4), (4, 2)])
     assert "planned for 2 ranks instead of 4; mesh.data = 1, with 8 microbatches each" in caplog.text
     assert "memory.zero = 0, because no other rank can hold a part" in caplog.text
     told = re.findall(r"rank 3 (?:\(pp 1, dp 1\) )?(?:died|was killed|ended)", caplog.text)

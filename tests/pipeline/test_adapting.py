@@ -182,6 +182,8 @@ def test_another_number_of_microbatches_is_taken_up() -> None:
     [
         (3, None, UsageError, "the program to take up is 3"),
         ("no-such", None, DrumlineError, "no-such"),
+        ("zb-v", None, ProgramError, r"zb-v cannot use 1 stage per rank.*Pipeline\(..., schedule='zb-v'\)"),
+        ("gpipe", 0, DrumlineError, "^the number of microbatches is 0; expected a whole number of 1 or more$"),
         (program("1f1b"), 8, ProgramError, "has 4 microbatches"),
         (dl.Program.parse("0F0,0B0\n1B0,1F0"), None, InvalidProgram, "1B0 runs before 1F0"),
         (program("gpipe"), None, InvalidProgram, "hold 3 pairs, over the limit of 2"),

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +10,9 @@ from torch import nn
 from torch.nn import functional
 
 from drumline.core.errors import DrumlineError
+from drumline.pipeline.options import Options
 from drumline.pipeline.pipeline import Pipeline
+from some import some
 
 pytestmark = pytest.mark.torch
 
@@ -49,6 +53,12 @@ def test_an_argument_of_the_wrong_kind_is_refused_by_its_name(name: str, value: 
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")
+def test_the_page_of_arguments_has_all_of_them() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
+    rows = "".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
+    assert all(some(f"`{one.name}" in rows for one in fields(Options)))
+
+
 def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(DrumlineError, match="device is 'cuda', but PyTorch finds no such device; expected cpu"):
         made(device="cuda")

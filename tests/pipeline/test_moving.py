@@ -255,6 +255,7 @@ def troubles(folder: str) -> dict[str, Any]:
         optimizer.step()
         found["wrong cut"] = told(lambda: pipe.repartition(["4", "5"]))
         found["no block"] = told(lambda: pipe.repartition(["11"]))
+        found["measured"] = told(lambda: pipe.repartition(balance="auto"))
         found["none"] = told(pipe.repartition)
         found["different"] = told(lambda: pipe.repartition(balance=[3, 5] if pipe.rank else [2, 6]))
         unused = torch.optim.SGD(list(pipe.parameters()), lr=0.0)  # which has not stepped, so nobody knows of it yet
@@ -330,6 +331,7 @@ def test_moves_between_processes(tmp_path: Path) -> None:
         {
             "wrong cut": ModelError,
             "no block": ModelError,
+            "measured": UsageError,
             "none": UsageError,
             "different": MismatchError,
             "own optimizer": UsageError,

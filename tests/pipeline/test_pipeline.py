@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import drumline as dl
 from drumline.core.errors import BatchError, ModelError, NonFiniteError, ProgramError, RunError, UsageError
+from drumline.pipeline.crew import Crew
 from drumline.pipeline.pipeline import Pipeline
 from some import some
 from torch_models import Reference, Unused, data, mlp, programs
@@ -314,7 +315,7 @@ WITH_STATE = dl.Program.parse("0UNSHARD,0F0,0B0,0RESHARD\n1F0,1B0", name="for to
         ({"schedule": "1f1v"}, dl.DrumlineError, "did you mean 1f1b"),
         ({"schedule": "forward-only"}, ProgramError, "no backward passes"),
         ({"schedule": WITH_WAITS, "num_microbatches": 1}, ProgramError, r"a program without WAITs.*compute_only\(\)"),
-        ({"schedule": WITH_STATE, "num_microbatches": 1}, ProgramError, r"does not shard yet.*compute_only\(\)"),
+        ({"schedule": WITH_STATE, "num_microbatches": 1}, ProgramError, r"zero=3 adds them.*compute_only\(\)"),
         ({"num_microbatches": None}, ProgramError, "num_microbatches is missing"),
         ({"num_ranks": 9}, ModelError, "8 blocks for 9 stages"),
         ({"balance": [1, 2]}, ModelError, r"balance is \[1, 2\]"),
@@ -372,6 +373,16 @@ def test_a_state_that_has_no_numbers_is_refused_and_changes_nothing(state: Any, 
     assert all(some(torch.equal(one, before[name]) for name, one in pipe.state_dict().items()))
 
 
+def test_an_optimizer_that_weighs_all_parameters_together_runs_in_one_process_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipe = dl.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], num_microbatches=2, num_ranks=2)
+    assert pipe.optimizer(torch.optim.LBFGS)
+    monkeypatch.setattr(Crew, "alone", False)
+    with pytest.raises(dl.DrumlineError, match="each rank holds a part of them; expected an optimizer that treats"):
+        pipe.optimizer(torch.optim.LBFGS)
+
+
 def test_an_optimizer_that_is_no_class_is_refused() -> None:
     with pytest.raises(dl.DrumlineError, match=r"pipe\.optimizer got 'adam'; expected an optimizer class"):
         pipeline().optimizer("adam")  # type: ignore[arg-type]
@@ -390,6 +401,15 @@ def test_sparse_gradients_are_clipped_like_dense_ones() -> None:
     torch.testing.assert_close(norms[0], norms[1])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_float64_gradients_are_clipped_by_a_norm_of_float64() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5)).double()
+    pipe = pipeline(model, loss_fn=nn.functional.mse_loss)
+    pipe.step(torch.randn(8, 6).double(), target=torch.randn(8, 5).double())
+    expected = nn.utils.get_total_norm([one.grad for one in model.parameters() if one.grad is not None])
+    assert torch.equal(pipe.clip_grad_norm_(0.1), expected)
 
 
 def test_a_program_and_a_csv_file_run_as_they_are(tmp_path: Path) -> None:

@@ -153,6 +153,40 @@ def test_weights_are_cast_once_a_step_and_not_for_every_microbatch() -> None:
     assert stash[0][-1] == 0
 
 
+class Branched(nn.Module):
+    """Uses its input three times, so that three gradients of it are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.one(x).tanh() + self.two(x)
+        return found
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "full"])
+def test_a_cut_does_not_change_how_gradients_of_a_float32_input_are_added(checkpoint: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(6), *(Branched() for _ in range(4)))  # which returns float32
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    plain = copy.deepcopy(model)
+    for rows, target in zip(x.chunk(2), y.chunk(2), strict=True):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = functional.mse_loss(plain(rows), target) / 2
+        loss.backward()  # type: ignore[no-untyped-call]
+    for balance in some([[1, 4], [2, 3], [4, 1]]):
+        pipe = Pipeline(
+            copy.deepcopy(model), loss_fn=functional.mse_loss, num_microbatches=2, num_ranks=2, balance=balance,
+            precision="bf16", checkpoint=checkpoint, transport="in-process",
+        )  # fmt: skip
+        pipe.step(x, target=y)
+        for one, other in zip(pipe.parameters(), plain.parameters(), strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            assert torch.equal(one.grad, other.grad)
+
+
 def test_casts_of_weights_do_not_outlive_a_step() -> None:
     model = mlp()
     pipe = pipeline(model)

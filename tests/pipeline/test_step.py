@@ -12,7 +12,7 @@ from torch.nn import functional
 from drumline.pipeline.observer import Observer
 from drumline.pipeline.options import Options
 from drumline.pipeline.pipeline import Pipeline
-from drumline.runtime.executor import Step
+from drumline.runtime.step import Step
 
 pytestmark = pytest.mark.torch
 

@@ -45,6 +45,7 @@ class Case:
     num_steps: int = 5
     max_norm: float | None = None
     low: bool = False  # whether the model is in bfloat16, with float32 copies for the optimizers
+    autocast: bool = False  # whether forwards run under autocast to bfloat16
     varies: bool = False  # whether the learning rate changes from step to step
     bad: tuple[int, ...] = ()  # steps with a NaN in the input of one microbatch
     steep: int | None = None  # the step in which a block inside gets a NaN in its backward alone
@@ -89,7 +90,8 @@ class Case:
         return {"schedule": SCHEDULES[self.kind], "vertical_sync": self.kind == "vertical", "balance": self.balance,
                 "num_microbatches": self.num_microbatches, "num_ranks": self.num_ranks, "seed": 0,
                 "loss_fn": nn.functional.cross_entropy if self.tied else nn.functional.mse_loss,
-                "checkpoint": self.checkpoint, "master_weights": self.low}  # fmt: skip
+                "checkpoint": self.checkpoint, "master_weights": self.low,
+                "precision": "bf16" if self.autocast else "fp32"}  # fmt: skip
 
     def emulated(self, first: int = 0) -> Emulated:
         blocks, at, stages = self.blocks(), 0, []
@@ -99,7 +101,7 @@ class Case:
         tied = ("0.weight", f"{len(blocks) - 1}.weight") if self.tied else None
         return emulate(stages, self.kind, self.batches(), self.loss, lambda named: optimizers_of(self, named),
                        num_microbatches=self.num_microbatches, tied=tied, max_norm=self.max_norm,
-                       dtype=torch.bfloat16 if self.low else torch.float32,
+                       dtype=torch.bfloat16 if self.low else torch.float32, autocast=self.autocast,
                        rate=rate_of if self.varies else None)  # fmt: skip
 
 
@@ -212,6 +214,11 @@ CASES = [
     Case("pipedream", "AdamW", 3, 4, bad=(1,), low=True),
     Case("pipedream", "SGD", 3, 4, steep=2),
     Case("2bw", "SGD", 3, 4, steep=2),
+    Case("pipedream", "AdamW", 3, 4, autocast=True),
+    Case("pipedream", "SGD", 3, 4, autocast=True, checkpoint="full", dropout=False),
+    Case("vertical", "AdamW", 3, 2, autocast=True, max_norm=0.1),
+    Case("2bw", "AdamW", 3, 3, autocast=True, checkpoint="full"),
+    Case("2bw", "Muon", 3, 4, autocast=True),
 ]
 
 

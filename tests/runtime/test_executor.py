@@ -13,10 +13,11 @@ from drumline.core.program import Program
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.channel.in_process import Hub, take_turns
 from drumline.runtime.draft import Draft, NoClock
-from drumline.runtime.executor import Executor, Step
+from drumline.runtime.executor import Executor
 from drumline.runtime.gradients.clip import Witness
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.stage import Stage
+from drumline.runtime.step import Step
 from drumline.schedules import generate
 from some import some
 

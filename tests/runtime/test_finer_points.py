@@ -37,15 +37,16 @@ CPU = torch.device("cpu")
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
 @pytest.mark.parametrize("factor", [1.0, 1e-6, 0.0])
-def test_gradients_are_clipped_as_torch_clips_them_to_the_last_bit(factor: float) -> None:
+def test_gradients_are_clipped_as_torch_clips_them_to_the_last_bit(factor: float, kind: torch.dtype) -> None:
     torch.manual_seed(0)
-    ours, theirs = ([nn.Parameter(torch.zeros(5)) for _ in range(3)] for _ in range(2))
+    ours, theirs = ([nn.Parameter(torch.zeros(5, dtype=kind)) for _ in range(3)] for _ in range(2))
     for one, other in zip(ours, theirs, strict=True):
-        one.grad = torch.randn(5) * factor
+        one.grad = torch.randn(5, dtype=kind) * factor
         other.grad = one.grad.clone()
     norms = clip.norms_of(ours, 2.0)
-    total = clip.total_norm([norm for norm in norms if norm is not None], 2.0)
+    total = clip.total_norm([norm for norm in norms if norm is not None], 2.0, is_double=kind is torch.float64)
     clip.scale(ours, total, 1e-7)
     assert torch.equal(total, nn.utils.clip_grad_norm_(theirs, 1e-7))
     assert all(torch.equal(one.grad, other.grad) for one, other in zip(ours, theirs, strict=True))  # type: ignore[arg-type]

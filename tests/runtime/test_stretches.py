@@ -10,7 +10,8 @@ from drumline.core.program import Program
 from drumline.runtime.capture.captured import Stretch, stretches
 from drumline.runtime.channel.in_process import Hub
 from drumline.runtime.draft import Clock
-from drumline.runtime.executor import Executor, Job
+from drumline.runtime.executor import Executor
+from drumline.runtime.jobs import Job
 from drumline.schedules import find, generate
 from some import some
 from torch_models import SYNCHRONOUS, programs

@@ -21,7 +21,8 @@ from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.stages import num_sides, pairs_held, stages_of
 from drumline.plan.device.planner import plan
 from drumline.plan.launch.titan import titan
-from drumline.plan.layouts.space import Degrees, Pins, schedules_of
+from drumline.plan.layouts.pins import Degrees, Pins
+from drumline.plan.layouts.space import schedules_of
 from drumline.plan.search.instance import Instance
 from drumline.plan.search.objective import Objective
 from drumline.plan.search.starts import starts

@@ -49,15 +49,15 @@ def test_ones_own_schedule_gets_proof_and_timing() -> None:
         ("1f1v", (4, 8, None), "did you mean 1f1b"),
         ("ZB_H1", (4, 8, None), "did you mean zb-h1"),
         ("x" * 10_000, (4, 8, None), "choose one of"),
-        ("1f1b", (0, 8, None), "--ranks is 0"),
-        ("1f1b", (4, -1, None), "--microbatches is -1"),
-        ("interleaved-1f1b", (4, 8, 0), "--stages-per-rank is 0"),
+        ("1f1b", (0, 8, None), "the number of ranks is 0"),
+        ("1f1b", (4, -1, None), "the number of microbatches is -1"),
+        ("interleaved-1f1b", (4, 8, 0), "the number of stages per rank is 0"),
         ("chimera", (5, 8, None), "use 4 or 6"),
         ("dualpipe", (1, 8, None), "use 2"),
         ("1f1b", (4, 8, 2), "exactly 1 per rank"),
         ("zb-v", (4, 8, 3), "exactly 2 per rank"),
         ("hanayo", (4, 8, 3), "use 2 or 4"),
-        ("pipedream-2bw", (4, 3, None), "use --microbatches 4"),
+        ("pipedream-2bw", (4, 3, None), "use 4 microbatches"),
         ("gpipe", (1000, MAX_PAIRS, None), "too large"),
     ],
 )
@@ -91,7 +91,7 @@ def test_a_recipe_that_goes_wrong_is_named(rows: Callable[[], Any], says: str) -
 
 
 def test_counts_that_are_not_numbers_are_refused() -> None:
-    with pytest.raises(ScheduleError, match="--ranks is '3'"):
+    with pytest.raises(ScheduleError, match="the number of ranks is '3'"):
         generate("1f1b", num_ranks="3", num_microbatches=2)  # type: ignore[arg-type]
 
 

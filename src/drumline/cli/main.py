@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     >>> main(["simulate", "1f1b", "--ranks", "0", "--microbatches", "8", "--json"])
     {
-      "error": "--ranks is 0",
+      "error": "the number of ranks is 0",
       "expected": "a whole number of 1 or more",
       "fix": ""
     }

@@ -317,7 +317,10 @@ def _tell(args: argparse.Namespace, settings: TrainSettings, trained: Any) -> No
         print(f"The run in {trained.folder} had made all {settings.run.steps} steps already.")
         return
     if losses:
-        what = f"{len(losses)} steps: loss {losses[0]:.4g} to {losses[-1]:.4g}, {trained.num_tokens:,} tokens"
+        what = (
+            f"{counted(len(losses), 'step')}: loss {losses[0]:.4g} to {losses[-1]:.4g}, {trained.num_tokens:,} tokens"
+        )
+        what += " with those of the run it continues" if trained.first_step else ""
         skipped = f"; {counted(trained.num_skipped, 'step')} skipped for a NaN or infinity"
         lines.append(what + (skipped if trained.num_skipped else ""))
     if trained.evaluations:

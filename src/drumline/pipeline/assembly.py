@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from drumline.core.action import Op
 from drumline.core.errors import ModelError, nearest
@@ -17,6 +17,7 @@ from drumline.core.rules import Backward
 from drumline.pipeline import transports
 from drumline.runtime.backward.compiled import Compiler
 from drumline.runtime.blocks.cut import Block
+from drumline.runtime.gradients import clip
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.stage import Loss, Stage
@@ -81,6 +82,7 @@ class Assembly:
     compiler: Compiler | None = None
     order: Sequence[str] = ()  # names of all parameters of the unsplit model
     trained: Mapping[str, torch.Size] = field(default_factory=dict)  # shapes of the trainable ones
+    is_double: bool = False  # whether any trainable one is float64
 
     def of_ranks(self, ranks: Iterable[int]) -> Assembly:
         """Return the same assembly without the blocks of other ranks, so that these can be freed; all names stay."""
@@ -93,7 +95,14 @@ class Assembly:
         named = [pair for stage in self.cuts for block in stage for pair in block.named_parameters()]
         order = list(dict.fromkeys(self.ties.first(name) for name, _ in named))
         trained = {self.ties.first(name): one.shape for name, one in named if one.requires_grad}
-        return replace(self, order=order, trained=trained)
+        is_double = any(one.dtype is torch.float64 for _, one in named if one.requires_grad)
+        return replace(self, order=order, trained=trained, is_double=is_double)
+
+    def total_norm(self, norms: Iterable[Mapping[str, float]], norm_type: float) -> Tensor:
+        """Return the norm of all gradients, given the norms by name that ranks have told."""
+        every = {name: norm for one in norms for name, norm in one.items()}
+        listed = [every[name] for name in self.order if name in every]
+        return clip.total_norm(listed, norm_type, is_double=self.is_double)
 
     def stages_of(
         self, rank: int, copies: Copies | None = None, known: Mapping[int, Stage] | None = None

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from drumline.core.action import Op
 from drumline.core.errors import RunError, UsageError
@@ -24,16 +24,17 @@ from drumline.pipeline.moving.chain import Chain
 from drumline.pipeline.observer import Observer
 from drumline.pipeline.programs import forwards_of
 from drumline.runtime.axes.axes import DATA
-from drumline.runtime.axes.context import WholeContext
+from drumline.runtime.axes.context import whole_context
 from drumline.runtime.axes.reduce import Reducer, summed_over
 from drumline.runtime.axes.sharding import FullShards
 from drumline.runtime.capture.capture import Capture
 from drumline.runtime.capture.cuda import clock_for, recorder_for
 from drumline.runtime.channel.channel import Channel
 from drumline.runtime.draft import Clock, Draft, NoClock
-from drumline.runtime.executor import Executor, Step
+from drumline.runtime.executor import Executor
 from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
+from drumline.runtime.step import Step
 from drumline.runtime.stream.executor import StreamExecutor
 from drumline.runtime.weights.tied import Copies, Ties
 
@@ -81,6 +82,10 @@ class Engine(Observer):
         # first step some of them may watch each half.
         self.takes_turns = crew.axes.size("ep") > 1 and crew.axes.size("cp") == 1 and weigh != "always"
         self.takes_turns &= not assembly.checkpointed
+
+    def total_norm(self, norms: Iterable[Mapping[str, float]], norm_type: float) -> Tensor:
+        """Return the norm of all gradients, given the norms by name that ranks have told."""
+        return self.assembly.total_norm(norms, norm_type)
 
     def _copies(self) -> dict[int, Copies]:
         """If all ranks are in this process, return each rank's copies of blocks that belong to another rank."""
@@ -211,7 +216,7 @@ class Engine(Observer):
         modules = (block.module for stage in self.stages() for block in stage.blocks)
         with (
             nullcontext() if step.train else evaluating(modules),
-            nullcontext() if axes.size("cp") == 1 else WholeContext(axes),
+            whole_context(axes),
             self._computing(),
         ):
             jobs = [None if step.accepts is None else one.gated(step.accepts) for one in executors]

@@ -18,10 +18,10 @@ from drumline.pipeline.model.splits import found_split
 from drumline.runtime.batch import Split, cut, num_rows, rows_apart, rows_of_each, shares
 from drumline.runtime.blocks.cut import Block, Model
 from drumline.runtime.blocks.pieces import Piece
-from drumline.runtime.executor import Step
 from drumline.runtime.loss.counts import Across, Weighing, weighed
 from drumline.runtime.loss.sheet import Factors, Multiplying
 from drumline.runtime.microbatches import has_microbatches
+from drumline.runtime.step import Step
 from drumline.runtime.values import moved, pack
 
 LossFunction = Callable[..., Tensor]

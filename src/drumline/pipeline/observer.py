@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from drumline.pipeline.crew import CrewObserver
 from drumline.pipeline.record.tally import Tally, Told
-from drumline.runtime.executor import Step
+from drumline.runtime.step import Step
 
 
 class Observer(CrewObserver):

@@ -24,7 +24,7 @@ from drumline.pipeline.model import splits
 from drumline.plan.device.plan import Plan
 from drumline.plan.device.planner import Planned
 from drumline.runtime.axes import axes as meshes
-from drumline.runtime.axes import context
+from drumline.runtime.axes import sequences
 from drumline.runtime.axes.tensor import styles
 from drumline.runtime.backward.compiled import Compile
 from drumline.runtime.batch import Split
@@ -71,7 +71,9 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "schedule": (lambda one: isinstance(one, str | Path | Program), "a schedule name, a Program, or a CSV file"),
     "record": (lambda one: isinstance(one, bool | str | Path) and one != "", "True, False, or a folder for the run"),
     "zero": (
-        lambda one: all(each in (0, 1, 3) for each in (one.values() if isinstance(one, Mapping) else [one])),
+        lambda one: all(
+            _is_whole(each) and each in (0, 1, 3) for each in (one.values() if isinstance(one, Mapping) else [one])
+        ),
         "0 (nothing is divided), 1 (optimizer state) or 3 (parameters and gradients too), or a dict of these by stage",
     ),
     "interface": (lambda one: isinstance(one, str), "the name of a network interface, or an address"),
@@ -179,7 +181,7 @@ class Options:
                 fix='pass mesh={"pp": ..., "dp": ...}, or zero=0',
             )
         if sizes.get("cp", 1) > 1:
-            context.positions_of(self.model)
+            sequences.positions_of(self.model)
         if self.capture and any(size > 1 for axis, size in sizes.items() if axis != "pp"):
             raise UsageError(
                 f"capture is True and the mesh is {meshes.shown(sizes)}",

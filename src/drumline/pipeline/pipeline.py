@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.adapt.move import Move
-from drumline.core.errors import RunError, UsageError, counted
+from drumline.core.errors import DrumlineError, RunError, UsageError, counted
 from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
 from drumline.pipeline.adapting.auto_schedule import Searched
@@ -29,8 +29,8 @@ from drumline.pipeline.state.validated import Verdict, refusal
 from drumline.pipeline.state.validated import check as validated_after
 from drumline.pipeline.step import CalledWith, StepResult, output_of
 from drumline.runtime.axes.axes import AXES, Axes
-from drumline.runtime.executor import Step
 from drumline.runtime.gradients import clip
+from drumline.runtime.step import Step
 
 T = TypeVar("T")
 
@@ -296,8 +296,8 @@ class Pipeline:
             self.settle()
             with self._crew.together("clip_grad_norm_"):
                 own = self._holdings.norms(norm_type)
-                norms = {name: norm for one in self._crew.all_told("norms", own) for name, norm in one.items()}
-            total = clip.total_norm([norms[name] for name in self._engine.assembly.order if name in norms], norm_type)
+                told = self._crew.all_told("norms", own)
+            total = self._engine.total_norm(told, norm_type)
             clip.scale(self.parameters(), total, max_norm)
             self._recording.note(grad_norm=total)
             return total
@@ -565,7 +565,9 @@ class Pipeline:
     def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, DrumlineError) and not self._crew.over:
+            self._crew.axes.failed("its own code", error)  # other lines of a mesh may wait for this rank
         if kind is not None and not issubclass(kind, Exception):  # whoever interrupts a run does not wait for a disk
             self._close(0.0)
         else:

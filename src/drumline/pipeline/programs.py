@@ -59,7 +59,7 @@ def program_for(
     if any(action.op in (Op.UNSHARD, Op.RESHARD) for row in program.rows for action in row):
         raise ProgramError(
             f"program {program.name!r} gathers and releases sharded parameters",
-            expected="a program without UNSHARD and RESHARD: the executor does not shard yet",
+            expected="a program without UNSHARD and RESHARD: zero=3 adds them",
             fix="use program.compute_only(), which drops them",
         )
     if any(action.op in WAIT_OPS for row in program.rows for action in row):

@@ -7,8 +7,7 @@ options ──► program ──► crew ──► stages ──► assembly ─
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,20 +17,20 @@ import torch
 from torch import nn
 
 from drumline.adapt.settings import KEEP, Adapt
-from drumline.core.action import Op
-from drumline.core.errors import DrumlineError, UsageError
+from drumline.core.errors import DrumlineError
 from drumline.core.lower import lower
 from drumline.core.program import Program
-from drumline.core.state import with_state
 from drumline.pipeline import assembly, transports
 from drumline.pipeline.adapting.adapting import Adapting, decider_for
 from drumline.pipeline.adapting.auto_schedule import AUTO, AutoSchedule, first_schedule
 from drumline.pipeline.assembly import Assembly, loss_block
 from drumline.pipeline.balance import Balance, chosen_stages
+from drumline.pipeline.check.buffers import LineBuffers
 from drumline.pipeline.check.lines import LineParts
 from drumline.pipeline.check.model_check import ModelCheck
 from drumline.pipeline.check.watched import Watched
 from drumline.pipeline.crew import Crew
+from drumline.pipeline.dividing import Dividing
 from drumline.pipeline.engine import CapturingEngine, Engine
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.lengths.arrange import Arranging
@@ -54,12 +53,9 @@ from drumline.pipeline.step import StepRun
 from drumline.pipeline.verify.agreement import Followed, agree_on_lines, code_of, first_difference, plan_of, weights_of
 from drumline.plan.device.blocks import Profile
 from drumline.runtime.axes.axes import DATA, Axes
-from drumline.runtime.axes.context import WholeContext, positions_of
-from drumline.runtime.axes.experts.parallel import ExpertParallel
+from drumline.runtime.axes.context import whole_context
 from drumline.runtime.axes.reduce import share_values
-from drumline.runtime.axes.sharding import FullShards, StateShards
-from drumline.runtime.axes.tensor.layers import TensorParallel
-from drumline.runtime.axes.tensor.styles import Plan
+from drumline.runtime.axes.sequences import positions_of
 from drumline.runtime.backward.compiled import compiler_for
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.blocks.script import Script
@@ -144,18 +140,16 @@ class _SetUp:
                 "with several lines of a mesh: each sees a part of the batch",
             )
         positions = positions_of(given.model) if self.axes.size("cp") > 1 else None
-        tensors = self._tensors(stages)
-        frozen = Frozen(self.program, stages, self._completing(tensors))
+        dividing = Dividing(given, self.axes, self.program, self._held(), self.device, self._agree)
+        tensors = dividing.tensors(stages)
+        frozen = Frozen(self.program, stages, dividing.completing(tensors))
         assembled = self._assembled(frozen.program, stages, intake, numbers).named()
         copied = {name for one in assembled.ties.tensors if one.is_copied for name in one.names}
         # Tensors that several ranks hold get the values of the rank that owns them.
         values = {name: one for name, one in values.items() if name not in copied}
-        experts = self._experts(stages)
+        experts = dividing.experts(stages)
         check = self._check(stages, intake, values, LineParts(self.axes, tensors, experts))
-        if tensors is not None:
-            self._divide(tensors, stages)
-        if experts is not None:
-            self._divide_experts(experts, stages)
+        dividing.divide(stages, tensors, experts)
         if self.program.num_updates:
             check_ties(assembled.ties, given, alone=crew.alone)
         engine = self._engine(assembled)
@@ -170,7 +164,7 @@ class _SetUp:
             recording.runs_several(programs)
         blocks = [block for stage in engine.stages() for block in stage.blocks]
         buffers = KeptBuffers(place for block in blocks for place in places_in(block))
-        validation = Validation(holdings, ledger, recording, buffers, assembled.order)
+        validation = Validation(holdings, ledger, recording, buffers, engine.total_norm)
         updates = Updates(numbers, holdings, recording, check, validation, master_weights=given.master_weights)
         stream = None
         if self.program.num_updates:
@@ -186,7 +180,7 @@ class _SetUp:
         if self.axes.is_mesh:
             share_values(self.axes, holdings.tensors())
         if given.zero:
-            self._divide_state(engine, holdings, updates)
+            dividing.divide_state(engine, holdings, updates)
         watched.begin()
         shared = Shared(engine)
         check.attach(engine, holdings)
@@ -198,7 +192,8 @@ class _SetUp:
         )
         intake.order_of = arranging.order_of if given.arrange else None
         changing = [one for one in (auto, adapting) if one is not None]
-        observers = [*changing, validation, loads, engine, holdings, updates, shared, recording, arranging]
+        lines = LineBuffers(self.axes, (place for block in blocks for place in places_in(block)))
+        observers = [*changing, validation, loads, engine, holdings, updates, shared, recording, arranging, lines]
         return StepRun(
             crew, ledger, intake, frozen, engine, holdings, updates, recording, watched, followed, check,
             observers, auto, adapting, balance, given.check_finite, programs, arranging, positions, stream,
@@ -248,50 +243,10 @@ class _SetUp:
             print(f"drumline: the first step is not checked against the model by itself: {why}", file=sys.stderr)
         return ModelCheck(given.model, blocks, crew, intake, is_on, different, parts)
 
-    def _tensors(self, stages: Sequence[Sequence[Block]]) -> TensorParallel | None:
-        """Return how the axis tp divides the model's layers, after all ranks agree on it; None without that axis."""
-        given, axes = self.options, self.axes
-        if axes.size("tp") == 1:
-            return None
-        plan = Plan.of(given.tensor_parallel, given.model)
-        if axes.size("ep") > 1:
-            plan = plan.without_experts()
-        blocks = [block for stage in stages for block in stage]
-        tensors = TensorParallel(axes, plan, blocks, sequence=given.sequence_parallel)
-        self._agree({"tensor_parallel": tensors.described, "sequence_parallel": given.sequence_parallel})
-        return tensors
-
-    def _divide(self, tensors: TensorParallel, stages: Sequence[Sequence[Block]]) -> None:
-        """Replace the parameters of this process's stages by its parts of them."""
-        held = self._held()
-        own, others = (
-            [block for at, stage in enumerate(stages) if (at in held) is mine for block in stage]
-            for mine in (True, False)
-        )
-        tensors.divide(own, others, self.device)
-        plan = plan_of(block for stage in stages for block in stage)
-        if plan is not None:
-            plan.watch.has_changed()  # the exchanges are no change of the user's
-
     def _held(self) -> list[int]:
         """Return the stages of this process."""
         placement = self.program.placement
         return sorted({at for channel in self.crew.channels for at in placement.stages_of(channel.rank)})
-
-    def _experts(self, stages: Sequence[Sequence[Block]]) -> ExpertParallel | None:
-        """Return the experts that the axis ep divides, after all ranks agree on them; None without that axis."""
-        if self.axes.size("ep") == 1:
-            return None
-        experts = ExpertParallel(self.axes, [block for stage in stages for block in stage])
-        self._agree({"experts": experts.described, "weigh": self.options.weigh})
-        return experts
-
-    def _divide_experts(self, experts: ExpertParallel, stages: Sequence[Sequence[Block]]) -> None:
-        """Replace the experts of this process's stages by its part of them."""
-        experts.divide([block for at in self._held() for block in stages[at]], self.device)
-        plan = plan_of(block for stage in stages for block in stage)
-        if plan is not None:
-            plan.watch.has_changed()  # the exchanges are no change of the user's
 
     def _loads(self, engine: Engine, plan: Script | None) -> ExpertLoads:
         """Return what counts the loads of experts; hooks would not be part of compiled or captured code."""
@@ -305,7 +260,7 @@ class _SetUp:
         given = self.options
         stored = opened(given.weights)
         self._agree({"weights": stored and stored.described()})
-        with nullcontext() if self.axes.size("cp") == 1 else WholeContext(self.axes):  # which refuses masks
+        with whole_context(self.axes):  # which refuses masks
             stages, balance, profile = chosen_stages(given, self.crew, self.program, intake, numbers)
         intake.weigh_by(stages)
         stages[-1] = (*stages[-1], *loss_block(given.loss_fn))
@@ -370,43 +325,6 @@ class _SetUp:
         transports.agree(self.crew.collect("set-up", described), self.crew.called)
         self.axes.agree(described)
 
-    def _completing(self, tensors: TensorParallel | None) -> Callable[[Program], Program]:
-        """Return what adds the actions on parameters and gradients that the mesh needs to a program."""
-        sums = self.axes.size(*DATA) > 1 or (tensors is not None and tensors.is_partial)
-        divided = frozenset(stage for stage in range(self.program.num_stages) if self._level(stage) == 3)
-        return partial(_completed, sums=sums, divided=divided)  # which must not keep the model
-
-    def _level(self, stage: int) -> int:
-        """Return how much of a stage's state the lines of the mesh divide: ZeRO 0, 1 or 3."""
-        zero = self.options.zero
-        return zero if isinstance(zero, int) else zero.get(stage, 0)
-
-    def _divide_state(self, engine: Engine, holdings: Holdings, updates: Updates) -> None:
-        """Divide state between the lines of the mesh, once they have the same values."""
-        levels = {stage.index: self._level(stage.index) for stage in engine.stages()}
-        shared = {name for one in holdings.ties.tensors if len(one.names) > 1 or one.is_copied for name in one.names}
-        named = {id(one): name for name, one in holdings.named_parameters()}
-        parameters = {stage.index: stage.all_parameters for stage in engine.stages()}
-        if 3 in levels.values():
-            if self.program.placement.mirrored:
-                raise UsageError(
-                    f"zero is 3, and {self.program.name} holds each stage on two ranks of a line",
-                    expected="zero of at most 1, or a schedule with one copy of each stage",
-                )
-            # Tied ones stay whole: several stages use them, each at its own time.
-            whole = {
-                index: [one for one in each if named.get(id(one)) not in shared] for index, each in parameters.items()
-            }
-            holdings.shards = FullShards(
-                self.axes, {index: each for index, each in whole.items() if levels[index] == 3}
-            )
-            holdings.renew()
-            engine.divide(holdings.shards)
-        if 1 in levels.values():
-            updates.divided = StateShards(
-                self.axes, [one for index, each in parameters.items() if levels[index] == 1 for one in each]
-            )
-
     @property
     def axes(self) -> Axes:
         return self.crew.axes
@@ -416,10 +334,3 @@ class _SetUp:
         """What to record here; line 0 writes the folder of a run, and the others keep their last step."""
         given = self.options.record
         return given if isinstance(given, bool) or self.axes.number == 0 else True
-
-
-def _completed(program: Program, *, sums: bool, divided: frozenset[int]) -> Program:
-    """Return a program with exchanges of gradients if lines sum them, and gathers of the stages that they divide."""
-    if sums:
-        program = with_state(program, frozenset({Op.REDUCE_GRAD}))
-    return with_state(program, frozenset({Op.UNSHARD, Op.RESHARD}), divided, ahead=1) if divided else program

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from drumline.adapt.move import Move
-from drumline.core.errors import DrumlineError, MismatchError, ModelError, RunError, UsageError
+from drumline.core.errors import DrumlineError, MismatchError, ModelError, ProgramError, RunError, UsageError, counted
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
 from drumline.core.prove.violation import InvalidProgram
@@ -49,14 +49,15 @@ from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.state.updates import Updates
 from drumline.pipeline.verify.agreement import Followed, Given, begun
 from drumline.pipeline.verify.same_rows import agree_on_rows
-from drumline.runtime.axes import context
+from drumline.runtime.axes import sequences
 from drumline.runtime.axes.axes import DATA
 from drumline.runtime.batch import counted_in
 from drumline.runtime.channel.channel import step_topic
-from drumline.runtime.executor import Step
 from drumline.runtime.gradients.clip import all_finite
 from drumline.runtime.microbatches import Microbatches
+from drumline.runtime.step import Step
 from drumline.runtime.values import joined, pack
+from drumline.schedules import find
 
 
 class CalledWith(NamedTuple):
@@ -115,7 +116,7 @@ class StepRun:
     check_finite: bool
     programs: Programs
     arranging: Arranging
-    positions: tuple[str, int] | None  # how the model takes positions, if lines of a mesh divide sequences
+    positions: sequences.Takes | None  # how the model takes positions, if lines of a mesh divide sequences
     stream: Stream | None  # of a schedule without a flush
 
     def run_by(self, step: Step, program: str | Program | None) -> None:
@@ -184,12 +185,18 @@ class StepRun:
         now = self.programs[self.programs.own]
         if not isinstance(given, str | Path | Program):
             raise UsageError(f"the program to take up is {given!r:.60}", expected="a schedule, a Program or a CSV file")
-        named = isinstance(given, str) and not given.endswith(".csv")
+        named, stages_per_rank = isinstance(given, str) and not given.endswith(".csv"), now.num_stages // now.num_ranks
+        if isinstance(given, str) and named and not find(given).admits_stages(stages_per_rank):
+            raise ProgramError(
+                f"{given} cannot use {counted(stages_per_rank, 'stage')} per rank, which this pipeline has",
+                expected="a schedule for the same stages in the same places, so that nothing moves between two steps",
+                fix=f"make a pipeline of its own for it: Pipeline(..., schedule={given!r})",
+            )
         program = program_for(
             given,
             num_ranks=now.num_ranks,
             num_microbatches=now.num_microbatches if named and num_microbatches is None else num_microbatches,
-            stages_per_rank=now.num_stages // now.num_ranks,
+            stages_per_rank=stages_per_rank,
         )
         if self.stream is not None or program.num_updates:
             raise UsageError(
@@ -212,7 +219,7 @@ class StepRun:
         """Return this line's part of a step's arguments, if the lines of a mesh divide sequences."""
         if self.positions is None:
             return call
-        return CalledWith(*context.divided(*call, self.positions, self.crew.axes))
+        return CalledWith(*sequences.divided(*call, self.positions, self.crew.axes))
 
     def refuse(self, step: Step) -> None:
         """Refuse a step that cannot train, before contacting any other rank."""
@@ -253,7 +260,7 @@ class StepRun:
             called = self.intake.called(call.batch, call.named)
             whole = None
             if self.positions is not None:
-                args, named, target = context.placed(*given, self.positions, self.crew.axes)
+                args, named, target = sequences.placed(*given, self.positions, self.crew.axes)
                 whole = self.intake.called(args, named), target
             self.check.before(step, called, call.target, scale * step.share, whole)
 

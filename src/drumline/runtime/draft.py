@@ -18,7 +18,7 @@ from drumline.core.action import Action
 from drumline.core.measured.record import COLUMNS, OVERHEADS, Record, coded
 from drumline.runtime.channel.channel import Delivery
 
-BEGIN, POST, NOTE, LEAVE, END = range(len(OVERHEADS))
+BEGIN, POST, NOTE, LEAVE, END = range(OVERHEADS.index("end") + 1)
 _MESSAGE_WIDTH = len(COLUMNS["messages"])
 _FIELDS = [one.name for one in fields(Record)]
 

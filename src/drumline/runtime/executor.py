@@ -11,9 +11,8 @@ channel, or lets another rank continue.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 from torch import Tensor
@@ -31,76 +30,14 @@ from drumline.runtime.channel.channel import Channel, Delivery, Wait
 from drumline.runtime.draft import BEGIN, NOTE, POST, Clock, Draft
 from drumline.runtime.gradients.clip import Witness
 from drumline.runtime.gradients.exchange import GradientExchange
+from drumline.runtime.jobs import Job, absent, merge, nothing
 from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
+from drumline.runtime.step import Step
 from drumline.runtime.values import pack, unpack
 from drumline.runtime.weights.tied import Ties
 
 Gradients = tuple[Tensor | None, ...]
-
-
-@dataclass(slots=True)
-class Step:
-    """The data of one step, by microbatch, and its results."""
-
-    number: int
-    batch: Any = None  # the source of inputs and targets
-    target: Any = None
-    inputs: Sequence[Any] = ()
-    targets: Sequence[Any] = ()
-    shares: Sequence[Tensor] = ()  # each microbatch's share of the batch's loss
-    cuts: Callable[[Any], list[Any]] | None = None  # splits the batch into inputs
-    wants_outputs: bool = False  # whether a training step keeps the last stage's output
-    train: bool = True
-    program: int = 0  # number of its program among those of the pipeline
-    apart: bool = False  # whether the user split the batch, so that shapes of microbatches may differ
-    sizes: Sequence[Any] = ()  # rows and length of each given microbatch, if known
-    order: tuple[int, ...] = ()  # which of them runs in each slot of the program, if an order was chosen
-    repeats: bool = False  # whether it replays a captured step, the same on all ranks: no need to split it
-    scale: float = 1.0  # loss scale: factor of the loss's gradient, so that float16 can hold it
-    share: float = 1.0  # this step's share of an update, if several steps add up to it
-    draw: int = 0  # number of training steps before it, which seeds random numbers
-    drafts: Sequence[Draft] = ()  # measurements of each rank of this process
-    accepts: Callable[[], bool] | None = None  # asked after the opening: whether the parameters are as they should be
-    rejected: bool = False  # whether they were not, so that only the opening has run
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    outputs: dict[int, Any] = field(default_factory=dict)
-
-    @property
-    def factor(self) -> float:
-        """What all of the loss's gradient is multiplied by."""
-        return self.scale * self.share
-
-
-def _nothing(*_: Any) -> tuple[Any, ...]:
-    """Take nothing, or do nothing."""
-    return ()
-
-
-def _absent(*_: Any) -> None:
-    raise AssertionError("the row has an action of a stage that this rank does not hold")
-
-
-@dataclass(slots=True)
-class Job:
-    """One cell of the row, ready to run. `needs` are messages that must have arrived, with their sources.
-
-    A computing job is `timed`: it passes the result of `take` to `call`, and `put` stores that result for others. An
-    action that overlaps two others uses its parts. Other jobs use `run`.
-    """
-
-    action: Action
-    run: Callable[[Job, Step], Any] = _nothing
-    stage: Stage | None = None
-    microbatch: int = -1
-    needs: tuple[tuple[Action, int], ...] = ()
-    other: int = -1  # the rank to which a message goes, or from which it comes
-    timed: bool = False
-    take: Callable[[Job, Step], tuple[Any, ...]] = _nothing
-    call: Callable[..., Any] = _nothing  # takes the microbatch and the result of `take`
-    put: Callable[[Job, Step, Any], Any] = _nothing
-    parts: tuple[Job, ...] = ()
-    together: tuple[int, ...] = ()  # microbatches whose W runs here at once
 
 
 class Executor:
@@ -159,7 +96,7 @@ class Executor:
             Op.FORWARD: (self._inputs, "forward", self._keep_output),
             Op.BACKWARD: (self._gradients_of, "backward", self._keep_gradients),
             Op.BACKWARD_INPUT: (self._gradients_of, "backward_input", self._keep_gradients),
-            Op.BACKWARD_WEIGHT: (_nothing, "backward_weight", _nothing),
+            Op.BACKWARD_WEIGHT: (nothing, "backward_weight", nothing),
         }
         talks: dict[Op, Callable[[Job, Step], None]] = {
             Op.SEND_F: self._send,
@@ -197,7 +134,7 @@ class Executor:
                 )
             jobs.append(job)
         if self.merge:
-            _merge(jobs)
+            merge(jobs)
         return jobs
 
     def _work(self, action: Action, take: Callable[..., Any], call: str, put: Callable[..., Any]) -> Job:
@@ -205,7 +142,7 @@ class Executor:
         stage, microbatch, needs = self.stages.get(action.stage), action.microbatch, tuple(self._needs(action))
         assert microbatch is not None
         job = Job(action, stage=stage, microbatch=microbatch, needs=needs, timed=True, take=take, put=put)
-        job.call = getattr(stage, call, _absent)
+        job.call = getattr(stage, call, absent)
         return job
 
     def _needs(self, action: Action) -> list[tuple[Action, int]]:
@@ -330,7 +267,7 @@ class Executor:
             return job
         if job.together:
             return replace(job, call=partial(self._alone_and_merged, witness, stage, job.together))
-        if op in (Op.BACKWARD, Op.BACKWARD_WEIGHT) and job.call is not _nothing:
+        if op in (Op.BACKWARD, Op.BACKWARD_WEIGHT) and job.call is not nothing:
             return replace(job, call=partial(witness.adding, stage, job.call))
         return replace(job, call=partial(witness.listening, stage, job.call)) if op is Op.FORWARD else job
 
@@ -427,19 +364,3 @@ class Executor:
         if self.shards is not None:
             self.shards.reshard(stage)
             self.stages[stage].refresh()  # or they would keep the memory
-
-
-def _merge(jobs: list[Job]) -> None:
-    """Let the last of several adjacent W actions of one stage run all of them."""
-    for (op, _), run in groupby(jobs, key=lambda job: (job.action.op, job.action.stage)):
-        if op is Op.BACKWARD_WEIGHT:
-            *others, last = run
-            for job in others:
-                job.call = _nothing
-            last.together = tuple(job.microbatch for job in (*others, last))
-            last.call = partial(_merged, last)
-
-
-def _merged(job: Job, microbatch: int) -> None:
-    assert job.stage is not None
-    job.stage.backward_weight_merged(job.together)

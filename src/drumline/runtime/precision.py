@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import ModelError, nearest
+from drumline.runtime.values import mapped
 
 _KINDS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 LOW = (torch.bfloat16, torch.float16)
@@ -59,6 +60,17 @@ class Precision:
     def full(self, loss: Tensor) -> Tensor:
         """Return a loss computed under autocast as float32, like its weights and scale."""
         return loss.float() if self.dtype is not None and loss.dtype in LOW else loss
+
+
+def cast_apart(value: Any) -> Any:
+    """Return a stage's input, or a block's, so that autocast casts it anew for each use, as inside of a stage.
+
+    It takes a leaf for a weight: it would keep the cast until the step ends, and uses would add their gradients in low
+    precision.
+    """
+    if not torch._C._is_any_autocast_enabled():
+        return value
+    return mapped(value, lambda one: one.view_as(one) if one.is_leaf and one.requires_grad else one)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from drumline.runtime.backward.owners import Splitter
 from drumline.runtime.backward.tape import Tape
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.loss.sheet import Sheet
+from drumline.runtime.precision import cast_apart
 from drumline.runtime.randomness import HostChance, Randomness, draws, may_draw
 from drumline.runtime.recomputing import Buffers
 from drumline.runtime.values import mapped, pack, unpack
@@ -113,7 +114,7 @@ class Segment:
 
         If they change their input in place, they get a copy of it, because a leaf must not change.
         """
-        given = mapped(value, Tensor.clone) if self.on_copies else value
+        given = mapped(value, Tensor.clone) if self.on_copies else cast_apart(value)
         if self.sheet is not None:
             self.sheet.now = microbatch
         try:

@@ -40,6 +40,11 @@ def idle(pace: Pace, num_ranks: int) -> float:
     even_ranks=True,
     peak_pairs=lambda rank, num_ranks, num_microbatches, stages_per_rank: num_ranks + 1,
     makespan=idling(idle),
+    makespan_holds=lambda num_ranks, num_microbatches, stages_per_rank: num_ranks > 4,
+    planned_with=(1,),
+    suits=lambda num_ranks, num_microbatches, stages_per_rank: (
+        num_ranks % 2 == 0 and num_microbatches % 2 == 0 and num_microbatches >= 2 * num_ranks
+    ),
 )
 def dualpipe(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
     """Run the eight steps on every rank, then exchange the gradients of the two copies."""

@@ -27,7 +27,7 @@ def pipedream_2bw(num_ranks: int, *, num_microbatches: int, num_steps: int = 4) 
             f"pipedream-2bw with {counted(num_microbatches, 'microbatch')} per step on {counted(num_ranks, 'rank')} "
             "needs a third weight version",
             expected="at least as many microbatches as ranks",
-            fix=f"use --microbatches {num_ranks}",
+            fix=f"use {num_ranks} microbatches",
         )
     if num_steps < 1:
         raise ScheduleError(f"num_steps is {num_steps}", expected="1 or more")

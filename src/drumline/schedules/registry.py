@@ -41,9 +41,8 @@ class Schedule:
 
     Optional formulas: `peak_pairs` and `makespan` as in `formulas`, and `bubble`, its lower bound. `makespan_holds`
     says for which counts that formula is within 2% of the simulator if stages are equal (None: all). `planned_with`
-    lists the stages per rank that the cluster planner tries (none: never), if the counts `suit`. `saves_memory_of`
-    names the schedule that this one modifies to hold less. `titan` is its torchtitan name; `in_megatron` says whether
-    Megatron-LM has it. A `baseline` exists only for comparison.
+    lists the stages per rank that the cluster planner tries (none: never), if the counts `suit`. `titan` is its
+    torchtitan name; `in_megatron` says whether Megatron-LM has it. A `baseline` exists only for comparison.
     """
 
     name: str
@@ -58,7 +57,6 @@ class Schedule:
     bubble: IdleShare | None = None
     planned_with: tuple[int, ...] = ()
     suits: Counts | None = None
-    saves_memory_of: str = ""
     titan: str = ""
     in_megatron: bool = False
     baseline: bool = False
@@ -139,10 +137,10 @@ class Schedule:
 
     def refusal(self, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> ScheduleError | None:
         """Return an error that says why these counts do not work and suggests others, or None if they work."""
-        counts = {"--ranks": num_ranks, "--microbatches": num_microbatches, "--stages-per-rank": stages_per_rank}
+        counts = {"ranks": num_ranks, "microbatches": num_microbatches, "stages per rank": stages_per_rank}
         for name, value in counts.items():
             if not isinstance(value, int) or value < 1:
-                return ScheduleError(f"{name} is {value!r}", expected="a whole number of 1 or more")
+                return ScheduleError(f"the number of {name} is {value!r}", expected="a whole number of 1 or more")
         if self.even_ranks and num_ranks % 2:
             return ScheduleError(
                 f"{self.name} cannot use {counted(num_ranks, 'rank')}: its two directions meet in the middle",
@@ -153,7 +151,7 @@ class Schedule:
             return ScheduleError(
                 f"{self.name} cannot use {counted(stages_per_rank, 'stage')} per rank",
                 expected=f"exactly {self.stages_per_rank} per rank",
-                fix=f"omit --stages-per-rank or set it to {self.stages_per_rank}",
+                fix=f"leave out the number of stages per rank, or make it {self.stages_per_rank}",
             )
         if not self.admits_stages(stages_per_rank):
             return ScheduleError(

@@ -43,7 +43,6 @@ def _makespan(paces: Paces) -> float:
     makespan=_makespan,
     makespan_holds=lambda num_ranks, num_microbatches, stages_per_rank: False,  # a sketch; up to 10% too long
     planned_with=(2,),
-    saves_memory_of="zb-v",
 )
 def v_half(num_ranks: int, *, num_microbatches: int) -> list[list[Action]]:
     """Repeat a block of about 6P slots per rank: P pairs."""

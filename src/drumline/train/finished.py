@@ -30,6 +30,7 @@ from drumline.train.models.function import named_function, users_code
 
 LENGTH = "length"
 EXPORTED = "manifest.json"
+LONGEST = 2048  # tokens a row that clients may send to a model which says nothing about it
 _LONGEST = ("max_position_embeddings", "n_positions")
 _EXPECTED = "the folder of a run, a folder or config of Hugging Face, a config.toml, or file.py:function"
 _SOURCES = "a run that saved a checkpoint"
@@ -45,16 +46,31 @@ class Finished:
     most: Mapping[str, int]
 
 
-def finished_model(source: str, *, seed: int = 0) -> Finished:
-    """Return the model that a source names.
+def finished_model(source: str, *, seed: int = 0, max_length: int | None = None) -> Finished:
+    """Return the model that a source names; `max_length` is the most tokens per row that it shall take.
 
     >>> finished_model("no-such-run")
     Traceback (most recent call last):
     drumline.core.errors.UsageError: no such model: no-such-run; expected the folder of a run, ...
     """
+    if max_length is not None and max_length < 1:
+        raise UsageError(f"--max-length is {max_length}", expected="1 token or more")
     path = Path(source)
     if is_function(source) and not path.exists():
-        return _of_function(source, seed)
+        return _of_function(source, seed, max_length or LONGEST)
+    return _with_most(_of_path(source, path), max_length)
+
+
+def _with_most(found: Finished, max_length: int | None) -> Finished:
+    """Return a model that takes fewer tokens than it could."""
+    if max_length is None or LENGTH not in found.most:
+        return found
+    if max_length > found.most[LENGTH]:
+        raise UsageError(f"--max-length is {max_length}", expected=f"up to the model's {found.most[LENGTH]} positions")
+    return replace(found, most={**found.most, LENGTH: max_length})
+
+
+def _of_path(source: str, path: Path) -> Finished:
     if path.suffix == ".toml" and path.is_file():
         return _of_settings(read_settings(source), path.stem)
     if (path / KEPT).is_file():
@@ -166,7 +182,7 @@ def _with_data(name: str, built: Built, settings: TrainSettings) -> Finished:
     return Finished(name, built.model.eval(), _resizing({built.inputs: batch}), {LENGTH: settings.batch.sequence})
 
 
-def _of_function(source: str, seed: int) -> Finished:
+def _of_function(source: str, seed: int, max_length: int) -> Finished:
     """Return what a function makes: (model, example), or (model, loss_fn, batch, target) as for `drumline profile`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -174,28 +190,76 @@ def _of_function(source: str, seed: int) -> Finished:
         with users_code(source):
             made = function()
     if not isinstance(made, tuple) or len(made) not in (2, 4) or not isinstance(made[0], nn.Module):
+        parts = ", ".join(type(one).__name__ for one in made) if isinstance(made, tuple) else ""
         raise UsageError(
-            f"{source} returned {type(made).__name__}", expected="(model, example), or (model, loss_fn, batch, target)"
+            f"{source} returned {f'({parts})' if parts else type(made).__name__}",
+            expected="(model, example), or (model, loss_fn, batch, target)",
+            fix="return these from the function",
         )
     model, example = made[0], made[1] if len(made) == 2 else made[2]
     named = dict(example) if isinstance(example, Mapping) else {_first_argument(model): example}
-    if not named or not all(isinstance(one, Tensor) and one.dim() for one in named.values()):
-        raise UsageError(f"{source} returned no example of inputs", expected="a tensor, or tensors by argument name")
-    name = safe_name(source.rpartition(":")[2])
-    return Finished(name, model.float().eval(), _resizing(named), {})
+    _check_example(source, named)
+    named = {name: one.float() if one.is_floating_point() else one for name, one in named.items()}
+    model = model.float().eval()
+    resizing = _resizing(named, is_fixed=not _takes_other_lengths(model, named))
+    return Finished(safe_name(source.rpartition(":")[2]), model, resizing, {LENGTH: max_length})
+
+
+def _check_example(source: str, named: Mapping[str, Any]) -> None:
+    """Refuse an example that is no tensors with rows."""
+    for name, one in named.items():
+        if not isinstance(one, Tensor) or not one.dim():
+            what = "a tensor without dimensions" if isinstance(one, Tensor) else type(one).__name__
+            raise UsageError(
+                f"{source} returned an example whose input {name!r} is {what}",
+                expected="a tensor, or tensors by argument name, with rows in the first dimension",
+                fix="return (model, {name: tensor}), and keep other settings in the model",
+            )
+    if not named or len({len(one) for one in named.values()}) != 1 or not len(next(iter(named.values()))):
+        rows = ", ".join(f"{name} {len(one)}" for name, one in named.items()) or "no inputs"
+        raise UsageError(
+            f"{source} returned an example with {rows} rows",
+            expected="at least one input, and the same rows, 1 or more, in each",
+            fix="return a small batch of what clients will send",
+        )
+
+
+def _takes_other_lengths(model: nn.Module, named: Mapping[str, Tensor]) -> bool:
+    """Return whether a model computes tokens of another length too, and not a fixed number of columns."""
+    lengths = {one.shape[1] for one in named.values() if _is_tokens(one)}
+    if len(lengths) != 1:
+        return False
+    length = lengths.pop()
+    other = _resizing(named)(2, length - 1 if length > 1 else 2)
+    try:
+        with torch.no_grad():
+            model(*other.values()) if isinstance(model, nn.Sequential) else model(**other)
+    except Exception:  # whatever the model raises for a length that it does not take
+        return False
+    return True
 
 
 def _first_argument(model: nn.Module) -> str:
     return next(iter(inspect.signature(model.forward).parameters), "input")
 
 
-def _resizing(named: Mapping[str, Tensor]) -> Callable[[int, int], dict[str, Tensor]]:
-    """Return a function that makes inputs of any size from an example; tokens may change their length, others not."""
+def _is_tokens(tensor: Tensor) -> bool:
+    return tensor.dim() == 2 and not tensor.is_floating_point()
+
+
+def _resizing(named: Mapping[str, Tensor], *, is_fixed: bool = False) -> Callable[[int, int], dict[str, Tensor]]:
+    """Return a function that makes inputs of any size from an example; tokens may change their length, others not.
+
+    Rows that repeat the example are smaller where they can be, so that no two rows are equal.
+    """
 
     def resized(tensor: Tensor, rows: int, length: int) -> Tensor:
-        found = tensor[torch.arange(rows) % len(tensor)]
-        if tensor.dim() == 2 and not tensor.is_floating_point():
+        number = torch.arange(rows)
+        found = tensor[number % len(tensor)]
+        if _is_tokens(tensor) and not is_fixed:
             found = found[:, torch.arange(length) % tensor.shape[1]]
+        if tensor.is_floating_point():
+            found = found / (1 + number // len(tensor)).view(-1, *[1] * (tensor.dim() - 1))
         return found.contiguous()
 
     return lambda rows, length: {name: resized(one, rows, length) for name, one in named.items()}

@@ -24,7 +24,8 @@ _PARTS = {
 _SAME_BUBBLE = (
     "Both schedules have the same bubble: it depends on the number of microbatches M alone. GPipe runs all forwards"
     " first, so it stashes the whole batch. 1F1B starts each backward as soon as it can, so rank 0 stashes two"
-    " microbatches at most."
+    " microbatches at most. Bubbles are medians over all steps after the first epoch; the timelines below show one step"
+    " of each run."
 )
 _BOUND = (
     "The bound assumes equal stages and free messages. Ops of unequal length, messages, and the executor between"

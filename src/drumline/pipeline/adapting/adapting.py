@@ -31,7 +31,7 @@ from drumline.pipeline.record.recording import Recording
 from drumline.pipeline.record.tally import Ledger
 from drumline.plan.device.blocks import Profile
 from drumline.runtime.blocks.cut import Block, guessed_costs
-from drumline.runtime.executor import Step
+from drumline.runtime.step import Step
 from drumline.schedules import generate, schedules
 
 Take = Callable[[Program], None]

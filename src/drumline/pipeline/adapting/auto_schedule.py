@@ -26,7 +26,7 @@ from drumline.pipeline.observer import Observer
 from drumline.pipeline.record.tally import Ledger
 from drumline.pipeline.state.frozen import Frozen
 from drumline.plan.search.search import search
-from drumline.runtime.executor import Step
+from drumline.runtime.step import Step
 from drumline.schedules import schedules
 
 AUTO = "auto"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drumline.runtime.axes import context
+from drumline.runtime.axes import context, sequences
 from drumline.runtime.axes.axes import Axes
 from drumline.runtime.axes.experts.parallel import AXIS as EXPERTS
 from drumline.runtime.axes.experts.parallel import ExpertParallel
@@ -116,4 +116,4 @@ class LineParts:
             return whole
         own = next((one for one in pack(made)[0] if one.dim() > 1), None)
         length = 0 if own is None else own.shape[1] * self.axes.size(context.AXIS)
-        return context.own_part(whole, {length}, self.axes)
+        return sequences.own_part(whole, {length}, self.axes)

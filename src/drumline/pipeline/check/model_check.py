@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from drumline.core.errors import DrumlineError, MismatchError
 from drumline.pipeline.check.lines import LineParts
 from drumline.pipeline.check.relay import GaveUp, Places, Relay
+from drumline.pipeline.check.sample import Sample
 from drumline.pipeline.check.sketched import Expected, Found, differences, found_by, unsettled
 from drumline.pipeline.check.verdict import Checked, Outcome, allowed_off, verdict
 from drumline.pipeline.crew import Crew
@@ -39,12 +40,10 @@ from drumline.pipeline.verify.comparing import few, off, outputs_off
 from drumline.pipeline.verify.plain import Plain
 from drumline.pipeline.verify.plain_step import Slice, Wanted, plain_step
 from drumline.runtime.blocks.cut import Block, Model
-from drumline.runtime.executor import Executor, Step
+from drumline.runtime.executor import Executor
 from drumline.runtime.gradients.clip import Witness
 from drumline.runtime.gradients.sketch import sketch
-from drumline.runtime.values import moved
-
-_HOST = torch.device("cpu")
+from drumline.runtime.step import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,6 @@ class ModelCheck:
         self._held: list[tuple[Executor, dict[str, nn.Parameter]]] = []  # what the stages here train
         self._totals: dict[nn.Parameter, Tensor] = {}  # gradients of experts that tokens of all lines go through
         self._ratio = 1.0  # what it counts more in the step than was known before
-        self._sequences: tuple[Any, Any] | None = None  # batch and target with whole sequences
         self._seconds = 0.0
 
     def attach(self, engine: Engine, holdings: Holdings) -> None:
@@ -103,9 +101,12 @@ class ModelCheck:
     def loaded(self, state: Mapping[str, Any]) -> None:
         """Follow weights that were loaded after the pipeline was made, those of other ranks' stages too."""
         self._different = None
+        shards = self._holdings.shards
+        divided = {} if shards is None else shards.pieces  # they have their values, and may have no memory
         if self._plain is not None:
+            named = self._plain.named_parameters().items()
             with torch.no_grad():
-                for name, one in self._plain.named_parameters().items():
+                for name, one in ((name, one) for name, one in named if one not in divided):
                     value = state.get(name)
                     if isinstance(value, Tensor) and not one.is_meta and value.shape == one.shape:
                         one.copy_(value)
@@ -138,9 +139,8 @@ class ModelCheck:
         assert self._plain is not None
         started = time.perf_counter()
         self._held = [(one, dict(self._holdings.named_on(one, pieces=False))) for one in self._engine.executors]
-        self._sequences = whole
         with self._whole() as parts:
-            given = self._asked(step, called, target, factor)
+            given = self._asked(step, called, target, factor, whole)
         self._wanted = parts(self._wanted)
         if self._parts.is_on:
             self._named = self._own()
@@ -188,12 +188,13 @@ class ModelCheck:
         assert self._plain is not None
         return self._plain.named_parameters() | {name: one for _, held in self._held for name, one in held.items()}
 
-    def _asked(self, step: Step, called: Any, target: Any, factor: float) -> Slice:
+    def _asked(self, step: Step, called: Any, target: Any, factor: float, sequences: tuple[Any, Any] | None) -> Slice:
         """Run one microbatch through the model by itself, and return it."""
         assert self._plain is not None
         number = step.number
         named = self._named = self._plain.named_parameters()
-        local = self._cut(number, called, target)
+        sample = Sample(self._crew, self._intake, self._parts, number, called, target, sequences)
+        local = sample.cut()
         here = Places.of(block for stage in self._engine.stages() for block in stage.blocks)
         mine = {
             name: one for executor, _ in self._held for name, one in self._holdings.named_on(executor, pieces=False)
@@ -201,11 +202,11 @@ class ModelCheck:
         if self._crew.alone:  # what is the model's own parameter cannot be another than that
             mine = {name: one for name, one in mine.items() if named.get(name) is not one}
         card = _Card(local is not None, samples_of(mine), _is_whole(self._plain), here, Given.of(called, target))
-        told = self._all_told("check", card)
+        told = self._crew.collect("check", card)
         # Before differences are put down to the model.
         agree_on_batch([one.given for one in told], number, self._crew.called)
         given = local if local is not None and all(one.has_batch for one in told) else None
-        self._given = given = given or self._passed_on(number, called, target)
+        self._given = given = given or sample.passed_on(self._engine.ends)
         if all(one.is_whole for one in told):
             self._reason = _stale(named, [one.samples for one in told])
         elif is_chain(self._plain.model):
@@ -215,60 +216,6 @@ class ModelCheck:
         if not self._reason:
             self._wanted = self._run(given, step.draw, factor)
         return given
-
-    def _all_told(self, what: str, value: Any) -> list[Any]:
-        """Tell all ranks the same of each rank of this process, and return what every rank told."""
-        return self._crew.all_told(what, [value] * len(self._crew.channels))
-
-    def _taken(self, number: int, called: Any, target: Any, ends: Collection[str]) -> tuple[Step, int]:
-        """Return the step, cut into microbatches, and the first of them that counts."""
-        step = Step(number)
-        self._intake.take(step, called, target, ends, self._crew.called.one(self._crew.rank))
-        self._intake.cut(step)
-        return step, self._parts.first(step.shares, self._intake.device)
-
-    def _with_sequences(self, given: Slice, order: Sequence[int]) -> Slice:
-        """Return a microbatch with whole sequences, if lines of a mesh have parts of them.
-
-        `order` says which of the given microbatches runs in each slot, if that was chosen.
-        """
-        if self._sequences is None:
-            return given
-        batch, target = self._sequences
-        at = order[given.microbatch] if order else given.microbatch
-        inputs = None if given.inputs is None else self._intake.cut_batch(batch)[at]
-        if given.target is not None:
-            own = batch if self._intake.own else target
-            targets = self._intake.cut_batch(own, what="the batch" if self._intake.own else "the target")
-            given = replace(given, target=targets[at])
-        # What part of the loss whole sequences are is known after the step, when all lines have counted theirs.
-        return replace(given, inputs=inputs, share=1.0 / self._intake.num_microbatches, seen_share=None)
-
-    def _cut(self, number: int, called: Any, target: Any) -> Slice | None:
-        """Return a microbatch that counts, where this rank was given all of it."""
-        if called is None or (target is None and not self._intake.own):
-            return None
-        step, at = self._taken(number, called, target, {"first", "last"})
-        given = step.inputs[at], step.targets[at], float(step.shares[at]), self._intake.factors_of(at)
-        return self._with_sequences(Slice(at, *given, seen_share=lambda: float(step.shares[at])), step.order)
-
-    def _passed_on(self, number: int, called: Any, target: Any) -> Slice:
-        """Return a microbatch of which ranks have only parts: the last stage's rank chooses it, the first's has it."""
-        ends = self._engine.ends
-        step, at = self._taken(number, called, target, ends)
-        chosen = None
-        if "last" in ends:
-            given = Slice(at, None, step.targets[at], float(step.shares[at]), self._intake.factors_of(at))
-            given = self._with_sequences(given, step.order)
-            chosen = at, moved(given.target, _HOST), given.share, given.factors
-        told = self._all_told("check target", chosen)
-        microbatch, wanted, share, factors = next(one for one in told if one is not None)
-        first = None
-        if "first" in ends:
-            given = self._with_sequences(Slice(microbatch, step.inputs[microbatch], None, share), step.order)
-            first = moved(given.inputs, _HOST)
-        inputs = next(one for one in self._all_told("check input", first) if one is not None)
-        return Slice(microbatch, inputs, wanted, share, factors)
 
     def _relayed(self, here: Places, told: Sequence[_Card]) -> Relay:
         """Return how the model is run where ranks have only their own blocks of it."""
@@ -336,14 +283,16 @@ class ModelCheck:
         self._rescale(step)
         self._add_up()
         outcome = self._outcome(step)
-        runs_again = self._wanted is not None and self._relay is None and not self._parts.is_on
+        runs_again = self._wanted is not None and self._can_run_again and not self._parts.is_on
         if outcome.is_wrong(self._allowed) and runs_again:
             outcome.has_moods = self._has_moods(step)
         outcome.seconds = self._seconds + time.perf_counter() - started
         told = self._crew.all_told("checked", [outcome] + [Outcome()] * (len(self._crew.channels) - 1))
         order = self._engine.assembly.order
-        self.checked, self.refusal = verdict(told, self._allowed, order, self._homes, self._crew.called)
-        self._plain = self._wanted = self._again = self._expected = self._given = self._relay = self._sequences = None
+        self.checked, self.refusal = verdict(
+            told, self._allowed, order, self._homes, self._crew.called, divides_layers=self._parts.axes.size("tp") > 1
+        )
+        self._plain = self._wanted = self._again = self._expected = self._given = self._relay = None
         self._named, self._held, self._totals = {}, [], {}
         for executor in self._engine.executors:
             executor.witness = None
@@ -362,7 +311,7 @@ class ModelCheck:
         own = None
         if self._given.microbatch in step.losses:
             own = self._parts.total(step.shares[self._given.microbatch], self._intake.device)
-        share = next(one for one in self._all_told("check share", own) if one is not None)
+        share = next(one for one in self._crew.collect("check share", own) if one is not None)
         if self._wanted is not None and self._expected is not None and share != self._wanted.share:
             self._ratio = share / self._wanted.share
             self._expected = self._expected.rescaled(self._ratio)
@@ -425,11 +374,16 @@ class ModelCheck:
             assert self._wanted is not None
             whole = {one: each * self._ratio for one, each in self._wanted.gradients.items()} | self._totals
             return {one: whole[one] for one in parameters if one in whole}
-        again = self._once_more(step, list(parameters)) if self._relay is None else None
+        again = self._once_more(step, list(parameters)) if self._can_run_again else None
         if again is None or self._expected is None:
             return {}
         same = self._expected.near(again.sketches)
         return {one: each for one, each in again.gradients.items() if one in same}
+
+    @property
+    def _can_run_again(self) -> bool:
+        """Whether the whole model is still here after the step."""
+        return self._relay is None and self._holdings.shards is None
 
     def _once_more(self, step: Step, in_full: Collection[nn.Parameter] = ()) -> Wanted | None:
         assert self._given is not None

@@ -52,21 +52,32 @@ def allowed_off(assembly: Assembly, kinds: set[torch.dtype]) -> float:
     return allowed if assembly.compiler is None else 100 * allowed if coarsest < 1e-6 else 4 * allowed
 
 
+# Outputs are right, and only gradients are wrong.
+_PARTIAL = (
+    "if the parameter is behind a colwise layer, and sees some features only: "
+    'tensor_parallel={**PLAN, MODULE: "partial"}; else '
+)
+
+
 def verdict(
     told: Sequence[Outcome],
     allowed: float,
     order: Sequence[str],
     homes: Mapping[str, str],
     called: RankNames = BY_NUMBER,
+    *,
+    divides_layers: bool = False,
 ) -> tuple[Checked, ModelError | None]:
     """Return what all ranks found between them, and what to raise if something is wrong.
 
-    `order` is that of the model's parameters, and `homes` are their blocks.
+    `order` is that of the model's parameters, and `homes` are their blocks. `divides_layers` says that tp does.
 
     >>> wrong = Outcome({"b.weight": 0.5}, num_parameters=2, others={"loss": 1e-9})
     >>> checked, error = verdict([wrong], 1e-4, ["a.weight", "b.weight"], {"b.weight": "b"})
     >>> checked.wrong, str(error)
     (('b.weight',), "...the gradient of b.weight, in block 'b', is 0.5 of its size off...")
+    >>> "partial" in str(verdict([wrong], 1e-4, ["b.weight"], {}, divides_layers=True)[1])
+    True
     """
     wrong = {name: apart for one in told for name, apart in one.differences.items()} | _shared_wrong(told, allowed)
     places = {name: at for at, name in enumerate(order)}
@@ -96,7 +107,8 @@ def verdict(
     return checked, ModelError(
         "the model, traced block by block, returns something else than by itself: " + ", ".join(what),
         expected="the same numbers as model(...) and backward() give; no optimizer has stepped",
-        fix="move what hooks, modes or attributes change between blocks into a block, or pass a list of blocks"
+        fix=(_PARTIAL if divides_layers and names and not others else "")
+        + "move what hooks, modes or attributes change between blocks into a block, or pass a list of blocks"
         + (f"; or, since {changed}, which other ranks cannot see it change: check_model=False" if changed else ""),
     )
 

@@ -117,8 +117,12 @@ def _join_group(*, threads: int, backend: str) -> None:
     if backend != "gloo" and torch.accelerator.is_available():
         torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    store, size = dist.TCPStore(address, port, is_master=False, wait_for_workers=False), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    # One that is done at once and leaves would break the connections that others are still making.
+    if store.add("drumline/joined", 1) == size:
+        store.set("drumline/all joined", "")
+    store.wait(["drumline/all joined"])
 
 
 def _take_leave() -> None:

@@ -25,7 +25,7 @@ from drumline.pipeline.lengths.sizes import Size, SizeCosts, fitted, sizes_given
 from drumline.pipeline.observer import Observer
 from drumline.pipeline.record.tally import Tally, Told
 from drumline.plan.search.search import search
-from drumline.runtime.executor import Step
+from drumline.runtime.step import Step
 
 _LEAST_GAIN = 0.01  # of the simulated step: for less, nothing is changed
 _PARTS = 32  # into which the mean microbatch's cost is divided where costs are rounded

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import ModelError
-from drumline.runtime.executor import Step
 from drumline.runtime.loss.counts import Across, Count, Counts, Weighing, labels_counted, mixed_by, watched, weighed
 from drumline.runtime.loss.terms import Walk
+from drumline.runtime.step import Step
 from drumline.runtime.values import joined, pack, unpack
 
 _IGNORED = -100  # the label that torch's losses ignore by default

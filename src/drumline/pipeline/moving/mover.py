@@ -93,6 +93,12 @@ class Mover:
                 f"repartition got cuts={cuts!r:.60} and balance={balance!r:.60}",
                 expected="one of them: names of first blocks, or the number of blocks in each stage",
             )
+        if isinstance(balance, str) and balance == "auto":
+            raise UsageError(
+                "repartition got balance='auto', which measures blocks before the start",
+                expected='"even", "parameters", or a list with the number of blocks per stage',
+                fix="pass adapt=True to Pipeline: it moves layers where measured steps show that it pays",
+            )
         engine = self._run.engine
         program, chain = engine.assembly.program, engine.chain
         *others, last = cut(chain.shown(), program.num_stages, balance, cuts, held=held_by(program))

@@ -16,7 +16,7 @@ from drumline.runtime.axes.experts.moe import Experts, MoE
 from drumline.runtime.axes.experts.parallel import is_experts, taken
 from drumline.runtime.axes.experts.routing import is_traced
 from drumline.runtime.blocks.script import Script
-from drumline.runtime.executor import Step
+from drumline.runtime.step import Step
 
 
 class _Counted:

@@ -34,7 +34,7 @@ from drumline.pipeline.record.run_folder import RunFolder, config_of, environmen
 from drumline.pipeline.record.tally import Ledger, Tally, Told
 from drumline.pipeline.state.tensors import Holdings
 from drumline.runtime.draft import END, LEAVE, Clock, Draft
-from drumline.runtime.executor import Step
+from drumline.runtime.step import Step
 
 T = TypeVar("T")
 _ENDED: Any = object()

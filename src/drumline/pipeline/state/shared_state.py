@@ -18,8 +18,8 @@ from drumline.core.errors import ModelError
 from drumline.pipeline.engine import Engine
 from drumline.pipeline.observer import Observer
 from drumline.runtime.blocks.cut import Block
-from drumline.runtime.executor import Step
 from drumline.runtime.stage import Stage
+from drumline.runtime.step import Step
 from drumline.runtime.watch.fingerprint import plain_in
 from drumline.runtime.weights.catalogue import Place, places_in
 from drumline.runtime.weights.tied import HeldTensor, Ties

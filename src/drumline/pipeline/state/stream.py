@@ -26,8 +26,8 @@ from drumline.pipeline.lengths.programs import Programs
 from drumline.pipeline.options import Options
 from drumline.pipeline.saving.snapshot import plain
 from drumline.pipeline.state.updates import Updates
-from drumline.runtime.executor import Step
 from drumline.runtime.gradients import clip
+from drumline.runtime.step import Step
 from drumline.runtime.stream.executor import Group, StreamExecutor
 from drumline.runtime.stream.rows import StreamRows
 from drumline.runtime.weights.tied import Ties
@@ -220,8 +220,7 @@ class Stream:
 
     def total(self, norms: list[dict[str, float]]) -> Tensor:
         """Return the norm of all gradients, given those of every rank's own."""
-        every = {name: norm for one in norms for name, norm in one.items()}
-        return clip.total_norm([every[name] for name in self._engine.assembly.order if name in every], 2.0)
+        return self._engine.total_norm(norms, 2.0)
 
     def clip(self, norm: Tensor, parameters: list[nn.Parameter]) -> None:
         """Scale the gradients of these parameters, given the norm of all ranks' gradients."""

@@ -20,9 +20,10 @@ from drumline.pipeline.observer import Observer
 from drumline.runtime.axes.sharding import FullShards
 from drumline.runtime.axes.slices import FlatSlice, Slice, cut_out, put_together, sharded_over, slice_of
 from drumline.runtime.blocks.cut import Block
-from drumline.runtime.executor import Executor, Step
+from drumline.runtime.executor import Executor
 from drumline.runtime.gradients import clip
 from drumline.runtime.gradients.exchange import share
+from drumline.runtime.step import Step
 from drumline.runtime.weights.tied import Copies, Ties
 
 Named = list[tuple[str, nn.Parameter]]
@@ -119,17 +120,20 @@ class Holdings(Observer):
     @contextmanager
     def whole(self, *, changed: bool = False) -> Iterator[None]:
         """Gather divided parameters inside; all lines call it alike. `changed` says that it gives them new values."""
-        stages = [] if self.shards is None else [at for one in self.executors for at in one.stages]
+        shards = self.shards
+        held = [] if shards is None else [at for one in self.executors for at in one.stages]
+        # All of them are whole before the first step, and stay so.
+        stages = [] if shards is None else [at for at in held if not shards.is_whole(at)]
         for stage in stages:
-            assert self.shards is not None
-            self.shards.unshard(stage)
-            self.shards.gathered(stage)
+            assert shards is not None
+            shards.unshard(stage)
+            shards.gathered(stage)
         yield
-        if self.shards is not None:
+        if shards is not None:
             if changed:
-                self.shards.renew()
+                shards.renew()
             for stage in stages:
-                self.shards.reshard(stage)
+                shards.reshard(stage)
 
     def begin(self, step: Step) -> None:
         """Put aside earlier steps' gradients of tensors that several ranks hold: only this step's are exchanged."""

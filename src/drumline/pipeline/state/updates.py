@@ -34,8 +34,8 @@ from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.state.validated import Validation, refusal
 from drumline.pipeline.state.whole_matrices import WholeMatrices
 from drumline.runtime.axes.sharding import StateShards, by_element
-from drumline.runtime.executor import Step
 from drumline.runtime.precision import LOW, Precision, settle_products
+from drumline.runtime.step import Step
 
 
 class Kept(NamedTuple):
@@ -227,6 +227,11 @@ class Updates(Observer):
             raise RunError(
                 f"pipe.optimizer got {kind!r:.60}",
                 expected="an optimizer class, as in pipe.optimizer(torch.optim.AdamW)",
+            )
+        if issubclass(kind, torch.optim.LBFGS) and not self.holdings.crew.alone:
+            raise RunError(
+                f"{kind.__name__} weighs all parameters against each other, and each rank holds a part of them",
+                expected="an optimizer that treats parameters one by one, such as AdamW",
             )
         if self.holdings.shards is not None and not by_element(kind):
             raise RunError(

@@ -19,9 +19,10 @@ wait for the next verdict before they update: gradients that need clipping rarel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 from weakref import WeakSet
 
 from torch import Tensor, nn
@@ -33,8 +34,8 @@ from drumline.pipeline.record.recording import Recording
 from drumline.pipeline.record.tally import Ledger, Tally, Told
 from drumline.pipeline.state.kept import KeptBuffers, KeptOptimizer
 from drumline.pipeline.state.tensors import Holdings
-from drumline.runtime.executor import Step
 from drumline.runtime.gradients import clip
+from drumline.runtime.step import Step
 
 _TWO = 2.0  # the norm that clipping takes, as torch does
 
@@ -116,14 +117,21 @@ class _Update:
         self.gradients, self.stepped, self.is_settled = {}, [], True
 
 
+class TotalNorm(Protocol):
+    """Returns the norm of all gradients, given the norms by name that ranks have told."""
+
+    def __call__(self, norms: Iterable[Mapping[str, float]], norm_type: float) -> Tensor:
+        """Return it for one kind of norm."""
+
+
 class Validation(Observer):
     """The updates of this process's ranks that wait for their verdict; does nothing until an optimizer asks for it."""
 
     def __init__(
-        self, holdings: Holdings, ledger: Ledger, recording: Recording, buffers: KeptBuffers, order: Sequence[str]
+        self, holdings: Holdings, ledger: Ledger, recording: Recording, buffers: KeptBuffers, total: TotalNorm
     ) -> None:
         self._holdings, self._ledger, self._recording, self._buffers = holdings, ledger, recording, buffers
-        self._crew, self._order = holdings.crew, order
+        self._crew, self._total = holdings.crew, total
         self.is_on = False
         self.max_norm: float | None = None
         self.verdict: Verdict | None = None  # the last one
@@ -221,7 +229,7 @@ class Validation(Observer):
 
     def _may_stand(self, own: Sequence[dict[str, float]]) -> bool:
         """Whether nothing that this process knows speaks against the update."""
-        norm = clip.total_norm([norm for one in own for norm in one.values()], _TWO)
+        norm = self._total(own, _TWO)
         return self._is_finite and (self.max_norm is None or bool(norm <= self.max_norm))
 
     def forget(self) -> None:
@@ -243,8 +251,7 @@ class Validation(Observer):
             self._ledger.settle(until=last, gradients_left=lambda: False)
             norm = factor = None
             if self.max_norm is not None:
-                norms = {name: one for told in self._crew.heard(update.topic) for name, one in told.items()}
-                norm = clip.total_norm([norms[name] for name in self._order if name in norms], _TWO)
+                norm = self._total(self._crew.heard(update.topic), _TWO)
                 factor = clip.factor(norm, self.max_norm)
                 self._recording.note(last, grad_norm=norm)
             bad = next((self._bad[one] for one in update.steps if one in self._bad), "")

@@ -62,9 +62,9 @@ _MENDS = {
 
 def agree_on_lines(crew: Crew, what: str, lines: Sequence[str]) -> None:
     """Raise the same error on all ranks unless all have the same lines; send them only if their digests differ."""
-    told = crew.all_told(what, [short("\n".join(lines))] * len(crew.channels))
+    told = crew.collect(what, short("\n".join(lines)))
     if len(set(told)) > 1:
-        each = crew.all_told(f"{what} in full", [list(lines)] * len(crew.channels))
+        each = crew.collect(f"{what} in full", list(lines))
         rank = next(rank for rank, one in enumerate(told) if one != told[0])
         raise _different(what, crew.called.several(0, rank), each[0], each[rank])
 

@@ -9,8 +9,10 @@ found by its call: `torch.nn.functional.scaled_dot_product_attention` inside a s
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,13 +20,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from drumline.core.errors import BatchError, ModelError
+from drumline.core.errors import ModelError
 from drumline.runtime.axes.axes import Axes
-from drumline.runtime.microbatches import Microbatches, has_microbatches
-from drumline.runtime.values import mapped, pack
+from drumline.runtime.patches import Patch, Replaced
 
 AXIS = "cp"
-_POSITIONS = ("position_ids", "positions")  # what models call the argument with each token's position
+_PACKED = "find_packed_sequence_indices"  # by which transformers finds packed documents
 
 
 class _Gathered(torch.autograd.Function):
@@ -72,7 +73,7 @@ class WholeContext(TorchFunctionMode):
             raise ModelError(
                 "attention gets a mask, and cp divides its sequence",
                 expected="is_causal=True, or no mask: masks are made for a part of the sequence only",
-                fix="leave out padding masks and packed documents, or use cp=1",
+                fix="leave out padding masks, packed documents and windows shorter than the sequence, or use cp=1",
             )
         if query.shape[-2] != key.shape[-2]:
             raise ModelError(
@@ -107,75 +108,31 @@ class WholeContext(TorchFunctionMode):
         return mask
 
 
+def whole_context(axes: Axes) -> AbstractContextManager[None]:
+    """Return what gathers keys and values inside, if the lines of a mesh divide sequences."""
+    return nullcontext() if axes.size(AXIS) == 1 else _gathering(axes)
+
+
+@contextmanager
+def _gathering(axes: Axes) -> Iterator[None]:
+    """Gather keys and values inside.
+
+    While a model of transformers is traced, it cannot look whether positions mean packed documents, and makes a mask in
+    any case. Positions that do are refused (`placed`), so it need not.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    with WholeContext(axes), _packed_in(masks).by(True) if hasattr(masks, _PACKED) else nullcontext():
+        yield
+
+
+@cache
+def _packed_in(masks: Any) -> Patch:
+    def unpacked(replaced: Replaced) -> Callable[..., Any]:
+        return lambda *args, **kwargs: None if replaced.watcher else replaced.found(*args, **kwargs)
+
+    return Patch(masks, _PACKED, unpacked)
+
+
 def _is_traced(tensor: Tensor) -> bool:
     """Whether a tensor has no data, because the model is being traced."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
-
-
-def own_part(values: Any, lengths: Collection[int], axes: Axes) -> Any:
-    """Return this line's part of every tensor whose second dimension is a sequence of one of these lengths."""
-    size, place = axes.size(AXIS), axes.place(AXIS)
-
-    def part(one: Tensor) -> Tensor:
-        return one.chunk(size, 1)[place] if one.dim() > 1 and one.shape[1] in lengths else one
-
-    return mapped(values, part)
-
-
-def positions_of(model: object) -> tuple[str, int]:
-    """Return the argument by which a model takes each token's position, and its place; refuse a model without one.
-
-    A model that counts positions by itself would begin at 0 in every part.
-
-    >>> positions_of(nn.Linear(2, 2))
-    Traceback (most recent call last):
-    drumline.core.errors.ModelError: Linear takes no position_ids or positions, and cp divides its sequences; ...
-    """
-    takes = list(inspect.signature(model.forward).parameters) if isinstance(model, nn.Module) else []
-    for name in _POSITIONS:
-        if name in takes:
-            return name, takes.index(name)
-    raise ModelError(
-        f"{type(model).__name__} takes no {' or '.join(_POSITIONS)}, and cp divides its sequences",
-        expected="a model whose forward takes the position of each token, since a part does not begin at 0",
-        fix="give its forward an argument `positions` of the shape (rows, length), and use that",
-    )
-
-
-def placed(
-    args: tuple[Any, ...], named: dict[str, Any], target: Any, positions: tuple[str, int], axes: Axes
-) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """Return a step's arguments with the positions of all tokens, unless they are given."""
-    batch = _sequences(*args, *named.values())
-    for one in batch or _sequences(target):
-        if one.shape[1] % axes.size(AXIS):
-            raise BatchError(
-                f"sequences of {one.shape[1]} tokens are divided over cp = {axes.size(AXIS)}",
-                expected="a multiple of it",
-                fix="pad the sequences, or choose another size of cp",
-            )
-    name, place = positions
-    if not batch or named.get(name) is not None or place < len(args):  # ranks without the first stage may have no batch
-        return args, named, target
-    every = [torch.arange(one.shape[1], device=one.device)[None].expand(one.shape[0], -1) for one in batch]
-    is_apart = any(has_microbatches(one) for one in (*args, *named.values()))
-    return args, {**named, name: Microbatches(every) if is_apart else every[0]}, target
-
-
-def _sequences(*values: Any) -> list[Tensor]:
-    """Return the sequences of the first value that has any: one tensor, or one of each microbatch."""
-    for value in values:
-        each = value if isinstance(value, Microbatches) else [value]
-        found = [next((one for one in pack(part)[0] if one.dim() > 1), None) for part in each]
-        if all(one is not None for one in found):
-            return [one for one in found if one is not None]
-    return []
-
-
-def divided(
-    args: tuple[Any, ...], named: dict[str, Any], target: Any, positions: tuple[str, int], axes: Axes
-) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """Return a step's arguments with this line's part of every sequence, and its positions unless they are given."""
-    args, named, target = placed(args, named, target, positions, axes)
-    lengths = {one.shape[1] for one in _sequences(*args, *named.values()) or _sequences(target)}
-    return own_part(args, lengths, axes), own_part(named, lengths, axes), own_part(target, lengths, axes)

@@ -6,7 +6,8 @@
              2REDUCE_GRAD leaves each line the sum of its piece's gradient.
 
 A piece is a part of a flattened parameter, so that all lines hold equally much. Optimizers that look at whole matrices,
-such as Muon, get whole parameters instead, each on one line.
+such as Muon, get whole parameters instead, each on one line. A parameter without dimensions stays whole on every line:
+its optimizer's state could not be told from a count of steps.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class StateShards:
 
     def __init__(self, axes: Axes, parameters: Iterable[nn.Parameter]) -> None:
         self._axes = axes
-        self._divided = set(parameters)
+        self._divided = {one for one in parameters if one.dim()}
         self._pieces: dict[nn.Parameter, nn.Parameter] = {}
         self._held = [0] * axes.size(AXIS)  # elements that whole parameters give each line
 
@@ -84,35 +85,48 @@ class StateShards:
                 owner = self._held.index(min(self._held))
                 self._held[owner] += one.numel()
             found, view = piece_of(one, self._axes, owner)
-            piece = nn.Parameter(view.view(one.shape) if owner is not None and view.numel() else view)
+            # Of a matrix, the other lines hold an empty one: Muon refuses anything else.
+            rows = len(one) if view.numel() else 0
+            piece = nn.Parameter(view if owner is None else view.view(rows, *one.shape[1:]))
             self._pieces[one] = _marked(piece, one, found)
 
+    @torch.no_grad()
     def take(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Before an optimizer steps, give the pieces their parts of the gradients."""
+        """Before an optimizer steps, give the pieces their parts of the gradients.
+
+        An empty piece of a divided parameter gets an empty gradient, so that every line has the same states to save.
+        """
         for one in parameters:
             piece = self._pieces.get(one)
             if piece is not None:
+                found = slice_of(piece)
+                assert isinstance(found, FlatSlice)
+                first, last = found.span(self._axes.place(AXIS), self._axes.size(AXIS))
+                part = one.detach().reshape(-1)[first:last].view(piece.shape)
+                if not one.is_contiguous() and not torch.equal(piece, part):  # then the piece is a copy, not a view
+                    piece.copy_(part)
                 piece.grad = None
-                if one.grad is not None and piece.numel():
-                    found = slice_of(piece)
-                    assert isinstance(found, FlatSlice)
-                    first, last = found.span(self._axes.place(AXIS), self._axes.size(AXIS))
+                if one.grad is not None and (piece.numel() or found.owner is None):
                     piece.grad = one.grad.reshape(-1)[first:last].view(piece.shape)
 
     @torch.no_grad()
     def give(self, parameters: Sequence[nn.Parameter]) -> None:
         """After the optimizer stepped, gather the pieces that other lines updated; all lines call it alike."""
-        size, place = self._axes.size(AXIS), self._axes.place(AXIS)
+        size = self._axes.size(AXIS)
         divided = [one for one in parameters if one in self._pieces]
         for dtype in dict.fromkeys(one.dtype for one in divided):
             each = [one for one in divided if one.dtype is dtype]
             spans = [[_span(self._pieces[one], at, size) for one in each] for at in range(size)]
             lengths = [sum(last - first for first, last in row) for row in spans]
             own = torch.zeros(max(lengths), dtype=dtype, device=each[0].device)
-            _copy(own, [one.view(-1)[a:b] for one, (a, b) in zip(each, spans[place], strict=True)])
+            _copy(own, [self._pieces[one].reshape(-1) for one in each])
             every = self._axes.gathered(own, AXIS)
-            for at in (at for at in range(size) if at != place):
-                _spread(every[at], [one.view(-1)[a:b] for one, (a, b) in zip(each, spans[at], strict=True)])
+            wholes = [one.detach().contiguous().view(-1) for one in each]  # views, unless its elements lie otherwise
+            for at in range(size):
+                _spread(every[at], [one[a:b] for one, (a, b) in zip(wholes, spans[at], strict=True)])
+            for one, whole in zip(each, wholes, strict=True):
+                if not one.is_contiguous():
+                    one.copy_(whole.view(one.shape))
         for one in divided:
             self._pieces[one].grad = None
 
@@ -191,10 +205,14 @@ class FullShards:
         """Whether the parameters of a stage are divided."""
         return stage in self._kinds
 
+    def is_whole(self, stage: int) -> bool:
+        """Whether a stage's parameters are all there."""
+        return stage in self._is_whole or stage not in self._kinds
+
     @torch.no_grad()
     def unshard(self, stage: int) -> None:
         """Begin to gather a stage's parameters; all lines call it alike."""
-        if stage in self._is_whole or stage not in self._kinds:
+        if self.is_whole(stage):
             return
         for kind in self._kinds[stage]:
             own = torch.zeros(self._length(kind), dtype=kind.pieces[0].dtype, device=kind.pieces[0].device)
@@ -205,7 +223,7 @@ class FullShards:
     @torch.no_grad()
     def gathered(self, stage: int) -> None:
         """Wait until a stage is gathered."""
-        if stage in self._is_whole or stage not in self._kinds:
+        if self.is_whole(stage):
             return
         for kind in self._kinds[stage]:
             assert kind.work is not None, "gathering has begun"

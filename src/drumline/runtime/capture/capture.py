@@ -22,9 +22,10 @@ from drumline.runtime.batch import cut
 from drumline.runtime.capture.captured import CapturedRow, Recorder
 from drumline.runtime.channel.channel import Wait
 from drumline.runtime.draft import Draft
-from drumline.runtime.executor import Executor, Step
+from drumline.runtime.executor import Executor
 from drumline.runtime.precision import casts_kept
 from drumline.runtime.randomness import Randomness
+from drumline.runtime.step import Step
 from drumline.runtime.values import mapped, pack
 
 Drive = Callable[[Sequence[Generator[Wait, None, None]]], None]

@@ -33,8 +33,10 @@ from drumline.core.action import RECV_OPS, SEND_OPS, Action
 from drumline.core.errors import DrumlineError, ModelError
 from drumline.runtime.blocks.pieces import Piece
 from drumline.runtime.channel.channel import Delivery
-from drumline.runtime.executor import Executor, Job, Step
+from drumline.runtime.executor import Executor
+from drumline.runtime.jobs import Job
 from drumline.runtime.precision import gradient_dtype
+from drumline.runtime.step import Step
 from drumline.runtime.watch.fingerprint import PLAIN
 
 

@@ -39,9 +39,15 @@ def norms_of(parameters: Iterable[nn.Parameter], norm_type: float) -> list[float
     listed = list(parameters)
     present = [_numbers(one.grad) for one in listed if one.grad is not None]
     norms = iter(
-        torch.stack([one.float() for one in torch._foreach_norm(present, norm_type)]).tolist() if present else []
+        torch.stack([one.to(_norm_type(one)) for one in torch._foreach_norm(present, norm_type)]).tolist()
+        if present
+        else []
     )
     return [next(norms) if one.grad is not None else None for one in listed]
+
+
+def _norm_type(gradient: Tensor) -> torch.dtype:
+    return torch.float64 if gradient.dtype is torch.float64 else torch.float32
 
 
 def _numbers(gradient: Tensor) -> Tensor:
@@ -53,13 +59,14 @@ def _numbers(gradient: Tensor) -> Tensor:
     return gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
 
 
-def total_norm(norms: Sequence[float], norm_type: float) -> Tensor:
-    """Return the norm of norms, as torch computes it from one model's parameters.
+def total_norm(norms: Sequence[float], norm_type: float, *, is_double: bool = False) -> Tensor:
+    """Return the norm of norms, as torch computes it from one model's parameters; `is_double` if any is float64.
 
     >>> total_norm([3.0, 4.0], 2.0)
     tensor(5.)
     """
-    total: Tensor = torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float32), norm_type)
+    kind = torch.float64 if is_double else torch.float32
+    total: Tensor = torch.linalg.vector_norm(torch.tensor(norms, dtype=kind), norm_type)
     return total
 
 

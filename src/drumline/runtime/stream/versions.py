@@ -121,6 +121,7 @@ class Versions:
 
     def update(self, changing: Iterable[nn.Parameter]) -> None:
         """Begin a new version, before an optimizer changes these parameters in place."""
+        torch.clear_autocast_cache()  # its casts are of the version before
         for one in changing:
             if self._needed[_place(one)]:
                 one.data = one.data.clone()
@@ -148,12 +149,16 @@ def _taken(kept: Any) -> Tensor:
 
 @contextmanager
 def _swapped(values: list[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
-    """Let parameters have other values inside."""
+    """Let parameters have other values inside, and autocast no casts of those outside."""
     newest = [one.data for one, _ in values]
     for one, value in values:
         one.data = value
+    if values:
+        torch.clear_autocast_cache()
     try:
         yield
     finally:
         for (one, _), value in zip(values, newest, strict=True):
             one.data = value
+        if values:
+            torch.clear_autocast_cache()

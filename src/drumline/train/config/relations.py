@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from drumline.core.errors import DrumlineError, counted
 from drumline.core.files import is_regular
@@ -19,7 +19,7 @@ from drumline.schedules import find, schedules
 from drumline.train.config import names
 from drumline.train.config.functions import parts_of
 from drumline.train.config.problems import Problem
-from drumline.train.config.settings import TrainSettings
+from drumline.train.config.settings import AdaptSettings, TrainSettings
 from drumline.train.config.tables import Source
 
 _TEXT = ("text", "tokens", "instructions")
@@ -75,6 +75,15 @@ def _batch_divides(judged: Judged) -> Iterator[Problem]:
         parts = f"{batch.microbatch} (microbatch) x {data} (mesh.data) x {batch.accumulate} (accumulate)"
         yield judged.problem(
             "batch.sequences", f"is {batch.sequences}", f"a multiple of {unit} = {parts}", f"use {near}"
+        )
+
+
+@relation("adapt.on")
+def _adapting_is_on_or_off(judged: Judged) -> Iterator[Problem]:
+    given = [one.name for one in fields(AdaptSettings) if judged.source.has(f"adapt.{one.name}")]
+    if given and "on" not in given:
+        yield judged.problem(
+            f"adapt.{given[0]}", "is given, but not whether to adapt", "adapt.on, true or false", "add --adapt"
         )
 
 

@@ -31,6 +31,7 @@ _COUNTS = (
     "num_heads", "n_head", "n_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_kv_head",
     "n_kv_heads", "n_local_heads", "n_local_kv_heads",
 )  # fmt: skip
+_ALIGNED = 16  # bytes
 _WIDTHS = ("head_dim", "head_size", "head_width", "attention_head_size")
 
 
@@ -208,6 +209,8 @@ def _check(one: Divided, size: int) -> None:
                 expected=f"a multiple of {size * part.parts} there",
                 fix="choose another size of tp, or keep the layer whole",
             )
+    if isinstance(one.style, Stacked):
+        _refuse_odd_experts(one, size)
     if isinstance(one.style, Colwise) and not one.style.gather:
         width, features = head_width(one.parent), _length(one, "weight") // one.style.parts
         if width and features % width == 0 and features // size % width:
@@ -223,6 +226,22 @@ def _check(one: Divided, size: int) -> None:
                     expected=f"a multiple of {size}",
                     fix=f"choose a tp that divides {count}",
                 )
+
+
+def _refuse_odd_experts(one: Divided, size: int) -> None:
+    """Refuse experts of transformers whose parts torch's grouped products cannot take: rows of odd numbers of bytes."""
+    if getattr(getattr(one.module, "config", None), "_experts_implementation", None) != "grouped_mm":
+        return
+    for key, part in one.slices.items():
+        bytes_of_one = getattr(one.module, key).element_size()
+        width = _length(one, key) // (size * part.parts)
+        if width * bytes_of_one % _ALIGNED:
+            raise ModelError(
+                f"the experts {one.name} are {width * size} wide and tp is {size}: rows of a part have {width} numbers "
+                f"of {bytes_of_one} bytes",
+                expected=f"a multiple of {_ALIGNED} bytes, which torch's grouped products need",
+                fix='call model.set_experts_implementation("eager") before, choose another tp, or divide experts by ep',
+            )
 
 
 def head_width(module: nn.Module) -> int:

@@ -25,6 +25,7 @@ from drumline.runtime.axes.reduce import share_values
 from drumline.runtime.axes.slices import Slice, slice_of
 from drumline.runtime.axes.tensor import passing
 from drumline.runtime.axes.tensor.divide import Divided, divided_by, head_counts
+from drumline.runtime.axes.tensor.pairs import refuse_unpaired
 from drumline.runtime.axes.tensor.passing import AXIS, is_traced
 from drumline.runtime.axes.tensor.sequence import Sequenced, mark_partial
 from drumline.runtime.axes.tensor.styles import Colwise, Latent, Once, Partial, Plan, Rowwise, Stacked
@@ -50,6 +51,8 @@ class TensorParallel:
     def __init__(self, axes: Axes, plan: Plan, blocks: Sequence[Block], *, sequence: bool = False) -> None:
         self.axes = axes
         self.found = divided_by(plan, blocks, axes.size(AXIS))
+        if not plan.is_own:  # those of models are known to pair, by whatever names
+            refuse_unpaired(self.found)
         self.sequenced = Sequenced(axes, self.found, blocks) if sequence else None
         self.is_on = True  # while off, modules are as in one process
         self._parts: list[_Part] = []
