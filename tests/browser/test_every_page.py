@@ -23,8 +23,8 @@ from drumline.core.costs import Costs
 from drumline.core.measured.run import Run, read_run
 from drumline.core.simulate.simulate import simulate
 from drumline.plan.layouts.explain import explain
+from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.planner import plan
-from drumline.plan.layouts.space import Pins
 from drumline.plan.search.pareto import pareto
 from drumline.report.compare import compare, compare_page
 from drumline.report.draw.html import page

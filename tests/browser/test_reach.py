@@ -183,6 +183,7 @@ def test_arrows_walk_the_boxes_of_a_canvas_with_a_ring_that_is_seen(opened: Open
         shown.keyboard.press("ArrowRight")
         words = shown.locator("#tip").inner_text().splitlines()
         assert words[1] == str(track.actions[index])
+        shown.locator(".overlay rect.here").wait_for()  # it is drawn with the next frame
         ring = shown.locator(".overlay rect.here").bounding_box()
         place = shown.evaluate(f"drumline.place(1, {(track.starts[index] + track.ends[index]) / 2})")
         assert ring["width"] >= 4

@@ -30,6 +30,7 @@ class Trained:
     grad_norms: list[float] = field(default_factory=list)
     num_skipped: int = 0
     stopped: Any = None
+    first_step: int = 0
 
 
 def run(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, str, str]:
@@ -162,12 +163,13 @@ def test_a_run_starts_with_the_settings_and_tells_what_came_of_it(
 
     def start(settings: TrainSettings) -> Trained:
         seen.append(settings)
-        return Trained()
+        return Trained(first_step=len(seen) - 1)
 
     monkeypatch.setattr("drumline.train.start.start", start)
     code, out, _ = run(capsys, "--steps 2 --ranks 2")
     assert (code, seen[0].run.steps) == (0, 2)
-    assert "2 steps: loss 3 to 2.5, 64 tokens" in out
+    assert "2 steps: loss 3 to 2.5, 64 tokens\n" in out
+    assert "2 steps: loss 3 to 2.5, 64 tokens with those of the run it continues\n" in run(capsys, "--steps 3")[1]
     assert "drumline report out/x" in out
     told = json.loads(run(capsys, "--json")[1])
     assert (told["losses"], told["folder"]) == ([3.0, 2.5], "out/x")

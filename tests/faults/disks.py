@@ -26,7 +26,8 @@ def disk_full(lab: Lab) -> None:
     """Two checkpoints are whole; later ones and the record of the steps do not fit, and training goes on to its end."""
     disk = lab.mounted("disk", size="2m")
     filler = disk / "filler"
-    given = {"do": "fill", "rank": 0, "step": 7, "at": "optimizer done", "filler": str(filler)}
+    whole = str(disk / "run" / "checkpoints" / "step-00000006")
+    given = {"do": "fill", "rank": 0, "step": 7, "at": "optimizer done", "filler": str(filler), "whole": whole}
     run = lab.train(BASE, "disk/run", fault=given)
     struck = lab.strike(run)
     code = lab.detected(run, struck.time, r"training continues without a checkpoint: .* No space left on device")
@@ -40,7 +41,8 @@ def disk_full(lab: Lab) -> None:
 @fault("quota", "rank 1 may write no file beyond 48 KiB while saving (EFBIG)")
 def quota(lab: Lab) -> None:
     """One rank's part is missing, so no checkpoint appears, and training goes on to its end."""
-    run = lab.train(BASE, "run", fault={"do": "shrink", "rank": 1, "step": 7, "at": "optimizer"})
+    whole = str(lab.folder / "run" / "checkpoints" / "step-00000006")
+    run = lab.train(BASE, "run", fault={"do": "shrink", "rank": 1, "step": 7, "at": "optimizer", "whole": whole})
     struck = lab.strike(run)
     code = lab.detected(run, struck.time, r"checkpoint .* process 1 could not write its files|File too large")
     assert code == 3, f"exit code {code}"

@@ -29,7 +29,7 @@ def _kill(lab: Lab, config: Config, rank: int, at: str, on: Config | None = None
     code = lab.detected(run, struck.time, KILLED.format(rank=rank))
     assert code == 3, f"exit code {code}"
     if at in _SAVING:
-        assert lab.newest("run") == 6, "a checkpoint appeared that a killed rank was writing"
+        assert lab.newest("run") == 6, f"rank {rank} was killed writing step 9; the newest is {lab.newest('run')}"
     lab.resumed(config, "run", struck, on=on)
 
 

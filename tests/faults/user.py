@@ -2,10 +2,11 @@
 
     FAULT={"do": "kill", "rank": 1, "step": 7, "at": "backward", "marker": "/tmp/.../fired"}
 
-`pace` makes every step last so many seconds more, for faults that come from outside. A fault strikes once: the marker
-file says when it did, and after how many steps of this rank. A restarted rank finds the marker and trains on,
-unless the fault comes `again`. Drumline
-knows nothing of this file but its two functions, `build_model` and `build_data`.
+`pace` makes every step last so many seconds more, for faults that come from outside. `whole` names a checkpoint that
+must have appeared before the fault strikes: threads write checkpoints, and a busy machine lets them fall behind. A
+fault strikes once: the marker file says when it did, and after how many steps of this rank. A restarted rank finds the
+marker and trains on, unless the fault comes `again`. Drumline knows nothing of this file but its two functions,
+`build_model` and `build_data`.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ def moment(at: str) -> bool:
     """Strike if this is the rank, step and moment; returns whether the caller has to do the damage itself."""
     if not _is_here(at):
         return False
+    if "whole" in _GIVEN:
+        _await(_GIVEN["whole"])
     try:
         with open(_GIVEN["marker"], "w" if _GIVEN.get("again") else "x", encoding="utf-8") as file:
             json.dump({"time": time.time(), "steps": _steps, "pid": os.getpid()}, file)
@@ -57,11 +60,16 @@ def _linger() -> None:
     time.sleep(3600)
 
 
+def _await(path: str) -> None:
+    """Wait until a file or folder is there, five minutes at most."""
+    limit = time.monotonic() + 300.0
+    while not os.path.exists(path) and time.monotonic() < limit:
+        time.sleep(0.05)
+
+
 def _pause() -> None:
     """Wait until the harness says to go on."""
-    limit = time.monotonic() + 300.0
-    while not os.path.exists(f"{_GIVEN['marker']}.go") and time.monotonic() < limit:
-        time.sleep(0.05)
+    _await(f"{_GIVEN['marker']}.go")
 
 
 def _shrink() -> None:
@@ -107,13 +115,14 @@ def _before(*_: Any) -> None:
     moment("optimizer")
 
 
-def _watched(name: str, at: str) -> None:
-    """Let a function of `os` that checkpoints are written with be a moment."""
-    right = getattr(os, name)
+def _watched(name: str, at: str, path_of: Callable[[Any], str]) -> None:
+    """Let a function of `os` be a moment where it writes the checkpoint of the fault's step, and no earlier one."""
+    right, written = getattr(os, name), f".step-{int(_GIVEN['step']):08d}."
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        moment(at)
-        return right(*args, **kwargs)
+    def call(file: Any, *args: Any, **kwargs: Any) -> Any:
+        if written in path_of(file):
+            moment(at)
+        return right(file, *args, **kwargs)
 
     setattr(os, name, call)
 
@@ -146,8 +155,8 @@ def _moves_layers() -> None:
 if _GIVEN:
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_count)
-    _watched("fsync", "saving")
-    _watched("rename", "publishing")
+    _watched("fsync", "saving", lambda number: os.readlink(f"/proc/self/fd/{number}"))
+    _watched("rename", "publishing", os.path.basename)  # of the folder itself, not of a file in it
     if _GIVEN.get("at") == "moving":
         _moves_layers()
 

@@ -29,7 +29,8 @@ from drumline.train.config.settings import (
     TrainSettings,
 )
 from drumline.train.loop.progress import Told, Update
-from drumline.train.loop.run import Trained, run_training
+from drumline.train.loop.run import run_training
+from drumline.train.loop.training import Trained
 from hosts.namespaces import TwoHosts, two_hosts
 from matrices import ALL, long
 from some import some

@@ -25,7 +25,8 @@ from drumline.train.config.settings import (
     TrainSettings,
 )
 from drumline.train.loop.progress import Told, Update
-from drumline.train.loop.run import Trained, run_training
+from drumline.train.loop.run import run_training
+from drumline.train.loop.training import Trained
 from drumline.train.start import start
 
 pytestmark = pytest.mark.torch

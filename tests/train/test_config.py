@@ -180,6 +180,15 @@ kind = "LBFGS"
     ]
 
 
+def test_how_to_adapt_is_no_use_without_saying_whether(tmp_path: Path) -> None:
+    assert told("[adapt]\nrebalance = 'half'\n", tmp_path) == [
+        "mine.toml, line 2|adapt.rebalance|is given, but not whether to adapt|adapt.on, true or false|add --adapt"
+    ]
+    path = tmp_path / "off.toml"
+    path.write_text("[adapt]\non = false\nrebalance = 'half'\n")
+    assert read_settings(path).adapt.rebalance == "half"
+
+
 def test_what_a_plan_writes_is_read_as_it_was_planned(tmp_path: Path) -> None:
     layout = Layout(batch=16, microbatch=2, pipeline=4, counts=(6, 6, 6, 6), recompute="full")
     path = tmp_path / "plan.toml"

@@ -35,7 +35,8 @@ from drumline.train.config.settings import (
 )
 from drumline.train.config.write import KEPT
 from drumline.train.loop.curve import Curve
-from drumline.train.loop.run import Trained, run_training
+from drumline.train.loop.run import run_training
+from drumline.train.loop.training import Trained
 from some import some
 from train.training import Ending, OwnLoss, Uneven, Writer, chain, cosine, made, plain_run, uneven
 

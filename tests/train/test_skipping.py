@@ -32,8 +32,9 @@ from drumline.train.data.batch import Batch, Data
 from drumline.train.loop.optimizers import Optimizers
 from drumline.train.loop.progress import Update
 from drumline.train.loop.rates import rate
-from drumline.train.loop.run import Trained, run_training
+from drumline.train.loop.run import run_training
 from drumline.train.loop.stopping import Skipped
+from drumline.train.loop.training import Trained
 from drumline.train.models.built import Built
 from some import some
 

@@ -27,7 +27,8 @@ from drumline.train.config.settings import (
     RunSettings,
     TrainSettings,
 )
-from drumline.train.loop.run import Trained, run_training
+from drumline.train.loop.run import run_training
+from drumline.train.loop.training import Trained
 from drumline.train.start import start
 from matrices import long
 from some import some
