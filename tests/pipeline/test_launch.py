@@ -375,6 +375,45 @@ def test_ranks_end_with_the_process_that_started_them(number: signal.Signals, tm
         assert "[rank" not in shown
 
 
+DEAF = """
+import os, signal, sys, time
+from pathlib import Path
+from drumline.pipeline.launch.launch import launch
+
+def deaf(folder):
+    hears, missed = signal.getsignal(signal.SIGTERM), []
+
+    def misses_two(number, frame):
+        missed.append(number)
+        if len(missed) > 2:
+            hears(number, frame)
+
+    signal.signal(signal.SIGTERM, misses_two)
+    try:
+        (folder / f"pid{os.environ['RANK']}").write_text(str(os.getpid()))
+        time.sleep(10_000)
+    finally:
+        (folder / f"cleaned{os.environ['RANK']}").touch()
+
+launch(deaf, Path(sys.argv[1]))
+"""
+
+
+def test_a_rank_whose_sleep_a_signal_did_not_end_is_told_again(tmp_path: Path) -> None:
+    # A signal that comes just before a system call does not end it; here a handler plays two such signals.
+    parent = subprocess.Popen([sys.executable, "-c", DEAF, str(tmp_path)], stderr=subprocess.PIPE, text=True)
+    try:
+        assert until(lambda: len(pids(tmp_path)) == 2 or parent.poll() is not None)
+        ranks = pids(tmp_path)
+        parent.send_signal(signal.SIGTERM)
+        parent.communicate(timeout=200)
+        assert until(lambda: not any(map(is_running, ranks)))
+    finally:
+        parent.kill()
+        parent.wait()
+    assert sorted(one.name for one in tmp_path.glob("cleaned*")) == ["cleaned0", "cleaned1"]
+
+
 def no_ranks() -> Iterable[tuple[Callable[[], Any], str]]:
     lock = threading.Lock()
 

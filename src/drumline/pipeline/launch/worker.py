@@ -35,7 +35,9 @@ from drumline.schedules.registry import adopt
 
 _PR_SET_PDEATHSIG = 1
 _SECONDS_TO_CLEAN_UP = 15.0
+_SECONDS_BETWEEN_SIGNALS = 0.2
 _ending = threading.Event()  # `launch` is gone, or ends this rank
+_terminated = threading.Event()  # the main thread knows it
 
 
 class _Terminated(SystemExit):
@@ -186,12 +188,23 @@ def _watch(connection: socket.socket) -> threading.Event:
             all_done.set()
             return
         _ending.set()
-        os.kill(os.getpid(), signal.SIGTERM)
+        _tell_main_thread()
         time.sleep(_SECONDS_TO_CLEAN_UP)
         os._exit(1)
 
     threading.Thread(target=watch, name="launch-watch", daemon=True).start()
     return all_done
+
+
+def _tell_main_thread() -> None:
+    """Send SIGTERM until the main thread has taken it: one that comes just before a system call does not end the call.
+
+    CPython notes the signal and acts on it after the call, which may be a long sleep or a wait for another rank.
+    """
+    limit = time.monotonic() + _SECONDS_TO_CLEAN_UP
+    while not _terminated.is_set() and time.monotonic() < limit:
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+        _terminated.wait(_SECONDS_BETWEEN_SIGNALS)
 
 
 def die_with(parent: int, sent: signal.Signals = signal.SIGTERM) -> None:
@@ -207,6 +220,7 @@ def _terminate(_signal: int, _frame: FrameType | None) -> None:
         stop.ask("SIGTERM")  # of somebody else: `launch` lets go of the socket first
         return
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: a second must not interrupt the cleanup
+    _terminated.set()
     raise _Terminated
 
 
