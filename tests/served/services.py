@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,6 +127,12 @@ def channel_to(address: str) -> Any:
     return grpc.insecure_channel(
         address, options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
     )
+
+
+def metrics_at(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        text: str = answer.read().decode()
+    return text
 
 
 def request_of(arrays: Arrays, name: str = "", model: str = "tanh") -> Any:

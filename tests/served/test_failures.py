@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from served.services import (
     channel_to,
     expected,
     inferred,
+    metrics_at,
     request_of,
     rows_of,
     serving,
@@ -84,8 +84,7 @@ def test_a_killed_stage_comes_back_and_its_requests_are_repeated_or_fail_clearly
         assert codes[-1][0] is grpc.StatusCode.OK
         assert [one for one in failed if one[0] is not grpc.StatusCode.UNAVAILABLE or "stage 1" not in one[1]] == []
         assert len(failed) <= (0 if retries else CLIENTS)  # only those that were inside the stage
-        with urllib.request.urlopen(f"http://127.0.0.1:{running.started.metrics_port}/metrics", timeout=30) as answer:
-            assert 'drumline_stage_restarts_total{stage="1"} 1.0' in answer.read().decode()
+        assert 'drumline_stage_restarts_total{stage="1"} 1.0' in metrics_at(running.started.metrics_port)
         assert running.cores == before  # of its own again
         assert not pin or all(len(one) == 1 for one in before)
         assert not pin or before[0] != before[1]
@@ -174,16 +173,17 @@ def test_only_this_machine_is_served_without_tls() -> None:
 
 def test_sigterm_answers_what_is_under_way_and_leaves_a_timeline(slow_folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "drumline", "serve", str(slow_folder), "--listen", "127.0.0.1:0", "--json"]
-    command += ["--metrics", "none", "--record", str(tmp_path / "run"), "--microbatch-rows", "1"]
+    command += ["--metrics", "127.0.0.1:0", "--record", str(tmp_path / "run"), "--microbatch-rows", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        address = json.loads(first_object(process.stdout))["address"]
+        started = json.loads(first_object(process.stdout))
         x = rows_of(60, width=WIDE)
-        with channel_to(address) as channel:
+        with channel_to(started["address"]) as channel:
             begun = channel.unary_unary(f"/{SERVICE}/ModelInfer").future(
                 request_of({"x": x}).SerializeToString(), timeout=100
             )
-            time.sleep(0.2)
+            while "drumline_pipe_microbatches 0.0" in metrics_at(started["metrics_port"]):
+                time.sleep(0.01)
             process.send_signal(signal.SIGTERM)
             assert len(begun.result(100)) > x.nbytes
         assert process.wait(60) == 0

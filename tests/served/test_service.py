@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import urllib.request
 from typing import Any
 
 import grpc
@@ -16,7 +15,18 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from drumline.serve.wire.protocol import SERVICE, InferRequest, message, stub
 from drumline.serve.wire.tensors import read_outputs
-from served.services import WIDTH, Running, channel_to, expected, inferred, request_of, rows_of, status_of, together
+from served.services import (
+    WIDTH,
+    Running,
+    channel_to,
+    expected,
+    inferred,
+    metrics_at,
+    request_of,
+    rows_of,
+    status_of,
+    together,
+)
 from some import some
 
 pytestmark = pytest.mark.slow
@@ -144,8 +154,7 @@ def test_health_reflection_and_metrics_are_served(running: Running) -> None:
         asked = iter([reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE)])
         told = next(reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(asked, timeout=30))
         assert b"ModelInferRequest" in told.file_descriptor_response.file_descriptor_proto[0]
-    with urllib.request.urlopen(f"http://127.0.0.1:{running.started.metrics_port}/metrics", timeout=30) as answer:
-        text = answer.read().decode()
+    text = metrics_at(running.started.metrics_port)
     for name in some(["requests_total", "queue_requests", "bubble", "stage_seconds_bucket", "pipe_seconds_bucket"]):
         assert f"drumline_{name}" in text
 
