@@ -11,8 +11,10 @@ wrong elements of one group cancel only by chance, and those of different groups
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,9 +42,25 @@ def sketch(tensor: Tensor) -> Tensor:
     if size <= _SMALL:
         return flat.clone()
     rest = size % GROUP
-    with torch._C._DisableAutocast():
+    with torch._C._DisableAutocast(), _whole_products():
         sums = flat[: size - rest].view(-1, GROUP).mv(_weights(flat.dtype, flat.device))
     return torch.cat((sums, flat[size - rest :])) if rest else sums
+
+
+@contextmanager
+def _whole_products() -> Iterator[None]:
+    """Let products on processors keep all bits, whatever `torch.set_float32_matmul_precision` allows there."""
+    backends: Any = torch.backends
+    settings = backends.mkldnn.matmul
+    allowed = settings.fp32_precision
+    if allowed in ("none", "ieee"):
+        yield
+        return
+    settings.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = allowed
 
 
 @cache
