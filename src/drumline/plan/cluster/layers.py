@@ -50,7 +50,7 @@ def layer_ops(
     transformer: Transformer, cluster: Cluster, layout: Layout, *, experts: bool = False, recompute: str = ""
 ) -> Ops:
     """Return the seconds of a microbatch in one layer, which may `recompute` otherwise than the layout says."""
-    return _layer(transformer, cluster, _relevant(layout, recompute), experts)
+    return _layer(transformer, cluster, relevant(layout, recompute), experts)
 
 
 def embedding_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> Ops:
@@ -71,7 +71,7 @@ def head_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> Ops:
     loss = memory_seconds(device, layout.practice.loss_bytes * tokens * part)
     add = memory_seconds(device, layout.practice.accumulation_bytes * part * transformer.hidden)
     exchange = _exchange(cluster, layout, WORD * tokens * transformer.hidden)
-    hidden = by_weight if _relevant(layout).practice.overlap_tensor else 0.0
+    hidden = by_weight if relevant(layout).practice.overlap_tensor else 0.0
     return Ops(
         Spent(forward + loss / 2, tensor=exchange / 2 if layout.sequence_parallel else 0.0),
         Spent(),
@@ -80,7 +80,7 @@ def head_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> Ops:
     )
 
 
-def _relevant(layout: Layout, recompute: str = "") -> Layout:
+def relevant(layout: Layout, recompute: str = "") -> Layout:
     """Return the layout with defaults for everything that no layer depends on, so that many layouts share a result.
 
     A schedule that splits backwards matters in one way: weight gradients run later, and hide no messages. ZeRO 3

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from drumline.plan.cluster.hardware import Cluster, Link
 from drumline.plan.cluster.kernels import Ops, Spent, exposed, gather_seconds, reduce_seconds
-from drumline.plan.cluster.layers import embedding_ops, head_ops, layer_ops, ring_bytes, routed_bytes
+from drumline.plan.cluster.layers import embedding_ops, head_ops, layer_ops, relevant, ring_bytes, routed_bytes
 from drumline.plan.cluster.layout import Layout, recomputed_ops, whole_layers
 from drumline.plan.cluster.memory import WEIGHT_BYTES, device_parameters, held_fp8, keeps_gradients
 from drumline.plan.cluster.products import WORD, tokens_of
@@ -213,6 +214,11 @@ def stage_ops(
 
 def slice_ops(transformer: Transformer, cluster: Cluster, layout: Layout, slice_: StageLayers) -> Ops:
     """Return the seconds of a microbatch in a stage."""
+    return _slice(transformer, cluster, relevant(layout), slice_)
+
+
+@lru_cache(maxsize=4096)
+def _slice(transformer: Transformer, cluster: Cluster, layout: Layout, slice_: StageLayers) -> Ops:
     ops = Ops()
     for count, experts, how in slice_.parts(layout.recompute):
         ops = ops + layer_ops(transformer, cluster, layout, experts=experts, recompute=how).times(count)
