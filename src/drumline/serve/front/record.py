@@ -23,8 +23,8 @@ from drumline.core.measured.record import COLUMNS, OVERHEADS, RECEIVES, Record
 from drumline.core.measured.run import CONFIG, ENDED, ENVIRONMENT, FORMAT, METRICS, PLAN, PROGRAM, rank_file
 from drumline.schedules import schedules
 from drumline.schedules.forward_only import forward_only
-from drumline.serve.stage import Times
 from drumline.serve.wire.manifest import Manifest
+from drumline.serve.wire.times import Times
 
 _WINDOW = 32
 _FORWARD, _ASK = RECEIVES.index(Op.RECV_F), OVERHEADS.index("ask")
