@@ -18,12 +18,13 @@ from onnx import TensorProto, helper, numpy_helper
 from drumline.core.errors import RecordError, UsageError
 from drumline.core.measured.run import read_run
 from drumline.core.timeline.idle import Cause
+from drumline.report.run.page import run_page
 from drumline.report.run.report import report_of
 from drumline.serve.export.graph import Crossing, Graph
 from drumline.serve.front.hang import HangWatch
 from drumline.serve.front.queue import Queue
-from drumline.serve.front.record import LoadRecord
-from drumline.serve.front.run import Settings
+from drumline.serve.front.record import LoadRecord, check_record
+from drumline.serve.front.run import Settings, serve
 from drumline.serve.front.tickets import Ticket
 from drumline.serve.front.tuner import Tuner
 from drumline.serve.ledger import State
@@ -194,8 +195,10 @@ def test_a_served_load_is_a_run_that_reports_read(tmp_path: Path) -> None:
     run = read_run(recorded(record, count=30, every=10, later=11))
     assert run.num_steps == 5
     assert run.timeline(0).bubble == pytest.approx(1 - 80 / (2 * 51))
-    advice = report_of(run).figures()["advice"]
+    report = report_of(run)
+    advice = report.figures()["advice"]
     assert (advice["sentence"][:9], advice["remedies"]) == ("no advice", [])
+    assert run_page([report]).count("no advice") == 1
     for step in some(run.metrics()):
         assert step["throughput(rows/s)"] == pytest.approx(8 / 0.051)
 
@@ -212,6 +215,28 @@ def test_a_service_that_waits_for_requests_is_idle_for_that_reason(tmp_path: Pat
     (step,) = [one for one in run.metrics() if one["step"] == 0]
     assert step["pp/rank0/wait_seconds"] == pytest.approx(0.015)
     assert step["pp/rank0/overhead_seconds"] == step["pp/rank0/unexplained_seconds"] == 0
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("served", "the exported model itself; choose another folder"),
+        ("served/../served", "the exported model itself"),
+        ("served/run", "inside the exported model; choose a folder outside"),
+        ("run", "already holds a run"),
+        ("notes", "is not empty; expected a new folder"),
+    ],
+)
+def test_a_record_mixes_with_no_other_files(tmp_path: Path, place: str, said: str) -> None:
+    served = write_served(tmp_path / "served")
+    LoadRecord(tmp_path / "run", read_manifest(served)).close()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "todo.txt").write_text("mine")
+    with pytest.raises(UsageError, match=said):
+        run_to_end(serve(Settings(served, record=tmp_path / place), told=lambda started: None))
+    for fine in ("new", "empty"):
+        check_record(tmp_path / fine, served)
+        (tmp_path / "empty").mkdir(exist_ok=True)
 
 
 def test_a_record_on_a_full_disk_ends_and_harms_no_service(tmp_path: Path) -> None:

@@ -22,7 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--listen", default="127.0.0.1:8001", metavar="HOST:PORT", help=where)
     metrics = "address for Prometheus, over HTTP (default 127.0.0.1:8002; port 0 picks a free one, none turns it off)"
     add("--metrics", default="127.0.0.1:8002", metavar="HOST:PORT", help=metrics)
-    add("--record", type=Path, metavar="DIR", help="write the timeline of the load here, for `drumline report`")
+    add(
+        "--record",
+        type=Path,
+        metavar="DIR",
+        help="write the timeline of the load to this new folder, for `drumline report`",
+    )
     add("--log-requests", action="store_true", help="log every request, not only those that fail")
     add("--threads", type=whole, default=1, metavar="N", help="threads of each stage (default 1)")
     pin = "give every stage cores of its own, on a machine that does little else: steadier, and a little faster"

@@ -21,7 +21,7 @@ from drumline.serve.front.logs import Log
 from drumline.serve.front.metrics import Metrics
 from drumline.serve.front.pipe import Pipe, Rules
 from drumline.serve.front.queue import Queue
-from drumline.serve.front.record import LoadRecord
+from drumline.serve.front.record import LoadRecord, check_record
 from drumline.serve.front.service import FrontService
 from drumline.serve.front.supervisor import LocalStages, RemoteStages, Stages
 from drumline.serve.front.tuner import Tuner
@@ -98,6 +98,8 @@ async def serve(settings: Settings, *, told: Callable[[Started], None], stop: as
     if settings.hosts and len(settings.hosts) != len(manifest.stages):
         has = counted(len(manifest.stages), "stage")
         raise UsageError(f"--hosts names {len(settings.hosts)}", expected=f"one address for each of {has}")
+    if settings.record is not None:
+        check_record(settings.record, settings.folder)
     stopped = stop or asyncio.Event()
     log = Log(requests=settings.log_requests)
     metrics = Metrics(len(manifest.stages))
