@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from drumline.core.errors import counted
 from drumline.report.draw.html import asset, page_with
@@ -11,6 +12,7 @@ from drumline.report.draw.scene import document
 from drumline.serve.load.picture import HEADER, cells, load_svg, milliseconds, name_of, short
 from drumline.serve.load.run import Result
 
+_SHARES = (("p50", "half"), ("p99", "99%"))
 # The page has no timelines, and none of what serves them.
 _STYLE = """.toolbar, #overview, .legend, footer { display: none; }
 .load .words { text-align: left; } .load td.words:first-child { white-space: nowrap; }
@@ -52,7 +54,7 @@ def _sentence(found: Sequence[Result]) -> str:
     if not any(one.latencies for one in found):
         return "No request was answered."
     best = max((one for one in found if one.latencies), key=_rows_per_second)
-    half = milliseconds(best.to_json()["latency_seconds"]["p50"])
+    half = milliseconds(_latency(best, "p50"))
     how = f"{best.concurrency} requests at a time" if best.concurrency else f"{best.rate:g} requests a second"
     most = f"Most rows a second: {short(_rows_per_second(best))}, with {how}"
     return f"{most}, of which half took {half} ms or less. {many}"
@@ -63,16 +65,19 @@ def _rows_per_second(one: Result) -> float:
 
 
 def _figures(answered: Sequence[Result]) -> str:
-    best = max(answered, key=_rows_per_second)
-    least, most = answered[0].to_json(), best.to_json()
-    return cards(
-        [
-            ("throughput", f"{short(_rows_per_second(best))} rows/s", name_of(best)),
-            ("half within", f"{milliseconds(most['latency_seconds']['p50'])} ms", name_of(best)),
-            ("99% within", f"{milliseconds(most['latency_seconds']['p99'])} ms", name_of(best)),
-            ("half within", f"{milliseconds(least['latency_seconds']['p50'])} ms", name_of(answered[0])),
-        ]
-    )
+    """Return the figures of the load with most rows a second, and of the one with the shortest latency if it differs."""
+    best, soonest = max(answered, key=_rows_per_second), min(answered, key=partial(_latency, which="p50"))
+    figures = [
+        ("throughput", f"{short(_rows_per_second(best))} rows/s", name_of(best)),
+        *((f"{words} within", f"{milliseconds(_latency(best, which))} ms", name_of(best)) for which, words in _SHARES),
+    ]
+    if soonest is not best:
+        figures.append(("half within", f"{milliseconds(_latency(soonest, 'p50'))} ms", name_of(soonest)))
+    return cards(figures)
+
+
+def _latency(one: Result, which: str) -> float:
+    return float(one.to_json()["latency_seconds"][which])
 
 
 def _latencies(found: Sequence[Result]) -> str:
