@@ -65,7 +65,7 @@ def _rows_per_second(one: Result) -> float:
 
 
 def _figures(answered: Sequence[Result]) -> str:
-    """Return the figures of the load with most rows a second, and of the one with the shortest latency if it differs."""
+    """Return figures of the load with most rows a second, and of another one if that has the shortest latency."""
     best, soonest = max(answered, key=_rows_per_second), min(answered, key=partial(_latency, which="p50"))
     figures = [
         ("throughput", f"{short(_rows_per_second(best))} rows/s", name_of(best)),
