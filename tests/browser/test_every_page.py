@@ -35,6 +35,7 @@ from drumline.report.plan.profiles import profile_page
 from drumline.report.run.page import run_page
 from drumline.report.run.report import reports_of
 from drumline.schedules import generate
+from extras import needed
 from kineto_traces import written
 from matrices import ALL
 from profiles import SOME, model_profile
@@ -121,6 +122,20 @@ def weighed(folder: Path) -> str:
     return pareto_page(pareto(Costs(), 2, num_microbatches=4, placement="linear", seconds=30, tries=1))
 
 
+def loaded(folder: Path) -> str:
+    """Return the page of a load in which some requests failed."""
+    needed("grpc", "serve")
+    from drumline.serve.load.page import load_page
+    from drumline.serve.load.run import Result
+
+    few = Result(1, seconds=2.0, rows=200, latencies=[0.01] * 200, queues=[0.001], pipes=[0.009], computes=[0.008])
+    many = Result(rate=800.0, seconds=2.0, rows=1500, latencies=[0.02, 0.4] * 750, queues=[0.3], pipes=[0.1])
+    many.codes.update({"OK": 1500, "RESOURCE_EXHAUSTED": 96, "UNAVAILABLE": 4})
+    many.whys["UNAVAILABLE"] = "stage 1: it hung and was ended (its event loop has not turned for 9 s), at work on this"
+    few.codes.update({"OK": 200})
+    return load_page([few, many], service="127.0.0.1:8001")
+
+
 KINDS: dict[str, Callable[[Path], str]] = {
     "show": shown,
     "compare": compared,
@@ -131,6 +146,7 @@ KINDS: dict[str, Callable[[Path], str]] = {
     "plan of a cluster": planned_for_cluster,
     "analyze": analyzed,
     "pareto": weighed,
+    "load": loaded,
 }
 
 

@@ -49,6 +49,37 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_a_file_that_cannot_be_written_is_told_before_a_command_works_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    formats = {verb: parser_of(verb).get_default("formats") for verb in VERBS}
+    (tmp_path / "file").write_text("")
+    for verb in some([verb for verb in VERBS if formats[verb]]):
+        name = f"x{next(iter(formats[verb]))}"
+        (tmp_path / verb / name).mkdir(parents=True)
+        places = {
+            f"missing/{name}": "No such file or directory",
+            f"{verb}/{name}": "Is a directory",
+            f"file/{name}": "Not a directory",
+        }
+        monkeypatch.setattr(import_module(f"drumline.cli.{verb}"), "run", lambda args: pytest.fail("it works"))
+        for place, said in places.items():
+            assert main([*shlex.split(example(verb))[1:], "--out", str(tmp_path / place)]) == 2
+            assert f"cannot write {tmp_path / place}: {said}" in capsys.readouterr().err
+    assert formats["load"]
+
+
+@pytest.mark.parametrize("words", ["demo", "export nothing"])
+def test_a_folder_that_cannot_be_written_is_told_before_a_command_works_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    for package in ("torch", "onnx", "onnxruntime"):
+        pytest.importorskip(package)
+    (tmp_path / "file").write_text("")
+    assert main([*words.split(), "--out", str(tmp_path / "file" / "out")]) == 2
+    assert f"cannot write to {tmp_path / 'file' / 'out'}: Not a directory" in capsys.readouterr().err
+
+
 def run(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, str, str]:
     code = main(shlex.split(command))
     out, err = capsys.readouterr()

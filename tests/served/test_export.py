@@ -172,6 +172,9 @@ def test_a_trained_model_is_exported_served_and_answers_tritons_client(
         with pytest.raises(UsageError, match="served is exported already; serve it: drumline serve served"):
             finished_model("served")
         short = ["load", running.address, "--concurrency", "1", "--seconds", "0.1", "--length", "99"]
+        assert main([*short, "--out", "bad.html"]) == 1
+        assert "No request was answered." in Path("bad.html").read_text()
+        capsys.readouterr()
         assert main([*short, "--out", "bad.svg"]) == 3
         assert "nothing to plot: INVALID_ARGUMENT: input 'tokens' has length 99" in capsys.readouterr().err
         assert main(short) == 1

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import grpc
 import numpy as np
 import pytest
 
+from drumline.serve.front.hang import HangWatch
 from drumline.serve.front.logs import Log
 from drumline.serve.front.metrics import Metrics
 from drumline.serve.front.pipe import Pipe, Rules
@@ -21,15 +24,16 @@ from drumline.serve.front.service import FrontService
 from drumline.serve.front.tickets import Ticket
 from drumline.serve.front.tuner import Tuner
 from drumline.serve.session import Session
-from drumline.serve.stage import StageService, times_of
+from drumline.serve.stage import StageService
 from drumline.serve.wire.flow import Flow
 from drumline.serve.wire.flows import Answering, Flows, Home
-from drumline.serve.wire.frames import SERVICE, Answer, Failed, Frame, Kind
+from drumline.serve.wire.frames import SERVICE, Answer, Failed, Frame, Kind, Lost
 from drumline.serve.wire.links import PLAIN, connect, options
 from drumline.serve.wire.loops import run_to_end
 from drumline.serve.wire.manifest import read_manifest
 from drumline.serve.wire.protocol import InferRequest, InferResponse
 from drumline.serve.wire.tensors import put_outputs, read_outputs
+from drumline.serve.wire.times import times_of
 from served.services import expected, request_of, rows_of
 from some import some
 
@@ -66,7 +70,7 @@ async def joined(answer: Answering) -> AsyncIterator[tuple[Flow, Any, str]]:
     """A caller and a stage in one loop."""
     server, address = await _server(answer, "127.0.0.1:0")
     async with connect(address, PLAIN, LIMIT) as channel:
-        flow = Flow(channel, name="stage 1", max_bytes=LIMIT)
+        flow = Flow(channel, stage=1, max_bytes=LIMIT)
         try:
             yield flow, server, address
         finally:
@@ -189,8 +193,9 @@ def test_calls_inside_a_stage_that_dies_fail_and_others_wait_for_the_next_one() 
             inside = flow(b"inside", timeout=60)
             await until(lambda: bool(begun))
             await server.stop(None)
-            code, why = await failure(inside)
-            assert (code, why.partition(":")[0]) == (Code.UNAVAILABLE, "stage 1")
+            with pytest.raises(Lost, match="stage 1: ") as caught:
+                await inside
+            assert (caught.value.code, caught.value.stage) == (Code.UNAVAILABLE, 1)
             outside = flow(b"outside", timeout=60)
             flow._broke(Code.UNAVAILABLE, "gone")
             await asyncio.sleep(0.1)
@@ -278,15 +283,22 @@ class Carried:
 
     def __init__(self, answers: Sequence[Failed | None] = (), **rules: Any) -> None:
         self.calls: list[Any] = []
+        self.asked: list[tuple[str, int]] = []  # of which microbatches, and which stages
+        self.why = str(rules.pop("why", ""))
         self._answers = list(answers)
         self.queue = Queue(max_requests=99, max_bytes=10**9)
         tuner = Tuner(2, 0.05, 64, rules.pop("rows", 0), rules.pop("window", 0))
         self.holds = rules.pop("holds", False)
         self.metrics = Metrics(2)
-        self.pipe = Pipe(self, self.queue, tuner, self.metrics, rules=Rules(**rules), is_back=self._is_back)  # type: ignore[arg-type]
+        given = {"rules": Rules(**rules), "is_back": self._is_back, "struck": self._struck}
+        self.pipe = Pipe(self, self.queue, tuner, self.metrics, **given)  # type: ignore[arg-type]
 
     async def _is_back(self, seconds: float) -> bool:
         return True
+
+    async def _struck(self, name: str, stage: int, seconds: float) -> str:
+        self.asked.append((name.partition("-")[2], stage))
+        return self.why
 
     async def close(self) -> None:
         pass
@@ -360,6 +372,95 @@ def test_lost_microbatches_are_sent_again_as_often_as_allowed_and_counted() -> N
         twice.pipe.poke()
         assert await failure(ticket.answer) == (Code.UNAVAILABLE, "stage 1: gone")
         assert len(twice.calls) == 2
+
+    run_to_end(run())
+
+
+def test_a_microbatch_that_a_stage_computed_when_it_ended_is_not_sent_again() -> None:
+    async def run() -> None:
+        lost = Lost(1, "stage 1: the connection broke")
+        guilty = Carried([lost], retries=1, why="stage 1: it ended at work on this")
+        ticket = guilty.send(rows_of(1))
+        guilty.pipe.poke()
+        assert await failure(ticket.answer) == (Code.UNAVAILABLE, "stage 1: it ended at work on this")
+        assert (len(guilty.calls), guilty.asked) == (1, [("0", 1)])
+        assert guilty.metrics.registry.get_sample_value("drumline_retries_total") == 0
+        spared = Carried([lost, lost], retries=1)
+        ticket = spared.send(rows_of(1))
+        spared.pipe.poke()
+        assert await failure(ticket.answer) == (Code.UNAVAILABLE, "stage 1: the connection broke")
+        assert (len(spared.calls), spared.asked) == (2, [("0", 1)])
+        never = Carried([lost], retries=0)
+        ticket = never.send(rows_of(1))
+        never.pipe.poke()
+        assert await failure(ticket.answer) == (Code.UNAVAILABLE, "stage 1: the connection broke")
+        assert len(never.calls) == 1
+
+    run_to_end(run())
+
+
+def test_a_lost_microbatch_is_sent_again_without_the_rows_of_a_request_that_has_failed() -> None:
+    """Other rows of that request were inside the stage when it ended, and may be why."""
+
+    async def run() -> None:
+        carried = Carried([Lost(1, "gone")], retries=1, rows=8)
+        first, second = carried.send(rows_of(2, 1)), carried.send(rows_of(3, 2))
+        carried.pipe.poke()
+        first.fail(Failed(Code.UNAVAILABLE, "gone"))
+        np.testing.assert_array_equal((await second.answer)["y"], 2 * rows_of(3, 2))
+        assert [len(x) for x in carried.calls] == [5, 3]
+
+    run_to_end(run())
+
+
+class Blocked:
+    """A computation that ends when it may, and does not react to `stop`."""
+
+    threads = 1
+
+    def __init__(self) -> None:
+        self.may_end, self.has_begun = threading.Event(), threading.Event()
+
+    def begin(self, arrays: Any) -> Any:
+        return self
+
+    def __call__(self) -> dict[str, Any]:
+        self.has_begun.set()
+        assert self.may_end.wait(60)
+        return {}
+
+    def stop(self) -> None:
+        pass
+
+
+def test_a_ledger_knows_what_is_computed_and_whether_anybody_waits_for_it(served_folder: Path) -> None:
+    async def looked(service: StageService, watch: HangWatch) -> str:
+        async with asyncio.timeout(60):
+            while True:
+                service.ledger.beat(service.worked())
+                if why := watch.look(service.ledger.read()):
+                    return why
+                await asyncio.sleep(0.001)
+
+    async def run() -> None:
+        blocked: Any = Blocked()
+        service = StageService(read_manifest(served_folder), 1, blocked, limit=2)
+        body = request_of({"h1": rows_of(2)}, name="seven").SerializeToString()
+        call = asyncio.ensure_future(service.answer(body, 60.0))
+        await until(blocked.has_begun.is_set)
+        state = service.ledger.read()
+        assert (state.names, state.unwanted) == (("seven",), 0)
+        ticks = count()
+        assert (
+            await looked(service, HangWatch(4.0, lambda: next(ticks)))
+            == "it computes, and uses no processor time for 4 s"
+        )
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        state = service.ledger.read()
+        assert state.unwanted == state.computing > 0
+        blocked.may_end.set()
+        await until(lambda: service.ledger.read().names == ())
 
     run_to_end(run())
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -13,23 +15,27 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from drumline.core.errors import RecordError
+from drumline.core.errors import RecordError, UsageError
 from drumline.core.measured.run import read_run
 from drumline.core.timeline.idle import Cause
+from drumline.report.run.page import run_page
 from drumline.report.run.report import report_of
 from drumline.serve.export.graph import Crossing, Graph
+from drumline.serve.front.hang import HangWatch
 from drumline.serve.front.queue import Queue
-from drumline.serve.front.record import LoadRecord
+from drumline.serve.front.record import LoadRecord, check_record
+from drumline.serve.front.run import Settings, serve
 from drumline.serve.front.tickets import Ticket
 from drumline.serve.front.tuner import Tuner
+from drumline.serve.ledger import State
 from drumline.serve.load.run import Demand, Loader
 from drumline.serve.session import open_session
-from drumline.serve.stage import Times
 from drumline.serve.wire.frames import Failed
 from drumline.serve.wire.loops import run_to_end
 from drumline.serve.wire.manifest import Tensor, check_files, read_manifest
 from drumline.serve.wire.protocol import InferRequest, InferResponse
 from drumline.serve.wire.tensors import Arrays, Refused, put_outputs, read_inputs, read_outputs
+from drumline.serve.wire.times import Times
 from served.services import rows_of, write_served
 from some import some
 
@@ -189,8 +195,10 @@ def test_a_served_load_is_a_run_that_reports_read(tmp_path: Path) -> None:
     run = read_run(recorded(record, count=30, every=10, later=11))
     assert run.num_steps == 5
     assert run.timeline(0).bubble == pytest.approx(1 - 80 / (2 * 51))
-    advice = report_of(run).figures()["advice"]
+    report = report_of(run)
+    advice = report.figures()["advice"]
     assert (advice["sentence"][:9], advice["remedies"]) == ("no advice", [])
+    assert run_page([report]).count("no advice") == 1
     for step in some(run.metrics()):
         assert step["throughput(rows/s)"] == pytest.approx(8 / 0.051)
 
@@ -207,6 +215,28 @@ def test_a_service_that_waits_for_requests_is_idle_for_that_reason(tmp_path: Pat
     (step,) = [one for one in run.metrics() if one["step"] == 0]
     assert step["pp/rank0/wait_seconds"] == pytest.approx(0.015)
     assert step["pp/rank0/overhead_seconds"] == step["pp/rank0/unexplained_seconds"] == 0
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("served", "the exported model itself; choose another folder"),
+        ("served/../served", "the exported model itself"),
+        ("served/run", "inside the exported model; choose a folder outside"),
+        ("run", "already holds a run"),
+        ("notes", "is not empty; expected a new folder"),
+    ],
+)
+def test_a_record_mixes_with_no_other_files(tmp_path: Path, place: str, said: str) -> None:
+    served = write_served(tmp_path / "served")
+    LoadRecord(tmp_path / "run", read_manifest(served)).close()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "todo.txt").write_text("mine")
+    with pytest.raises(UsageError, match=said):
+        run_to_end(serve(Settings(served, record=tmp_path / place), told=lambda started: None))
+    for fine in ("new", "empty"):
+        check_record(tmp_path / fine, served)
+        (tmp_path / "empty").mkdir(exist_ok=True)
 
 
 def test_a_record_on_a_full_disk_ends_and_harms_no_service(tmp_path: Path) -> None:
@@ -233,6 +263,65 @@ def test_bools_are_0_or_1_and_outputs_are_all_typed_or_all_raw() -> None:
     put_outputs(response, outputs, typed=True)  # float16 has no typed contents
     assert len(response.raw_output_contents) == 2
     np.testing.assert_array_equal(read_outputs(response)["b"], outputs["b"])
+
+
+WORKS, WAITS, UNWANTED = (
+    [State(at, 7 * at, 5) for at in range(90)],
+    [State(at, 0, 5) for at in range(90)],
+    [State(at, 7 * at, 5, 5) for at in range(90)],
+)
+
+
+@pytest.mark.parametrize(
+    ("states", "said"),
+    [
+        (WORKS, ""),  # one computation that takes longer than the bound, and works
+        ([State(at) for at in range(90)], ""),  # idle
+        ([State(at, 0, at + 1) for at in range(90)], ""),  # short computations
+        ([State(7)] * 90, "its event loop has not turned for 30 s"),
+        (WAITS, "it computes, and uses no processor time for 30 s"),
+        (UNWANTED, "nobody has waited for what it computes for 30 s"),
+        ([State(at, 7 * at, 6, 5) for at in range(90)], ""),  # the computation before was given up
+        (WAITS[:30] + WORKS[30:], ""),
+        (UNWANTED[:30] + WORKS[30:], ""),
+        ([State(7)] * 30 + WORKS[30:], ""),
+    ],
+)
+def test_only_a_stage_that_neither_lives_nor_works_nor_is_waited_for_hangs(states: list[State], said: str) -> None:
+    seconds = count()
+    watch = HangWatch(30.0, lambda: float(next(seconds)))
+    assert watch.every == 1.0
+    found = [watch.look(one) for one in states]
+    assert next(filter(None, found), "") == said
+    assert not any(found[:31])
+
+
+@pytest.mark.parametrize("state", [State(7), WAITS[0], UNWANTED[0]])
+def test_a_stage_does_not_hang_because_the_machine_stood_still(state: State) -> None:
+    """All processes are frozen again and again, for longer than the bound; a stage moves later than the front."""
+    now = 0.0
+    watch = HangWatch(1.0, lambda: now)
+    for at in range(100):
+        now += 2.5
+        assert watch.look(state) == ""
+        now += watch.every
+        assert watch.look(state) == ""
+        state = State(at, at, at + 1, at)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"window": 0}, "--window is 0; expected 1 or more; leave it out to have it tuned"),
+        ({"rows": 0}, "--microbatch-rows is 0; expected 1 or more; leave it out to have it tuned"),
+        ({"hang": 0.5}, "--hang is 0.5; expected 1 second or more, or 0 to let stages hang"),
+        ({"hang": -1.0}, "--hang is -1; expected 1 second or more"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Settings(Path("served"), **given)
+    assert Settings(Path("served"), hang=0.0).window is None
 
 
 class _Endless(Loader):

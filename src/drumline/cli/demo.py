@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drumline.cli import flags
-from drumline.cli.output import colour_wanted, print_json, progress, pytorch, save, terminal_width, wrapped
+from drumline.cli.output import (
+    check_out_folder,
+    colour_wanted,
+    print_json,
+    progress,
+    pytorch,
+    save,
+    terminal_width,
+    wrapped,
+)
 
 if TYPE_CHECKING:
     from drumline.train.demo import Outcome
@@ -38,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from drumline.report.run.report import reports_of
 
     flags.check_counts(args, "width", "epochs")
+    check_out_folder(args.out)
     build = Build(width=args.width, num_epochs=args.epochs)
     if not args.json:
         print(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drumline.cli import flags
-from drumline.cli.output import print_json, progress, pytorch
+from drumline.cli.output import check_out_folder, print_json, progress, pytorch
 from drumline.core.errors import UsageError, installing
 
 if TYPE_CHECKING:
@@ -51,9 +51,11 @@ def run(args: argparse.Namespace) -> int:
         from drumline.train.finished import finished_model
     try:
         from drumline.serve.export.check import Subject
-        from drumline.serve.export.export import export
+        from drumline.serve.export.export import check_new, export
     except ModuleNotFoundError as error:
         raise UsageError(f"export needs {error.name}", fix=installing("serve")) from None
+    check_out_folder(args.out)
+    check_new(args.out)
     try:
         with redirect_stdout(sys.stderr):  # the user's model may print
             found = finished_model(args.model, seed=args.seed, max_length=args.max_length)

@@ -39,14 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tls-ca", metavar="FILE", help="the authority of the service's certificate, PEM")
     add("--tls-cert", metavar="FILE", help="this side's certificate, for mutual TLS")
     add("--tls-key", metavar="FILE", help="the key of that certificate, PEM")
-    flags.add_out(parser, TEXTS | PICTURES, "write FILE.txt, FILE.json, or a plot as FILE.svg or FILE.html")
+    flags.add_out(parser, TEXTS | PICTURES, "write FILE.txt, FILE.json, a plot as FILE.svg, or a page as FILE.html")
     flags.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Load, and print a table."""
     try:
-        from drumline.serve.load.picture import load_page, load_svg, load_text
+        from drumline.serve.load.page import load_page
+        from drumline.serve.load.picture import load_svg, load_text
         from drumline.serve.load.run import Demand, load
         from drumline.serve.wire.links import Tls, parts_of
         from drumline.serve.wire.loops import run_to_end
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     def make(form: str, paper: Paper) -> str:
         if form == "text":
             return load_text(found, width=paper.width)
-        return load_svg(found) if form == "svg" else load_page(found)
+        return load_svg(found) if form == "svg" else load_page(found, service=address)
 
     deliver(args, make, lambda: _summary(found))
     return 0 if any(one.latencies for one in found) else 1

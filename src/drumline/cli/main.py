@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from drumline.cli.output import files_of, print_error, terminal_width, wrapped
+from drumline.cli.output import check_out, print_error, terminal_width, wrapped
 from drumline.core.errors import DrumlineError, RunError, UsageError, nearest
 
 # One thin module per command; only the one that runs is imported.
@@ -117,7 +117,7 @@ def _run(words: list[str]) -> int:
     except SystemExit as stop:  # --help
         return int(stop.code or FINE)
     if "formats" in args:
-        files_of(args)  # reject bad names before computing anything
+        check_out(args)  # before computing anything
     code: int = module.run(args)
     return code
 

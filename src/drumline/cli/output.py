@@ -7,6 +7,7 @@ selects the format, unless --format does; the name `-` is stdout.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import shutil
@@ -42,6 +43,7 @@ class Paper:
 
 
 FILE = Paper(200)
+_OTHER = "choose another --out"
 
 
 def print_json(value: dict[str, Any]) -> None:
@@ -89,7 +91,7 @@ def save(path: Path, written: str | bytes) -> None:
     try:
         path.write_bytes(data)
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}", fix="choose another --out") from None
+        raise UsageError(f"cannot write {path}: {error.strerror}", fix=_OTHER) from None
 
 
 def files_of(args: argparse.Namespace) -> list[tuple[Path, str]]:
@@ -113,6 +115,41 @@ def files_of(args: argparse.Namespace) -> list[tuple[Path, str]]:
         if path != STDOUT:
             files.append((path, str(form)))
     return files
+
+
+def check_out(args: argparse.Namespace) -> None:
+    """Raise an error for a file of --out that cannot be written, before a command has worked for it.
+
+    >>> check_out(argparse.Namespace(out=[Path("nofolder/a.svg")], formats=PICTURES))
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: cannot write nofolder/a.svg: No such file or directory; ...
+    """
+    for path, _ in files_of(args):
+        folder = path.parent
+        number = 0
+        if not folder.is_dir():
+            number = errno.ENOTDIR if folder.exists() else errno.ENOENT
+        elif path.is_dir():
+            number = errno.EISDIR
+        elif not os.access(path if path.exists() else folder, os.W_OK):
+            number = errno.EACCES
+        if number:
+            fix = f"create the folder {folder}, or choose another --out" if number == errno.ENOENT else _OTHER
+            raise UsageError(f"cannot write {path}: {os.strerror(number)}", fix=fix)
+
+
+def check_out_folder(folder: Path) -> None:
+    """Raise an error for a folder of --out that can neither be written nor made, before a command has worked for it.
+
+    >>> check_out_folder(Path("/dev/null/demo"))
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: cannot write to /dev/null/demo: Not a directory; choose another --out
+    """
+    found = next((one for one in (folder, *folder.absolute().parents) if one.exists()), folder)
+    if not found.is_dir():
+        raise UsageError(f"cannot write to {folder}: {os.strerror(errno.ENOTDIR)}", fix=_OTHER)
+    if not os.access(found, os.W_OK | os.X_OK):
+        raise UsageError(f"cannot write to {folder}: {os.strerror(errno.EACCES)}", fix=_OTHER)
 
 
 def deliver(

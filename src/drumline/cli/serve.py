@@ -22,7 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--listen", default="127.0.0.1:8001", metavar="HOST:PORT", help=where)
     metrics = "address for Prometheus, over HTTP (default 127.0.0.1:8002; port 0 picks a free one, none turns it off)"
     add("--metrics", default="127.0.0.1:8002", metavar="HOST:PORT", help=metrics)
-    add("--record", type=Path, metavar="DIR", help="write the timeline of the load here, for `drumline report`")
+    add(
+        "--record",
+        type=Path,
+        metavar="DIR",
+        help="write the timeline of the load to this new folder, for `drumline report`",
+    )
     add("--log-requests", action="store_true", help="log every request, not only those that fail")
     add("--threads", type=whole, default=1, metavar="N", help="threads of each stage (default 1)")
     pin = "give every stage cores of its own, on a machine that does little else: steadier, and a little faster"
@@ -34,8 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     batch("--max-wait", type=number, default=0.005, metavar="S", help=wait)
     budget = "seconds that a microbatch may spend in the pipe; bounds its rows and queues (default 0.05)"
     batch("--budget", type=number, default=0.05, metavar="S", help=budget)
-    batch("--microbatch-rows", type=whole, default=0, metavar="N", help="rows of a microbatch (default: tuned)")
-    batch("--window", type=whole, default=0, metavar="N", help="microbatches in the pipe at a time (default: tuned)")
+    batch("--microbatch-rows", type=whole, metavar="N", help="rows of a microbatch, 1 or more (default: tuned)")
+    window = "microbatches in the pipe at a time, 1 or more (default: tuned)"
+    batch("--window", type=whole, metavar="N", help=window)
     limit = parser.add_argument_group("limits").add_argument
     limit("--max-requests", type=whole, default=512, metavar="N", help="the most requests that wait (default 512)")
     limit(
@@ -49,8 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-message", type=flags.size, default=2.0**26, metavar="BYTES", help="the largest message (default 64MiB)"
     )
     limit("--timeout", type=number, default=60.0, metavar="S", help="the longest that a request may take (default 60)")
-    again = "how often a microbatch is sent again if a stage dies (default 1)"
+    again = "how often a microbatch is sent again if a stage dies, but for the one that it computes (default 1)"
     limit("--retries", type=whole, default=1, metavar="N", help=again)
+    hang = "seconds after which a stage that hangs is ended and started again (default 30; 0: never)"
+    limit("--hang", type=number, default=30.0, metavar="S", help=hang)
     limit(
         "--drain", type=number, default=30.0, metavar="S", help="seconds to finish requests after SIGTERM (default 30)"
     )
@@ -102,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
         max_queue_bytes=int(args.max_queue),
         max_bytes=int(args.max_message),
         timeout=args.timeout,
+        hang=args.hang,
         drain=args.drain,
         log_requests=args.log_requests,
         record=args.record,
@@ -137,7 +146,7 @@ def _run_stage(args: argparse.Namespace, tls: Any) -> int:
             args.next or "",
             tls=tls,
             threads=args.threads,
-            limit=args.window + 16,
+            limit=(args.window or 0) + 16,
             max_bytes=int(args.max_message),
         )
     )

@@ -31,7 +31,7 @@ class Session:
     """The graph of one stage, held against its manifest."""
 
     def __init__(self, folder: Path, manifest: Manifest, number: int, *, threads: int = 1) -> None:
-        self._mine, self._dimensions = manifest.stages[number], manifest.dimensions
+        self._mine, self._dimensions, self.threads = manifest.stages[number], manifest.dimensions, threads
         self._session = open_session(check_files(folder, manifest, number), threads=threads)
         self._outputs = [one.name for one in self._mine.outputs]
 

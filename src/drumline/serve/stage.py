@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 import numpy as np
@@ -32,7 +32,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from drumline.core.errors import DrumlineError, UsageError
 from drumline.serve.cores import stay_on
-from drumline.serve.session import Session
+from drumline.serve.ledger import Ledger
+from drumline.serve.session import Running, Session
 from drumline.serve.wire.flow import Flow
 from drumline.serve.wire.flows import Flows, Home
 from drumline.serve.wire.frames import Answer, Failed
@@ -40,60 +41,47 @@ from drumline.serve.wire.links import PLAIN, Tls, connect, listen, options
 from drumline.serve.wire.manifest import Manifest, read_manifest
 from drumline.serve.wire.protocol import SERVICE, InferRequest, InferResponse, message
 from drumline.serve.wire.tensors import Refused, put_inputs, put_outputs, read_inputs
+from drumline.serve.wire.times import Times
 
 ALONE = "drumline-alone"  # metadata of a call that the stage answers itself, without the stages behind it
 MAX_BYTES = 64 * 2**20
 _LONGEST = 3600.0  # seconds for a call by hand without a deadline
 _Code = grpc.StatusCode
+_BEAT = 0.2  # seconds between two signs of life
 _GRACE = 5.0  # seconds for open calls when the process is told to stop
-
-
-class Times(NamedTuple):
-    """What a stage measured of a microbatch: nanoseconds of its monotonic clock, and bytes in and out."""
-
-    stage: int
-    arrived: int
-    start: int
-    end: int
-    sent: int
-    bytes_in: int
-    bytes_out: int
-
-    def __str__(self) -> str:
-        return ",".join(map(str, self))
-
-    @staticmethod
-    def parse(text: str) -> Times:
-        """Read what `str` wrote.
-
-        >>> Times.parse("0,1,2,3,4,5,6").end
-        3
-        """
-        return Times(*map(int, text.split(",")))
-
-
-def times_of(text: str) -> list[Times]:
-    """Return what stages measured, from the text behind an answer.
-
-    >>> [one.stage for one in times_of("1,1,2,3,4,5,6;0,1,2,3,4,5,6")]
-    [0, 1]
-    """
-    return sorted((Times.parse(one) for one in text.split(";") if one), key=lambda one: one.stage)
 
 
 class StageService:
     """The calls of a stage."""
 
     def __init__(
-        self, manifest: Manifest, number: int, session: Session, *, following: Flow | None = None, limit: int
+        self,
+        manifest: Manifest,
+        number: int,
+        session: Session,
+        *,
+        following: Flow | None = None,
+        limit: int,
+        ledger: Ledger | None = None,
     ) -> None:
         self.number, self.limit = number, limit
+        self.ledger = ledger or Ledger()
         self._manifest, self._mine = manifest, manifest.stages[number]
         self._session, self._next = session, following
         self._turn = asyncio.Lock()  # hands out turns in the order of asking
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute", initializer=self._begun)
+        self._clock: int | None = None  # of the processor time of that thread
         self._open = 0
         self._is_stopping = False
+
+    def _begun(self) -> None:
+        # With more threads it may be theirs to work, while this one waits.
+        if self._session.threads == 1 and hasattr(time, "pthread_getcpuclockid"):
+            self._clock = time.pthread_getcpuclockid(threading.get_ident())
+
+    def worked(self) -> int:
+        """Return the processor time of computations in nanoseconds; where that is unknown, of the whole process."""
+        return time.process_time_ns() if self._clock is None else time.clock_gettime_ns(self._clock)
 
     def handlers(self) -> Any:
         """Return the unary calls as gRPC wants them; requests and answers are bytes already."""
@@ -184,7 +172,7 @@ class StageService:
                 raise self._failed(_Code.DEADLINE_EXCEEDED, "the deadline has passed")
             start = time.monotonic_ns()
             try:
-                made = await self._computed(arrays)
+                made = await self._computed(arrays, request.id)
             except ValueError as error:
                 raise self._failed(_Code.INVALID_ARGUMENT, str(error)) from None
             end = time.monotonic_ns()
@@ -192,13 +180,16 @@ class StageService:
             left()
         sizes = size, sum(one.nbytes for one in made.values())
         if self._next is None or alone:
-            response = InferResponse(model_name=self._manifest.model, id=request.id)
-            put_outputs(response, made)
             times = str(Times(self.number, arrived, start, end, end, *sizes))
-            return Answer(response.SerializeToString(), times)
-        further = InferRequest(id=request.id)
-        put_inputs(further, made)
-        del arrays, made, request
+            with self.ledger.packing(request.id):
+                response = InferResponse(model_name=self._manifest.model, id=request.id)
+                put_outputs(response, made)
+                return Answer(response.SerializeToString(), times)
+        with self.ledger.packing(request.id):
+            further = InferRequest(id=request.id)
+            put_inputs(further, made)
+            packed = further.SerializeToString()
+        del arrays, made, request, further
         sent = time.monotonic_ns()
         times = str(Times(self.number, arrived, start, end, sent, *sizes))
 
@@ -207,19 +198,40 @@ class StageService:
 
         done = None if home is None else lambda behind: home(whole(behind))
         # A stage that is being started again is waited for, as long as anybody waits for the answer.
-        return whole(await self._next(further.SerializeToString(), timeout=deadline - time.monotonic(), done=done))
+        return whole(await self._next(packed, timeout=deadline - time.monotonic(), done=done))
 
-    async def _computed(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    async def _computed(self, arrays: Mapping[str, Any], name: str) -> dict[str, Any]:
         """Run the graph in its thread; a cancelled call stops it there."""
-        running = self._session.begin(arrays)
+        work = _Work(self._session.begin(arrays), self.ledger, name)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, running)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except asyncio.CancelledError:
-            running.stop()
+            work.stop()
             raise
 
     def _failed(self, code: grpc.StatusCode, why: str) -> Failed:
         return Failed(code, f"stage {self.number}: {why}")
+
+
+class _Work:
+    """A computation, which the ledger knows of from before its start."""
+
+    def __init__(self, running: Running, ledger: Ledger, name: str) -> None:
+        self._running, self._ledger, self._name = running, ledger, name
+        self._number = 0
+        self._is_stopped = False
+
+    def __call__(self) -> dict[str, Any]:
+        with self._ledger.computing(self._name) as self._number:
+            if self._is_stopped:  # in the moment before it began
+                self._ledger.unwanted(self._number)
+            return self._running()
+
+    def stop(self) -> None:
+        """Let it end soon; from now on nobody waits for it."""
+        self._is_stopped = True
+        self._running.stop()
+        self._ledger.unwanted(self._number)
 
 
 async def run_stage(
@@ -233,6 +245,7 @@ async def run_stage(
     threads: int,
     limit: int,
     max_bytes: int,
+    ledger: Ledger | None = None,
 ) -> None:
     """Serve a stage until told to stop, `also` on a socket of this machine; prints `ready` once it can compute."""
     manifest = read_manifest(folder)
@@ -241,8 +254,8 @@ async def run_stage(
     session.warm_up()
     server = grpc.aio.server(options=options(max_bytes), maximum_concurrent_rpcs=4 * limit)
     channel = connect(following, tls, max_bytes) if following else None
-    behind = None if channel is None else Flow(channel, name=f"stage {number + 1}", max_bytes=max_bytes)
-    service = StageService(manifest, number, session, following=behind, limit=limit)
+    behind = None if channel is None else Flow(channel, stage=number + 1, max_bytes=max_bytes)
+    service = StageService(manifest, number, session, following=behind, limit=limit, ledger=ledger)
     flows = Flows(service.answer, max_bytes=max_bytes)
     server.add_generic_rpc_handlers((service.handlers(), flows.handlers()))
     healthy = health.aio.HealthServicer()
@@ -256,6 +269,7 @@ async def run_stage(
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stopped.set)
     loop.add_signal_handler(signal.SIGINT, stopped.set)
+    beating = asyncio.create_task(_beat(service))
     print("ready", flush=True)
     await stopped.wait()
     await healthy.enter_graceful_shutdown()
@@ -265,6 +279,14 @@ async def run_stage(
     if behind is not None and channel is not None:
         await behind.close()
         await channel.close()
+    beating.cancel()
+
+
+async def _beat(service: StageService) -> None:
+    """Show the front that this event loop runs."""
+    while True:
+        service.ledger.beat(service.worked())
+        await asyncio.sleep(_BEAT)
 
 
 def _check_place(number: int, count: int, following: str) -> None:
@@ -298,6 +320,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("address")
     parser.add_argument("--next", default="")
     parser.add_argument("--also", default="")
+    parser.add_argument("--ledger", type=Path)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cores", default="")
     parser.add_argument("--limit", type=int, default=16)
@@ -318,6 +341,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 threads=args.threads,
                 limit=args.limit,
                 max_bytes=args.max_bytes,
+                ledger=Ledger(args.ledger),
             )
         )
     except DrumlineError as error:

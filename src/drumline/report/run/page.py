@@ -88,7 +88,9 @@ def _above(runs: Sequence[Figures]) -> str:
     """Return what comes before the timelines: the main figures and what to do, or a comparison of several runs."""
     if len(runs) > 1:
         return f'<section class="report">{_comparison(runs)}</section>'
-    return f'<section class="report">{_cards(runs[0])}{_remedies(runs[0])}</section>'
+    # If there is nothing to change, the sentence at the top has said why.
+    remedies = _remedies(runs[0]) if runs[0]["advice"]["remedies"] else ""
+    return f'<section class="report">{_cards(runs[0])}{remedies}</section>'
 
 
 def _contents(runs: Sequence[Figures]) -> str:

@@ -41,8 +41,7 @@ def export(
         raise UsageError(f"--stages is {num_stages}", expected="1 or more")
     if rows < 1 or length < 1:
         raise UsageError(f"{rows} rows of length {length}", expected="1 or more of each")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} is not empty", expected="a new folder", fix="choose another --out")
+    check_new(out)
     _check_cut(block_names(subject.model), num_stages, cuts)
     is_new = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
@@ -55,6 +54,12 @@ def export(
         if is_new:
             out.rmdir()
         raise
+
+
+def check_new(out: Path) -> None:
+    """Refuse a folder that has something in it."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} is not empty", expected="a new folder", fix="choose another --out")
 
 
 def _check_cut(names: Sequence[str], num_stages: int, cuts: Sequence[str] | None) -> None:

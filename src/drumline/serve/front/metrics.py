@@ -10,7 +10,7 @@ from threading import Lock
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from drumline.core.errors import UsageError
-from drumline.serve.stage import Times
+from drumline.serve.wire.times import Times
 
 _NANO = 1e-9
 _BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)

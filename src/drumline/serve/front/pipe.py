@@ -5,14 +5,15 @@ first stage has nothing to do, whatever is queued enters at once. Otherwise a ba
 or its oldest request has waited for `max_wait`.
 
 If a stage is gone, a microbatch waits for it to come back and is sent again, `retries` times: stages keep nothing
-between calls, so that repeating one is safe. What a stage cannot compute is sent again request by request, so that
-only the request at fault fails.
+between calls, so that repeating one is safe. The microbatch that it was computing is not sent again, as it may be what
+ended the stage. What a stage cannot compute is sent again request by request, so that only the request at fault fails.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +24,11 @@ from drumline.serve.front.metrics import Metrics
 from drumline.serve.front.queue import Queue
 from drumline.serve.front.tickets import Microbatch, Signature, Ticket
 from drumline.serve.front.tuner import Tuner
-from drumline.serve.stage import Times, times_of
 from drumline.serve.wire.flow import Flow
-from drumline.serve.wire.frames import Answer, Failed
+from drumline.serve.wire.frames import Answer, Failed, Lost
 from drumline.serve.wire.protocol import InferRequest, InferResponse
 from drumline.serve.wire.tensors import put_inputs, read_outputs
+from drumline.serve.wire.times import Times, times_of
 
 _NANO = 1e-9
 _MOST_IN_FIRST = 2  # one computes, one waits
@@ -56,10 +57,12 @@ class Pipe:
         *,
         rules: Rules,
         is_back: Callable[[float], Awaitable[bool]],
+        struck: Callable[[str, int, float], Awaitable[str]],
         seen: Seen | None = None,
     ) -> None:
         self._infer, self.queue, self._tuner, self._metrics = infer, queue, tuner, metrics
-        self._rules, self._is_back, self._seen = rules, is_back, seen
+        self._rules, self._is_back, self._struck, self._seen = rules, is_back, struck, seen
+        self._run = uuid.uuid4().hex[:12]  # tells its microbatches from those of others who call a stage
         self._timer: asyncio.TimerHandle | None = None
         self._batch: tuple[Signature, list[int]] = ((), [])  # microbatches of the batch that is being sent
         self._cut = 0, 0  # how many microbatches it had at first, and how many might be in the pipe
@@ -114,14 +117,21 @@ class Pipe:
         self._in_first += 1
         first = _Once(self._left_first)
         try:
-            request = InferRequest(id=microbatch.slices[0].ticket.name)
-            put_inputs(request, microbatch.inputs())
-            microbatch.body = request.SerializeToString()
+            self._pack(microbatch)
             self._ask(microbatch, first)
         except Exception as error:
             microbatch.call = asyncio.get_running_loop().create_future()
             microbatch.call.set_exception(error)
         return first
+
+    def _pack(self, microbatch: Microbatch) -> None:
+        request = InferRequest(id=self._name(microbatch))
+        put_inputs(request, microbatch.inputs())
+        microbatch.body = request.SerializeToString()
+
+    def _name(self, microbatch: Microbatch) -> str:
+        """Return what ledgers call a microbatch."""
+        return f"{self._run}-{microbatch.number}"
 
     def _ask(self, microbatch: Microbatch, first: _Once) -> None:
         timeout = microbatch.deadline - time.monotonic()
@@ -194,14 +204,30 @@ class Pipe:
             except Failed as error:
                 if error.code not in _LOST or microbatch.attempts >= self._rules.retries:
                     raise
-                microbatch.attempts += 1
-                self._metrics.retries.inc()
+                await self._check_spared(microbatch, error)
                 await self._is_back(microbatch.deadline - time.monotonic())
-                self._ask(microbatch, first)
+                self._ask_again(microbatch, first)
             except asyncio.CancelledError:
                 if microbatch.is_over and microbatch.call.cancelled():
                     raise Failed(grpc.StatusCode.CANCELLED, "nobody waits for it") from None
                 raise
+
+    async def _check_spared(self, microbatch: Microbatch, error: Failed) -> None:
+        """Raise Failed for a microbatch on which a stage was at work when it ended."""
+        if isinstance(error, Lost):
+            left = microbatch.deadline - time.monotonic()
+            if why := await self._struck(self._name(microbatch), error.stage, left):
+                raise Failed(error.code, why) from None
+
+    def _ask_again(self, microbatch: Microbatch, first: _Once) -> None:
+        """Send a microbatch again, without rows of requests that are answered: others of them may have failed."""
+        if microbatch.drop_answered():
+            if not microbatch.slices:
+                raise Failed(grpc.StatusCode.CANCELLED, "nobody waits for it")
+            self._pack(microbatch)
+        microbatch.attempts += 1
+        self._metrics.retries.inc()
+        self._ask(microbatch, first)
 
     def _answered(self, microbatch: Microbatch, answer: Answer) -> None:
         """Answer the tickets of a microbatch that has come back."""

@@ -23,12 +23,29 @@ from drumline.core.measured.record import COLUMNS, OVERHEADS, RECEIVES, Record
 from drumline.core.measured.run import CONFIG, ENDED, ENVIRONMENT, FORMAT, METRICS, PLAN, PROGRAM, rank_file
 from drumline.schedules import schedules
 from drumline.schedules.forward_only import forward_only
-from drumline.serve.stage import Times
 from drumline.serve.wire.manifest import Manifest
+from drumline.serve.wire.times import Times
 
 _WINDOW = 32
 _FORWARD, _ASK = RECEIVES.index(Op.RECV_F), OVERHEADS.index("ask")
 _INFERENCE = next(one for one in schedules().values() if one.recipe is forward_only)
+
+
+def check_record(folder: Path, served: Path) -> None:
+    """Refuse a folder whose files would mix with others: that of the exported model, one inside it, and any not empty.
+
+    >>> check_record(Path("served/run"), Path("served"))
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: --record is served/run, inside the exported model; choose a folder outside served
+    """
+    if served.resolve() in folder.resolve().parents:
+        raise UsageError(f"--record is {folder}, inside the exported model", fix=f"choose a folder outside {served}")
+    if folder.resolve() == served.resolve():
+        raise UsageError(f"--record is {folder}, the exported model itself", fix="choose another folder for --record")
+    if (folder / CONFIG).exists():
+        raise UsageError(f"{folder} already holds a run", fix="choose another folder for --record")
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UsageError(f"{folder} is not empty", expected="a new folder", fix="choose another folder for --record")
 
 
 class LoadRecord:
@@ -45,8 +62,6 @@ class LoadRecord:
         window: int = _WINDOW,
         stopped: Callable[[OSError], None] = lambda error: None,
     ) -> None:
-        if (folder / CONFIG).exists():
-            raise UsageError(f"{folder} already holds a run", fix="choose another folder for --record")
         self.folder, self._window, self._stopped = folder, window, stopped
         self._is_open = True
         self._stages = len(manifest.stages)

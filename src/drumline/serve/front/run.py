@@ -16,11 +16,12 @@ from grpc_reflection.v1alpha import reflection
 
 from drumline.core.errors import UsageError, counted
 from drumline.serve.cores import own_cores, shares, stay_on
+from drumline.serve.front.hang import SHORTEST_HANG
 from drumline.serve.front.logs import Log
 from drumline.serve.front.metrics import Metrics
 from drumline.serve.front.pipe import Pipe, Rules
 from drumline.serve.front.queue import Queue
-from drumline.serve.front.record import LoadRecord
+from drumline.serve.front.record import LoadRecord, check_record
 from drumline.serve.front.service import FrontService
 from drumline.serve.front.supervisor import LocalStages, RemoteStages, Stages
 from drumline.serve.front.tuner import Tuner
@@ -47,12 +48,13 @@ class Settings:
     pin: bool = False  # whether stages have cores of their own
     budget: float = 0.05  # seconds from a microbatch's entry into the first stage until it leaves the last
     rules: Rules = field(default_factory=Rules)
-    rows: int = 0  # of a microbatch; 0: tuned
-    window: int = 0  # microbatches in the pipe; 0: tuned
+    rows: int | None = None  # of a microbatch; None: tuned
+    window: int | None = None  # microbatches in the pipe; None: tuned
     max_requests: int = 512
     max_queue_bytes: int = 256 * 2**20
     max_bytes: int = MAX_BYTES
     timeout: float = 60.0  # of requests without a deadline
+    hang: float = 30.0  # of a local stage until it is started again; 0: never
     drain: float = 30.0
     log_requests: bool = False
     record: Path | None = None
@@ -65,10 +67,16 @@ class Settings:
         for name, amount in {"budget": self.budget, "timeout": self.timeout}.items():
             if amount <= 0:
                 raise UsageError(f"--{name} is {amount:g}", expected="more than 0 seconds")
-        least = {"microbatch-rows": self.rows, "window": self.window, "retries": self.rules.retries}
-        for name, number in {**least, "max-wait": self.rules.max_wait, "drain": self.drain}.items():
+        for name, count in {"microbatch-rows": self.rows, "window": self.window}.items():
+            if count is not None and count < 1:
+                raise UsageError(f"--{name} is {count}", expected="1 or more", fix="leave it out to have it tuned")
+        least = {"max-wait": self.rules.max_wait, "retries": self.rules.retries, "drain": self.drain}
+        for name, number in least.items():
             if number < 0:
                 raise UsageError(f"--{name} is {number:g}", expected="0 or more")
+        if self.hang and self.hang < SHORTEST_HANG:
+            told = f"{SHORTEST_HANG:g} second or more, or 0 to let stages hang"
+            raise UsageError(f"--hang is {self.hang:g}", expected=told)
         if self.hosts and self.pin:
             raise UsageError("--pin with --hosts", expected="stages on this machine", fix="pin them where they run")
         if self.hosts and self.record is not None:
@@ -90,6 +98,8 @@ async def serve(settings: Settings, *, told: Callable[[Started], None], stop: as
     if settings.hosts and len(settings.hosts) != len(manifest.stages):
         has = counted(len(manifest.stages), "stage")
         raise UsageError(f"--hosts names {len(settings.hosts)}", expected=f"one address for each of {has}")
+    if settings.record is not None:
+        check_record(settings.record, settings.folder)
     stopped = stop or asyncio.Event()
     log = Log(requests=settings.log_requests)
     metrics = Metrics(len(manifest.stages))
@@ -104,7 +114,7 @@ async def serve(settings: Settings, *, told: Callable[[Started], None], stop: as
         record = _record(settings, manifest, log)
         if record is not None:
             kept.callback(record.close)
-        flow = Flow(channel, name="stage 0", max_bytes=settings.max_bytes)
+        flow = Flow(channel, stage=0, max_bytes=settings.max_bytes)
         pipe = _pipe(settings, manifest, flow, stages, metrics, record)
         kept.push_async_callback(pipe.close)
         await _front(settings, manifest, pipe, stages, metrics, log, stopped, told, kept)
@@ -129,7 +139,7 @@ def _stages(settings: Settings, manifest: Manifest, log: Log, metrics: Metrics) 
         *cores, left = shares(own_cores(), len(manifest.stages), settings.threads)
         if left:
             stay_on(left)
-    limit = max(2 * len(manifest.stages), settings.window) + 8
+    limit = max(2 * len(manifest.stages), settings.window or 0) + 8
     return LocalStages(
         settings.folder,
         len(manifest.stages),
@@ -138,6 +148,7 @@ def _stages(settings: Settings, manifest: Manifest, log: Log, metrics: Metrics) 
         max_bytes=settings.max_bytes,
         log=log,
         metrics=metrics,
+        hang=settings.hang,
         cores=cores,
     )
 
@@ -151,9 +162,10 @@ def _pipe(
     settings: Settings, manifest: Manifest, flow: Flow, stages: Stages, metrics: Metrics, record: LoadRecord | None
 ) -> Pipe:
     queue = Queue(max_requests=settings.max_requests, max_bytes=settings.max_queue_bytes)
-    tuner = Tuner(len(manifest.stages), settings.budget, settings.rules.max_batch, settings.rows, settings.window)
+    fixed = settings.rows or 0, settings.window or 0
+    tuner = Tuner(len(manifest.stages), settings.budget, settings.rules.max_batch, *fixed)
     seen = None if record is None else lambda microbatch, times: record.add(times, microbatch.rows)
-    return Pipe(flow, queue, tuner, metrics, rules=settings.rules, is_back=stages.back, seen=seen)
+    return Pipe(flow, queue, tuner, metrics, rules=settings.rules, is_back=stages.back, struck=stages.struck, seen=seen)
 
 
 async def _front(

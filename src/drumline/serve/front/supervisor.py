@@ -1,4 +1,8 @@
-"""Stages as processes of this machine: started, watched, started again if they end; or stages on hosts, asked often."""
+"""Stages as processes of this machine: started, watched, started again if they end or hang; or on hosts, asked often.
+
+A stage's ledger says on which microbatches it was at work when it ended. Those are not sent again: one of them may be
+why it ended.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,8 +20,10 @@ from typing import Any
 import grpc
 
 from drumline.core.errors import LaunchError
+from drumline.serve.front.hang import HangWatch
 from drumline.serve.front.logs import Log
 from drumline.serve.front.metrics import Metrics
+from drumline.serve.ledger import Ledger
 from drumline.serve.wire.links import LOOPBACK, Tls, connect, free_port, local_links
 from drumline.serve.wire.protocol import message, stub
 
@@ -24,6 +31,9 @@ _SECONDS_TO_START = 120.0
 _SECONDS_TO_STOP = 8.0
 _QUICK_END = 5.0  # a stage that ends sooner than this after its start waits before the next one
 _LONGEST_PAUSE = 5.0
+_MOST_STRUCK = 1000  # microbatches to remember
+_SECONDS_TO_NOTICE = 1.0  # that a stage has ended, after the connection to it broke
+_LOOK = 0.01  # seconds until a stage that is still at work on a lost microbatch is looked at again
 
 
 class Stages:
@@ -53,6 +63,13 @@ class Stages:
                     await one.wait()
         return self.are_ready
 
+    async def struck(self, name: str, stage: int, seconds: float) -> str:
+        """Return why a microbatch that a stage lost must not be sent again, or an empty text.
+
+        Waits at most so long while a stage is still at work on it.
+        """
+        raise NotImplementedError
+
     async def start(self) -> None:
         """Start what has to be started, and wait until all stages can compute."""
         raise NotImplementedError
@@ -75,6 +92,7 @@ class LocalStages(Stages):
         max_bytes: int,
         log: Log,
         metrics: Metrics,
+        hang: float = 0.0,
         cores: Sequence[Sequence[int]] = (),
     ) -> None:
         super().__init__(num_stages)
@@ -87,6 +105,9 @@ class LocalStages(Stages):
         self._cores = cores
         self._watching: list[asyncio.Task[None]] = []
         self._has_run = [False] * num_stages
+        self._hang = hang
+        self._ledgers: list[Ledger | None] = [None] * num_stages
+        self._struck: deque[tuple[str, str]] = deque(maxlen=_MOST_STRUCK)  # microbatches, and how their stages ended
         self._stopping = False
 
     async def start(self) -> None:
@@ -125,20 +146,67 @@ class LocalStages(Stages):
         also = [] if self.links is self.addresses else ["--also", self.links[number]]
         if self._cores:
             also += ["--cores", ",".join(map(str, self._cores[number]))]
+        path = Path(self._sockets.name, f"ledger{number}")
+        ledger = self._ledgers[number] = Ledger.create(path)
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "drumline.serve.stage", str(self._folder), str(number), self.addresses[number],
-            "--next", following, *also, *self._flags,
+            "--next", following, "--ledger", str(path), *also, *self._flags,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         self.processes[number] = process
-        assert process.stdout is not None
-        if await process.stdout.readline() == b"ready\n":
-            self._ready[number].set()
-            self._has_run[number] = True
-            self._log("stage ready", stage=number, address=self.addresses[number], process=process.pid)
-        code = await process.wait()
-        self._ready[number].clear()
+        watching = asyncio.create_task(self._hangs(number, process, ledger))
+        try:
+            code = await process.wait()
+        finally:
+            self._ready[number].clear()
+            watching.cancel()
+        hung = watching.result() if watching.done() and not watching.cancelled() else ""
+        # Together, without a wait: a microbatch is in a ledger that is read, or among those that were struck.
+        how = f"it hung and was ended ({hung})" if hung else f"it ended with code {code}"
+        self._struck += [(name, f"stage {number}: {how}, at work on this") for name in ledger.read().names]
+        self._ledgers[number] = None
         return code
+
+    async def _hangs(self, number: int, process: Any, ledger: Ledger) -> str:
+        """Wait until a stage is ready, and then end it if it hangs; returns why it was ended."""
+        try:
+            async with asyncio.timeout(_SECONDS_TO_START if self._has_run[number] else None):
+                is_ready = await process.stdout.readline() == b"ready\n"
+        except TimeoutError:
+            return self._end(number, process, f"it was not ready within {_SECONDS_TO_START:g} seconds")
+        if not is_ready:
+            return ""  # it has ended, and said why
+        self._ready[number].set()
+        self._has_run[number] = True
+        self._log("stage ready", stage=number, address=self.addresses[number], process=process.pid)
+        watch = HangWatch(self._hang)
+        while self._hang:
+            await asyncio.sleep(watch.every)
+            if self._stopping:
+                break
+            if why := watch.look(ledger.read()):
+                return self._end(number, process, why)
+        return ""
+
+    def _end(self, number: int, process: Any, why: str) -> str:
+        self._log("stage hangs", level="error", stage=number, process=process.pid, why=why)
+        with suppress(ProcessLookupError):
+            process.kill()
+        return why
+
+    async def struck(self, name: str, stage: int, seconds: float) -> str:
+        """Return how a stage ended at work on a microbatch, or an empty text."""
+        end = time.monotonic() + seconds
+        noticed = min(end, time.monotonic() + _SECONDS_TO_NOTICE)
+        while (self._is_at_work(name) and time.monotonic() < end) or (
+            self._ready[stage].is_set() and time.monotonic() < noticed
+        ):
+            await asyncio.sleep(_LOOK)
+        return next((how for one, how in self._struck if one == name), "")
+
+    def _is_at_work(self, name: str) -> bool:
+        """Whether a stage computes a microbatch, as if it had not been lost, or died of it and nobody knows yet."""
+        return any(one is not None and name in one.read().names for one in self._ledgers)
 
     async def stop(self) -> None:
         """Tell all stages to stop, and end those that do not."""
@@ -192,6 +260,10 @@ class RemoteStages(Stages):
                 f"no stage answers at {', '.join(silent)}",
                 expected="`drumline serve DIR --stage K --listen HOST:PORT` running there",
             )
+
+    async def struck(self, name: str, stage: int, seconds: float) -> str:
+        """Say that any lost microbatch may have been computed: these stages have no ledger that the front can read."""
+        return f"stage {stage}: the connection broke, and it may have been at work on this"
 
     async def _watch(self, number: int) -> None:
         async with connect(self.addresses[number], self._tls, 2**20) as channel:

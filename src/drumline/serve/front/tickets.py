@@ -18,9 +18,9 @@ from typing import Any
 import grpc
 import numpy as np
 
-from drumline.serve.stage import Times
 from drumline.serve.wire.frames import Failed
 from drumline.serve.wire.tensors import Array, Arrays
+from drumline.serve.wire.times import Times
 
 Signature = tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes of inputs, without rows
 _numbers = count()
@@ -135,6 +135,12 @@ class Microbatch:
     def is_over(self) -> bool:
         """Whether nobody waits for any of it."""
         return all(one.ticket.is_over for one in self.slices)
+
+    def drop_answered(self) -> bool:
+        """Leave out rows of tickets that are answered; whether there were any."""
+        left = [one for one in self.slices if not one.ticket.answer.done()]
+        dropped, self.slices = len(left) < len(self.slices), left
+        return dropped
 
     def inputs(self) -> Arrays:
         """Return its rows as one array for each input."""

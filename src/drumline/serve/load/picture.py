@@ -1,4 +1,4 @@
-"""What a load measured, as a table, a plot and a page."""
+"""What a load measured, as a table and a plot."""
 
 from __future__ import annotations
 
@@ -6,19 +6,11 @@ from collections.abc import Sequence
 
 from drumline.core.errors import RunError
 from drumline.report.draw.chart import Series, chart
-from drumline.report.draw.html import picture_page
 from drumline.report.table import table
 from drumline.serve.load.run import PERCENTILES, Result
 
-_HEADER = (
-    "load",
-    "requests",
-    "failed",
-    "rows/s",
-    *(f"p{one} ms" for one in PERCENTILES),
-    "queue p50 ms",
-    "compute p50 ms",
-)
+_INSIDE = ("queue", "compute")  # of what the terminal shows the medians
+HEADER = ("load", "requests", "failed", "rows/s", *(f"p{one} ms" for one in PERCENTILES))
 
 
 def load_text(found: Sequence[Result], *, width: int = 120) -> str:
@@ -32,17 +24,21 @@ def load_text(found: Sequence[Result], *, width: int = 120) -> str:
     rows, notes = [], []
     for one in found:
         told = one.to_json()
-        failed = sum(told["errors"].values())
-        moments = [_milliseconds(told["latency_seconds"][f"p{each}"]) for each in PERCENTILES]
-        inside = [_milliseconds(told[f"{name}_seconds"]["p50"]) for name in ("queue", "compute")]
-        rows.append(
-            [name_of(one), str(told["requests"]), str(failed), _short(told["rows_per_second"]), *moments, *inside]
-        )
-        if failed:
+        rows.append([*cells(one), *(milliseconds(told[f"{name}_seconds"]["p50"]) for name in _INSIDE)])
+        if told["errors"]:
             listed = ", ".join(f"{count} {code}" for code, count in sorted(told["errors"].items()))
             notes.append(f"{name_of(one)}: {listed}")
             notes += [f"  the first {code}: {why}" for code, why in sorted(one.whys.items()) if why]
-    return "\n".join([table(_HEADER, rows, width=width), *notes])
+    header = (*HEADER, *(f"{name} p50 ms" for name in _INSIDE))
+    return "\n".join([table(header, rows, width=width), *notes])
+
+
+def cells(one: Result) -> list[str]:
+    """Return the row of a load: its name, requests, rows a second, percentiles."""
+    told = one.to_json()
+    moments = [milliseconds(told["latency_seconds"][f"p{each}"]) for each in PERCENTILES]
+    failed = str(sum(told["errors"].values()))
+    return [name_of(one), str(told["requests"]), failed, short(told["rows_per_second"]), *moments]
 
 
 def name_of(one: Result) -> str:
@@ -72,19 +68,19 @@ def load_svg(found: Sequence[Result]) -> str:
     return chart(series, title="Latency over throughput", x_label="rows a second", y_label="milliseconds")
 
 
-def load_page(found: Sequence[Result]) -> str:
-    """Return plot and table as a page that opens from disk."""
-    return picture_page("Load of a service", load_svg(found), load_text(found))
+def milliseconds(seconds: float | None) -> str:
+    """Return seconds as milliseconds.
+
+    >>> milliseconds(0.0123), milliseconds(None)
+    ('12.3', '-')
+    """
+    return "-" if seconds is None else short(seconds * 1e3)
 
 
-def _milliseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else _short(seconds * 1e3)
-
-
-def _short(value: float) -> str:
+def short(value: float) -> str:
     """Return a number with three digits or more, and no exponent.
 
-    >>> _short(0.1234), _short(12.345), _short(1234.5)
+    >>> short(0.1234), short(12.345), short(1234.5)
     ('0.123', '12.3', '1,234')
     """
     return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"

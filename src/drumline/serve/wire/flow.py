@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from drumline.serve.wire.frames import FLOW, PAUSE, SERVICE, Answer, Failed, Frame, Kind, Outgoing
+from drumline.serve.wire.frames import FLOW, PAUSE, SERVICE, Answer, Failed, Frame, Kind, Lost, Outgoing
 
 _CODES = {one.value[0]: one for one in grpc.StatusCode}
 _Code = grpc.StatusCode
@@ -21,9 +21,9 @@ _GONE = (_Code.OK, _Code.CANCELLED, _Code.UNAVAILABLE, _Code.INTERNAL, _Code.UNK
 class Flow:
     """The caller's side of a stream: opened by the first call, and again whenever it breaks."""
 
-    def __init__(self, channel: Any, *, name: str, max_bytes: int) -> None:
+    def __init__(self, channel: Any, *, stage: int, max_bytes: int) -> None:
         self._open = channel.stream_stream(f"/{SERVICE}/{FLOW}")
-        self._name, self._max_bytes = name, max_bytes
+        self._stage, self._max_bytes = stage, max_bytes
         self._numbers = count()
         self._calls: dict[int, _Call] = {}
         self._outgoing = Outgoing()
@@ -65,10 +65,12 @@ class Flow:
 
     def _end(self, number: int, code: grpc.StatusCode, why: str) -> None:
         """Let a call fail."""
+        self._fail(number, Failed(code, why if why.startswith("stage ") else f"stage {self._stage}: {why}"))
+
+    def _fail(self, number: int, error: Failed) -> None:
         call = self._forget(number)
         if call is not None and not call.answer.done():
-            told = why if why.startswith("stage ") else f"{self._name}: {why}"
-            call.answer.set_exception(Failed(code, told))
+            call.answer.set_exception(error)
 
     def _forget(self, number: int) -> _Call | None:
         """Forget a call, and tell the stage if it may be computing it."""
@@ -131,6 +133,8 @@ class Flow:
             if call.done is not None:
                 call.done(answer)
             call.answer.set_result(answer)
+        elif frame.kind is Kind.LOST:
+            self._fail(frame.number, Lost(int(frame.value), frame.text))
         else:
             code = _CODES.get(int(frame.value), grpc.StatusCode.UNKNOWN)
             self._end(frame.number, code, frame.text or code.name)
@@ -141,7 +145,10 @@ class Flow:
         for number, call in list(self._calls.items()):
             if call.is_sent or not gone:
                 call.is_sent = False
-                self._end(number, grpc.StatusCode.UNAVAILABLE if gone else code, why or "the connection broke")
+                if gone:
+                    self._fail(number, Lost(self._stage, f"stage {self._stage}: {why or 'the connection broke'}"))
+                else:
+                    self._end(number, code, why or "the connection broke")
 
 
 @dataclass(slots=True, eq=False)

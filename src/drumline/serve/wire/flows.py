@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from drumline.serve.wire.frames import FLOW, PAUSE, SERVICE, Answer, Failed, Frame, Kind, Outgoing
+from drumline.serve.wire.frames import FLOW, PAUSE, SERVICE, Answer, Failed, Frame, Kind, Lost, Outgoing
 
 _MOST_TEXT = 2000  # characters of an error
 _SECONDS_TO_WRITE = 5.0  # for what is left when a stream ends; its caller may not read
@@ -112,6 +112,8 @@ class Flows:
 
 
 def _failure(number: int, error: Failed) -> bytes:
+    if isinstance(error, Lost):
+        return bytes(Frame(Kind.LOST, number, error.stage, error.why[:_MOST_TEXT]))
     return bytes(Frame(Kind.FAIL, number, error.code.value[0], error.why[:_MOST_TEXT]))
 
 

@@ -6,7 +6,7 @@ keeps a stream to the first stage, and every stage one to the next:
     caller                                     stage
       ── CALL number, seconds left, body ────►
       ◄── LEFT number ────────────────────────     to a caller that ASKed: the microbatch has left this stage
-      ◄── DONE number, times, body ───────────     or FAIL number, code of gRPC, why
+      ◄── DONE number, times, body ───────────     or FAIL number, code of gRPC, why; or LOST number, stage, why
       ── CANCEL number ──────────────────────►     nobody waits any more
 
 If a stream breaks, calls that were sent fail with its status, and those that were not wait for the next stream.
@@ -36,10 +36,18 @@ class Failed(Exception):
         super().__init__(f"{code.name}: {why}")
 
 
+class Lost(Failed):
+    """A request that a stage had been sent when the connection to it broke: it may have been computing it."""
+
+    def __init__(self, stage: int, why: str) -> None:
+        self.stage = stage
+        super().__init__(grpc.StatusCode.UNAVAILABLE, why)
+
+
 class Kind(IntEnum):
     """What a frame is."""
 
-    CALL, ASK, CANCEL, LEFT, DONE, FAIL = range(6)
+    CALL, ASK, CANCEL, LEFT, DONE, FAIL, LOST = range(7)
 
 
 class Frame(NamedTuple):
@@ -51,7 +59,7 @@ class Frame(NamedTuple):
 
     kind: Kind
     number: int
-    value: float = 0.0  # of a call the seconds left, of a failure the code
+    value: float = 0.0  # of a call the seconds left, of a failure the code, of a loss the stage
     text: str = ""
     body: bytes = b""
 
