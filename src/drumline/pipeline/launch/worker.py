@@ -201,9 +201,10 @@ def _tell_main_thread() -> None:
 
     CPython notes the signal and acts on it after the call, which may be a long sleep or a wait for another rank.
     """
-    limit = time.monotonic() + _SECONDS_TO_CLEAN_UP
+    limit, main = time.monotonic() + _SECONDS_TO_CLEAN_UP, threading.main_thread().ident
+    assert main is not None, "it has started"
     while not _terminated.is_set() and time.monotonic() < limit:
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+        signal.pthread_kill(main, signal.SIGTERM)
         _terminated.wait(_SECONDS_BETWEEN_SIGNALS)
 
 
