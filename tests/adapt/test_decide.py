@@ -141,6 +141,22 @@ def test_unknown_rows_of_a_batch_are_no_reason_to_change_anything() -> None:
     assert run.proposals == []
 
 
+def test_layers_do_not_move_because_no_other_number_was_tried() -> None:
+    """The cut is 9.5% uneven, below the threshold, and only one number of microbatches has a program."""
+    given = settings(microbatches="batch", program=False)
+    build = {8: one_f_one_b(8)}.get
+    run = Virtual(one_f_one_b(8), (23, 21), settings=given, build=build, rows=64).run(12)
+    assert run.proposals == []
+
+
+def test_a_move_at_the_first_look_leaves_the_trial_of_another_number_to_later() -> None:
+    given = settings(microbatches="batch", program=False)
+    run = Virtual(one_f_one_b(8), (12, 4), settings=given, build=one_f_one_b, rows=64).run(16)
+    assert [one.kind for one in run.proposals][:2] == [CUT, NUMBER]
+    assert run.proposals[0].why.startswith("rank 0 computes")
+    assert run.proposals[1].why == "no other number was tried yet"
+
+
 def test_at_a_fixed_size_a_step_runs_in_as_few_groups_as_memory_allows() -> None:
     """GPipe holds every microbatch of a group: 16 run as 2 groups of 8 where a rank may hold 8."""
 

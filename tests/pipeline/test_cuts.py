@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -47,6 +49,23 @@ def test_cuts_name_the_first_block_of_every_stage_but_the_first() -> None:
     named = {name: nn.Linear(WIDTH, WIDTH) for name in ("embed", "middle", "top", "head")}
     assert counts(pipeline(named, cuts=["top"], num_ranks=2)) == [2, 2]
     assert counts(pipeline(mlp(8), cuts=[], num_ranks=1)) == [8]
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array])
+def test_counts_may_be_an_array(kind: Callable[[list[int]], Any]) -> None:
+    pipe = pipeline(mlp(8), balance=kind([1, 5, 2]), example=data(12)[0])
+    assert [len(blocks) for blocks in pipe.blocks] == [1, 5, 2]
+    assert pipe.repartition(balance=kind([2, 2, 4])).balance_after == (2, 2, 4)
+    with pytest.raises(ModelError, match=r"balance is \[1.0, 5.0, 2.0\]; expected 3 counts"):
+        pipe.repartition(balance=kind([1.0, 5.0, 2.0]))  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("settings", [{}, {"example": data(12)[0]}, {"example": data(12)[0], "balance": "even"}])
+def test_a_model_with_too_few_blocks_is_refused_with_the_mend(settings: dict[str, Any]) -> None:
+    with pytest.raises(
+        ModelError, match=r"has 2 blocks for 3 stages; .*; use fewer ranks or fewer stages per rank, or"
+    ):
+        pipeline(mlp(2), adapt=True, **settings)
 
 
 def test_blocks_are_dealt_evenly_if_asked() -> None:

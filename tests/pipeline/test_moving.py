@@ -229,6 +229,26 @@ def test_training_goes_on_as_if_it_had_begun_with_the_new_cut() -> None:
     compare(begun, there, "begun there")
 
 
+@pytest.mark.parametrize("call", ["repartition", "take_program", "step", "eval_step", "clip_grad_norm_", "gather"])
+def test_a_call_inside_of_a_step_is_refused(call: str) -> None:
+    """Across processes, it would wait for ranks that are in the middle of their rows."""
+    calls: list[Callable[[], object]] = []
+
+    def calling(output: Tensor, target: Tensor) -> Tensor:
+        if calls:
+            calls.pop()()
+        return loss_fn(output, target)
+
+    arguments = {"repartition": ["3"], "take_program": "gpipe", "clip_grad_norm_": 1.0, "gather": None}
+    with made(chain(), **{**HERE, "loss_fn": calling}) as pipe:
+        pipe.step(batch(0)[0], target=batch(0)[1])
+        calls.append(lambda: getattr(pipe, call)(arguments.get(call, batch(1)[0])))
+        with pytest.raises(UsageError, match=r"called the pipeline inside of a step .*; make the call after `step`"):
+            pipe.step(batch(0)[0], target=batch(0)[1])
+        assert pipe.blocks[0] == ["0", "1", "2", "3"]
+        pipe.step(batch(1)[0], target=batch(1)[1])  # it goes on
+
+
 # ---- on ranks of their own -------------------------------------------------------------------------------------------
 
 

@@ -195,10 +195,10 @@ def test_two_hundred_blocks_take_no_more_steps_than_they_did() -> None:
     assert_covers(found, chain, 16)
 
 
-@pytest.mark.parametrize("num_stages", [0, 3])
-def test_counts_that_make_no_sense_are_refused(num_stages: int) -> None:
+@pytest.mark.parametrize(("num_stages", "mend"), [(0, "at least one stage$"), (3, "use fewer ranks or fewer stages")])
+def test_counts_that_make_no_sense_are_refused(num_stages: int, mend: str) -> None:
     with pytest.raises(
-        PlanError, match=f"2 blocks cannot fill {num_stages} stages; expected at least one block per stage"
+        PlanError, match=f"2 blocks cannot fill {num_stages} stages; expected at least one block per stage.*{mend}"
     ):
         partition([BlockCosts(1.0)] * 2, num_stages)
 

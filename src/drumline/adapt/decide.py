@@ -35,6 +35,7 @@ _SETTLING = 1  # the same after a change
 _RECENT = 3  # steps by which costs are judged
 _BYTES_PER_SECOND = 5e8  # of a move, until one was measured
 _SECONDS_TO_CHANGE = 0.02  # of taking up a program
+_UNTRIED = "no other number was tried yet"
 
 
 SearchAside = Callable[..., Any]
@@ -68,6 +69,7 @@ class Decider:
         self._skip = _WARM_UPS
         self._rest = 0  # steps until another change may come
         self._why: list[str] = []  # what has changed since the last decision
+        self._has_untried = False  # whether the number of microbatches may change, and no other was tried
         self._slow: tuple[int, int] | None = None
         self._has_drifted = False  # since the last search
         self._aside: Any = None
@@ -94,7 +96,7 @@ class Decider:
         if self._rest > 0 or len(self._recent) < _RECENT:
             return None
         self._begin_counting(rows)
-        return self._propose(seen.step) if self._why else None
+        return self._propose(seen.step) if self._why or self._has_untried else None
 
     def _begin_counting(self, rows: int | None) -> None:
         """If the number of microbatches may change, get ready for that at the first look."""
@@ -107,7 +109,7 @@ class Decider:
             self._sizing = Sizing(rows, self._build, self._most_pairs * rows / now)
         else:
             return  # the batch is not known yet
-        self._why.append("no other number was tried yet")
+        self._has_untried = True
 
     def took(self, proposal: Proposal, now: Arrangement, *, seconds: float = 0.0, num_bytes: int = 0) -> None:
         """Hear that all ranks have taken up a proposal, how they run now, and what that took."""
@@ -169,13 +171,17 @@ class Decider:
 
     def _propose(self, step: int) -> Proposal | None:
         """Return the best change that pays at once, or begin to search a program."""
-        moved, number = self._cut(step), self._number(step)
+        # A move of layers needs a sign; it leaves the trial of another number to later.
+        moved, number = self._cut(step) if self._why else None, self._number(step)
         best = min((one for one in (moved, number) if one is not None), key=lambda one: one.predicted, default=None)
         if self.settings.program and self._search_pays(best):
             self._instead, self._has_drifted = best, False
             self._aside = self._search(self._costs, self.now.program, self._limit, seconds=self.settings.seconds)
             return None
         why, self._why = self._why, []
+        if best is number:
+            why += [_UNTRIED] if self._has_untried else []
+            self._has_untried = False
         if best is None:
             self._rest = self.settings.cooldown // 2  # the same would be found again
             return None

@@ -37,7 +37,7 @@ from drumline.plan.device.stages import split_share
 from drumline.profile.blocks import profile
 from drumline.profile.identity import identity_of
 from drumline.report.table import table
-from drumline.runtime.blocks.cut import Block, Model, cut
+from drumline.runtime.blocks.cut import Block, Model, check_enough, cut
 from drumline.runtime.precision import Precision
 from drumline.runtime.stage import Loss
 from drumline.runtime.values import moved
@@ -204,6 +204,7 @@ def _balanced(
     def first(value: Any, what: str) -> Any:
         return moved(intake.cut_batch(value, what=what)[0], intake.device)
 
+    check_enough(blocks, program.num_stages)
     microbatch = first(*batch)
     wanted = microbatch if intake.own else None if target[0] is None else first(*target)
     found = profile(blocks, microbatch, target=wanted, loss_fn=loss_fn, **how_long)
@@ -246,13 +247,14 @@ def is_asked(balance: Sequence[int] | str | None, cuts: Sequence[str] | None, ex
     >>> is_asked(None, None, None), is_asked(None, None, [1.0]), is_asked([2, 2], None, [1.0])
     (False, True, False)
     """
-    if balance == "auto" and example is None:
+    asked = isinstance(balance, str) and balance == "auto"
+    if asked and example is None:
         raise ModelError(
             "balance is 'auto' but there is no example batch",
             expected="an example batch for timing the blocks",
             fix="pass example=, a batch like those you pass to step, and example_target= if you use loss_fn",
         )
-    return balance == "auto" or (balance is None and cuts is None and example is not None)
+    return asked or (balance is None and cuts is None and example is not None)
 
 
 def chosen_stages(

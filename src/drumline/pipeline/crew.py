@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from drumline.core.errors import MismatchError, RunError
+from drumline.core.errors import MismatchError, RunError, UsageError
 from drumline.core.program import Program
 from drumline.pipeline import transports
 from drumline.pipeline.programs import edges_of
@@ -73,6 +73,7 @@ class Crew:
         self.axes = axes
         self.timeout = timeout
         self.over = ""  # why the pipeline can no longer be used; empty while it can
+        self._is_running = False  # whether ranks of this process are in the middle of their rows
         self._observers: list[CrewObserver] = []
         self._topics = itertools.count()
         if hub is None:
@@ -161,6 +162,15 @@ class Crew:
             self.channels[0].block(wait, self._deadline())
         self.channels[0].flush(self._deadline())
 
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Refuse whatever all ranks do together until ranks of this process have run their rows."""
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
+
     def collect(self, what: str, value: Any) -> list[Any]:
         """Send one value for all ranks of this process, and return the values of all ranks."""
         return self.all_told(what, [value] * len(self.channels))
@@ -198,6 +208,12 @@ class Crew:
         """
         if self.over:
             raise RunError(f"this pipeline can no longer be used: {self.over}", fix="create a new one on all ranks")
+        if self._is_running:
+            raise UsageError(
+                f"a loss function, a forward or a hook called the pipeline inside of a step ({during})",
+                expected="calls between two steps: other ranks are in the middle of their rows",
+                fix="make the call after `step` returns, on every rank",
+            )
         if self.channels[0].is_spread:
             stacks.dump_later(self.timeout)  # by then others give up, and cannot ask for them
         try:

@@ -230,6 +230,7 @@ class Engine(Observer):
             # Running the backward in this thread avoids two thread switches per action.
             torch.autograd.set_multithreading_enabled(False),
             self.assembly.precision.step(),
+            self._crew.running(),
         ):
             yield
 

@@ -72,6 +72,9 @@ def partition(
         raise PlanError(
             f"{counted(len(blocks), 'block')} cannot fill {counted(num_stages, 'stage')}",
             expected="at least one block per stage, and at least one stage",
+            fix="use fewer ranks or fewer stages per rank, or split the model into smaller blocks"
+            if num_stages > len(blocks)
+            else "",
         )
     if max_bytes is not None and not held:
         raise PlanError("max_bytes needs held", expected="what every rank holds, from held_by(program)")

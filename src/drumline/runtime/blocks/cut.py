@@ -133,6 +133,19 @@ def guessed_costs(blocks: Sequence[Block]) -> list[float]:
     return [count + least for count in counts]
 
 
+def check_enough(blocks: Sequence[Block], num_stages: int) -> None:
+    """Refuse a model that has fewer blocks than stages.
+
+    >>> check_enough(blocks_of([nn.ReLU(), nn.ReLU()]), 2)
+    """
+    if len(blocks) < num_stages:
+        raise ModelError(
+            f"the model has {counted(len(blocks), 'block')} for {counted(num_stages, 'stage')}{_why_so_few(blocks)}",
+            expected="at least one block per stage",
+            fix="use fewer ranks or fewer stages per rank, or split the model into smaller blocks",
+        )
+
+
 def cut(
     blocks: Sequence[Block],
     num_stages: int,
@@ -150,17 +163,12 @@ def cut(
     >>> [len(stage) for stage in cut(blocks, 2)], [len(stage) for stage in cut(blocks, 2, balance=[1, 4])]
     ([2, 3], [1, 4])
     """
-    if len(blocks) < num_stages:
-        raise ModelError(
-            f"the model has {counted(len(blocks), 'block')} for {counted(num_stages, 'stage')}{_why_so_few(blocks)}",
-            expected="at least one block per stage",
-            fix="use fewer ranks or fewer stages per rank, or split the model into smaller blocks",
-        )
+    check_enough(blocks, num_stages)
     if cuts is not None:
         if balance is not None:
             raise ModelError(f"balance is {balance!r} and cuts is {cuts!r}", expected="only one of them")
         balance = counts_of(blocks, num_stages, cuts)
-    if balance is None or balance == PARAMETERS:
+    if balance is None or (isinstance(balance, str) and balance == PARAMETERS):
         balance = partition([BlockCosts(one) for one in guessed_costs(blocks)], num_stages, held=held).counts
     elif isinstance(balance, str) and balance == "even":
         base, more = divmod(len(blocks), num_stages)
@@ -170,7 +178,7 @@ def cut(
             f"balance is {balance!r}",
             expected='"auto", "even", "parameters", or a list with the number of blocks per stage',
         )
-    balance = list(balance)
+    balance = list(balance.tolist() if hasattr(balance, "tolist") else balance)  # an array's are no ints of Python
     fits = len(balance) == num_stages and sum(balance) == len(blocks)
     if not fits or any(not isinstance(one, int) or one < 1 for one in balance):
         raise ModelError(
