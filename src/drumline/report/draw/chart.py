@@ -96,7 +96,7 @@ def _drawn(
         radius = 4.5 if series.marks else 2.5
         if any(math.dist(place, one) < 4.5 for one in covers):
             radius = 7.5
-        yield circle(*place, radius, hue, note=f"{series.name}: {labels[0]} {number(x)}, {labels[1]} {number(y, 4)}")
+        yield circle(*place, radius, hue, note=f"{series.name}: {labels[0]} {number(x, 4)}, {labels[1]} {number(y, 4)}")
 
 
 def _entry(series: Series, hue: str, y: float) -> Iterator[str]:
