@@ -14,8 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from accelerators import Accelerators
+
 # Where searches look at the clock; their budgets are counted in timed actions, too.
 SEARCHES = ("drumline.plan.search.run", "drumline.plan.search.search", "drumline.plan.device.planner")
+
+ACCELERATORS = Accelerators()
 
 TORCH_HALF = ("runtime", "profile", "pipeline", "train", "serve", "served", "mesh", "peers", "zoo", "faults")
 IMPORTS_TORCH = re.compile(
@@ -50,7 +54,8 @@ def _needs_torch(path: Path, parts: tuple[str, ...]) -> bool:
 
 
 def pytest_collection_finish() -> None:
-    """Spare the garbage collector what lives until the end: thousands of tests, and every module they import."""
+    """Hide accelerators from tests that are not about them; spare the garbage collector what lives until the end."""
+    ACCELERATORS.hide()
     gc.freeze()
 
 
@@ -59,6 +64,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the tests in another order where SHUFFLE is set, the same one for the same number."""
     if "SHUFFLE" in os.environ:
         random.Random(int(os.environ["SHUFFLE"])).shuffle(items)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def accelerators_of_a_file(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Show accelerators to what the tests of a file share, where all of them are about accelerators."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("accelerator"):
+            ACCELERATORS.show(patch)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def accelerators_of_a_test(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Show accelerators to a test that is about them."""
+    if request.node.get_closest_marker("accelerator"):
+        ACCELERATORS.show(monkeypatch)
 
 
 class StandingClock:

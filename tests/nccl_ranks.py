@@ -12,8 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-NEEDS_NCCL = pytest.mark.skipif(
-    not (torch.cuda.is_available() and dist.is_nccl_available()), reason="there is no CUDA device with NCCL here"
+# The marks of tests that need NCCL.
+NEEDS_NCCL = (
+    pytest.mark.accelerator,
+    pytest.mark.skipif(
+        not (torch.cuda.is_available() and dist.is_nccl_available()), reason="there is no CUDA device with NCCL here"
+    ),
 )
 
 

@@ -10,7 +10,7 @@ the module `subprocess` where `launch` starts its ranks:
 The server also imports transformers once, where the test process has it: ranks would spend seconds on it, too.
 What must be a fresh process, because its interpreter or its libraries are set up otherwise, is started as ever. So is
 everything in tests of starting itself, of memory, and of what depends on the order of sets (`cold_ranks`): forked ranks
-share one order.
+share one order. And so is every rank where an import starts threads, which no fork takes along: the server says so.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ _FIXED_AT_START = ("ATEN", "CUDA", "GLIBC", "LD_", "MALLOC", "MKL", "NCCL", "OMP
 _READ_LATER = ("NCCL_SOCKET_IFNAME", "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR")
 _LARGEST = 1 << 17
 _ABOVE = 200  # numbers of files that no rank's own collide with
+_THREADS = b"threads"  # the server's answer where it cannot fork
 
 
 class WarmRanks:
@@ -56,15 +57,19 @@ class WarmRanks:
         self._server: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._fixed = fixed({**os.environ, "OMP_NUM_THREADS": "1"})
+        self._forks = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(subprocess, name)
 
     def Popen(self, command: list[str], *, env: dict[str, str], pass_fds: list[int], **rest: Any) -> Any:
         """Start a rank."""
-        if command[-2] != "-c" or fixed(env) != self._fixed:
-            return subprocess.Popen(command, env=env, pass_fds=pass_fds, **rest)
-        return Forked(self._connected(), command[-1], env, pass_fds[0])
+        if self._forks and command[-2] == "-c" and fixed(env) == self._fixed:
+            try:
+                return Forked(self._connected(), command[-1], env, pass_fds[0])
+            except HasThreads:
+                self._forks = False
+        return subprocess.Popen(command, env=env, pass_fds=pass_fds, **rest)
 
     def _connected(self) -> tuple[socket.socket, int]:
         if self._server is None or self._server.poll() is not None:
@@ -91,6 +96,10 @@ class WarmRanks:
             self._server = None
 
 
+class HasThreads(Exception):
+    """The server cannot fork: what it imported has started threads."""
+
+
 class Forked:
     """A rank that the server has forked, with what `launch` uses of a Popen."""
 
@@ -108,7 +117,12 @@ class Forked:
         for _, write in outputs:
             os.close(write)
         self.stdout, self.stderr = (os.fdopen(read, "rb", 0) for read, _ in outputs)
-        self.pid = int(self._ended.recv(100))
+        told = self._ended.recv(100)
+        if told == _THREADS:
+            for one in (self.stdout, self.stderr, self._ended):
+                one.close()
+            raise HasThreads
+        self.pid = int(told)
 
     def poll(self) -> int | None:
         """Return how it ended, None while it runs."""
@@ -167,7 +181,6 @@ def load(names: Sequence[str]) -> None:
         return
     for name in names:
         importlib.import_module(name)
-    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked safely"
     gc.freeze()
 
 
@@ -187,6 +200,12 @@ def start(connection: socket.socket, running: dict[int, socket.socket]) -> bool:
     asker = socket.socket(fileno=files.pop())
     task = json.loads(told)
     load(task["used"])
+    if len(os.listdir("/proc/self/task")) > 1:  # a lock that another thread holds stays locked in a fork
+        asker.send(_THREADS)
+        asker.close()
+        for file in files:
+            os.close(file)
+        return True
     process = os.fork()
     if not process:
         become(task, files)

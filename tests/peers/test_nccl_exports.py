@@ -30,14 +30,10 @@ from drumline.core.program import Program
 from drumline.core.torch_text import for_torch
 from drumline.runtime.blocks.cut import blocks_of, cut
 from drumline.schedules import generate
+from nccl_ranks import NEEDS_NCCL
 from torch_models import data, mlp
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.skipif(
-        not (torch.cuda.is_available() and dist.is_nccl_available()), reason="there is no CUDA device with NCCL here"
-    ),
-]
+pytestmark = [pytest.mark.torch, *NEEDS_NCCL]
 
 # One schedule of each placement that the export admits.
 PLACEMENTS = {"1f1b": "linear", "interleaved-1f1b": "loop", "zb-v": "v"}

@@ -191,6 +191,7 @@ def test_a_batch_is_what_it_was_before_the_step() -> None:
     assert later() == before
 
 
+@pytest.mark.accelerator
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_numbers_on_a_device_are_those_on_the_host(layout: str) -> None:

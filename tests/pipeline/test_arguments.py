@@ -52,7 +52,6 @@ def test_an_argument_of_the_wrong_kind_is_refused_by_its_name(name: str, value: 
     assert expected in caught.value.expected
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")
 def test_the_page_of_arguments_has_all_of_them() -> None:
     page = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
     rows = "".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))

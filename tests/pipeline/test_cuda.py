@@ -20,6 +20,7 @@ from torch_models import SYNCHRONOUS, TWO_WAYS, Reference, data, mlp, on_meta, p
 
 pytestmark = [
     pytest.mark.torch,
+    pytest.mark.accelerator,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
 ]
 CUDA = torch.device("cuda")

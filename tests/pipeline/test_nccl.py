@@ -14,7 +14,7 @@ from nccl_ranks import NEEDS_NCCL, told_by_ranks
 from some import some
 from torch_models import SYNCHRONOUS, TWO_WAYS, Reference, data, mlp, programs
 
-pytestmark = [pytest.mark.torch, NEEDS_NCCL]
+pytestmark = [pytest.mark.torch, *NEEDS_NCCL]
 
 
 def train_all() -> None:
