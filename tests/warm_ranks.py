@@ -45,6 +45,8 @@ _LOADED = (
 _ONCE_USED = {"transformers": "transformers.models.llama.modeling_llama"}  # what is slow to import, of what tests use
 _FIXED_AT_START = ("ATEN", "CUDA", "GLIBC", "LD_", "MALLOC", "MKL", "NCCL", "OMP", "PYTHON", "TORCH")
 _READ_LATER = ("NCCL_SOCKET_IFNAME", "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR")
+# Arrow, which transformers imports where it finds it, would start a thread for its allocator.
+_WITHOUT_THREADS = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 _LARGEST = 1 << 17
 _ABOVE = 200  # numbers of files that no rank's own collide with
 _THREADS = b"threads"  # the server's answer where it cannot fork
@@ -81,7 +83,7 @@ class WarmRanks:
                 self._server = subprocess.Popen(
                     [sys.executable, *flags, __file__, str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+                    env={**os.environ, **_WITHOUT_THREADS, "PYTHONPATH": os.pathsep.join(sys.path)},
                     cwd="/",  # this process may be in a folder that is gone before the next rank starts
                 )
             self._socket = ours
