@@ -43,7 +43,7 @@ def settings(folder: Path) -> TrainSettings:
         optimizer=OptimizerSettings(kind="AdamW", lr=3e-3, clip_norm=0.5),
         learning_rate=LearningRateSettings(shape="cosine", warmup_steps=2, final=0.1),
         evaluation=EvaluationSettings(every=3),
-        checkpoints=CheckpointSettings(every=3),
+        checkpoint=CheckpointSettings(every=3),
         run=RunSettings(steps=6, seed=3, out=str(folder)),
     )
 

@@ -11,7 +11,6 @@ copies, the owner's comes first; parts of a tied parameter are added in order of
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -252,8 +251,13 @@ def _told(part: Any) -> Any:
 
 def _heard(delivery: Delivery) -> list[Any]:
     """Return what another rank told about its parameters."""
-    sparse = partial(torch.sparse_coo_tensor, is_coalesced=True, check_invariants=False)
-    return [sparse(*one) if isinstance(one, tuple) else one for one in unpack(delivery.tensors, delivery.form)]
+    return [_sparse(*one) if isinstance(one, tuple) else one for one in unpack(delivery.tensors, delivery.form)]
+
+
+def _sparse(indices: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
+    # Said by a context: PyTorch before 2.13 warns even where `check_invariants` is given.
+    with torch.sparse.check_sparse_tensor_invariants(enable=False):
+        return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True)
 
 
 @torch.no_grad()

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from torch import nn
+
 from drumline.core.errors import ModelError, UsageError, nearest
 
 
@@ -237,6 +239,15 @@ class Plan:
 
 
 def _hugging_face_plan(model: Any) -> Mapping[str, Any] | None:
-    """Return the plan of a Hugging Face model, for all of its modules that are plain layers."""
+    """Return the plan of a Hugging Face model, for all of its modules that are plain layers.
+
+    Where the plan leaves out the embedding of tokens, as plans of earlier transformers do, it is divided all the same.
+    """
     plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
-    return plan if isinstance(plan, Mapping) and hasattr(model, "config") else None
+    if not isinstance(plan, Mapping) or not hasattr(model, "config"):
+        return None
+    base = getattr(model, "base_model", model)
+    if not plan or not isinstance(getattr(base, "embed_tokens", None), nn.Embedding):
+        return plan
+    name = "embed_tokens" if base is model else f"{model.base_model_prefix}.embed_tokens"
+    return {**plan, name: plan.get(name, "embedding_rowwise")}
