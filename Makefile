@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 PURE := $(addprefix src/drumline/,core schedules plan report) tests/core tests/schedules tests/plan tests/report
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test quick style lint matrices faults faults-short bench docs clean
+.PHONY: help setup demo test quick style lint floors matrices faults faults-short bench docs clean
 
 help:
 	@echo "make demo    train a small model by several schedules on two ranks; ends with a report to open"
 	@echo "make test    all checks and tests, PyTorch comparison included (under 18 minutes)"
 	@echo "make quick   the checks and tests that need no torch (under a minute)"
+	@echo "make floors  the tests with the lowest versions of PyTorch and all else that pyproject.toml admits"
 	@echo "make matrices   every family of Hugging Face models, every schedule with all counts"
 	@echo "make faults   kills, stops, damage and cut links in real runs, each resumed and compared (about 10 minutes)"
 	@echo "make bench   the benchmarks beside their peers; prints tables, writes JSON to out/"
@@ -51,9 +52,24 @@ quick: style
 lint: $(VENV)/full.stamp style
 	$(BIN)/mypy
 
+# Docs come first, since tests open their pages; types are checked beside the tests. Each half of the tests stays with
+# one process for long, so that what the tests of a file share is made once.
 test: export PYTHONDONTWRITEBYTECODE :=
-test: lint docs
-	$(BIN)/pytest --numprocesses 2
+test: $(VENV)/full.stamp
+	@$(MAKE) --no-print-directory --jobs 2 docs style
+	@$(BIN)/mypy & types=$$!; \
+	$(BIN)/pytest --numprocesses 2 --dist worksteal; tests=$$?; \
+	wait $$types && exit $$tests
+
+# The same tests with the lowest versions that pyproject.toml admits, in an environment of its own; what draws pages and
+# checks types is left out. On x86 this PyTorch brings gigabytes of CUDA.
+floors:
+	$(PYTHON) scripts/floors.py > .floors.txt
+	$(PYTHON) -m venv .venv-floors
+	.venv-floors/bin/python -m pip install --quiet --disable-pip-version-check --requirement .floors.txt
+	.venv-floors/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	.venv-floors/bin/python scripts/floors.py --check
+	.venv-floors/bin/pytest --numprocesses 2 --dist worksteal -m "not browser"
 
 # All combinations of what `make test` thins out (models, schedules, counts, transports), and the matrix of Hugging Face
 # families and schedules for docs/models-tested.md; an hour.
@@ -106,4 +122,4 @@ docs: $(VENV)/full.stamp
 	$(BIN)/sphinx-build --quiet --fail-on-warning docs docs/_build
 
 clean:
-	rm -rf $(VENV) out docs/_build
+	rm -rf $(VENV) .venv-floors .floors.txt out docs/_build

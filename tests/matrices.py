@@ -28,6 +28,13 @@ def long(test: Any) -> Any:
     return pytest.mark.matrix(pytest.mark.skipif(not ALL, reason=reason)(test))
 
 
+def mainly(names: str | tuple[str, ...], first: Any, *others: Any) -> Callable[[Any], Any]:
+    """Parametrise a test with its first value; the others are left to `make matrices`."""
+    marks = [pytest.mark.matrix, pytest.mark.skipif(not ALL, reason="make matrices runs it")]
+    left = [pytest.param(*(one if isinstance(names, tuple) else (one,)), marks=marks) for one in others]
+    return pytest.mark.parametrize(names, [first, *left])
+
+
 def matrix(names: str, *axes: Iterable[Any], times: int = 2) -> Callable[[Any], Any]:
     """Parametrise a test with all combinations, or with so many that each value of the longest axis occurs `times`."""
     cells = chosen(*axes, times=times)

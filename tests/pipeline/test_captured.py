@@ -18,7 +18,7 @@ from drumline.pipeline.engine import CapturingEngine
 from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
 from host_recorder import HostRecorder
-from matrices import KINDS, chosen, some_of
+from matrices import KINDS, chosen, mainly, some_of
 from some import some
 from torch_models import SYNCHRONOUS, WIDTH, data, mlp, programs
 
@@ -446,7 +446,7 @@ def on_ranks(transport: str) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("transport", ["shared-memory", "gloo"])
+@mainly("transport", "shared-memory", "gloo")
 def test_ranks_of_their_own_capture_and_replay_alike(transport: str) -> None:
     for counts in some(zip(*launch(on_ranks, transport, num_ranks=2), strict=True)):
         for captures, replays in some(counts):

@@ -50,7 +50,7 @@ def between(page: str, name: str) -> str:
     return found.group(1).strip()
 
 
-def tested_version() -> str:
+def shown_version() -> str:
     """Return the version of transformers that the page shows: the one that all tests run with."""
     constraints = (PAGE.parents[1] / "constraints.txt").read_text()
     found = re.search(r"^transformers==(.+)$", constraints, re.MULTILINE)
@@ -59,8 +59,8 @@ def tested_version() -> str:
 
 
 @pytest.mark.skipif(
-    transformers.__version__ != tested_version(),
-    reason=f"the page shows what transformers {tested_version()} has, and here is {transformers.__version__}",
+    transformers.__version__ != shown_version(),
+    reason=f"the page shows what transformers {shown_version()} has, and here is {transformers.__version__}",
 )
 @pytest.mark.parametrize("name", TABLES)
 def test_the_page_shows_what_is_tested(name: str) -> None:

@@ -23,6 +23,7 @@ from drumline.core.errors import RunError, UsageError
 from drumline.core.measured.account import account, parts_of, summed_parts
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.draft import Clock, Draft
+from matrices import mainly
 from some import some
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]  # starts processes, which takes long on a busy machine
@@ -459,7 +460,7 @@ def record_with_skewed_clocks(folder: str, transport: str) -> tuple[int, ...]:
         return tuple(dial.own_ns - dial.common_ns for dial in pipe.timeline().dials)
 
 
-@pytest.mark.parametrize("transport", ["shared-memory", "gloo"])
+@mainly("transport", "shared-memory", "gloo")
 def test_clocks_that_differ_are_aligned_within_the_error_that_is_shown(tmp_path: Path, transport: str) -> None:
     told = dl.launch(record_with_skewed_clocks, str(tmp_path), transport, num_ranks=3)
     assert told[0] == told[1] == told[2], "all ranks read the clocks alike"

@@ -16,6 +16,7 @@ from drumline.core.action import Op
 from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.channel.rank_names import BY_NUMBER
+from matrices import mainly
 from some import some
 from stream_emulation import Emulated, emulate, version_of
 
@@ -244,7 +245,7 @@ def _on_ranks(cases: Sequence[Case], transport: str) -> list[Ran]:
     return [trained(case, None if case.tied else _looked_at, transport=transport) for case in cases]
 
 
-@pytest.mark.parametrize("transport", ["shared-memory", "gloo"])
+@mainly("transport", "shared-memory", "gloo")
 def test_ranks_in_processes_of_their_own_do_the_same(transport: str) -> None:
     each = launch(_on_ranks, RANKS_OF_TWO, transport, num_ranks=2)
     for at, case in enumerate(RANKS_OF_TWO):
