@@ -3,15 +3,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import urllib.request
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import drumline
 from drumline.cli.explore import PORT
 from drumline.cli.main import VERBS, main
 from drumline.core.costs import Costs
@@ -649,7 +652,46 @@ def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(verb in run(capsys, "--help")[1] for verb in VERBS)
     for verb in VERBS:
         assert run(capsys, verb, "--help")[0] == 0
-    assert run(capsys, "--version")[1].startswith("drumline ")
+
+
+def test_the_version_is_told_without_package_metadata(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    monkeypatch.setattr("importlib.metadata.distribution", missing)
+    for flag in ("--version", "-V"):
+        assert run(capsys, flag) == (0, f"drumline {drumline.__version__}\n", "")
+    assert re.fullmatch(r"\d+\.\d+\.\d+", drumline.__version__)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--verison", "unknown flag '--verison'|expected a command; did you mean --version?"),
+        ("--hlep", "unknown flag '--hlep'|expected a command; did you mean --help?"),
+        ("--ver", "unknown flag '--ver'|expected a command; did you mean --version?"),
+        ("-x", "unknown flag '-x'|expected a command; run `drumline --help` to list the commands"),
+        ("--ranks 2 show 1f1b", "unknown flag '--ranks'|expected a command; put the command first: drumline show"),
+        ("verfy", "unknown command 'verfy'|did you mean verify?"),
+        ("show 1f1b --rnaks 4", "show has no flag --rnaks|did you mean --ranks?"),
+        ("show 1f1b --rank=4", "show has no flag --rank|did you mean --ranks?"),
+        ("simulate --microbatchs 4", "simulate has no flag --microbatchs|did you mean --microbatches?"),
+        ("search --placment v", "search has no flag --placment|did you mean --placement?"),
+        ("plan gpt-1.7b --nodes-per 8", "plan has no flag --nodes-per|did you mean --nodes?"),
+        ("plan gpt-1.7b --devices 8", "plan has no flag --devices|run `drumline plan --help` to list its flags"),
+        ("show 1f1b --version", "show has no flag --version|run `drumline --version` to print the version"),
+    ],
+)
+def test_a_misspelt_word_is_told_with_what_was_meant(
+    capsys: pytest.CaptureFixture[str], words: str, told: str
+) -> None:
+    code, out, err = run(capsys, *words.split())
+    what, fix = told.split("|")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"drumline: {what}\n  {fix}")
 
 
 def test_the_installed_command_and_a_closed_pipe() -> None:
