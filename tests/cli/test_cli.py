@@ -200,7 +200,9 @@ def test_compare_lists_all_best_first(capsys: pytest.CaptureFixture[str]) -> Non
     assert by_name["1f1b"]["makespan"] == 33
     assert by_name["zb-v"]["makespan"] == 51 / 2
     printed = run(capsys, "compare", *COUNTS)[1].splitlines()
-    assert [line.split()[0] for line in printed[1:-3]] == [row["schedule"] for row in found["rows"]]
+    table = printed[1 : printed.index("")]
+    names = [line.split()[0] for line in table if not line.startswith("schedule ")]
+    assert names == [row["schedule"] for row in found["rows"]]
 
 
 def test_nothing_fits_is_a_no(capsys: pytest.CaptureFixture[str]) -> None:
@@ -357,6 +359,40 @@ def test_nothing_is_wider_than_the_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     assert max(len(line) for line in run(capsys, *words)[1].splitlines()) <= columns
+
+
+def column(text: str, heading: str) -> list[str]:
+    """Return the cells below a right-aligned heading of a table."""
+    lines = text.splitlines()
+    top = next(at for at, line in enumerate(lines) if heading in line)
+    end = lines[top].index(heading) + len(heading)
+    return [line[:end].split()[-1] for line in "\n".join(lines[top + 1 :]).split("\n\n")[0].splitlines()]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved-1f1b", "chimera"])
+def test_peaks_are_pairs_under_one_name_in_every_command(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    peaks = list(map(str, simulate(build(name, 4, 8)).peak_activations))
+    shown = run(capsys, "show", name, *COUNTS)[1]
+    assert re.findall(r"idle +\d+% peak +(\d+)$", shown, re.MULTILINE) == peaks
+    assert column(run(capsys, "simulate", name, *COUNTS)[1], "peak activations") == peaks
+    compared = run(capsys, "compare", name, *COUNTS)[1]
+    assert column(compared, "peak activations") == [max(peaks, key=int)]
+    per_rank = int(column(compared, "stages/rank")[0])
+    if per_rank > 1:  # what can be compared with schedules of other stages has a name of its own
+        assert float(column(compared, "microbatches held")[0]) == max(map(int, peaks)) / per_rank
+    else:
+        assert "microbatches held" not in compared.splitlines()[0]
+
+
+@pytest.mark.parametrize("columns", [40, 59])
+def test_a_narrow_terminal_shows_idle_and_peak(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert "\nidle 27% 27% 27% 27%\npeak activations 4 3 2 1\n" in run(capsys, "show", "1f1b", *COUNTS)[1]
 
 
 def test_output_that_cannot_be_written_is_exit_3() -> None:

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     flags.add_counts(parser, "(needed)")
     flags.add_costs(parser)
-    flags.add_limit(parser)
+    flags.add_limit(parser, finer="; with --placement all, v pairs count as one where a rank holds v stages")
     flags.add_json(parser)
     add, number, whole = parser.add_argument, flags.number, flags.whole_number
     laid = "how stages are placed on ranks (default linear)"

@@ -1,6 +1,6 @@
 """Bubble against memory: the best program found under every limit, from the smallest feasible limit to plenty.
 
-Limits are in whole-rank activations (v pairs of 1/v each count as one), or in bytes if these are known, so that
+Limits are in whole microbatches (v pairs of 1/v each count as one), or in bytes if these are known, so that
 placements can be compared with each other and with every hand-made schedule.
 """
 
@@ -154,7 +154,7 @@ def pareto(
         bubble, bound = (_bubble(instance, found.program, value) for value in (found.value, found.bound.value))
         peak = _peak(instance, found.program, in_bytes)
         searched.append(Point("searched", instance.placement.name, peak, bubble, memory, max(bound, 0.0)))
-    unit = "bytes" if in_bytes else "activations"
+    unit = "bytes" if in_bytes else "microbatches"
     left_out = {name: str(error) for name, error in refused.items()}
     return Pareto(num_ranks, num_microbatches, objective, unit, tuple(searched), tuple(hand_made), left_out)
 

@@ -124,7 +124,8 @@ def _check_limit(instance: Instance) -> None:
     pairs = min(max(rank.peak_pairs for rank in ranks) for ranks in holding)
     size = min(max(rank.peak_bytes or 0.0 for rank in ranks) for ranks in holding)
     if limit.max_activations is not None and not limit.admits_pairs(pairs):
-        given, least = f"{number(limit.max_activations)} pairs", f"max_activations={pairs}"
+        most = limit.max_activations
+        given, least = f"{number(most)} pair{'' if most == 1 else 's'}", f"max_activations={pairs}"
     else:
         given, least = f"{limit.max_bytes:,.0f} bytes", f"max_bytes={math.ceil(size)}"
     error = PlanError(
