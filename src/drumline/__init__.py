@@ -178,7 +178,14 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'drumline' has no attribute {name!r}")
     if "Program" not in globals():
         _show_in_notebooks()
-    value = getattr(importlib.import_module(f"drumline.{home}"), name)
+    try:
+        value = getattr(importlib.import_module(f"drumline.{home}"), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "torch":
+            raise
+        from drumline.core.errors import NotInstalled
+
+        raise NotInstalled.torch(f"drumline.{name} needs PyTorch") from None
     globals()[name] = value
     return value
 
