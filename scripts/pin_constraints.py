@@ -44,11 +44,13 @@ def resolved(extras: list[str], *, upgrade: bool) -> list[dict[str, Any]]:
 
 def asked_for(packages: list[dict[str, Any]]) -> dict[str, set[str]]:
     """Return who asks for every package, by its plain name; the project itself asks by the names of its extras."""
-    requires = {canonicalize_name(one["name"]): list(map(Requirement, one.get("requires_dist", []))) for one in packages}
+    requires = {
+        canonicalize_name(one["name"]): [Requirement(each) for each in one.get("requires_dist", [])] for one in packages
+    }
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     own = canonicalize_name(project["name"])
     by: dict[str, set[str]] = defaultdict(set)
-    tables = {own: project["dependencies"]}
+    tables: dict[str, list[str]] = {own: project["dependencies"]}
     tables |= {f"{own}[{extra}]": wanted for extra, wanted in project["optional-dependencies"].items()}
     due = [(who, Requirement(one), "") for who, table in tables.items() for one in table]
     opened: set[tuple[str, str]] = set()

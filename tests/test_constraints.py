@@ -1,7 +1,7 @@
 """constraints.txt lists what the extras resolve to and nothing else: compared with the packages that are installed.
 
-What is not installed here, or in another version (extras that `make setup` leaves out, another PyTorch), cannot be asked
-what it needs. The names after `via` stand in for it: a chain of them has to lead to an extra.
+What is not installed here, or in another version (extras that `make setup` leaves out, another PyTorch), cannot be
+asked what it needs. The names after `via` stand in for it: a chain of them has to lead to an extra.
 """
 
 from __future__ import annotations

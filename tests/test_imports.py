@@ -52,7 +52,7 @@ for name in drumline.__all__:
         assert str(error) == f"drumline.{name} needs PyTorch; {fix}", error
         assert isinstance(error, UsageError) and error.name == "torch"
         refused.add(name)
-assert {"MoE", "Pipeline", "balance", "launch", "materialise", "profile_model", "verify"} <= refused, refused
+assert {"MoE", "Pipeline", "balance", "materialise", "profile_model", "verify"} <= refused, refused
 """
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from drumline.core.version import __version__
+from drumline.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from drumline.core.action import Action, B, F, I, Op, W, overlap

@@ -721,9 +721,7 @@ def test_the_version_is_told_without_package_metadata(
         ("show 1f1b --version", "show has no flag --version|run `drumline --version` to print the version"),
     ],
 )
-def test_a_misspelt_word_is_told_with_what_was_meant(
-    capsys: pytest.CaptureFixture[str], words: str, told: str
-) -> None:
+def test_a_misspelt_word_is_told_with_what_was_meant(capsys: pytest.CaptureFixture[str], words: str, told: str) -> None:
     code, out, err = run(capsys, *words.split())
     what, fix = told.split("|")
     assert (code, out) == (2, "")
