@@ -14,7 +14,9 @@ from drumline.core.prove.validate import validate
 from drumline.core.timeline.idle import Limit
 from drumline.plan.search.bounds import earliest
 from drumline.plan.search.construct import Builder
+from drumline.plan.search.instance import Instance
 from drumline.plan.search.objective import Objective
+from drumline.plan.search.run import Budget, SearchRun
 from drumline.plan.search.search import Found, search
 from drumline.schedules import schedules
 from drumline.schedules.registry import Schedule
@@ -105,3 +107,11 @@ def test_with_a_number_of_programs_and_no_seconds_no_clock_counts(monkeypatch: p
     few = programs(40)
     assert programs(40, *WORK) == few
     assert 40 <= few[1] <= 44
+
+
+def test_programs_of_a_search_with_fewer_microbatches_count_and_are_limited() -> None:
+    instance = Instance(COSTS, Placement.v(4), 12, LIMIT)
+    run = SearchRun(instance, Objective(instance), Budget(units=3e5, deadline=1e9, tries=50))
+    before = run.num_tried
+    run.stretch()
+    assert before + 20 < run.num_tried <= 52
