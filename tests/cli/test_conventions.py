@@ -108,6 +108,7 @@ WRITING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", WRITING)
 def test_several_files_are_written_each_as_its_name_ends(
     verb: str, here: Path, capsys: pytest.CaptureFixture[str]

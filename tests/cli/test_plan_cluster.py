@@ -28,6 +28,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_plan_prints_the_choice_and_its_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, *SMALL, *FAST)
     assert (code, err) == (0, "")

@@ -160,6 +160,7 @@ def exactly(transformer: Transformer, machines: Cluster, batch: int, limit: floa
     return [one for one in found if one.bytes <= limit]
 
 
+@pytest.mark.slow
 def test_the_projections_of_latents_are_recomputed_where_that_is_enough() -> None:
     transformer = latent_transformer(num_layers=8, vocabulary=2000)
     machines, pins = small_cluster(2), Pins(microbatch=4)
@@ -176,6 +177,7 @@ def test_the_projections_of_latents_are_recomputed_where_that_is_enough() -> Non
     assert Pins().recomputations(PLAIN) == ("none", "norms", "activation", "selective", "full")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layers", "gpus", "batch", "memory"), [(4, 4, 8, 1.0), (6, 4, 6, 3.0), (4, 8, 8, 0.8)])
 def test_the_answer_is_that_of_brute_force_however_many_are_shown(
     layers: int, gpus: int, batch: int, memory: float
@@ -196,6 +198,7 @@ _heavy = partial(Transformer, gated=False, tied=False, biased=False, dropout=Fal
 
 
 # Heads as heavy as several layers, and few microbatches: v-half may be faster than zb-v, and work is far from even.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transformer", "gpus", "batch", "pins"),
     [
@@ -522,6 +525,7 @@ def test_json_has_the_layout_and_its_items() -> None:
     assert all(some(one["why"] for one in figures["best"][1:]))
 
 
+@pytest.mark.slow
 def test_the_real_estimate_keeps_to_what_the_survey_takes_for_true() -> None:
     transformer, machines = model("gpt-1.7b"), cluster("a100-40", 16)
     limit = 0.9 * machines.device.memory_bytes

@@ -69,6 +69,7 @@ def examples_are_made() -> None:
     assert all(schedule.example is not None for schedule in schedules().values())
 
 
+@pytest.mark.slow
 def test_a_search_does_much_of_everything_where_nothing_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     clock.watch(monkeypatch)
