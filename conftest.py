@@ -99,8 +99,10 @@ def products_round_alike() -> Iterator[None]:
         torch.backends.mkldnn.set_flags(True)
 
 
-@pytest.fixture(autouse=True)
-def searches_keep_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let searches find the same programs on a busy machine as on a quiet one."""
-    for name in SEARCHES:
-        monkeypatch.setattr(importlib.import_module(name), "time", StandingClock)
+@pytest.fixture(autouse=True, scope="session")
+def searches_keep_up() -> Iterator[None]:
+    """Let searches find the same programs on a busy machine as on a quiet one; once, for thousands of tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in SEARCHES:
+            patch.setattr(importlib.import_module(name), "time", StandingClock)
+        yield

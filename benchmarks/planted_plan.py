@@ -6,6 +6,20 @@ from planting import Bug
 
 PLAN = (
     Bug(
+        "starts-without-a-clock",
+        "plan/search/starts.py",
+        "if found and is_late() and (",
+        "if found and not found and (",
+        "A search makes every hand-made program, whatever its time limit says.",
+    ),
+    Bug(
+        "small-searches-without-tries",
+        "plan/search/run.py",
+        "(self.tries - self.num_tried) * _STRETCHING)",
+        "math.inf)",
+        "A search with fewer microbatches takes all the time it can get, whatever number of programs was asked for.",
+    ),
+    Bug(
         "keys-gathered-once-in-backward",
         "plan/cluster/layers.py",
         "    return seconds, 2 * seconds\n",

@@ -6,6 +6,13 @@ from planting import Bug
 
 REPORT = (
     Bug(
+        "compared-peaks-in-another-unit",
+        "report/compare.py",
+        'f"{timeline.span_bubble:.2%}", str(max(timeline.peak_activations))]',
+        'f"{timeline.span_bubble:.2%}", number(row.peak_share, 3)]',
+        "A comparison prints whole microbatches under the name that is pairs in every other command.",
+    ),
+    Bug(
         "config-as-markup",
         "report/plan/page.py",
         "<pre>{safe(config.text)}</pre></details>",

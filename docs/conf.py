@@ -153,6 +153,7 @@ found = search(
     Placement.linear(4),
     num_microbatches=8,
     limit=Limit(max_activations=3),
+    tries=2000,
 )
 drawn["search-head"] = svg(
     found.timeline, width=900, title="searched, a heavy head in three activations"
@@ -163,9 +164,7 @@ drawn["lengths-ordered"] = svg(
     width=900,
     title="1f1b, unequal microbatches, the longest in the middle",
 )
-front = pareto(
-    Costs(0.5, 0.5, 0.5), 4, num_microbatches=6, placement="v", tries=300, seconds=60
-)
+front = pareto(Costs(0.5, 0.5, 0.5), 4, num_microbatches=6, placement="v", tries=300)
 drawn["search-pareto"] = pareto_svg(front, width=900)
 planned = explain(plan(model("gpt-39.1b"), cluster("a100-40", 64), batch=64))
 assert planned.reasons is not None

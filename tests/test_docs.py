@@ -39,6 +39,7 @@ import drumline
 from drumline.cli.main import VERBS, main
 from drumline.schedules import registry, schedules, unregister
 from matrices import FEW
+from some import some
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -235,7 +236,8 @@ COMPUTES = re.compile(r"^\$ drumline (?:search|plan|compare) ", re.MULTILINE)
 
 
 def marked(path: Path) -> Any:
-    return pytest.param(path, marks=[pytest.mark.slow] * (len(COMPUTES.findall(path.read_text(encoding="utf-8"))) > 2))
+    is_long = path.name == "published.md" or len(COMPUTES.findall(path.read_text(encoding="utf-8"))) > 2
+    return pytest.param(path, marks=[pytest.mark.slow] * is_long)
 
 
 def trains(path: Path) -> bool:
@@ -434,6 +436,15 @@ def test_every_verb_and_flag_is_described(verb: str) -> None:
     importlib.import_module(f"drumline.cli.{verb}").add_arguments(parser)
     flags = {flag for action in parser._actions for flag in action.option_strings}
     assert {flag for flag in flags if f"`{flag}" not in page} == set()
+
+
+def test_no_page_shows_what_a_search_finds_in_some_seconds() -> None:
+    """A faster machine would find something else."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in PAGES).replace("\\\n", " ")
+    for command in some(re.findall(r"^\$ drumline (search .*)$", text, re.MULTILINE)):
+        words = set(shlex.split(command))
+        assert "--tries" in words, command
+        assert "--seconds" not in words, command
 
 
 def update(names: list[str]) -> None:

@@ -18,6 +18,7 @@ from matrices import examples
 CASES = {"action text": 300, "run folder": 40, "trace": 15, "explore page": 30}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS, ids=lambda one: one.name)
 def test_files_are_read_or_refused(target: Target) -> None:
     found = fuzz(target, max(examples(CASES.get(target.name, 80)), 15), seed=7)

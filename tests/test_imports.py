@@ -38,6 +38,23 @@ main(["simulate", "1f1b", "--ranks", "4", "--microbatches", "8"])
 assert "torch" not in sys.modules
 """
 
+NOT_INSTALLED = """
+import sys
+sys.modules["torch"] = None
+import drumline
+from drumline.core.errors import UsageError
+refused = set()
+for name in drumline.__all__:
+    try:
+        getattr(drumline, name)
+    except ImportError as error:
+        fix = "in your clone of Drumline, run: pip install -e '.[train]'"
+        assert str(error) == f"drumline.{name} needs PyTorch; {fix}", error
+        assert isinstance(error, UsageError) and error.name == "torch"
+        refused.add(name)
+assert {"MoE", "Pipeline", "balance", "materialise", "profile_model", "verify"} <= refused, refused
+"""
+
 
 def run(code: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=False)
@@ -60,6 +77,10 @@ def test_every_public_name_is_there_and_documented() -> None:
     for name in drumline.__all__:
         if not drumline._HOME[name].startswith(NEED_TORCH):
             assert getattr(drumline, name).__doc__
+
+
+def test_names_that_need_torch_say_what_to_install_where_it_is_missing() -> None:
+    run(NOT_INSTALLED)
 
 
 @pytest.mark.torch

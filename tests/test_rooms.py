@@ -37,11 +37,14 @@ def test_no_import_leads_round_a_circle() -> None:
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
     """Yield every statement, however deep; expressions, which hold none, are passed over."""
-    for field in ("body", "orelse", "handlers", "finalbody", "cases"):
-        inner = getattr(node, field, ())
-        for one in inner if isinstance(inner, list) else ():
-            yield one
-            yield from _statements(one)
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        for field in ("body", "orelse", "handlers", "finalbody", "cases"):
+            inner = getattr(node, field, ())
+            if isinstance(inner, list):
+                yield from inner
+                waiting += inner
 
 
 def _name(path: Path) -> str:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from drumline.core.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from drumline.core.action import Action, B, F, I, Op, W, overlap
     from drumline.core.costs import Costs, Edge
@@ -176,7 +178,14 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'drumline' has no attribute {name!r}")
     if "Program" not in globals():
         _show_in_notebooks()
-    value = getattr(importlib.import_module(f"drumline.{home}"), name)
+    try:
+        value = getattr(importlib.import_module(f"drumline.{home}"), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "torch":
+            raise
+        from drumline.core.errors import NotInstalled
+
+        raise NotInstalled.torch(f"drumline.{name} needs PyTorch") from None
     globals()[name] = value
     return value
 

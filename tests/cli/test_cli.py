@@ -3,15 +3,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import urllib.request
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import drumline
 from drumline.cli.explore import PORT
 from drumline.cli.main import VERBS, main
 from drumline.core.costs import Costs
@@ -197,7 +200,9 @@ def test_compare_lists_all_best_first(capsys: pytest.CaptureFixture[str]) -> Non
     assert by_name["1f1b"]["makespan"] == 33
     assert by_name["zb-v"]["makespan"] == 51 / 2
     printed = run(capsys, "compare", *COUNTS)[1].splitlines()
-    assert [line.split()[0] for line in printed[1:-3]] == [row["schedule"] for row in found["rows"]]
+    table = printed[1 : printed.index("")]
+    names = [line.split()[0] for line in table if not line.startswith("schedule ")]
+    assert names == [row["schedule"] for row in found["rows"]]
 
 
 def test_nothing_fits_is_a_no(capsys: pytest.CaptureFixture[str]) -> None:
@@ -354,6 +359,40 @@ def test_nothing_is_wider_than_the_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     assert max(len(line) for line in run(capsys, *words)[1].splitlines()) <= columns
+
+
+def column(text: str, heading: str) -> list[str]:
+    """Return the cells below a right-aligned heading of a table."""
+    lines = text.splitlines()
+    top = next(at for at, line in enumerate(lines) if heading in line)
+    end = lines[top].index(heading) + len(heading)
+    return [line[:end].split()[-1] for line in "\n".join(lines[top + 1 :]).split("\n\n")[0].splitlines()]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved-1f1b", "chimera"])
+def test_peaks_are_pairs_under_one_name_in_every_command(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    peaks = list(map(str, simulate(build(name, 4, 8)).peak_activations))
+    shown = run(capsys, "show", name, *COUNTS)[1]
+    assert re.findall(r"idle +\d+% peak +(\d+)$", shown, re.MULTILINE) == peaks
+    assert column(run(capsys, "simulate", name, *COUNTS)[1], "peak activations") == peaks
+    compared = run(capsys, "compare", name, *COUNTS)[1]
+    assert column(compared, "peak activations") == [max(peaks, key=int)]
+    per_rank = int(column(compared, "stages/rank")[0])
+    if per_rank > 1:  # what can be compared with schedules of other stages has a name of its own
+        assert float(column(compared, "microbatches held")[0]) == max(map(int, peaks)) / per_rank
+    else:
+        assert "microbatches held" not in compared.splitlines()[0]
+
+
+@pytest.mark.parametrize("columns", [40, 59])
+def test_a_narrow_terminal_shows_idle_and_peak(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert "\nidle 27% 27% 27% 27%\npeak activations 4 3 2 1\n" in run(capsys, "show", "1f1b", *COUNTS)[1]
 
 
 def test_output_that_cannot_be_written_is_exit_3() -> None:
@@ -649,7 +688,44 @@ def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(verb in run(capsys, "--help")[1] for verb in VERBS)
     for verb in VERBS:
         assert run(capsys, verb, "--help")[0] == 0
-    assert run(capsys, "--version")[1].startswith("drumline ")
+
+
+def test_the_version_is_told_without_package_metadata(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    monkeypatch.setattr("importlib.metadata.distribution", missing)
+    for flag in ("--version", "-V"):
+        assert run(capsys, flag) == (0, f"drumline {drumline.__version__}\n", "")
+    assert re.fullmatch(r"\d+\.\d+\.\d+", drumline.__version__)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--verison", "unknown flag '--verison'|expected a command; did you mean --version?"),
+        ("--hlep", "unknown flag '--hlep'|expected a command; did you mean --help?"),
+        ("--ver", "unknown flag '--ver'|expected a command; did you mean --version?"),
+        ("-x", "unknown flag '-x'|expected a command; run `drumline --help` to list the commands"),
+        ("--ranks 2 show 1f1b", "unknown flag '--ranks'|expected a command; put the command first: drumline show"),
+        ("verfy", "unknown command 'verfy'|did you mean verify?"),
+        ("show 1f1b --rnaks 4", "show has no flag --rnaks|did you mean --ranks?"),
+        ("show 1f1b --rank=4", "show has no flag --rank|did you mean --ranks?"),
+        ("simulate --microbatchs 4", "simulate has no flag --microbatchs|did you mean --microbatches?"),
+        ("search --placment v", "search has no flag --placment|did you mean --placement?"),
+        ("plan gpt-1.7b --nodes-per 8", "plan has no flag --nodes-per|did you mean --nodes?"),
+        ("plan gpt-1.7b --devices 8", "plan has no flag --devices|run `drumline plan --help` to list its flags"),
+        ("show 1f1b --version", "show has no flag --version|run `drumline --version` to print the version"),
+    ],
+)
+def test_a_misspelt_word_is_told_with_what_was_meant(capsys: pytest.CaptureFixture[str], words: str, told: str) -> None:
+    code, out, err = run(capsys, *words.split())
+    what, fix = told.split("|")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"drumline: {what}\n  {fix}")
 
 
 def test_the_installed_command_and_a_closed_pipe() -> None:

@@ -29,6 +29,7 @@ from some import some
 
 DOCS = Path(__file__).parents[2] / "docs"
 NEEDS_TORCH = ("demo", "verify")
+LLAMA = '{"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 99}'
 SERVES = ("explore", "watch", "completion", "demo", "train", "export", "serve", "load")  # what they give is no file
 SERVED = ("export", "serve", "load")  # tests/serve runs theirs, one after the other
 FORMATS = {".txt": "text", ".json": "json", ".svg": "svg", ".html": "html", ".csv": "csv", ".gz": "perfetto"}
@@ -107,6 +108,7 @@ WRITING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", WRITING)
 def test_several_files_are_written_each_as_its_name_ends(
     verb: str, here: Path, capsys: pytest.CaptureFixture[str]
@@ -188,7 +190,8 @@ def test_a_dash_reads_stdin(here: Path, capsys: pytest.CaptureFixture[str], monk
         ("check -", "0F0,0B0x", "drumline: stdin: row 1, column 2: "),
         ("simulate - -r 4", "0F0,0B0", "drumline: --ranks is 4, but stdin has 1"),
         ("simulate 1f1b --costs -", "[1", "drumline: stdin: not JSON"),
-        ("plan -", "{}", "for example: drumline plan - --hardware h100"),
+        ("plan -", LLAMA, "for example: drumline plan - --hardware h100"),
+        ("plan -", "{}", "drumline: stdin: the config of stdin has no num_hidden_layers"),
     ],
 )
 def test_errors_about_stdin_call_it_so(
@@ -298,8 +301,12 @@ def test_the_example_of_every_verb_runs(
     command = example(verb).partition(" > ")[0].replace("train.py:make", "profiles/llama.json")  # measured before
     assert command.split()[:2] == ["drumline", verb]
     small = " --width 8 --epochs 1" if verb == "demo" else ""  # as fast as it can be
-    code, _, err = run(capsys, command.removeprefix("drumline ") + small)
+    code, out, err = run(capsys, command.removeprefix("drumline ") + small)
     assert (code, err) == (0, "")
+    if verb == "demo":
+        told = re.findall(r"^trained (\d+) of 11: (\S+)", out, re.MULTILINE)
+        assert [int(at) for at, _ in told] == [*range(1, 12)]
+        assert [what for _, what in told][3:6] == ["gpipe-4", "1f1b-4", "zb-h1-4"]
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -28,6 +28,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_plan_prints_the_choice_and_its_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, *SMALL, *FAST)
     assert (code, err) == (0, "")
@@ -140,6 +141,8 @@ def test_nodes_and_their_devices_make_the_cluster(capsys: pytest.CaptureFixture[
             "TP 2 x PP 2 x DP 4 needs 16 devices, but the cluster has 8",
             "use DP 2",
         ),
+        ((*SMALL, "--tensor", "3"), "TP 3 does not divide 8 devices", "use TP 2 or 4"),
+        ((*SMALL, "--tensor", "16"), "TP 16 does not divide the number of attention heads", "use TP 8"),
         ((*SMALL, "--recompute", "ful"), "recompute is pinned to 'ful'", "did you mean full?"),
         ((*SMALL, "--schedules", "1f1v"), "schedule is pinned to '1f1v'", "did you mean 1f1b?"),
         (("gpt-1.7b", "--gpus", "8", "--batch", "16"), "--hardware is missing", "for example"),
@@ -183,4 +186,43 @@ def test_a_model_that_fits_nowhere_is_refused_with_what_would_do(capsys: pytest.
 
 
 def test_flags_of_the_other_kind_of_subject_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--ranks is for a profile" in refused(capsys, *SMALL, "--ranks", "2")["error"]
+    error = refused(capsys, *SMALL, "--ranks", "2")["error"]
+    assert error == "--ranks is for a profile, but gpt-1.7b is a model on a cluster"
+
+
+@pytest.mark.parametrize("words", [(), ("--ranks", "2"), ("--hardware", "nosuch"), SMALL[1:]])
+def test_a_model_that_is_not_known_is_told_before_flags(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    error = refused(capsys, "gpt-1.7", *words)
+    assert (error["error"], error["fix"]) == ("unknown model 'gpt-1.7'", "did you mean gpt-1.7b?")
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ('{"form', "not JSON"),
+        ("", "not JSON"),
+        ("[1]", "the JSON holds a list, not an object"),
+        ("{}", "has no num_hidden_layers"),
+    ],
+)
+def test_a_file_that_is_neither_profile_nor_config_is_named_with_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, error: str
+) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(text)
+    for words in (("--ranks", "2", "--batch", "8"), SMALL[1:]):
+        found = refused(capsys, str(path), *words)
+        assert found["error"].startswith(f"{path}: ")
+        assert error in found["error"]
+        assert "`drumline profile --out FILE.json` wrote" in found["expected"]
+
+
+def test_a_subject_that_is_a_path_to_nothing_is_no_unknown_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refused(capsys, "nofolder/llama")["error"] == "no such file: nofolder/llama"
+    found = refused(capsys, str(tmp_path))
+    assert found["error"] == f"{tmp_path} is a folder without config.json"
+    assert "config.json" in found["expected"]

@@ -42,6 +42,7 @@ def test_plan_shows_what_it_chose_from_and_why(
     assert Plan.load(out_file).schedule == "zb-h1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [90, 60])
 def test_a_narrow_terminal_still_says_why_not(
     profile: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -66,7 +66,7 @@ def test_pareto_is_drawn_with_every_hand_made_schedule(
     code, out, _ = run(capsys, "--pareto", *counts, "--out", str(path), "--json")
     found = json.loads(out)
     assert code == 0
-    assert found["unit"] == "activations"
+    assert found["unit"] == "microbatches"
     assert [point["memory"] for point in found["front"]] == sorted(point["memory"] for point in found["front"])
     assert "zb-h1" in path.read_text(encoding="utf-8")
 

@@ -72,6 +72,7 @@ def test_messages_that_wait_only_for_each_other_are_told() -> None:
     assert [channel for channel in CHANNELS if hangs(text, channel)] == ["pair", "rank"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", kinds(EXPORTED))
 def test_no_export_hangs_on_any_channel(name: str) -> None:
     counts = [*admissible(name, 3, 4, 3), (4, 5, None), (6, 8, None)]

@@ -160,6 +160,7 @@ def flags(num_stages: int) -> st.SearchStrategy[list[bool]]:
     return st.lists(st.booleans(), min_size=num_stages, max_size=num_stages)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(150))
 @given(st.data())
 def test_a_pruned_program_is_proven_and_neither_longer_nor_larger(data: st.DataObject) -> None:

@@ -74,6 +74,7 @@ def test_what_is_over_a_limit_by_more_than_rounding_is_over_it(size: float, most
     assert not Instance(costs, Placement.linear(2), 3, limit).rows_fit(ALL_FORWARDS)
 
 
+@pytest.mark.slow
 def test_sums_that_are_rounded_over_a_thousand_microbatches_still_fit() -> None:
     program = generate("1f1b", num_ranks=4, num_microbatches=1000)
     costs = Costs(activation_bytes=0.1, held_until_weight_bytes=0.03)

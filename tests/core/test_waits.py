@@ -91,6 +91,7 @@ def test_the_waits_of_an_export_cost_nothing(name: str) -> None:
     assert makespans(newer, many).tolist() == [simulate(newer, one).makespan for one in many]
 
 
+@pytest.mark.slow
 def test_what_is_simulated_is_what_is_valid_with_waits_too() -> None:
     rng = random.Random(4)
     refused = 0

@@ -10,7 +10,6 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +82,9 @@ def test_a_gradient_norm_is_noted_on_the_step_that_it_is_of(tmp_path: Path) -> N
     assert len(set(norms)) == 4
 
 
-def test_a_version_that_is_not_installed_is_no_trouble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr("drumline.pipeline.record.run_folder.version", missing)
+def test_a_run_says_which_version_recorded_it(tmp_path: Path) -> None:
     pipeline(record=tmp_path).close()
-    assert dl.read_run(tmp_path).config["drumline"] == "unknown"
+    assert dl.read_run(tmp_path).config["drumline"] == dl.__version__
 
 
 def test_plan_and_surroundings_are_written_without_paths(tmp_path: Path) -> None:

@@ -276,6 +276,7 @@ def test_heads_and_sequences_must_divide() -> None:
         estimate(replace(DENSE, sequence=2047), cluster("a100-80", 2), Layout(batch=4, context=2))
 
 
+@pytest.mark.slow
 def test_no_step_is_shorter_than_its_bound() -> None:
     ratios = []
     for name, stages in some(tried_schedules().items()):

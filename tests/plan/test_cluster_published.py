@@ -23,6 +23,7 @@ from published_runs import (
 from some import some
 
 
+@pytest.mark.slow
 def test_held_out_runs_are_within_six_percent_on_average_and_fifteen_at_worst() -> None:
     rows = all_held_out()
     mean, worst = errors_of(rows)
@@ -68,6 +69,7 @@ def test_no_constant_rate_comes_near_even_if_it_knows_the_answers() -> None:
     assert ours < 0.5 * from_the_rows < 0.5 * from_sc21
 
 
+@pytest.mark.slow
 def test_the_best_constant_is_the_best() -> None:
     runs = held_out()
     best = best_constant(runs)
@@ -75,6 +77,7 @@ def test_the_best_constant_is_the_best() -> None:
     assert min(means) == means[2]
 
 
+@pytest.mark.slow
 def test_one_set_of_constants_gives_the_sc21_rows_and_small_models_on_one_node() -> None:
     rows = one_node.samples()
     assert len(rows) == 788

@@ -45,6 +45,7 @@ def step(stages: list[float], num_microbatches: int) -> float:
     return math.inf if math.inf in stages else sum(stages) + (num_microbatches - 1) * max(stages)
 
 
+@pytest.mark.slow
 def test_both_objectives_equal_brute_force_on_500_random_chains() -> None:
     refused = 0
     for seed in range(500):

@@ -60,6 +60,7 @@ def assert_covers(found: Partition, chain: list[BlockCosts], num_stages: int) ->
     assert found.seconds == stage_seconds(chain, found.counts)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(500))
 @given(st.lists(blocks, min_size=1, max_size=9), st.data())
 def test_no_cut_has_a_shorter_largest_stage_or_is_more_even(chain: list[BlockCosts], data: st.DataObject) -> None:
@@ -70,6 +71,7 @@ def test_no_cut_has_a_shorter_largest_stage_or_is_more_even(chain: list[BlockCos
     assert quality(chain, found.counts) == min(quality(chain, one) for one in cuts(len(chain), num_stages))
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(programs(FLUSHED, max_ranks=3, max_microbatches=5), st.data())
 def test_within_a_limit_no_cut_that_fits_is_better(program: Program, data: st.DataObject) -> None:
@@ -109,6 +111,7 @@ def test_a_stage_in_two_directions_counts_by_its_share_on_each_rank() -> None:
     assert partition(chain, 4).counts == (2, 3, 3, 1)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(programs(FLUSHED, max_ranks=3, max_microbatches=5), st.data())
 def test_a_limit_that_nothing_fits_names_the_smallest_that_would_do(program: Program, data: st.DataObject) -> None:

@@ -259,6 +259,7 @@ def test_why_nothing_fits_and_what_would_do() -> None:
         plan(profile, memory_bytes=30, **asked)
 
 
+@pytest.mark.slow
 def test_smaller_microbatches_are_named_where_none_was_measured() -> None:
     profile = model_profile([1.0] * 4, rows=(2, 4), held=100, weights=1)
     with pytest.raises(PlanError, match="smaller microbatches"):

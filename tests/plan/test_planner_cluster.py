@@ -160,6 +160,7 @@ def exactly(transformer: Transformer, machines: Cluster, batch: int, limit: floa
     return [one for one in found if one.bytes <= limit]
 
 
+@pytest.mark.slow
 def test_the_projections_of_latents_are_recomputed_where_that_is_enough() -> None:
     transformer = latent_transformer(num_layers=8, vocabulary=2000)
     machines, pins = small_cluster(2), Pins(microbatch=4)
@@ -176,6 +177,7 @@ def test_the_projections_of_latents_are_recomputed_where_that_is_enough() -> Non
     assert Pins().recomputations(PLAIN) == ("none", "norms", "activation", "selective", "full")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layers", "gpus", "batch", "memory"), [(4, 4, 8, 1.0), (6, 4, 6, 3.0), (4, 8, 8, 0.8)])
 def test_the_answer_is_that_of_brute_force_however_many_are_shown(
     layers: int, gpus: int, batch: int, memory: float
@@ -196,6 +198,7 @@ _heavy = partial(Transformer, gated=False, tied=False, biased=False, dropout=Fal
 
 
 # Heads as heavy as several layers, and few microbatches: v-half may be faster than zb-v, and work is far from even.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transformer", "gpus", "batch", "pins"),
     [
@@ -262,8 +265,10 @@ def test_pins_hold(pins: Pins, name: str, value: object) -> None:
             Pins(tensor=2, pipeline=2, data=4),
             ["TP 2 x PP 2 x DP 4 needs 16 devices, but the cluster has 8", "use DP 2"],
         ),
-        (Pins(tensor=2, pipeline=3), ["TP 2 x PP 3 needs 6 devices", "8"]),
-        (Pins(tensor=2, pipeline=1, data=2), ["4 devices", "use DP 4"]),
+        (Pins(tensor=2, pipeline=3), ["TP 2 x PP 3 = 6 does not divide 8 devices; expected", "use PP 2 or 4"]),
+        (Pins(pipeline=3), ["PP 3 does not divide 8 devices; expected", "divides the number", "use PP 2 or 4"]),
+        (Pins(tensor=2, pipeline=1, data=2), ["uses 4 devices, but the cluster has 8", "use DP 4"]),
+        (Pins(pipeline=3, data=3), ["PP 3 x DP 3 needs 9 devices, but the cluster has 8"]),
         (Pins(tensor=16), ["TP 16 does not divide the number of attention heads of small, 8", "use TP 8"]),
         (Pins(data=8, pipeline=1, tensor=1, context=3), ["CP 3 cannot share sequences of 1024"]),
         (Pins(expert=2), ["EP is 2, but small has no experts"]),
@@ -520,6 +525,7 @@ def test_json_has_the_layout_and_its_items() -> None:
     assert all(some(one["why"] for one in figures["best"][1:]))
 
 
+@pytest.mark.slow
 def test_the_real_estimate_keeps_to_what_the_survey_takes_for_true() -> None:
     transformer, machines = model("gpt-1.7b"), cluster("a100-40", 16)
     limit = 0.9 * machines.device.memory_bytes

@@ -12,6 +12,8 @@ from drumline.plan.cluster.layout import PRACTICE
 from published_compared import practices_table
 from published_runs import held_out
 
+pytestmark = pytest.mark.slow  # all need the whole benchmark
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 SENTENCE = re.compile(r"off by ([\d.]+)% on average and ([\d.]+)% at worst")
 RANGE = re.compile(r"([\d.]+) to ([\d.]+)%\s+(?:on\s+average|with any one preset)")

@@ -198,6 +198,7 @@ def test_a_limit_that_nothing_fits_is_refused_with_the_smallest_that_would_do() 
     assert max(found.timeline.peak_bytes or ()) <= 35
 
 
+@pytest.mark.slow
 def test_whole_backwards_are_used_where_splitting_costs_more() -> None:
     costs = Costs(backward_input=1, backward_weight=1, backward=1.2)
     found = search(costs, Placement.linear(2), num_microbatches=6, seconds=1)

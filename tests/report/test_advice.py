@@ -7,7 +7,7 @@ from drumline.report.compare import compare, recommend
 
 def test_the_fastest_exact_schedule_is_recommended() -> None:
     said = str(recommend(compare(4, num_microbatches=8)))
-    assert said.startswith("Run zb-v: 5.9% bubble, at most 4 activations on a rank; 1f1b takes 29% longer.")
+    assert said.startswith("Run zb-v: 5.9% bubble, at most 4 microbatches held on a rank; 1f1b takes 29% longer.")
 
 
 def test_stale_weights_are_not_recommended_however_fast() -> None:
@@ -25,7 +25,7 @@ def test_two_copies_of_the_weights_are_mentioned() -> None:
 
 def test_a_limit_that_nothing_keeps_is_said() -> None:
     said = str(recommend(compare(4, num_microbatches=8, limit=Limit(max_activations=0.5))))
-    assert said == "Nothing fits the limit: naive holds the least, 1 activation."
+    assert said == "Nothing fits the limit: naive holds the least, 1 microbatch."
 
 
 def test_nothing_to_compare_is_said() -> None:

@@ -36,6 +36,15 @@ def test_eight_ranks_and_32_microbatches_stay_legible_at_80_columns() -> None:
     assert "a window." in lines[-1]
 
 
+@pytest.mark.parametrize("width", [12, 25, 40, 59])
+def test_short_lines_have_idle_and_peak_below_them_and_no_sentence_is_cut(width: int) -> None:
+    timeline = simulate(build("1f1b", 4, 8))
+    below = " ".join(grid(timeline, width=width).splitlines()[4:])
+    assert below.startswith("idle 27% 27% 27% 27% peak activations 4 3 2 1 Compressed: one column is ")
+    assert below.endswith("Labels need a wider terminal or a window.")
+    assert "idle" not in grid(timeline, width=width, figures=False)
+
+
 def test_a_window_shows_its_labels() -> None:
     lines = grid(simulate(build("1f1b", 8, 32)), width=80, window=(0, 15)).splitlines()
     assert lines[0].startswith("rank 0 |F0 F1 F2")
@@ -60,7 +69,8 @@ def test_every_timed_action_is_drawn_once_where_labels_fit(name: str) -> None:
 
 def test_letters_are_explained_where_they_need_it() -> None:
     assert legend(simulate(build("1f1b", 2, 2))) == ""
-    assert "second stage" in legend(simulate(build("zb-v", 2, 2)))
+    said = "Lower-case letters: the rank's second stage. Peak: activations held, one per stage and microbatch."
+    assert legend(simulate(build("zb-v", 2, 2))) == said
     assert "going up" in legend(simulate(build("chimera", 2, 2)))
 
 

@@ -82,6 +82,7 @@ def test_a_trace_that_ends_early_is_said_to_be_cut_off(length: int, tmp_path: Pa
         load([path])
 
 
+@pytest.mark.slow
 def test_events_come_before_the_end_of_the_file_is_seen(tmp_path: Path) -> None:
     """What is cut off behind two megabytes yields what is before: a trace is not held as a whole."""
     many = [mark(f"PP:0F{number}", number, number + 1) for number in range(20_000)]

@@ -39,6 +39,7 @@ def test_the_program_is_the_schedule_that_ran(name: str, found_by: str) -> None:
     assert len(timeline.transfers) == {"1f1b": 16, "zb-v": 32}[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_every_kernel_that_computes_is_in_an_action_or_named(name: str) -> None:
     timeline = load([TRACES / name]).step()
@@ -83,6 +84,7 @@ def test_a_message_moves_while_both_kernels_run(name: str) -> None:
         assert idle == pytest.approx(timeline.idle[rank], abs=1e-9)
 
 
+@pytest.mark.slow
 def test_a_smaller_bubble_is_seen_to_be_smaller() -> None:
     plain, zero = (analyze([TRACES / name]) for name in ("1f1b", "zb-v"))
     assert zero.timeline.bubble < 0.6 * plain.timeline.bubble

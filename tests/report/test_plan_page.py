@@ -85,6 +85,7 @@ def test_page_asks_for_nothing_from_anywhere() -> None:
         assert not re.search(r"@import|url\(", page(pipeline))
 
 
+@pytest.mark.slow
 def test_page_holds_the_same_json() -> None:
     told = Told(page())
     held = [json.loads(script) for script in told.scripts[:2]]
@@ -144,6 +145,7 @@ def with_markup(value: Any) -> Any:
     return value + MARKUP if isinstance(value, str) else value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["launch", "best", "changes", "margins", "objective", "chosen"])
 def test_no_text_of_the_plan_becomes_markup(what: str) -> None:
     whole = explained()
@@ -160,6 +162,7 @@ def test_no_text_of_the_plan_becomes_markup(what: str) -> None:
     assert "<b id='planted'>" not in told.replace(json.dumps(MARKUP)[1:-1], "")
 
 
+@pytest.mark.slow
 def test_a_page_without_a_pipeline_has_no_timeline() -> None:
     assert drawing(small_transformer(), small_cluster(), Layout(batch=8, data=8, counts=(12,))) is None
     assert ".toolbar, #overview, .legend, footer { display: none; }" in page(1)

@@ -116,7 +116,7 @@ def test_a_slow_link_is_named(tmp_path: Path) -> None:
 def test_a_schedule_that_holds_less_in_the_same_time_is_named(tmp_path: Path) -> None:
     found = of_kind(advice(tmp_path, per_stage(*[MILLI] * 4), name="gpipe", ranks=4, microbatches=8), "memory")
     assert found.settings == {"schedule": "1f1b"}
-    assert "holds 4 microbatches, not 8, in the same time" in found.sentence
+    assert "holds 4 activations, not 8, in the same time" in found.sentence
 
 
 def test_a_faster_schedule_says_what_it_assumes(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_counts(parser)
     flags.add_frozen(parser)
     flags.add_costs(parser)
-    flags.add_limit(parser)
+    flags.add_limit(parser, finer="; v pairs count as one where a rank holds v stages")
     flags.add_json(parser)
     flags.add_out(parser, {".html": "html", ".htm": "html", **TEXTS})
 

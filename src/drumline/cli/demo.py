@@ -55,10 +55,12 @@ def run(args: argparse.Namespace) -> int:
                 f"The two-stage build: ten linear layers of width {build.width}, five on each of two ranks;"
                 f" {build.num_points} points in batches of {build.batch_rows}, Adam, {build.num_epochs} epochs.\n",
                 terminal_width(),
-            )
+            ),
+            flush=True,
         )
+    tell = {} if args.json else {"finished": _tell}
     try:
-        outcomes = run_demo(args.out, build, progress=_show)
+        outcomes = run_demo(args.out, build, progress=_show, **tell)
     finally:
         progress("")
     page, reports = args.out / "report.html", reports_of([one.run for one in outcomes])
@@ -67,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"rows": [one.summary() for one in outcomes], "busy_machine": busy, "report": str(page)})
     else:
+        print()
         _print(outcomes)
         if busy:
             print("\n" + wrapped(f"{busy} Compare these times again on a quiet machine.", terminal_width()))
@@ -77,6 +80,12 @@ def run(args: argparse.Namespace) -> int:
 def _show(done: int, of: int, what: str) -> None:
     filled = _BAR * done // of
     progress(f"[{'#' * filled}{'.' * (_BAR - filled)}] {done}/{of} steps  {what}")
+
+
+def _tell(done: int, of: int, what: str) -> None:
+    """Print a line for every run: on a slow machine, all of them take minutes."""
+    progress("")
+    print(wrapped(f"trained {done} of {of}: {what}", terminal_width()), flush=True)
 
 
 def _print(outcomes: Sequence[Outcome]) -> None:

@@ -232,10 +232,11 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
     add("--costs", type=file, metavar="FILE", help="read these and more costs from a JSON file; flags override it")
 
 
-def add_limit(parser: argparse.ArgumentParser) -> None:
-    """Add what a rank may hold."""
+def add_limit(parser: argparse.ArgumentParser, *, finer: str = "") -> None:
+    """Add what a rank may hold; `finer` says when v stages per rank count as one."""
     add = parser.add_argument_group("memory limit of a rank (default: none)").add_argument
-    add("--max-activations", type=number, metavar="N", help="the most (stage, microbatch) pairs that a rank may hold")
+    pairs = f"the most (stage, microbatch) pairs that a rank may hold{finer}"
+    add("--max-activations", type=number, metavar="N", help=pairs)
     add("--max-bytes", type=number, metavar="N", help="the most bytes that a rank may hold; needs --activation-bytes")
 
 

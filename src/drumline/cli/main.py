@@ -11,15 +11,17 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from drumline.cli.output import check_out, print_error, terminal_width, wrapped
 from drumline.core.errors import DrumlineError, RunError, UsageError, nearest
+from drumline.core.version import __version__
 
 # One thin module per command; only the one that runs is imported.
 VERBS = {
@@ -103,23 +105,61 @@ def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(_help())
         return FINE
-    if words[0] == "--version":
-        from importlib.metadata import version
-
-        print(f"drumline {version('drumline')}")
+    if words[0] in ("-V", "--version"):
+        print(f"drumline {__version__}")
         return FINE
     verb = words[0]
+    if verb.startswith("-"):
+        raise _unknown_flag(words)
     if verb not in VERBS:
         raise UsageError(f"unknown command {verb[:40]!r}", fix=nearest(verb[:40], VERBS))
     module = importlib.import_module(f"drumline.cli.{verb}")
+    parser = parser_of(verb)
+    _check_flags(parser, words[1:])
     try:
-        args = parser_of(verb).parse_args(words[1:])
+        args = parser.parse_args(words[1:])
     except SystemExit as stop:  # --help
         return int(stop.code or FINE)
     if "formats" in args:
         check_out(args)  # before computing anything
     code: int = module.run(args)
     return code
+
+
+def _unknown_flag(words: Sequence[str]) -> UsageError:
+    """Return the error for a flag in front of the command."""
+    flag = words[0][:40]
+    verb = next((word for word in words if word in VERBS), None)
+    fix = meant(flag, ("--help", "--version")) or "run `drumline --help` to list the commands"
+    if verb is not None:
+        fix = f"put the command first: drumline {verb} {flag} ..."
+    return UsageError(f"unknown flag {flag!r}", expected="a command", fix=fix)
+
+
+def _check_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Raise an error for a flag that a command does not have, before one for what is missing because of it."""
+    known = parser._option_string_actions
+    for word in words:
+        flag = word.partition("=")[0]
+        if word == "--":
+            return
+        if flag.startswith("--") and flag not in known:
+            fix = meant(flag, known) or f"run `{parser.prog} --help` to list its flags"
+            if flag == "--version":
+                fix = "run `drumline --version` to print the version"
+            raise UsageError(f"{parser.prog.split()[-1]} has no flag {flag[:40]}", fix=fix)
+
+
+def meant(flag: str, known: Iterable[str]) -> str:
+    """Return a phrase that suggests the flag that was meant; nothing if none is like it.
+
+    >>> meant("--rnaks", ["--ranks", "--out"]), meant("--micro", ["--microbatches"]), meant("--devices", ["--gpus"])
+    ('did you mean --ranks?', 'did you mean --microbatches?', '')
+    """
+    words = [one[2:] for one in known if one.startswith("--")]
+    said = flag.strip("-").lower()[:40]
+    close = [one for one in words if said and one.startswith(said)] or difflib.get_close_matches(said, words, 1, 0.7)
+    return f"did you mean {' or '.join(f'--{one}' for one in close[:4])}?" if close else ""
 
 
 def parser_of(verb: str) -> argparse.ArgumentParser:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drumline.core.errors import ConfigError, DrumlineError, UsageError, installing
+from drumline.core.errors import ConfigError, DrumlineError, NotInstalled, UsageError
 
 STDOUT = Path("-")
 _TRACEBACK = "'s traceback:\n"  # in the notes of errors that `launch` raises
@@ -222,11 +222,11 @@ def pytorch(verb: str) -> Iterator[None]:
     >>> with pytorch("demo trains a model"):
     ...     raise ModuleNotFoundError(name="torch")
     Traceback (most recent call last):
-    drumline.core.errors.UsageError: demo trains a model, which needs PyTorch; in your clone of Drumline, run: ...
+    drumline.core.errors.NotInstalled: demo trains a model, which needs PyTorch; in your clone of Drumline, run: ...
     """
     try:
         yield
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "torch":
             raise
-        raise UsageError(f"{verb}, which needs PyTorch", fix=installing("train")) from None
+        raise NotInstalled.torch(f"{verb}, which needs PyTorch") from None

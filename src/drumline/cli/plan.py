@@ -8,7 +8,6 @@ from collections.abc import Callable
 from drumline.cli import flags, plan_cluster, plan_profile
 from drumline.cli.output import TEXTS, Paper, deliver
 from drumline.core.errors import UsageError
-from drumline.core.files import is_regular
 from drumline.plan.device.model_profile import is_profile
 
 EXAMPLE = "drumline plan gpt-1.7b --hardware a100-40 --gpus 8 --batch 16 --brief"
@@ -50,13 +49,9 @@ def run(args: argparse.Namespace) -> int:
     if is_profile(args.subject):
         _refuse(args, plan_cluster.add_arguments, "a model on a cluster, but this is a profile")
         return plan_profile.run(args)
-    if args.subject.endswith(".json") and not is_regular(args.subject):
-        raise UsageError(
-            f"no such file: {args.subject}",
-            expected="a JSON file that `drumline profile --out FILE.json` wrote, or a Hugging Face model's config.json",
-        )
-    _refuse(args, plan_profile.add_arguments, "a profile, but this is a model on a cluster")
-    return plan_cluster.run(args)
+    model = plan_cluster.model_of(args)  # before any flag: what is missing or too much depends on the subject
+    _refuse(args, plan_profile.add_arguments, f"a profile, but {args.subject} is a model on a cluster")
+    return plan_cluster.run(args, model)
 
 
 def _refuse(args: argparse.Namespace, others: Callable[[argparse.ArgumentParser], None], subject: str) -> None:

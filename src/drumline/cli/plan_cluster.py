@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from drumline.cli import flags
 from drumline.cli.output import PICTURES, TEXTS, Paper, deliver, files_of, progress
-from drumline.core.errors import UsageError
-from drumline.core.files import is_regular
+from drumline.core.errors import PlanError, UsageError
+from drumline.core.files import Kind, is_regular, read_object
 
 if TYPE_CHECKING:
     from drumline.plan.cluster.hardware import Cluster
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from drumline.plan.layouts.planner import ClusterPlan
 
 FORMATS = TEXTS | PICTURES | {".toml": "config", ".args": "config", ".csv": "program"}
+_SUBJECT = "a JSON file that `drumline profile --out FILE.json` wrote, or a Hugging Face model's folder or config.json"
 _ENDINGS = {"drumline": ".toml", "torchtitan": ".toml", "megatron": ".args"}
 _DEGREES = {
     "tensor": "degree of tensor parallelism",
@@ -66,11 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pins.add_argument("--no-sequence-parallel", action="store_true", help=without)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, model: Transformer) -> int:
     """Plan, explain, print and write."""
     _check(args)
     with _seldom_collected():
-        return _run(args)
+        return _run(args, model if args.sequence is None else replace(model, sequence=args.sequence))
 
 
 @contextmanager
@@ -84,11 +85,11 @@ def _seldom_collected() -> Iterator[None]:
         gc.set_threshold(*usual)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, model: Transformer) -> int:
     from drumline.plan.layouts.explain import brief, explain
     from drumline.report.plan.text import plan_text
 
-    planned = _planned(args)
+    planned = _planned(args, model)
     file = next((path for path, form in files_of(args) if form == "config"), None)
     program = _program_file(args, planned, file)
     if args.brief:
@@ -142,13 +143,13 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError(f"--out is {path}, but {args.launch} takes plan{_ENDINGS[args.launch]}", fix=fix)
 
 
-def _planned(args: argparse.Namespace) -> ClusterPlan:
+def _planned(args: argparse.Namespace, model: Transformer) -> ClusterPlan:
     from drumline.plan.layouts.planner import HEADROOM, plan
 
     headroom = HEADROOM if args.headroom is None else args.headroom
     try:
         return plan(
-            _model(args),
+            model,
             _cluster(args),
             batch=args.batch,
             pins=_pins(args),
@@ -162,20 +163,37 @@ def _planned(args: argparse.Namespace) -> ClusterPlan:
 
 
 def _source(args: argparse.Namespace) -> str:
-    """Return the folder or config.json that the model is read from; nothing for one that has a name."""
+    """Return the folder or file that the model is read from; nothing for one that has a name."""
     subject = str(args.subject)
     is_folder = os.path.isdir(subject) and is_regular(Path(subject, "config.json"))
-    return subject if is_folder or subject.endswith(".json") else ""
+    return subject if is_folder or is_regular(subject) else ""
 
 
-def _model(args: argparse.Namespace) -> Transformer:
+def model_of(args: argparse.Namespace) -> Transformer:
+    """Return the model that SUBJECT names or describes; the error for one that does neither says what to pass."""
     from drumline.plan.cluster.hugging_face import read_config
-    from drumline.plan.cluster.models import model
+    from drumline.plan.cluster.models import MODELS, model
 
+    subject = str(args.subject)
+    if subject.lower() in MODELS:
+        return model(subject)
     source = _source(args)
-    path = Path(source, "config.json") if os.path.isdir(source) else Path(source)
-    found = read_config(path) if source else model(str(args.subject))
-    return found if args.sequence is None else replace(found, sequence=args.sequence)
+    if not source and (os.sep in subject or subject.endswith(".json") or os.path.exists(subject)):
+        if os.path.isdir(subject):
+            raise UsageError(f"{subject} is a folder without config.json", expected=_SUBJECT)
+        there = os.path.exists(subject)
+        raise UsageError(f"{subject} is no regular file" if there else f"no such file: {subject}", expected=_SUBJECT)
+    if not source:
+        return model(subject)
+    if os.path.isdir(source):
+        return read_config(Path(source, "config.json"))
+    found = read_object(source, Kind("plan", PlanError, _SUBJECT))  # a damaged profile does not say that it is one
+    try:
+        return read_config(source)
+    except PlanError as error:
+        if "model_type" in found:
+            raise
+        raise PlanError(error.error, expected=_SUBJECT, fix=error.fix) from None
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     flags.add_counts(parser, "(needed)")
     flags.add_costs(parser)
-    flags.add_limit(parser)
+    flags.add_limit(parser, finer="; with --placement all, v pairs count as one where a rank holds v stages")
     flags.add_json(parser)
     add, number, whole = parser.add_argument, flags.number, flags.whole_number
     laid = "how stages are placed on ranks (default linear)"
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--jitter", type=_shares, metavar="SHARE[,...]", help=vary)
     add("--quantile", type=number, metavar="Q", default=0.9, help="with --jitter: quantile to minimise (default 0.9)")
     add("--samples", type=whole, metavar="N", default=64, help="with --jitter: number of samples (default 64)")
-    add("--seconds", type=number, metavar="S", default=10.0, help="seconds to search for (default 10)")
+    add("--seconds", type=number, metavar="S", help="seconds to search for (default 10; with --tries, no limit)")
     add("--tries", type=whole, metavar="N", help="stop after this many programs (default: no limit)")
     add("--seed", type=whole, metavar="N", default=0, help="random seed (default 0)")
     add("--pareto", action="store_true", help="search under every memory limit, and show bubble against memory")
@@ -67,7 +67,7 @@ def _shares(text: str) -> float | tuple[float, ...]:
 def _check(args: argparse.Namespace) -> None:
     flags.require(args, "ranks", "microbatches", example="search --ranks 4 --microbatches 8")
     flags.check_counts(args, "ranks", "microbatches", "samples", "stages_per_rank")
-    if args.seconds <= 0:
+    if args.seconds is not None and args.seconds <= 0:
         raise UsageError(f"--seconds is {args.seconds:g}", expected="more than 0")
     if not 0 <= args.quantile <= 1:
         raise UsageError(f"--quantile is {args.quantile:g}", expected="a share from 0 to 1")

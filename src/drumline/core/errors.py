@@ -7,6 +7,7 @@ DrumlineError            base class of all errors that Drumline raises
 ├── CostsError           costs do not fit the program, or make no sense
 ├── PlanError            no answer exists: for example no cut or program fits the memory limit
 ├── UsageError           a flag or argument makes no sense
+│   └── NotInstalled     a package is missing that an extra brings; an ImportError, too
 ├── ConfigError          a training config has wrong keys or values; holds every problem
 ├── ModelError           the model cannot be cut as asked, or does not fit the program
 ├── TraceError           a profiler trace cannot be read, or traces do not belong together
@@ -65,6 +66,21 @@ class PlanError(DrumlineError):
 
 class UsageError(DrumlineError):
     """A flag or argument makes no sense; raised before anything runs."""
+
+
+class NotInstalled(UsageError, ModuleNotFoundError):
+    """A package is missing that one of Drumline's extras brings; `name` says which, as an ImportError does."""
+
+    @classmethod
+    def torch(cls, what: str) -> NotInstalled:
+        """Return the error for something that needs PyTorch.
+
+        >>> print(NotInstalled.torch("drumline.Pipeline needs PyTorch"))
+        drumline.Pipeline needs PyTorch; in your clone of Drumline, run: pip install -e '.[train]'
+        """
+        error = cls(what, fix=installing("train"))
+        error.name = "torch"
+        return error
 
 
 class ConfigError(DrumlineError):

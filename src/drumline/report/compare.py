@@ -39,7 +39,7 @@ class Row:
 
     @property
     def peak_share(self) -> float:
-        """The largest rank's peak of pairs, in whole-rank activations: v pairs of 1/v each count as one."""
+        """The fullest rank's peak in whole microbatches: v pairs, each of a v-th of what the rank computes, are one."""
         return max(self.timeline.peak_activations) / self.stages_per_rank
 
     def summary(self) -> dict[str, Any]:
@@ -186,18 +186,30 @@ def left_out_text(left_out: Sequence[LeftOut]) -> str:
 
 
 def compare_table(rows: Sequence[Row], *, width: int = 120) -> str:
-    """Return the comparison as an aligned table."""
+    """Return the comparison as an aligned table.
+
+    Peak activations are the pairs of the fullest rank, as `simulate` counts them. If schedules have several stages per
+    rank, whose pairs are smaller, another column has what they hold in whole microbatches.
+
+    >>> print(compare_table(compare(4, num_microbatches=8, only=["zb-v", "1f1b"])))
+    schedule  stages/rank  time/microbatch  bubble  span bubble  peak activations  microbatches held
+    zb-v                2            3.188   5.88%        0.00%                 8                  4
+    1f1b                1            4.125  27.27%       27.27%                 4                  4
+    """
+    is_finer = any(row.stages_per_rank > 1 for row in rows)
     bytes_known = any(row.timeline.peak_bytes is not None for row in rows)
     header = ["schedule", "stages/rank", "time/microbatch", "bubble", "span bubble", "peak activations"]
-    header += ["peak bytes"] if bytes_known else []
+    header += ["microbatches held"] * is_finer + ["peak bytes"] * bytes_known
     lines = []
     for row in rows:
         timeline, seconds = row.timeline, number(row.seconds_per_microbatch, 4)
         cells = [row.name + ("" if row.fits else " (over the limit)"), str(row.stages_per_rank), seconds]
-        cells += [f"{timeline.bubble:.2%}", f"{timeline.span_bubble:.2%}", number(row.peak_share, 3)]
+        cells += [f"{timeline.bubble:.2%}", f"{timeline.span_bubble:.2%}", str(max(timeline.peak_activations))]
+        cells += [number(row.peak_share, 3)] * is_finer
         cells += [size_text(max(timeline.peak_bytes or (0.0,)))] if bytes_known else []
         lines.append(cells)
-    return table(header, lines, width=width, keep=("time/microbatch", "bubble"))
+    held = "microbatches held" if is_finer else "peak activations"
+    return table(header, lines, width=width, keep=("time/microbatch", "bubble", held))
 
 
 def recommend(rows: Sequence[Row]) -> Advice:
@@ -206,7 +218,7 @@ def recommend(rows: Sequence[Row]) -> Advice:
     It names what the comparison left out, because that may be better than the recommendation.
 
     >>> print(recommend(compare(4, num_microbatches=8)))
-    Run zb-v: 5.9% bubble, at most 4 activations on a rank; 1f1b takes 29% longer. If memory is short, v-half ...
+    Run zb-v: 5.9% bubble, at most 4 microbatches held on a rank; 1f1b takes 29% longer. If memory is short, ...
     """
     left_out = rows.left_out if isinstance(rows, Comparison) else ()
     named = ", ".join(one.name for one in left_out)
@@ -224,7 +236,7 @@ def recommend(rows: Sequence[Row]) -> Advice:
 def _remedies(rows: Sequence[Row], exact: Sequence[Row]) -> Iterator[Remedy]:
     """Yield what to run, and what to run if that holds too much."""
     best = _best(exact)
-    said = f"Run {best.name}: {best.timeline.bubble:.1%} bubble, at most {_peak(best)} on a rank"
+    said = f"Run {best.name}: {best.timeline.bubble:.1%} bubble, at most {_peak(best)} held on a rank"
     if best.timeline.program.placement.mirrored:
         said += ", and two copies of the weights"
     more = next((_slower(row, best) for row in rows if row.name == DEFAULT), 0.0)
@@ -252,7 +264,7 @@ def _slower(row: Row, best: Row) -> float:
 
 
 def _peak(row: Row) -> str:
-    return f"{number(row.peak_share, 3)} activation{'' if row.peak_share == 1 else 's'}"
+    return f"{number(row.peak_share, 3)} microbatch{'' if row.peak_share == 1 else 'es'}"
 
 
 def compare_page(rows: Sequence[Row], *, num_ranks: int, num_microbatches: int) -> str:

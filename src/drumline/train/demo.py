@@ -37,6 +37,7 @@ TRIALS = (
 )
 COMPARED = {"gpipe": "GPipe", "1f1b": "1F1B"}  # the schedules at the top of the report, by their common names
 Progress = Callable[[int, int, str], None]  # steps done, total steps, and what is running
+Finished = Callable[[int, int, str], None]  # runs done, total runs, and which has just ended
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 
@@ -121,9 +122,16 @@ class Outcome:
 
 
 def run_demo(
-    folder: Path, build: Build | None = None, *, progress: Progress = lambda done, of, what: None
+    folder: Path,
+    build: Build | None = None,
+    *,
+    progress: Progress = lambda done, of, what: None,
+    finished: Finished = lambda done, of, what: None,
 ) -> list[Outcome]:
-    """Train the build with every trial on two local ranks, each a run in `folder`, and compare with one process."""
+    """Train the build with every trial on two local ranks, each a run in `folder`, and compare with one process.
+
+    `progress` hears of steps now and then, `finished` of every run once, when it has ended.
+    """
     build = build or Build()
     folders = [folder / trial.name for trial in TRIALS]
     for one in folders:
@@ -132,10 +140,18 @@ def run_demo(
     unsplit, total = {}, build.num_steps * (len(counts) + len(TRIALS))
     with one_thread():
         for at, (count, is_stale) in enumerate(counts):
-            progress(at * build.num_steps, total, f"one process, {count} microbatches")
+            what = f"one process, {count} microbatches" + (", updates one step late" if is_stale else "")
+            progress(at * build.num_steps, total, what)
             unsplit[count, is_stale] = train_unsplit(build, count, is_stale=is_stale)
+            finished(at + 1, len(counts) + len(TRIALS), what)
     done = build.num_steps * len(counts)
-    with _watched(folders, lambda steps, what: progress(done + steps, total, what)):
+    watch = _Watch(
+        folders,
+        build.num_steps,
+        lambda steps, what: progress(done + steps, total, what),
+        lambda at, what: finished(len(counts) + at, len(counts) + len(TRIALS), what),
+    )
+    with watch.looking():
         ranks = launch(_train_all, build, [str(one) for one in folders], num_ranks=NUM_RANKS)
     progress(total, total, "done")
     outcomes = []
@@ -168,26 +184,47 @@ def _clear(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-@contextmanager
-def _watched(folders: Sequence[Path], tell: Callable[[int, str], None]) -> Iterator[None]:
-    """Report from another thread how many steps the runs have so far."""
-    over = threading.Event()
+class _Watch:
+    """Reports how far the runs are: how many steps all have together, and each run once, when it has all of its own."""
 
-    def look() -> None:
-        while not over.wait(_SECONDS_BETWEEN_LOOKS):
-            steps, what = 0, folders[0].name
-            for folder in folders:
-                try:
-                    steps += read_run(folder).num_steps
-                except RecordError:  # has not begun yet
-                    break
-                what = folder.name
-            tell(steps, what)
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        num_steps: int,
+        tell: Callable[[int, str], None],
+        finished: Callable[[int, str], None],
+    ) -> None:
+        self.folders, self.num_steps, self.tell, self.finished = folders, num_steps, tell, finished
+        self.num_finished = 0
 
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    def look(self) -> None:
+        """Report what is new since the last look."""
+        steps, what = 0, self.folders[0].name
+        for at, folder in enumerate(self.folders):
+            try:
+                found = read_run(folder).num_steps
+            except RecordError:  # has not begun yet
+                break
+            steps, what = steps + found, folder.name
+            if found >= self.num_steps and at == self.num_finished:
+                self.num_finished += 1
+                self.finished(self.num_finished, what)
+        self.tell(steps, what)
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Look now and then, from another thread, and once at the end."""
+        over = threading.Event()
+
+        def keep_looking() -> None:
+            while not over.wait(_SECONDS_BETWEEN_LOOKS):
+                self.look()
+
+        thread = threading.Thread(target=keep_looking, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+        self.look()

@@ -17,7 +17,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from drumline.core.measured.run import (
     rank_file,
 )
 from drumline.core.program import Program
+from drumline.core.version import __version__
 from drumline.pipeline.assembly import Assembly
 from drumline.pipeline.balance import Balance
 from drumline.pipeline.record.continued import cut_lines
@@ -210,18 +210,11 @@ def config_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a pipeline, and how to read its records."""
     return {
         "format": FORMAT,
-        "drumline": _version(),
+        "drumline": __version__,
         "began": datetime.now(UTC).isoformat(timespec="seconds"),
         "settings": {name: plain(value) for name, value in settings.items() if name not in _LEFT_OUT},
         "columns": {table: list(names) for table, names in COLUMNS.items()},
     }
-
-
-def _version() -> str:
-    try:
-        return version("drumline")
-    except PackageNotFoundError:  # running from source
-        return "unknown"
 
 
 def plan_of(program: Program, assembly: Assembly, balance: Balance | None) -> dict[str, Any]:

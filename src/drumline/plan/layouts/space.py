@@ -21,7 +21,7 @@ Degrees of parallelism come first; if pinned degrees contradict each other, the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from math import prod
 
@@ -73,13 +73,14 @@ def _meshes(transformer: Transformer, cluster: Cluster, batch: int, pins: Pins) 
 def _tensor(transformer: Transformer, cluster: Cluster, pins: Pins) -> list[int]:
     if pins.tensor is not None:
         if (refused := _unfit(transformer, pins.tensor)) is not None:
-            raise refused
+            fix = _instead(transformer, cluster.num_devices, 0, {"TP": pins.tensor}, is_whole=False)
+            raise PlanError(refused, expected="a degree that divides it", fix=fix)
         return [pins.tensor]
     inside = min(cluster.devices_per_node, cluster.num_devices)
     return [degree for degree in divisors(inside) if _unfit(transformer, degree) is None]
 
 
-def _unfit(transformer: Transformer, tensor: int) -> PlanError | None:
+def _unfit(transformer: Transformer, tensor: int) -> str | None:
     """Return why the model cannot be divided this way, or None."""
     parts = [
         ("number of attention heads", transformer.num_heads),
@@ -90,12 +91,7 @@ def _unfit(transformer: Transformer, tensor: int) -> PlanError | None:
         parts.append(("expert width", transformer.experts.feedforward))
     for what, number in parts:
         if number % tensor:
-            good = [degree for degree in divisors(number) if degree < tensor]
-            return PlanError(
-                f"TP {tensor} does not divide the {what} of {transformer.name}, {number}",
-                expected="a degree that divides it",
-                fix=f"use TP {good[-1]}" if good else "",
-            )
+            return f"TP {tensor} does not divide the {what} of {transformer.name}, {number}"
     return None
 
 
@@ -134,14 +130,17 @@ def _contradiction(transformer: Transformer, cluster: Cluster, batch: int, pins:
     given = {name: degree for name, degree in named.items() if degree is not None}
     written = " x ".join(f"{name} {degree}" for name, degree in given.items())
     product = prod(given.values())
-    if devices % product or ({"TP", "PP", "DP"} <= given.keys() and product != devices):
-        last = list(given)[-1] if "DP" not in given else "DP"
-        others = product // given[last]
-        fix = f"use {last} {devices // others}" if devices % others == 0 else ""
+    is_whole = {"TP", "PP", "DP"} <= given.keys()
+    if devices % product or (is_whole and product != devices):
+        told = f"{written} {'does not divide' if len(given) == 1 else f'= {product} does not divide'} {devices} devices"
+        if product > devices:
+            told = f"{written} needs {counted(product, 'device')}, but the cluster has {devices}"
+        elif devices % product == 0:
+            told = f"{written} uses {counted(product, 'device')}, but the cluster has {devices}"
         return PlanError(
-            f"{written} needs {counted(product, 'device')}, but the cluster has {devices}",
-            expected="degrees whose product is the number of devices",
-            fix=fix,
+            told,
+            expected=f"degrees whose product {'is' if is_whole else 'divides'} the number of devices",
+            fix=_instead(transformer, devices, batch, given, is_whole=is_whole),
         )
     if pins.pipeline is not None and pins.pipeline > transformer.num_layers:
         return PlanError(
@@ -164,6 +163,25 @@ def _contradiction(transformer: Transformer, cluster: Cluster, batch: int, pins:
         expected="TP x PP x DP = devices, with DP a divisor of the batch",
         fix="change the batch or the number of devices",
     )
+
+
+def _instead(transformer: Transformer, devices: int, batch: int, given: dict[str, int], *, is_whole: bool) -> str:
+    """Return which degree to change, the last that will do, and to what: the nearest below and above."""
+    for name in sorted(given, key=lambda one: (one == "DP", list(given).index(one)), reverse=True):
+        rest, odd = divmod(devices, prod(degree for one, degree in given.items() if one != name))
+        fits: dict[str, Callable[[int], bool]] = {
+            "TP": lambda degree: _unfit(transformer, degree) is None,
+            "PP": lambda degree: degree <= transformer.num_layers,
+            "DP": lambda degree: batch % degree == 0,
+            "CP": lambda degree: degree == 1 or transformer.sequence % (2 * degree) == 0,
+        }
+        if odd or not rest:
+            continue
+        good = [degree for degree in ((rest,) if is_whole else divisors(rest)) if fits[name](degree)]
+        near = [*[one for one in good if one < given[name]][-1:], *[one for one in good if one > given[name]][:1]]
+        if near:
+            return f"use {name} {' or '.join(map(str, near))}"
+    return ""
 
 
 @lru_cache(maxsize=1024)

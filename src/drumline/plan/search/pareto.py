@@ -1,6 +1,6 @@
 """Bubble against memory: the best program found under every limit, from the smallest feasible limit to plenty.
 
-Limits are in whole-rank activations (v pairs of 1/v each count as one), or in bytes if these are known, so that
+Limits are in whole microbatches (v pairs of 1/v each count as one), or in bytes if these are known, so that
 placements can be compared with each other and with every hand-made schedule.
 """
 
@@ -18,7 +18,7 @@ from drumline.core.timeline.idle import Limit
 from drumline.core.units import number, size_text
 from drumline.plan.search.instance import Instance
 from drumline.plan.search.objective import Objective
-from drumline.plan.search.search import PLACEMENTS, admitted, search
+from drumline.plan.search.search import PLACEMENTS, admitted, search, shared
 from drumline.plan.search.starts import starts
 
 _MOST_LIMITS = 12
@@ -101,14 +101,14 @@ def pareto(
     placement: str | None = None,
     stages_per_rank: int | None = None,
     objective: str = "makespan",
-    seconds: float = 10.0,
+    seconds: float | None = None,
     tries: int | None = None,
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> Pareto:
     """Return the trade-off for one placement, or for all of them.
 
-    The limits share the seconds; `tries` applies to each of them.
+    The limits share the seconds, 10 unless given; `tries` applies to each of them, and alone no clock counts.
 
     >>> picture = pareto(Costs(), 2, num_microbatches=4, placement="linear", seconds=2)
     >>> [(point.memory, round(point.bubble, 3)) for point in picture.front]
@@ -147,14 +147,14 @@ def pareto(
             num_microbatches=num_microbatches,
             limit=limit,
             objective=objective,
-            seconds=seconds / len(jobs),
+            seconds=shared(seconds, tries, len(jobs)),
             tries=tries,
             seed=seed,
         )
         bubble, bound = (_bubble(instance, found.program, value) for value in (found.value, found.bound.value))
         peak = _peak(instance, found.program, in_bytes)
         searched.append(Point("searched", instance.placement.name, peak, bubble, memory, max(bound, 0.0)))
-    unit = "bytes" if in_bytes else "activations"
+    unit = "bytes" if in_bytes else "microbatches"
     left_out = {name: str(error) for name, error in refused.items()}
     return Pareto(num_ranks, num_microbatches, objective, unit, tuple(searched), tuple(hand_made), left_out)
 

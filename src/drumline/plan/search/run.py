@@ -4,7 +4,8 @@
                  (far from the bound)  (many equal microbatches)
 
 One seed drives all randomness, and the budget counts timed actions; the clock only cuts the search short. So on a
-machine that keeps up with its budget, a search finds the same program every time.
+machine that keeps up with its budget, a search finds the same program every time. Every phase looks at the clock, the
+bound and the starts too, which take seconds for programs of many actions.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 
 from drumline.core.program import Program
@@ -32,6 +34,7 @@ SAME = 1e-9  # relative: values this close are equal
 # The cost of timing one action; a machine times two or three million of them per second.
 _UNITS_PER_SECOND = 1.5e6
 _PROOF = 5e-5  # seconds per action for the proof and the timeline at the end
+SECONDS = 10.0  # unless given, or a number of programs is
 _BUILD = 15.0  # building takes this many times as long as timing
 _CONSTRUCTING = 0.4  # share of the budget for constructions
 _MOST_BUILDS = 300
@@ -46,6 +49,29 @@ _BEAMS = ((30, 0.0), (100, 0.02), (100, 0.1), (200, 0.0), (60, 0.05))
 _BRANCH = 40.0  # the cost of growing one state of a beam
 
 
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a search may spend: timed actions, time until the moment `deadline`, and programs to try."""
+
+    units: float
+    deadline: float
+    tries: float
+
+    @classmethod
+    def of(cls, size: int, began: float, seconds: float | None, tries: float = math.inf) -> Budget:
+        """Return the budget for programs of `size` actions; with `tries` and without `seconds`, no clock counts.
+
+        >>> Budget.of(100, 0.0, 2.0)
+        Budget(units=3000000.0, deadline=1.995, tries=inf)
+        >>> Budget.of(100, 0.0, None, tries=20)
+        Budget(units=15032000.0, deadline=inf, tries=20)
+        """
+        if seconds is None and tries < math.inf:
+            return cls(SECONDS * _UNITS_PER_SECOND + tries * (_BUILD + 1) * size, math.inf, tries)
+        seconds = SECONDS if seconds is None else seconds
+        return cls(seconds * _UNITS_PER_SECOND, began + seconds - min(seconds / 2, size * _PROOF), tries)
+
+
 class SearchRun:
     """A running search: the best so far, a pool to improve, and the remaining budget."""
 
@@ -53,24 +79,22 @@ class SearchRun:
         self,
         instance: Instance,
         objective: Objective,
-        seconds: float,
-        seed: int,
-        progress: Callable[[str], None] | None,
+        budget: Budget,
+        seed: int = 0,
+        progress: Callable[[str], None] | None = None,
     ) -> None:
         self.instance, self.objective, self.rng = instance, objective, random.Random(seed)
-        self.began = time.monotonic()
         self.size = 3 * len(instance.rank)
-        self.deadline = self.began + seconds - min(seconds / 4, self.size * _PROOF)
-        self.units = seconds * _UNITS_PER_SECOND
-        self.tries = math.inf
+        self.units, self.deadline, self.tries = budget.units, budget.deadline, budget.tries
         self.progress = progress
         whole = any(
             instance.seconds[n + 3] < instance.seconds[n + 1] + instance.seconds[n + 2] - 1e-12
             for n in range(0, instance.num_actions, 4)
         )
         self.may_join = whole or not instance.rows_fit(instance.plain)
-        self.bound = lower_bound(instance, objective.name) if objective.jitter is None else Bound(0.0, "none")
-        self.starts = starts(instance, objective)
+        bound = partial(lower_bound, instance, objective.name, is_late=self.is_late)
+        self.bound = bound() if objective.jitter is None else Bound(0.0, "none")
+        self.starts = starts(instance, objective, is_late=self.is_late)
         first = self.starts[0]
         self.value, self.rows = first.value, first.rows
         self.program: Program | None = first.program
@@ -99,11 +123,15 @@ class SearchRun:
                 f"best {number(self.value)}, bound {number(self.bound.value)}, gap {gap:.2%}, {self.num_tried} tried"
             )
 
+    def is_late(self) -> bool:
+        """Whether the time is over."""
+        return time.monotonic() >= self.deadline
+
     def keep_on(self, units: float = 0.0) -> bool:
         """Whether there is anything left to gain and to spend."""
         self.units -= units
         at_bound = self.value <= self.bound.value * (1 + SAME)
-        to_spend = self.units > 0 and self.num_tried < self.tries and time.monotonic() < self.deadline
+        to_spend = self.units > 0 and self.num_tried < self.tries and not self.is_late()
         return to_spend and not at_bound
 
     def run(self) -> None:
@@ -129,10 +157,14 @@ class SearchRun:
         small = self.smaller(2 * self.instance.num_ranks + 2)
         if small is None or not self.keep_on() or self.objective.jitter is not None:
             return
-        seconds = min(self.deadline - time.monotonic(), self.units / _UNITS_PER_SECOND) * _STRETCHING
-        fewer = SearchRun(small, Objective(small, self.objective.name), seconds, 0, None)
+        now = time.monotonic()
+        seconds = min(self.deadline - now, self.units / _UNITS_PER_SECOND) * _STRETCHING
+        share = Budget.of(3 * len(small.rank), now, seconds, (self.tries - self.num_tried) * _STRETCHING)
+        share = replace(share, deadline=math.inf) if self.deadline == math.inf else share
+        fewer = SearchRun(small, Objective(small, self.objective.name), share)
         fewer.run()
         self.units -= seconds * _UNITS_PER_SECOND - max(fewer.units, 0.0)
+        self.num_tried += fewer.num_tried
         for _, rows in fewer.pool:
             for longer in stretched(small, rows, self.instance):
                 if all(self.instance.fits(row, rank) for rank, row in enumerate(longer)):
@@ -176,7 +208,7 @@ class SearchRun:
         cost = _BUILD * 3 * len(instance.rank)
         tries = int(min(units / cost, _MOST_BUILDS))
         drawn = {} if given is None else {"num_drawn": 0}
-        made = climb(styles, value, self.rng, given=given or FIRST, order=order, **drawn)
+        made = climb(styles, value, self.rng, given=given or FIRST, order=order, is_late=self.is_late, **drawn)
         for found, style, built in islice(made, tries):
             best.append((found, style))
             if own:

@@ -28,7 +28,7 @@ from drumline.core.units import number
 from drumline.plan.search.bounds.lower_bounds import Bound
 from drumline.plan.search.instance import Instance
 from drumline.plan.search.objective import Jitter, Objective
-from drumline.plan.search.run import SAME, SearchRun
+from drumline.plan.search.run import SAME, SECONDS, Budget, SearchRun
 from drumline.plan.search.starts import Start
 
 
@@ -74,24 +74,27 @@ def search(
     limit: Limit | None = None,
     objective: str = "makespan",
     jitter: Jitter | None = None,
-    seconds: float = 10.0,
+    seconds: float | None = None,
     tries: int | None = None,
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> Found:
     """Return the best program found for these costs on this placement within the limit.
 
-    `seconds` is the budget. The search ends earlier if it reaches the bound or has tried `tries` programs. Ctrl-C ends
-    it with the best program so far.
+    `seconds` is the budget, 10 unless given. The search ends earlier if it reaches the bound or has tried `tries`
+    programs. With `tries` alone no clock counts, so every machine finds the same program. Ctrl-C ends the search with
+    the best program so far. A program of tens of thousands of actions takes seconds to set up and to prove, whatever
+    the budget.
 
     >>> found = search(Costs(), Placement.linear(4), num_microbatches=8, limit=Limit(max_activations=4))
     >>> found.value, found.bound.value, found.gap
     (27.0, 27.0, 0.0)
     """
+    began = time.monotonic()
     instance = Instance(costs, placement, num_microbatches, limit or Limit())
     _check_limit(instance)
-    run = SearchRun(instance, Objective(instance, objective, jitter), seconds, seed, progress)
-    run.tries = math.inf if tries is None else tries
+    budget = Budget.of(3 * len(instance.rank), began, seconds, math.inf if tries is None else tries)
+    run = SearchRun(instance, Objective(instance, objective, jitter), budget, seed, progress)
     interrupted = False
     try:
         run.say()
@@ -108,7 +111,7 @@ def search(
         run.value,
         run.bound,
         tuple(run.starts),
-        time.monotonic() - run.began,
+        time.monotonic() - began,
         run.num_tried,
         jitter,
         interrupted,
@@ -118,13 +121,14 @@ def search(
 def _check_limit(instance: Instance) -> None:
     """Reject a limit that not even one microbatch after another fits in, and name the smallest that works."""
     programs = (instance.plain, instance.joined)
-    if any(not validate(one, limit=instance.limit, costs=instance.costs) for one in programs):
+    if any(instance.rows_fit(one) for one in programs):  # they break no other rule
         return
     limit, holding = instance.limit, [holdings(one, instance.costs) for one in programs]
     pairs = min(max(rank.peak_pairs for rank in ranks) for ranks in holding)
     size = min(max(rank.peak_bytes or 0.0 for rank in ranks) for ranks in holding)
     if limit.max_activations is not None and not limit.admits_pairs(pairs):
-        given, least = f"{number(limit.max_activations)} pairs", f"max_activations={pairs}"
+        most = limit.max_activations
+        given, least = f"{number(most)} pair{'' if most == 1 else 's'}", f"max_activations={pairs}"
     else:
         given, least = f"{limit.max_bytes:,.0f} bytes", f"max_bytes={math.ceil(size)}"
     error = PlanError(
@@ -188,6 +192,13 @@ class Everywhere(list[Found]):
         self.left_out = dict(left_out or {})
 
 
+def shared(seconds: float | None, tries: int | None, count: int) -> float | None:
+    """Return the seconds of each of so many searches; None if only `tries` end them."""
+    if seconds is None and tries is not None:
+        return None
+    return (SECONDS if seconds is None else seconds) / count
+
+
 def search_all(
     costs: Costs,
     num_ranks: int,
@@ -195,25 +206,26 @@ def search_all(
     num_microbatches: int,
     stages_per_rank: int | None = None,
     limit: Limit | None = None,
-    seconds: float = 10.0,
+    seconds: float | None = None,
     **options: Any,
 ) -> Everywhere:
     """Search on every placement that the counts and the limit allow, and return the results, the best first.
 
-    The placements share the seconds evenly; `options` are those of `search`. `left_out` holds the placements that do
-    not support the counts or the limit, each with the reason.
+    The placements share the seconds evenly, 10 unless given; `options` are those of `search`. `left_out` holds the
+    placements that do not support the counts or the limit, each with the reason.
 
     >>> [found.placement for found in search_all(Costs(), 2, num_microbatches=4, seconds=2)]
     ['bidirectional', 'loop', 'v', 'linear']
     """
-    found, options = [], {"num_microbatches": num_microbatches, "seconds": seconds / len(PLACEMENTS), **options}
+    share = shared(seconds, options.get("tries"), len(PLACEMENTS))
+    found, options = [], {"num_microbatches": num_microbatches, "seconds": share, **options}
     placements, left_out = admitted(PLACEMENTS, num_ranks, num_microbatches, stages_per_rank)
     limit = limit or Limit()
     for name, placement in placements.items():
-        share = placement.num_stages // num_ranks
-        pairs = None if limit.max_activations is None else limit.max_activations * share
+        v = placement.num_stages // num_ranks
+        pairs = None if limit.max_activations is None else limit.max_activations * v
         try:
-            found.append(search(cut_finer(costs, share), placement, limit=Limit(pairs, limit.max_bytes), **options))
+            found.append(search(cut_finer(costs, v), placement, limit=Limit(pairs, limit.max_bytes), **options))
         except PlanError as error:
             left_out[name] = error
     in_order = {name: left_out[name] for name in PLACEMENTS if name in left_out}

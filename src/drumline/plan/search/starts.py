@@ -13,9 +13,11 @@ is any good.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from drumline.core.errors import ScheduleError
 from drumline.core.program import Program
@@ -25,8 +27,11 @@ from drumline.plan.search.instance import B, F, I, Instance, Rows, W
 from drumline.plan.search.objective import Objective
 from drumline.plan.search.times import clock
 from drumline.schedules import schedules
+from drumline.schedules.formulas import Pace, Paces
+from drumline.schedules.registry import Schedule
 
 _MOMENTS = 16
+_FEW = 2  # schedules that are built even if it is late
 
 Step = tuple[int, int]  # (stage, op)
 
@@ -41,8 +46,10 @@ class Start:
     rows: Rows | None
 
 
-def starts(instance: Instance, objective: Objective) -> list[Start]:
-    """Return every start that fits the limit, the best first.
+def starts(instance: Instance, objective: Objective, *, is_late: Callable[[], bool] = lambda: False) -> list[Start]:
+    """Return every start that fits the limit, the best first; if `is_late`, only what is made by then.
+
+    Even then, the most promising schedule that fits is among them, if one of the first few does.
 
     >>> from drumline.core.costs import Costs
     >>> from drumline.core.timeline.idle import Limit
@@ -50,10 +57,16 @@ def starts(instance: Instance, objective: Objective) -> list[Start]:
     >>> one = Instance(Costs(), Placement.linear(4), 8, Limit(max_activations=4))
     >>> [(start.name, start.value) for start in starts(one, Objective(one))][:4]
     [('zb-h1', 27.0), ('interleaved-zb', 27.0), ('1f1b', 33.0), ('one by one', 72.0)]
+    >>> [start.name for start in starts(one, Objective(one), is_late=lambda: True)]
+    ['zb-h1', 'one by one', 'one by one, joined']
     """
-    found = []
+    found: dict[int, Start] = {}
+    num_built = 0
     plainest = [Program(instance.plain.rows, "one by one"), Program(instance.joined.rows, "one by one, joined")]
-    for program in (*plainest, *_hand_made(instance)):
+    for place, program in chain(enumerate(plainest), _hand_made(instance, len(plainest))):
+        num_built += place >= len(plainest)
+        if found and is_late() and (max(found) >= len(plainest) or num_built > _FEW):
+            break
         rows = instance.rows_of(program) if program.placement == instance.placement else None
         # Proving a large program takes seconds; a recipe's program is legal, so only its memory is checked here.
         fits = all(instance.fits(row, rank) for rank, row in enumerate(rows or ()))
@@ -61,24 +74,38 @@ def starts(instance: Instance, objective: Objective) -> list[Start]:
             continue
         value = _value(instance, objective, program, rows)
         if value is not None:
-            found.append(Start(program.name, program, value, rows))
-    return sorted(found, key=lambda start: start.value)
+            found[place] = Start(program.name, program, value, rows)
+    return [found[place] for place in sorted(found, key=lambda place: (found[place].value, place))]
 
 
-def _hand_made(instance: Instance) -> Iterator[Program]:
-    """Yield every schedule's program for these counts, if its placement is the requested one."""
+def _hand_made(instance: Instance, first: int) -> Iterator[tuple[int, Program]]:
+    """Yield every schedule's program for these counts, if its placement is the requested one, with its place.
+
+    The fastest come first, by their formulas for equal ranks; places follow the registry, from `first` on.
+    """
     placement, per_rank = instance.placement, instance.num_stages // instance.num_ranks
-    for schedule in schedules().values():
-        if schedule.refusal(instance.num_ranks, instance.num_microbatches, per_rank) is not None:
+    counts = instance.num_ranks, instance.num_microbatches, per_rank
+
+    each = [sum(instance.seconds[op::4]) / instance.num_microbatches / instance.num_ranks for op in (F, I, W)]
+    paces = Paces([Pace(instance.num_ranks, *each)], instance.num_microbatches, per_rank)
+
+    def promise(one: tuple[int, Schedule]) -> float:
+        return math.inf if one[1].makespan is None else one[1].makespan(paces)
+
+    known = [one for one in enumerate(schedules().values(), first) if one[1].refusal(*counts) is None]
+    for place, schedule in sorted(known, key=promise):
+        if not schedule.trains or not schedule.flushed or schedule.two_directions != bool(placement.mirrored):
             continue
         try:
-            program = schedule.build(instance.num_ranks, instance.num_microbatches, per_rank)
+            if not placement.mirrored and schedule.layout(instance.num_ranks, per_rank) != placement:
+                continue
+            program = schedule.build(*counts)
         except ScheduleError:
             continue
         if not program.has_backward or program.num_updates or program.placement.name != placement.name:
             continue
         if placement.mirrored or program.placement == placement:
-            yield program
+            yield place, program
 
 
 def _value(instance: Instance, objective: Objective, program: Program, rows: Rows | None) -> float | None:

@@ -135,8 +135,9 @@ def climb(
     given: Sequence[Style] = FIRST,
     num_drawn: int = 18,
     order: Rows | None = None,
+    is_late: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[float, Style, Built]]:
-    """Yield values, styles and programs without end: first given and random styles, then variations of the best.
+    """Yield values, styles and programs until it is late: first given and random styles, then variations of the best.
 
     With an `order`, forwards and backwards follow it, and a style only decides where W goes.
 
@@ -149,7 +150,7 @@ def climb(
     """
     best: list[tuple[float, Style]] = []
     turn = 0
-    while True:
+    while not is_late():
         if turn < len(given):
             style = given[turn]
         elif not best or turn < len(given) + num_drawn or rng.random() < 0.1:

@@ -87,7 +87,7 @@ def _faster(seen: Evidence, now: Simulation, others: list[Simulation], assumes: 
     gain, best = max(gains, key=lambda one: (round(one[0], 3), -max(one[1].peak_activations)), default=(0.0, now))
     if gain >= LEAST_GAIN:
         name, held, holds = best.program.name, max(now.peak_activations), max(best.peak_activations)
-        memory = f", holding {holds} microbatches instead of {held}" if holds > held else ""
+        memory = f", holding {holds} activations instead of {held}" if holds > held else ""
         sentence = f"Run {name} instead of {now.program.name}, {predicted(gain)}{memory}"
         yield Remedy("schedule", sentence, gain, {"schedule": name}, assumes)
 
@@ -99,7 +99,7 @@ def _smaller(now: Simulation, others: list[Simulation]) -> Iterator[Remedy]:
     held, holds = max(now.peak_activations), max(least.peak_activations)
     if holds < held:
         sentence = (
-            f"To save memory, run {least.program.name}: it holds {holds} microbatches, not {held}, in the same time"
+            f"To save memory, run {least.program.name}: it holds {holds} activations, not {held}, in the same time"
         )
         yield Remedy("memory", sentence, 0.0, {"schedule": least.program.name})
 

@@ -45,8 +45,8 @@ function summary(models) {
     ...(differ((m) => m.raw.microbatches) ? [["per microbatch", (m) => Number((m.raw.makespan / m.raw.microbatches).toPrecision(4)), timeText, true]] : []),
     ["makespan", (m) => m.raw.makespan, timeText, true], [models[0]?.raw.bubble_of ?? "bubble", (m) => m.raw.bubble, percent, true],
     ["span bubble", (m) => m.raw.span_bubble, percent, true],
-    ...(differ(perRank) ? [["peak activations", (m) => m.raw.peak_activations / perRank(m), number, true]] : []),
-    ["peak pairs", (m) => m.raw.peak_activations, String, !differ(perRank)],
+    ["peak activations", (m) => m.raw.peak_activations, String, !differ(perRank)],
+    ...(differ(perRank) ? [["microbatches held", (m) => m.raw.peak_activations / perRank(m), number, true]] : []),
     ...(anyBytes ? [["peak bytes", (m) => m.raw.peak_bytes, (n) => (n === null ? "unknown" : bytes(n)), true]] : []),
     ["ranks", (m) => m.rows.length, String], ["stages", (m) => m.raw.stages, String],
     ["microbatches", (m) => m.raw.microbatches, String], ["actions", (m) => m.raw.boxes, (n) => n.toLocaleString("en")],
@@ -83,7 +83,7 @@ function scatter(points, colours, width) {
     words(left - 8, y(value) + 4, percent(value), colours.muted, "end");
   }
   for (const value of tickTimes({ from: 0, to: widest }, 500)) words(x(value), bottom + 18, number(value), colours.muted);
-  words((left + width - right) / 2, height - 6, "peak activations of the fullest rank", colours.muted);
+  words((left + width - right) / 2, height - 6, "microbatches held by the fullest rank", colours.muted);
   words(0, 11, "bubble", colours.muted, "start");
   const best = undominated(points), corners = best.map((p) => [x(p.peak_share), y(p.bubble)]);
   const line = corners.map(([at, down], i) => (i ? `H${at}V${down}` : `M${at} ${down}`)).join("");
@@ -100,7 +100,7 @@ function scatter(points, colours, width) {
     const dot = svgNode("circle", { cx: at, cy: down, r: 5, class: "point", stroke: colour, "stroke-width": 1.5,
       fill: members.some((p) => p.fits) ? colour : colours.paper }, svg);
     svgNode("title", {}, dot).textContent = members.map((p) =>
-      `${p.name}: bubble ${percent(p.bubble)}, peak ${number(p.peak_share)}${p.fits ? "" : ", over the limit"}`).join("\n");
+      `${p.name}: bubble ${percent(p.bubble)}, ${number(p.peak_share)} microbatches held${p.fits ? "" : ", over the limit"}`).join("\n");
     if (label) words(label.x, label.y, label.text, lit ? colours.ink : colours.muted, label.anchor);
   }
   return svg;

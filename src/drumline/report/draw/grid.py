@@ -10,6 +10,7 @@ two stages on a rank, lower-case letters mark the second; with more, labels incl
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from drumline.core.timeline.timeline import Timeline
 from drumline.core.units import number
 from drumline.report.draw.palette import IDLE
 
+_WIDE = 60  # columns with room for figures beside the lines
 _LETTERS = {
     Op.FORWARD: "F",
     Op.BACKWARD: "B",
@@ -66,7 +68,8 @@ def grid(
 ) -> str:
     r"""Draw a timeline; no line is wider than `width`.
 
-    `figures` adds idle share and peak to each line; `memory` adds a strip with the pairs that the rank holds.
+    `figures` adds idle share and peak to each line, or below if lines are short; `memory` adds a strip with the pairs
+    that the rank holds. The peak is in such pairs, too: `peak_activations`.
 
     >>> from drumline.core.program import Program
     >>> from drumline.core.simulate.simulate import simulate
@@ -86,27 +89,38 @@ def grid(
         if memory:
             held = _held(timeline, rank, canvas)
             lines.append(f"{'held'[: len(prefix[rank])]:<{len(prefix[rank])}}|{held}|" if room > 0 else held)
-    note = _note(timeline, canvas, window)
-    return "\n".join([*lines, *([note[:width]] if note else [])])
+    below = [*(_figures(timeline) if figures and not suffix[0] else ()), _note(timeline, canvas, window)]
+    return "\n".join([*lines, *(piece for line in below for piece in textwrap.wrap(line, width))])
 
 
 def legend(timeline: Timeline) -> str:
-    """Return a line that explains the letters; empty if there are only capital letters."""
+    """Return a line that explains the letters, and what is counted if ranks hold several stages; empty if nothing."""
     per_rank = max(len(timeline.program.placement.stages_of(rank)) for rank in range(timeline.num_ranks))
     if timeline.program.placement.mirrored:
         return "Lower-case letters: microbatches going up, on the rank's second copy."
-    return "Lower-case letters: the rank's second stage." if per_rank == 2 else ""
+    letters = "Lower-case letters: the rank's second stage. " if per_rank == 2 else ""
+    return f"{letters}Peak: activations held, one per stage and microbatch." if per_rank > 1 else ""
 
 
 def _margins(timeline: Timeline, width: int, figures: bool) -> tuple[list[str], list[str]]:
     """Return the text before and after each rank's line; narrow terminals omit it."""
     digits = len(str(timeline.num_ranks - 1))
     prefix = [f"{rank:<{digits}}" if width < 30 else f"rank {rank:<{digits}} " for rank in range(timeline.num_ranks)]
-    if width < 60 or not figures:
+    if width < _WIDE or not figures:
         return prefix, [""] * timeline.num_ranks
-    shares, peaks = [idle / (timeline.makespan or 1.0) for idle in timeline.idle], timeline.peak_activations
+    peaks = timeline.peak_activations
     peak_digits = len(str(max(peaks, default=0)))
-    return prefix, [f" idle {s:>3.0%} peak {p:>{peak_digits}}" for s, p in zip(shares, peaks, strict=True)]
+    return prefix, [f" idle {s:>3.0%} peak {p:>{peak_digits}}" for s, p in zip(_shares(timeline), peaks, strict=True)]
+
+
+def _shares(timeline: Timeline) -> list[float]:
+    return [idle / (timeline.makespan or 1.0) for idle in timeline.idle]
+
+
+def _figures(timeline: Timeline) -> tuple[str, str]:
+    """Return what stands after each rank's line, as lines for all ranks."""
+    idle = " ".join(f"{share:.0%}" for share in _shares(timeline))
+    return f"idle {idle}", f"peak activations {' '.join(map(str, timeline.peak_activations))}"
 
 
 def _labels(timeline: Timeline) -> Callable[[int, Action], str]:

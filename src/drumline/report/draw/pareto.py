@@ -89,9 +89,9 @@ def pareto_table(picture: Pareto, *, width: int = 120) -> str:
     >>> from drumline.core.costs import Costs
     >>> from drumline.plan.search.pareto import pareto
     >>> print(pareto_table(pareto(Costs(), 2, num_microbatches=4, placement="linear", seconds=2)))
-    activations  bubble   bound  placement  best hand-made  its bubble
-              1  40.00%  40.00%     linear      one by one      40.00%
-              2   7.69%   7.69%     linear           zb-h1       7.69%
+    microbatches held  bubble   bound  placement  best hand-made  its bubble
+                    1  40.00%  40.00%     linear      one by one      40.00%
+                    2   7.69%   7.69%     linear           zb-h1       7.69%
     """
     rows = []
     for point in picture.front:
@@ -100,7 +100,7 @@ def pareto_table(picture: Pareto, *, width: int = 120) -> str:
         memory = size_text(point.memory) if picture.unit == "bytes" else number(point.memory)
         hand_made = [best.name, f"{best.bubble:.2%}"] if best else ["none", ""]
         rows.append([memory, f"{point.bubble:.2%}", f"{point.bound or 0.0:.2%}", point.placement, *hand_made])
-    header = [picture.unit, "bubble", "bound", "placement", "best hand-made", "its bubble"]
+    header = [f"{picture.unit} held", "bubble", "bound", "placement", "best hand-made", "its bubble"]
     return table(header, rows, width=width, left=0)
 
 
@@ -171,7 +171,7 @@ def _front(plane: _Plane, front: Sequence[Point], unit: str) -> Iterator[str]:
 
 
 def _held(memory: float, unit: str) -> str:
-    return size_text(memory) if unit == "bytes" else f"{number(memory)} activations"
+    return size_text(memory) if unit == "bytes" else f"{number(memory)} microbatches"
 
 
 class _Labels:

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from drumline.core.errors import ModelError, UsageError, counted, nearest
+from drumline.core.version import __version__
 from drumline.plan.cut.cuts import Counts, ends_of
 from drumline.serve.export.balance import GAIN, best_cut, largest, rescaled
 from drumline.serve.export.chain import Chain, Example, chain_of
@@ -19,7 +20,7 @@ from drumline.serve.export.whole import LENGTH, block_names, write_whole
 from drumline.serve.wire.manifest import BATCH, Manifest, Stage, digest_of
 
 _ROUNDS = 2  # cuts that are tried after the first
-_PACKAGES = ("drumline", "torch", "onnx", "onnxscript", "onnxruntime", "transformers")
+_PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime", "transformers")
 
 
 def export(
@@ -209,7 +210,7 @@ def _moved(stage: Stage, work: Path, out: Path) -> Stage:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    found = {"drumline": __version__}
     for name in _PACKAGES:
         try:
             found[name] = version(name)

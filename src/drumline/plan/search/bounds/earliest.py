@@ -11,7 +11,7 @@ the ranks and back. Every sweep is a proof of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -25,8 +25,10 @@ _ROUNDING = 1e-11  # sums of sizes are rounded: an excess smaller than this does
 Heads = dict[tuple[int, Key], Floats]  # by (rank, (stage, op)): one number per microbatch of that lane
 
 
-def latest(relaxed: Relaxed, *, only_first: bool) -> float:
+def latest(relaxed: Relaxed, *, only_first: bool, is_late: Callable[[], bool] = lambda: False) -> float:
     """Return the largest head plus what must follow it, over all actions or only those of the rank of stage 0.
+
+    If `is_late`, it ends with the sweeps so far; 0 before the first.
 
     >>> from drumline.core.costs import Costs
     >>> from drumline.core.placement import Placement
@@ -34,9 +36,15 @@ def latest(relaxed: Relaxed, *, only_first: bool) -> float:
     >>> latest(Relaxed(Instance(Costs(comm=0.5), Placement.linear(3), 1)), only_first=False)
     9.0
     """
-    ranks = [_Rank(relaxed, lanes) for lanes in relaxed.instance.lanes]
+    ranks = []
+    for lanes in relaxed.instance.lanes:
+        if is_late():
+            return 0.0
+        ranks.append(_Rank(relaxed, lanes))
     heads: Heads = {(rank.number, key): np.zeros(rank.counts[key]) for rank in ranks for key in rank.counts}
     for _ in range(_SWEEPS):
+        if is_late():
+            break
         before = {key: head.copy() for key, head in heads.items()}
         for rank in [*ranks, *reversed(ranks)]:
             rank.tighten(heads)

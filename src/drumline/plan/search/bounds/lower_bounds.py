@@ -20,6 +20,12 @@ from drumline.plan.search.bounds.earliest import latest
 from drumline.plan.search.bounds.relaxed import Relaxed
 from drumline.plan.search.instance import Instance, W
 
+IsLate = Callable[[], bool]
+
+
+def _never() -> bool:
+    return False
+
 
 @dataclass(frozen=True, slots=True)
 class Bound:
@@ -29,8 +35,10 @@ class Bound:
     name: str
 
 
-def lower_bound(instance: Instance, objective: str = "makespan") -> Bound:
+def lower_bound(instance: Instance, objective: str = "makespan", *, is_late: IsLate = _never) -> Bound:
     """Return the largest bound that applies to the objective: makespan, span or steady.
+
+    Passage takes most of the time: if `is_late`, it ends with what is proven by then.
 
     >>> from drumline.core.costs import Costs
     >>> from drumline.core.timeline.idle import Limit
@@ -40,24 +48,24 @@ def lower_bound(instance: Instance, objective: str = "makespan") -> Bound:
     >>> lower_bound(Instance(Costs(), Placement.linear(4), 8, Limit(max_activations=2)))
     Bound(value=39.0, name='passage')
     """
-    found = [Bound(bound(instance, objective), name) for name, bound in BOUNDS.items()]
+    found = [Bound(bound(instance, objective, is_late), name) for name, bound in BOUNDS.items()]
     return max(found, key=lambda one: one.value)
 
 
-def work(instance: Instance, objective: str) -> float:
+def work(instance: Instance, objective: str, is_late: IsLate = _never) -> float:
     """Return the work of the busiest rank.
 
     Proof: a rank does one thing at a time, so its first start and last end are at least its work apart. So are the
     starts of two consecutive steps.
     """
-    del objective
+    del objective, is_late
     relaxed = Relaxed(instance)
     return max(
         sum(relaxed.exact[lane.stage, m] for lane in lanes for m in lane.microbatches) for lanes in instance.lanes
     )
 
 
-def residence(instance: Instance, objective: str) -> float:
+def residence(instance: Instance, objective: str, is_late: IsLate = _never) -> float:
     """Return the least time in which the limit allows all pairs to be held for as long as they must.
 
     Proof: pair (s, m) is held from the start of its F to the end of its W. In between lie the forwards of the stages
@@ -65,6 +73,7 @@ def residence(instance: Instance, objective: str) -> float:
     at most the limit times the time in which the rank holds anything. That time is at most the rank's span, and before
     it lie the forwards of the stages before the rank's first.
     """
+    del is_late
     relaxed = Relaxed(instance)
     best = 0.0
     for lanes in instance.lanes:
@@ -81,7 +90,7 @@ def residence(instance: Instance, objective: str) -> float:
     return best
 
 
-def passage(instance: Instance, objective: str) -> float:
+def passage(instance: Instance, objective: str, is_late: IsLate = _never) -> float:
     """Return the latest lower bound on the start of any action, plus what must follow it.
 
     Proof: `head(a)` is a time before which a cannot start. It is at least the head of what a needs plus its seconds and
@@ -96,7 +105,7 @@ def passage(instance: Instance, objective: str) -> float:
     relaxed = Relaxed(instance)
     if objective == "steady" or (objective == "span" and not relaxed.linked):
         return 0.0
-    return latest(relaxed, only_first=objective == "span")
+    return latest(relaxed, only_first=objective == "span", is_late=is_late)
 
 
-BOUNDS: dict[str, Callable[[Instance, str], float]] = {"work": work, "residence": residence, "passage": passage}
+BOUNDS: dict[str, Callable[[Instance, str, IsLate], float]] = {"work": work, "residence": residence, "passage": passage}
