@@ -179,7 +179,7 @@ class Pipeline:
         tally = self._run.run(step, call)
         self._run.check_after(step)
         skipped = {} if self._run.stream is None else self._run.stream.skipped
-        return StepResult(step.number, lambda: tally.loss, output_of(step), skipped)
+        return StepResult(step.draw, lambda: tally.loss, output_of(step), skipped)
 
     @property
     def checked(self) -> Checked | None:
@@ -200,7 +200,7 @@ class Pipeline:
             self._run.catch_up(step)
             self._recording.evaluating(step)
             tally = self._run.run(step, self._run.part_of(CalledWith(batch, named, target)))
-            return StepResult(step.number, lambda: tally.loss, output_of(step) if wanted else None)
+            return StepResult(step.draw, lambda: tally.loss, output_of(step) if wanted else None)
 
     def _new_step(self, *, train: bool = True) -> Step:
         return Step(self._ledger.number, train=train, draw=self._ledger.num_trained)
