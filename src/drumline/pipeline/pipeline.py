@@ -512,7 +512,8 @@ class Pipeline:
 
         It returns as soon as the state is copied aside; a thread writes it while training goes on, and the checkpoint
         appears once every rank has written its part. `wait`, or `.wait()` of what is returned, waits for that.
-        `extra` is plain data of your own, such as the position in the data. `keep` removes all but the newest.
+        `extra` is data of your own, such as the position in the data: numbers, texts, bytes, tensors and arrays, in
+        lists, tuples, sets and dicts. `keep` removes all but the newest.
 
         >>> import tempfile
         >>> with Pipeline([nn.Linear(1, 1)], loss_fn=nn.functional.mse_loss, num_microbatches=1) as pipe:

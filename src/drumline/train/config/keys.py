@@ -110,6 +110,11 @@ _DATA: dict[str, tuple[Rule, str]] = {
     "function": (FREE, f"{FUNCTION}, which returns the data (function)"),
     "arguments": (FREE, "what the function is called with, by name"),
     "workers": (COUNT_OR_0, "processes that read ahead"),
+    "exact": (FREE, "whether to refuse data of a function that could not be continued exactly (function)"),
+    "fingerprint": (
+        one_of("sampled", "whole"),
+        "how a run that continues sees whether files have changed: by sizes and 16 MiB of them, or by all bytes",
+    ),
 }
 _BATCH: dict[str, tuple[Rule, str]] = {
     "sequences": (COUNT, "sequences in one optimizer step, over all ranks and microbatches"),

@@ -12,7 +12,7 @@ from drumline.train.data.buckets import Buckets, check_buckets, layout_of
 from drumline.train.data.counts import counts_of
 from drumline.train.data.documents import Documents
 from drumline.train.data.fill import Filler, TokenFiller
-from drumline.train.data.function import data_by_function
+from drumline.train.data.own.function import data_by_function
 from drumline.train.data.layouts import HOWS, Layout, StepShape, Unit
 from drumline.train.data.points import PointFiller, Points
 from drumline.train.data.read.instructions import instruction_documents
