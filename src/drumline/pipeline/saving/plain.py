@@ -1,6 +1,6 @@
 """Values of the user's own as JSON and back, exactly: nothing is pickled, so that reading a checkpoint runs no code.
 
-    {"epoch": 3, "order": tensor([2, 0])}  ->  {"epoch": 3, "order": {"$drumline": "tensor", "of": ["int64", [2], "Ag..."]}}
+    {"order": tensor([2, 0])}  ->  {"order": {"$drumline": "tensor", "of": ["int64", [2], "AgAA..."]}}
 
 Texts, numbers of 64 bits, lists and dicts with texts for keys stay as they are.
 """

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from drumline.core.errors import UsageError
 from drumline.train.data.order import Indices
+from drumline.train.data.read.fingerprint import Part
 
 
 class Mapped:
@@ -76,6 +77,15 @@ class Documents:
 
     def __len__(self) -> int:
         return len(self.starts)
+
+    @property
+    def contents(self) -> list[Part]:
+        """What tells these documents from others: the numbers of all parts, and which of them make documents."""
+        names = [one.path if isinstance(one, Mapped) else "the text" for one in self.parts]
+        numbers = [one.numbers if isinstance(one, Mapped) else one for one in self.parts]
+        found = [Part(name, one) for name, one in zip(names, numbers, strict=True)]
+        found += [Part("what is trained on", one) for one in self.counted or ()]
+        return [*found, *(Part("the list of documents", one) for one in (self.starts, self.stops))]
 
     @cached_property
     def lengths(self) -> Indices:

@@ -13,6 +13,7 @@ from drumline.train.data.batch import Batch
 from drumline.train.data.layouts import Unit
 from drumline.train.data.order import Indices
 from drumline.train.data.read.files import found
+from drumline.train.data.read.fingerprint import Part
 from drumline.train.models.built import IGNORED
 
 
@@ -61,6 +62,11 @@ class Points:
             tables.append(table)
         table = np.concatenate(tables)
         return cls(torch.tensor(table[:, :-1], dtype=torch.float32), torch.tensor(table[:, -1], dtype=torch.long))
+
+    @property
+    def contents(self) -> list[Part]:
+        """What tells these points from others."""
+        return [Part("the points", self.x.numpy()), Part("the classes", self.y.numpy())]
 
     def lengths(self, indices: Indices) -> Indices:
         """Return 1 for each."""

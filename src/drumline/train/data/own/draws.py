@@ -16,6 +16,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -144,22 +145,25 @@ def _inside(one: Any) -> Iterator[tuple[str, Any]]:
         yield from ((".__self__", one.__self__), (".__func__", one.__func__))
     elif isinstance(one, FunctionType):
         yield from _of_function(one)
+    elif isinstance(one, partial):
+        yield from ((".func", one.func), (".args", one.args), (".keywords", one.keywords))
     elif not isinstance(one, type):
-        names = vars(one) if hasattr(one, "__dict__") else {}
-        yield from ((f".{name}", inner) for name, inner in names.items())
-        for kind in type(one).__mro__:
-            if kind.__module__.partition(".")[0] in _OURS:
-                continue
-            slots = kind.__dict__.get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                if hasattr(one, name):
-                    yield f".{name}", getattr(one, name)
-            for name, inner in kind.__dict__.items():
-                if isinstance(inner, (FunctionType, *_KINDS)):
-                    yield f".{name}", inner
-        for name in ("func", "args", "keywords"):  # of functools.partial
-            if type(one).__name__ == "partial":
-                yield f".{name}", getattr(one, name)
+        yield from _of_object(one)
+
+
+def _of_object(one: Any) -> Iterator[tuple[str, Any]]:
+    """Yield an object's attributes, and the functions of its classes, whose code may name generators."""
+    names = vars(one) if hasattr(one, "__dict__") else {}
+    yield from ((f".{name}", inner) for name, inner in names.items())
+    for kind in type(one).__mro__:
+        if kind.__module__.partition(".")[0] in _OURS:
+            continue
+        slots = kind.__dict__.get("__slots__", ())
+        held = [name for name in ((slots,) if isinstance(slots, str) else slots) if hasattr(one, name)]
+        yield from ((f".{name}", getattr(one, name)) for name in held)
+        for name, inner in kind.__dict__.items():
+            if isinstance(inner, (FunctionType, *_KINDS)):
+                yield f".{name}", inner
 
 
 def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:

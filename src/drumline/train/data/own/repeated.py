@@ -24,7 +24,7 @@ from drumline.train.models.built import IGNORED, Built
 
 FORMS = "a Data, (training, validation), or batches that can be gone through again: a list, a DataLoader"
 _STATE = 2
-_END = object()
+END = object()
 
 
 class Source:
@@ -67,9 +67,6 @@ class Source:
         if not self.has_state and getattr(self.given, "persistent_workers", False):
             # Workers that live on would draw on: a run that continues could not bring them to the same point.
             self.given._iterator = None
-
-
-END = _END
 
 
 def _parts(given: Any) -> Iterator[Any]:
@@ -118,7 +115,8 @@ class RepeatedStream(Stream):
             source.load(saved["source"])
             source.draws.restore(self._begun)
             source.begin(self.epoch)
-            source.draws.restore(saved["now"])
+            if self.batches:
+                source.draws.restore(saved["now"])
             self._seen = saved["seen"]
             return
         source.begin(self.epoch)
@@ -179,6 +177,7 @@ def batch_of(one: Any, built: Built, name: str) -> Batch:
     named = dict(inputs) if isinstance(inputs, dict) else {built.inputs: inputs}
     counted = padded = 0
     if isinstance(target, Tensor):
-        padded = target.numel() if not target.is_floating_point() else len(target)
-        counted = int((target != IGNORED).sum()) if not target.is_floating_point() else len(target)
+        rows = len(target) if target.dim() else 1
+        padded = rows if target.is_floating_point() else target.numel()
+        counted = rows if target.is_floating_point() else int((target != IGNORED).sum())
     return Batch(named, target, num_tokens=counted, num_padded=padded)

@@ -1,7 +1,7 @@
 """Whether data of the user's can be continued exactly, tried before training: with their first batches, twice.
 
     count    begin, two batches; the random numbers as before, begin again: the same two batches
-    state    begin, a batch, save, another one; load: the same other one. Load the beginning: the same first one
+    state    begin, a batch, save, another one of every worker; load: the same others. Load the beginning: the first
 
 What hides its randomness, goes on where it was left, or has a state that cannot be saved is found here, not when the
 run is to be continued.
@@ -67,22 +67,23 @@ def _try_state(source: Source, name: str) -> None:
     start = check_state(source.state(), name)
     first = _digests(source, 1)
     saved, now = check_state(source.state(), name), source.draws.state()
-    behind = digest_of(source.next())
+    count = 1 + int(getattr(source.given, "num_workers", 0))  # so that each worker's second batch is among them
+    behind = _next(source, count)
     source.draws.restore(begun)
     source.load(saved)
     source.draws.restore(begun)
     source.begin(0)
     source.draws.restore(now)
-    again = digest_of(source.next())
+    again = _next(source, count)
     source.load(start)
     source.draws.restore(begun)
     anew = _digests(source, 1)
     source.load(start)
     source.draws.restore(begun)
     if behind != again or first != anew:
-        when = "after a batch" if behind != again else "before the first batch"
+        when = "after a batch" if behind != again else "at the beginning"
         raise UsageError(
-            f"{name} gives data that do not go on where their state_dict of {when} says",
+            f"{name} gives data that do not go on where their state_dict says, {when}",
             expected="load_state_dict(state) after which the next batch is the one that would have followed",
             fix=f"let the state hold all that decides what follows, random generators too, {_ANYHOW}",
         )
@@ -90,8 +91,12 @@ def _try_state(source: Source, name: str) -> None:
 
 def _digests(source: Source, count: int) -> list[str]:
     source.begin(0)
-    found = []
-    for _ in range(count):
+    return _next(source, count)
+
+
+def _next(source: Source, count: int) -> list[str]:
+    found: list[str] = []
+    while len(found) < count and found[-1:] != ["end"]:
         batch = source.next()
         found.append("end" if batch is END else digest_of(batch))
     return found

@@ -77,14 +77,17 @@ def fingerprint(parts: Sequence[Part], how: str = "sampled") -> dict[str, Any]:
     return {"how": how, "size": total, "digest": told, "files": files[:_NAMED]}
 
 
-def changed(then: dict[str, Any], parts: Sequence[Part]) -> str:
-    """Return what has changed since a fingerprint was taken; empty if nothing has.
+def changed(then: dict[str, Any], now: dict[str, Any], parts: Sequence[Part]) -> str:
+    """Return what has changed between two fingerprints, the second one of these parts; empty if nothing has.
 
     >>> one, other = (Part("a.txt", np.full(9, value)) for value in (0, 1))
-    >>> changed(fingerprint([one]), [one]), changed(fingerprint([one]), [other])
-    ('', 'a.txt has other contents')
+    >>> changed(fingerprint([one]), fingerprint([one]), [one])
+    ''
+    >>> changed(fingerprint([one]), fingerprint([other], "whole"), [other])
+    'a.txt has other contents'
     """
-    now = fingerprint(parts, then.get("how", "sampled"))
+    if then.get("how") != now["how"]:
+        now = fingerprint(parts, then.get("how", "sampled"))
     if now["digest"] == then.get("digest") and now["size"] == then.get("size"):
         return ""
     before, after = then.get("files", []), now["files"]
