@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drumline.core.errors import UsageError, counted, nearest
+from drumline.train.config.placed import concerning
 from drumline.train.config.settings import DataSettings, TrainSettings
 from drumline.train.data.batch import Batch, Data
 from drumline.train.data.buckets import Buckets, check_buckets, layout_of
@@ -98,6 +99,10 @@ def _documents(settings: TrainSettings, built: Built) -> tuple[Documents, Docume
     data = settings.data
 
     def read(names: tuple[str, ...], key: str) -> Documents:
+        with concerning(key):
+            return read_as(names, key)
+
+    def read_as(names: tuple[str, ...], key: str) -> Documents:
         if data.kind == "tokens":
             end = data.end if built.tokenizer is None or data.end is not None else built.tokenizer.end
             return token_documents(names, data.token_type, end, _vocabulary(settings, built), key=key)

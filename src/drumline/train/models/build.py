@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from drumline.core.errors import ModelError, UsageError, nearest
 from drumline.pipeline.state.materialise import materialise
+from drumline.train.config.placed import concerning
 from drumline.train.config.settings import ModelSettings, TrainSettings
 from drumline.train.models.built import IGNORED, Built, Tokenizer
 from drumline.train.models.function import built_by_user, called, named_function, users_code
@@ -88,14 +89,17 @@ def _mlp(settings: TrainSettings) -> Built:
 
 def _hf(settings: TrainSettings) -> Built:
     named = settings.data.tokenizer
-    built = hf_model(
-        settings.model.path,
-        pretrained=settings.model.pretrained,
-        sequence=settings.batch.sequence,
-        packed=settings.lengths.how == "packed",
-        dtype=_dtype(settings),
-        tokenizer=tokenizer_named(named) if named else None,
-    )
+    with concerning("data.tokenizer"):
+        tokenizer = tokenizer_named(named) if named else None
+    with concerning("model.path"):
+        built = hf_model(
+            settings.model.path,
+            pretrained=settings.model.pretrained,
+            sequence=settings.batch.sequence,
+            packed=settings.lengths.how == "packed",
+            dtype=_dtype(settings),
+            tokenizer=tokenizer,
+        )
     if built.tokenizer is None and settings.data.kind != "tokens":
         built = replace(built, tokenizer=ByteTokenizer())
     config = built.model.config
@@ -118,7 +122,8 @@ def _by_function(settings: TrainSettings, device: str) -> Built:
 
 def _tokenizer(settings: TrainSettings) -> Tokenizer | None:
     if settings.data.tokenizer:
-        return tokenizer_named(settings.data.tokenizer)
+        with concerning("data.tokenizer"):
+            return tokenizer_named(settings.data.tokenizer)
     return None if settings.data.kind == "tokens" else ByteTokenizer()
 
 
