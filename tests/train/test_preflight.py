@@ -78,40 +78,75 @@ WRONG: dict[str, tuple[str, str]] = {
     "a dead link": ('[data]\nfiles = ["gone"]', "line 2: data.files: gone: is a link to a file that is not there"),
     "none": ('[data]\nfiles = ["no*.such"]', r"line 2: data.files: no\*.such: no such file"),
     "empty": ('[data]\nvalidation_files = ["empty.txt"]', "line 2: data.validation_files: empty.txt: is empty"),
-    "not UTF-8": (f'{SMALL}[data]\nfiles = ["good.txt", "latin.txt"]', "line 6: data.files: latin.txt, line 3: not UTF-8"),
-    "too short": (f'{SMALL}[data]\nfiles = ["short.txt"]', "line 6: data.files: the data have 1 row, and a step takes 4"),
+    "not UTF-8": (
+        f'{SMALL}[data]\nfiles = ["good.txt", "latin.txt"]',
+        "line 6: data.files: latin.txt, line 3: not UTF-8",
+    ),
+    "too short": (
+        f'{SMALL}[data]\nfiles = ["short.txt"]',
+        "line 6: data.files: the data have 1 row, and a step takes 4",
+    ),
     "bad lines": (f'{SMALL}[data]\nfiles = ["bad.jsonl"]', "line 6: data.files: bad.jsonl, line 3: not JSON"),
     "bad answers": (
         f'{SMALL}[data]\nkind = "instructions"\nfiles = ["answers.jsonl"]',
         "line 7: data.files: answers.jsonl, line 2: the keys are prompt",
     ),
     "bad points": (
-        '[model]\nkind = "mlp"\ninputs = 2\n[data]\nfiles = ["points.csv"]', r"line 5: data.files: points.csv: could not",
+        '[model]\nkind = "mlp"\ninputs = 2\n[data]\nfiles = ["points.csv"]',
+        r"line 5: data.files: points.csv: could not",
     ),
     "a circle": (
         '[batch]\nsequences = 2\nmicrobatch = 1\n[pipeline]\nschedule = "circle.csv"',
         r"line 5: pipeline.schedule: program 'circle.csv' cannot run: rank",
     ),
-    "no such cut": ('[pipeline]\ncuts = ["blocks.33"]', r"line 2: pipeline.cuts: 'blocks.33' is no block .* did you mean"),
-    "few cuts": ('[pipeline]\ncuts = ["layers.1", "layers.2"]', "line 2: pipeline.cuts has 2 names.*expected 1: one for"),
+    "no such cut": (
+        '[pipeline]\ncuts = ["blocks.33"]',
+        r"line 2: pipeline.cuts: 'blocks.33' is no block .* did you mean",
+    ),
+    "few cuts": (
+        '[pipeline]\ncuts = ["layers.1", "layers.2"]',
+        "line 2: pipeline.cuts has 2 names.*expected 1: one for",
+    ),
     "no such parameter": (
-        '[[optimizer.groups]]\nnames = ["*.wieght"]', r"line 2: optimizer.groups.0: no trainable parameter is named",
+        '[[optimizer.groups]]\nnames = ["*.wieght"]',
+        r"line 2: optimizer.groups.0: no trainable parameter is named",
     ),
     "betas": (
         "[optimizer.settings]\nweight_decay = 0.1\nbetas = [0.9, 2]",
         r"line 3: optimizer.settings.betas is \[0.9, 2\]: Invalid beta parameter at index 1",
     ),
-    "three betas": ("[optimizer.settings]\nbetas = [0.9, 0.9, 0.9]", "line 2: optimizer.settings.betas .* 2 numbers, like"),
-    "timeout": ("[pipeline]\ntimeout = 1e300", r"line 2: pipeline.timeout is 1e\+300.*expected a number above 0 and at"),
+    "three betas": (
+        "[optimizer.settings]\nbetas = [0.9, 0.9, 0.9]",
+        "line 2: optimizer.settings.betas .* 2 numbers, like",
+    ),
+    "timeout": (
+        "[pipeline]\ntimeout = 1e300",
+        r"line 2: pipeline.timeout is 1e\+300.*expected a number above 0 and at",
+    ),
     "torn": ('[model]\nkind = "hf"\npath = "torn"', "line 3: model.path: torn/config.json, line 1: not JSON"),
     "no model": ('[model]\nkind = "hf"\npath = "bare"', "line 3: model.path: bare: has no config.json"),
     "a file for a model": ('[model]\nkind = "hf"\npath = "pipe"', "line 3: model.path: pipe: is a pipe"),
-    "kindless": ('[model]\nkind = "hf"\npath = "kindless"', "line 3: model.path: .*config.json: there is no model_type"),
-    "unknown": ('[model]\nkind = "hf"\npath = "unknown"', "line 3: model.path: .*'nosuchmodel', which transformers does not"),
-    "a list": ('[model]\nkind = "hf"\npath = "list/config.json"', "line 3: model.path: .*: a list in place of an object"),
+    "kindless": (
+        '[model]\nkind = "hf"\npath = "kindless"',
+        "line 3: model.path: .*config.json: there is no model_type",
+    ),
+    "unknown": (
+        '[model]\nkind = "hf"\npath = "unknown"',
+        "line 3: model.path: .*'nosuchmodel', which transformers does not",
+    ),
+    "a list": (
+        '[model]\nkind = "hf"\npath = "list/config.json"',
+        "line 3: model.path: .*: a list in place of an object",
+    ),
     "weights cut off": ('[model]\nkind = "hf"\npath = "cut"', "line 3: model.path: cut/model.safetensors: has .* need"),
-    "a lost shard": ('[model]\nkind = "hf"\npath = "shards"', "line 3: model.path: shards/part.safetensors: no such file"),
-    "tokens": ('[model]\nkind = "hf"\npath = "torn_tokens"', "model.path: torn_tokens/tokenizer.json, line 2: not JSON"),
+    "a lost shard": (
+        '[model]\nkind = "hf"\npath = "shards"',
+        "line 3: model.path: shards/part.safetensors: no such file",
+    ),
+    "tokens": (
+        '[model]\nkind = "hf"\npath = "torn_tokens"',
+        "model.path: torn_tokens/tokenizer.json, line 2: not JSON",
+    ),
     "an argument too much": (
         '[model]\nkind = "function"\nfunction = "mine.py:model"\n[model.arguments]\nwidth = 2\nwide = 1',
         "line 6: model.arguments.wide: mine.py, line 3: model does not take wide.*did you mean width?",
@@ -120,9 +155,12 @@ WRONG: dict[str, tuple[str, str]] = {
         '[data]\nkind = "function"\nfunction = "mine.py:data"',
         r"line 3: data.function: mine.py, line 4: data needs folder.*.* add it to the table \[data.arguments\]",
     ),
-    "no such function": ('[data]\nkind = "function"\nfunction = "mine.py:date"', "line 3: .*has no function 'date'.*did you"),
+    "no such function": (
+        '[data]\nkind = "function"\nfunction = "mine.py:date"',
+        "line 3: .*has no function 'date'.*did you",
+    ),
     "no Python": ('[data]\nkind = "function"\nfunction = "wrong.py:data"', "line 3: data.function: wrong.py, line 1: "),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", WRONG)
