@@ -43,6 +43,7 @@ pytestmark = pytest.mark.torch
 ROWS, SIZE, FEW = 14, 4, 5
 BUILT = Built(nn.Linear(1, 1), None, inputs="x")
 HIDDEN = np.random.default_rng(5)
+POINTS = torch.randn(12, 16, generator=torch.Generator().manual_seed(0))
 
 
 def rows() -> TensorDataset:
@@ -68,7 +69,11 @@ class Batches(BatchSampler):
 
     def __init__(self) -> None:
         mine = random.Random(9)
-        self.order = lambda: mine.sample(range(ROWS), ROWS)
+
+        def order() -> list[int]:
+            return mine.sample(range(ROWS), ROWS)
+
+        self.order = order
 
     def __iter__(self) -> Iterator[list[int]]:
         order = self.order()
@@ -328,9 +333,6 @@ def test_a_run_that_continues_trains_as_the_first_did(make: Callable[[], Any], t
 
     whole = losses("whole")
     assert losses("again", str(tmp_path / "whole" / "checkpoints" / "step-00000004")) == whole[4:]
-
-
-POINTS = torch.randn(12, 16, generator=torch.Generator().manual_seed(0))
 
 
 def test_every_data_parallel_rank_goes_on_from_its_own_position() -> None:

@@ -131,8 +131,8 @@ def _schedule_admits(judged: Judged) -> Iterator[Problem]:
         yield Problem.of(judged.source.where(("pipeline", "schedule")), key, error)
         return
     if judged.plan is None and settings.pipeline.schedule.endswith(".csv") and (found := validate(program)):
-        error = InvalidProgram(settings.pipeline.schedule, found)
-        yield Problem.of(judged.source.where(("pipeline", "schedule")), "pipeline.schedule", error)
+        invalid = InvalidProgram(settings.pipeline.schedule, found)
+        yield Problem.of(judged.source.where(("pipeline", "schedule")), "pipeline.schedule", invalid)
         return
     yield from _stages_fit(judged, program.num_stages)
 
