@@ -1,9 +1,9 @@
 """What can be found wrong with a run before its ranks start, by building what is cheap to build: see `preflight`.
 
-    model     the built-in ones, on the meta device. One of Hugging Face only if names of its parts are asked for:
-              importing transformers takes seconds, and config/files looks at its folder without
-    cut       names of blocks, if the model was built
-    groups    patterns of parameter names, likewise
+    model     its numbers; modules, on the meta device, only if names of its parts are asked for: making them takes a
+              second, and importing transformers several. config/files looks at a model's folder without it
+    cut       names of blocks
+    groups    patterns of parameter names
     data      all of them, if they are small; of others the first megabytes. What is left the ranks find, with the same
               words and place
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from drumline.train.config.settings import DataSettings, TrainSettings
 from drumline.train.config.tables import Source
 from drumline.train.data.build import build_data
 from drumline.train.data.read.files import check_utf8, matched, records_of
-from drumline.train.models.build import build_model
+from drumline.train.models.build import build_model, outlined
 from drumline.train.models.built import Built
 from drumline.train.models.tokenizers import BYTES
 
@@ -72,7 +73,7 @@ class _Looking:
             return None
 
     def model(self) -> Built | None:
-        """Return the model without memory, if that is cheap."""
+        """Return the model without memory, or only its numbers, if that is cheap."""
         model, data = self.settings.model, self.settings.data
         names = bool(self.settings.pipeline.cuts or self.settings.optimizer.groups)
         if model.kind == "function" or (model.kind == "hf" and not names):
@@ -80,7 +81,8 @@ class _Looking:
         if data.tokenizer not in ("", BYTES) and not names:
             return None  # it needs transformers
         key = "model.path" if model.kind == "hf" else "model.vocabulary"
-        found: Built | None = self.tried(key, lambda: build_model(self.settings, device="meta"))
+        make = partial(build_model, self.settings, device="meta") if names else partial(outlined, self.settings)
+        found: Built | None = self.tried(key, make)
         return found
 
     def cut(self, model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +61,21 @@ def next_token_loss(logits: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
 
 
-def _gpt(settings: TrainSettings) -> Built:
+def outlined(settings: TrainSettings) -> Built:
+    """Return a built-in model without its modules, of which data need nothing: making them takes a second.
+
+    >>> outlined(TrainSettings()).model.sizes.vocabulary
+    257
+    """
+    model: Any = nn.Module()
+    if settings.model.kind == "mlp":
+        return Built(model, nn.functional.cross_entropy, inputs="input")
+    model.sizes, tokenizer = _gpt_sizes(settings)
+    return Built(model, next_token_loss, tokenizer, takes=frozenset({"document_ids"}))
+
+
+def _gpt_sizes(settings: TrainSettings) -> tuple[GPTSizes, Tokenizer | None]:
+    """Return the numbers of a GPT, and its tokenizer."""
     _check_others(settings.model)
     tokenizer = _tokenizer(settings)
     vocabulary = settings.model.vocabulary
@@ -74,7 +89,11 @@ def _gpt(settings: TrainSettings) -> Built:
     _check_vocabulary(vocabulary, tokenizer)
     names = {one.name for one in fields(GPTSizes)} - {"vocabulary", "sequence"}
     numbers = {name: getattr(settings.model, name) for name in names}
-    sizes = GPTSizes(vocabulary=vocabulary, sequence=settings.batch.sequence, **numbers)
+    return GPTSizes(vocabulary=vocabulary, sequence=settings.batch.sequence, **numbers), tokenizer
+
+
+def _gpt(settings: TrainSettings) -> Built:
+    sizes, tokenizer = _gpt_sizes(settings)
     with torch.device("meta"):
         model = GPT(sizes).to(_dtype(settings))
     return Built(model, next_token_loss, tokenizer, takes=frozenset({"document_ids"}))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from typing import Any
 
 from torch import Tensor
 
@@ -35,9 +36,8 @@ def data_by_function(settings: TrainSettings, built: Built, *, rank: int, size: 
     with users_code(name):
         made = called(function, offered, settings.data.arguments, key="data")
     if isinstance(made, Data):
-        if settings.data.exact and hasattr(made.training, "state_dict"):
-            with users_code(name):
-                check_state(made.training.state_dict(), name)
+        if settings.data.exact:
+            _check_stream(made.training, name)
         return made
     pair = isinstance(made, tuple) and len(made) == 2 and not isinstance(made[0], Tensor)
     training, held = made if pair else (made, ())
@@ -58,3 +58,16 @@ def data_by_function(settings: TrainSettings, built: Built, *, rank: int, size: 
         if settings.data.exact:
             check_resumable(source, name)
     return Data(RepeatedStream(source, built, name, exact=settings.data.exact), validation, num_tokens=0)
+
+
+def _check_stream(stream: Any, name: str) -> None:
+    """Refuse a stream of the user's own that cannot say where it is."""
+    lacks = [one for one in ("state_dict", "load_state_dict") if not callable(getattr(stream, one, None))]
+    if lacks:
+        raise UsageError(
+            f"{name} returned a Data whose training has no {' and no '.join(lacks)}",
+            expected="a stream that can be continued",
+            fix="return the batches alone, or set data.exact = false",
+        )
+    with users_code(name):
+        check_state(stream.state_dict(), name)
