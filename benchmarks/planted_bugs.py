@@ -12,5 +12,6 @@ from planted_runtime import RUNTIME
 from planted_schedules import SCHEDULES
 from planted_serve import SERVE
 from planted_stream import STREAM
+from planted_train import TRAIN
 
-BUGS = (*CORE, *SCHEDULES, *PLAN, *REPORT, *RUNTIME, *FOLLOWED, *ADAPT, *PIPELINE, *STREAM, *SERVE)
+BUGS = (*CORE, *SCHEDULES, *PLAN, *REPORT, *RUNTIME, *FOLLOWED, *ADAPT, *PIPELINE, *STREAM, *SERVE, *TRAIN)

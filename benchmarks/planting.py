@@ -22,6 +22,7 @@ OF_FOLDER = {
         "tests/served/test_failures.py",
     ),
     "adapt": ("tests/adapt", "tests/pipeline/test_adapting.py"),
+    "train": ("tests/train",),
     "runtime": (
         "tests/pipeline/test_parity.py",
         "tests/pipeline/test_pipeline.py",
@@ -48,6 +49,11 @@ OF_FOLDER = {
 
 # Tests of a file that does not share its name with them.
 OF_FILE = {
+    "train/data/own": ("tests/train/test_own_data.py",),
+    "train/data/position.py": ("tests/train/test_own_data.py",),
+    "train/data/read/fingerprint.py": ("tests/train/test_changed_data.py",),
+    "train/data/read/text.py": ("tests/train/test_read.py",),
+    "train/config": ("tests/train/test_preflight.py", "tests/train/test_config.py"),
     "core/measured/account.py": ("tests/core/test_measured.py",),
     "core/simulate/assemble.py": ("tests/core/test_simulate.py",),
     "core/prove/exchanges.py": ("tests/core/test_validate.py",),

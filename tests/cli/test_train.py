@@ -101,9 +101,9 @@ def test_other_ranks_leave_the_telling_to_the_first(
 
 def test_models_and_data_are_named_by_flags(capsys: pytest.CaptureFixture[str]) -> None:
     Path("llama").mkdir()
-    Path("llama/config.json").write_text("{}")
-    Path("a.txt").touch()
-    Path("mine.py").touch()
+    Path("llama/config.json").write_text('{"model_type": "llama"}')
+    Path("a.txt").write_text("text")
+    Path("mine.py").write_text("def model(): ...\ndef data(): ...\n")
 
     def printed(flags: str) -> dict[str, Any]:
         code, out, err = run(capsys, f"{flags} --print-config")
@@ -161,7 +161,7 @@ def test_a_run_starts_with_the_settings_and_tells_what_came_of_it(
 ) -> None:
     seen: list[TrainSettings] = []
 
-    def start(settings: TrainSettings) -> Trained:
+    def start(settings: TrainSettings, source: Any) -> Trained:
         seen.append(settings)
         return Trained(first_step=len(seen) - 1)
 

@@ -21,6 +21,8 @@ import drumline as dl
 from drumline.core.errors import RunError, UsageError
 from drumline.core.measured.account import account, parts_of, summed_parts
 from drumline.pipeline.pipeline import Pipeline
+from drumline.report.run.report import report_of
+from drumline.report.run.text import reports_text
 from drumline.runtime.draft import Clock, Draft
 from matrices import mainly
 from some import some
@@ -176,9 +178,14 @@ def test_nothing_is_recorded_if_nothing_is_asked_for() -> None:
 def test_steps_that_only_evaluate_are_no_steps_of_the_run(tmp_path: Path) -> None:
     with pipeline(record=tmp_path) as pipe:
         train(pipe, 1)
-        pipe.eval_step(torch.randn(8, 4))
-        train(pipe, 1)
-    assert dl.read_run(tmp_path).steps == (0, 2)
+        for _ in range(11):
+            pipe.eval_step(torch.randn(8, 4))
+        result = pipe.step(torch.randn(8, 4), target=torch.randn(8, 4))
+        pipe.note(result.step, own=7.0)
+    run = dl.read_run(tmp_path)
+    assert run.steps == (0, 1)
+    assert [(one["step"], one.get("own")) for one in run.metrics()] == [(0, None), (1, 7.0)]
+    assert "step 1 of 2 steps" in reports_text([report_of(run, step=1)])
 
 
 def test_a_loss_that_is_not_finite_is_written_as_null(tmp_path: Path) -> None:

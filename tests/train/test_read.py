@@ -68,6 +68,19 @@ def test_text_is_divided_alike_whoever_encodes_it(tmp_path: Path, monkeypatch: p
     assert texts(text_documents([lines], "", BYTES)) == ["five", "six"]
 
 
+@pytest.mark.parametrize("separator", ["\n\n", "\r\n\r\n"])
+def test_separators_match_the_line_ends_that_a_file_has(separator: str, tmp_path: Path) -> None:
+    lines = ["one", "two", "", "three", "", "", "four"]
+    names = [written(tmp_path, f"{at}.txt", end.join(lines).encode()) for at, end in enumerate(("\n", "\r\n"))]
+    names.append(written(tmp_path, "mixed.txt", b"one\r\n\ntwo\n\r\n\n\r\nthree"))
+    other: type[ByteTokenizer] = type("Other", (ByteTokenizer,), {})  # is not known to be bytes, and so encodes
+    for tokenizer in (BYTES, other()):
+        found = [texts(text_documents([name], separator, tokenizer)) for name in names]
+        assert found[0] == ["one\ntwo", "three", "\nfour"]
+        assert found[1] == ["one\r\ntwo", "three", "\r\nfour"]
+        assert found[2] == ["one", "two", "three"]
+
+
 def test_the_shipped_text_trains_by_default() -> None:
     settings = TrainSettings(model=ModelSettings(num_layers=1, hidden=8, num_heads=1))
     data = build_data(settings, build_model(settings, device="meta"))

@@ -16,6 +16,7 @@ from drumline.cli.output import print_json, progress, pytorch, terminal_width, w
 from drumline.core.errors import ConfigError, DrumlineError, RankFailed, UsageError, counted
 
 if TYPE_CHECKING:
+    from drumline.train.config.relations import Judged
     from drumline.train.config.settings import TrainSettings
     from drumline.train.dry.run import DryRun
 
@@ -85,34 +86,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Read the settings, and print them, forecast the run, or train."""
     from drumline.pipeline.launch.stop import stop_on_signals
-    from drumline.train.config.read import read_settings
+    from drumline.train.config.placed import placed
+    from drumline.train.config.read import read_judged
 
     is_first = os.environ.get("RANK", "0") == "0"
+    judged: Judged | None = None
     try:
         overrides, named = _overrides(args)
-        settings = read_settings(args.config, overrides, flags=named)
+        judged = read_judged(args.config, overrides, flags=named)
+        settings = judged.settings
         if args.print_config:
             return _print_config(args, settings)
         if args.dry_run:
             with pytorch("train runs a model"):
                 return _dry_run(args, settings)
         with stop_on_signals():  # from here on: importing PyTorch takes seconds
-            trained = _trained(settings)
-    except (ConfigError, UsageError):
-        if is_first:
+            trained = _trained(judged)
+    except DrumlineError as error:
+        if not is_first and isinstance(error, ConfigError | UsageError):
+            return 2  # all ranks refuse the same, and the first one tells it
+        if judged is None:
             raise
-        return 2  # all ranks refuse the same, and the first one tells it
+        raise placed(error, judged.source)  # noqa: B904 - the same error
     if is_first:
         _tell(args, settings, trained)
     return 0
 
 
-def _trained(settings: TrainSettings) -> Any:
+def _trained(judged: Judged) -> Any:
     """Train; what the user's own code raises in this process is told as `launch` tells it of its ranks."""
     with pytorch("train runs a model"):
         from drumline.train.start import start
     try:
-        return start(settings)
+        return start(judged.settings, source=judged.source)
     except (DrumlineError, OSError):
         raise
     except Exception as error:

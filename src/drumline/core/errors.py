@@ -34,6 +34,8 @@ class DrumlineError(ValueError):
     M is 0; expected a count of 1 or more; pass --microbatches 8
     """
 
+    key: str = ""  # of a training config that it is about, if it is about one
+
     def __init__(self, error: str, *, expected: str = "", fix: str = "") -> None:
         self.error = error
         self.expected = expected

@@ -96,6 +96,25 @@ def is_regular(path: str | Path) -> bool:
         return False
 
 
+def unreadable(path: str | Path) -> str:
+    """Return why no regular file can be read at a path; an empty text if one can.
+
+    >>> unreadable("no-such-file.json"), unreadable("/dev/null"), unreadable("/")
+    ('no such file', 'is a device, not a regular file', 'is a folder, not a regular file')
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return "is a link to a file that is not there" if os.path.islink(path) else "no such file"
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    except ValueError:
+        return "cannot be read: file names cannot contain a null byte"
+    if not stat.S_ISREG(mode):
+        return f"is {_called(mode)}, not a regular file"
+    return "" if os.access(path, os.R_OK) else "cannot be read: Permission denied"
+
+
 def read_bytes(path: str | Path, kind: Kind) -> bytes:
     """Return the contents of a file, up to the size limit of its kind."""
     with opened(path, kind) as file:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
@@ -54,6 +53,7 @@ _NOT_COMPILED = {
 }
 # The accepted values of each option, and how errors describe them.
 _COUNT = "an integer of at least 1"
+_YEAR = 31_536_000  # clocks of operating systems overflow far above
 _COUNTS = ("num_microbatches", "num_ranks", "stages_per_rank")
 _SWITCHES = (
     "master_weights", "check_finite", "check_model", "merge_weight_gradients", "capture", "weigh", "arrange",
@@ -64,8 +64,8 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "ahead": (_is_count, _COUNT),
     "seed": (_is_whole, "an integer"),
     "timeout": (
-        lambda one: (_is_whole(one) or isinstance(one, float)) and 0 < one < math.inf,
-        "a positive number of seconds",
+        lambda one: (_is_whole(one) or isinstance(one, float)) and 0 < one <= _YEAR,
+        f"a positive number of seconds, at most {_YEAR} (a year)",
     ),
     **dict.fromkeys(_SWITCHES, (lambda one: isinstance(one, bool), "True or False")),
     "schedule": (lambda one: isinstance(one, str | Path | Program), "a schedule name, a Program, or a CSV file"),

@@ -179,7 +179,7 @@ class Pipeline:
         tally = self._run.run(step, call)
         self._run.check_after(step)
         skipped = {} if self._run.stream is None else self._run.stream.skipped
-        return StepResult(step.number, lambda: tally.loss, output_of(step), skipped)
+        return StepResult(step.draw, lambda: tally.loss, output_of(step), skipped)
 
     @property
     def checked(self) -> Checked | None:
@@ -200,7 +200,7 @@ class Pipeline:
             self._run.catch_up(step)
             self._recording.evaluating(step)
             tally = self._run.run(step, self._run.part_of(CalledWith(batch, named, target)))
-            return StepResult(step.number, lambda: tally.loss, output_of(step) if wanted else None)
+            return StepResult(step.draw, lambda: tally.loss, output_of(step) if wanted else None)
 
     def _new_step(self, *, train: bool = True) -> Step:
         return Step(self._ledger.number, train=train, draw=self._ledger.num_trained)
@@ -512,7 +512,8 @@ class Pipeline:
 
         It returns as soon as the state is copied aside; a thread writes it while training goes on, and the checkpoint
         appears once every rank has written its part. `wait`, or `.wait()` of what is returned, waits for that.
-        `extra` is plain data of your own, such as the position in the data. `keep` removes all but the newest.
+        `extra` is data of your own, such as the position in the data: numbers, texts, bytes, tensors and arrays, in
+        lists, tuples, sets and dicts. `keep` removes all but the newest.
 
         >>> import tempfile
         >>> with Pipeline([nn.Linear(1, 1)], loss_fn=nn.functional.mse_loss, num_microbatches=1) as pipe:

@@ -72,6 +72,8 @@ class CalledWith(NamedTuple):
 class StepResult:
     """The outcome of one step. `loss` is that of the whole batch, on every rank; reading may wait for the last stage.
 
+    `step` counts training steps from 0, as the run folder does; an evaluation has the number of the step that follows.
+
     `output` is the model's output for the whole batch, if requested and this rank has the last stage; else None.
     """
 
@@ -332,7 +334,7 @@ class StepRun:
         if not step.train:
             program = self.engine.forwards
         tally = Tally(step.number, lambda: self.crew.heard(topic), program, self.updates.handler, self.crew.called)
-        tally.program_number = step.program
+        tally.program_number, tally.trained = step.program, step.draw
         self.ledger.add(tally, trained=step.train, alone=self.crew.alone)
         for observer in self.observers:
             observer.told(step, tally, each)

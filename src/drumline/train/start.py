@@ -19,7 +19,9 @@ from drumline.pipeline.launch.worker import die_with
 from drumline.pipeline.options import device_named
 from drumline.train.claim import Claim, job_here, take_part
 from drumline.train.config.settings import TrainSettings
+from drumline.train.config.tables import Source
 from drumline.train.folder import begin
+from drumline.train.preflight import preflight
 from drumline.train.replan import fewest_of, planned_for
 from drumline.train.restarts import Restarts
 from drumline.train.room import check_room
@@ -27,14 +29,15 @@ from drumline.train.room import check_room
 Train = Callable[..., Any]
 
 
-def start(settings: TrainSettings, *, train: Train | None = None) -> Any:
+def start(settings: TrainSettings, *, train: Train | None = None, source: Source | None = None) -> Any:
     """Run `train(settings)` on every rank and return what rank 0 returned; `train` is `run_training` unless given.
 
     Under torchrun this process is one rank, and gets its own result. Otherwise local ranks are started, or none where
     one process is enough, and started again as often as failures.restarts says. A folder that holds a run or cannot be
     written, a device that is not there and a wrong number of processes are refused before any rank starts.
 
-    `train` also gets `continues=True` where it goes on with a run in its folder.
+    `train` also gets `continues=True` where it goes on with a run in its folder. `source` says where the settings were
+    given: what `preflight` finds wrong with model and data before any rank starts then has its file and line.
     """
     settings = with_device(settings)
     if is_started():
@@ -45,6 +48,8 @@ def start(settings: TrainSettings, *, train: Train | None = None) -> Any:
         raise UsageError(
             "failures.elastic without restarts", expected="failures.restarts of 1 or more", fix="add --restarts 3"
         )
+    if train is None:
+        preflight(settings, source)
     train, begun = train or _train_in, begin(settings)
     with begun.claimed:
         if settings.failures.elastic:

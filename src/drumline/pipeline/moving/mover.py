@@ -182,7 +182,7 @@ class Mover:
         each = run.crew.collect("moved", self._seconds)
         return self._noted(
             Move(
-                step=run.ledger.number,
+                step=run.ledger.num_trained,
                 before=chain.cuts_of(counts_before),
                 after=chain.cuts_of(counts),
                 balance_before=chain.balance(counts_before),

@@ -176,7 +176,7 @@ class Recording(Observer):
         """Forget the lines of steps from the next one on: they will run again."""
         if self.folder is not None and self.folder.is_open:
             self._write(self.folder, last=True)
-            self.folder.rewind(self._ledger.number)
+            self.folder.rewind(self._ledger.num_trained)
 
     def flush(self) -> None:
         """Write all that is known, so that it outlives this process; the last step takes no more notes."""
@@ -204,7 +204,7 @@ class Recording(Observer):
         if step.program not in self._described and 0 in self._ranks and self.folder is not None:
             self.folder.add_program(step.program, self._programs[step.program])
             self._described.add(step.program)
-        step.drafts = [Draft(rank, step.number) for rank in self._ranks]
+        step.drafts = [Draft(rank, step.draw) for rank in self._ranks]
         for draft, clock, channel in zip(step.drafts, self._clocks, self._crew.channels, strict=True):
             draft.clock, draft.program = clock.number, step.program
             if self._has_clocks:
@@ -213,14 +213,14 @@ class Recording(Observer):
 
     def again(self, step: Step) -> None:
         """Begin other drafts."""
-        fresh = [Draft(rank, step.number) for rank in self._ranks]
+        fresh = [Draft(rank, step.draw) for rank in self._ranks]
         self.between.begin_again(step.drafts, fresh)
         step.drafts = fresh
 
     def evaluating(self, step: Step) -> None:
         """Begin drafts for a step that only evaluates, which has a timeline and no line of the run."""
         if self.is_on:
-            step.drafts = [Draft(rank, step.number) for rank in self._ranks]
+            step.drafts = [Draft(rank, step.draw) for rank in self._ranks]
             for draft, clock in zip(step.drafts, self._clocks, strict=True):
                 draft.clock = clock.number
                 draft.since_ns = draft.begin_ns = clock.now()
@@ -313,7 +313,7 @@ class Recording(Observer):
             tally, noted = self._waiting.pop(0)
             if self._has_clocks and time.monotonic() > self._read_until:
                 self._dials, self._read_until = self._ledger.dials(tally), time.monotonic() + _SECONDS_TO_READ
-            folder.add_metrics(tally.number, tally.metrics(noted, self._dials))
+            folder.add_metrics(tally.trained, tally.metrics(noted, self._dials))
 
     def decided(self, step: int, line: Mapping[str, Any]) -> None:
         """Write what was decided before a step, or what came of it; rank 0 calls it."""
@@ -323,7 +323,7 @@ class Recording(Observer):
     def note(self, of_step: int | None = None, /, **metrics: Any) -> None:
         """Add metrics to the last step, or to the one of a number if it is not written yet."""
         for tally, noted in self._waiting[-1:] if of_step is None else self._waiting:
-            if of_step in (None, tally.number):
+            if of_step in (None, tally.trained):
                 noted.update(metrics)
 
     def failed(self) -> None:

@@ -70,12 +70,13 @@ class Told:
 class Tally:
     """What all ranks told about one step; `hear` is called once, when it is first needed."""
 
-    number: int
+    number: int  # among steps and evaluations
     hear: Callable[[], list[Told]]
     program: Program
     handler: Handler | None = None
     called: RankNames = BY_NUMBER
     program_number: int = 0
+    trained: int = 0  # training steps before it: its number in the run, in which evaluations are no steps
     own: Callable[[], list[Record]] | None = None  # if all ranks are here, their records on demand
     following: Tally | None = None  # the next training step
 
@@ -195,7 +196,7 @@ class Ledger:
 
     def __init__(self, unused: str = "warn", never_used: Collection[str] | None = None) -> None:
         self.unused = Unused(unused, never_used)
-        self.number = 0  # number of the next step
+        self.number = 0  # number of the next step or evaluation
         self.num_trained = 0  # number of training steps so far
         self.last: Tally | None = None  # the last training step
         self.before: Tally | None = None  # the training step before it

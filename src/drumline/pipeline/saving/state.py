@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from functools import cached_property
@@ -12,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from drumline.core.errors import ModelError, RecordError, RunError
+from drumline.core.errors import ModelError, RecordError
 from drumline.pipeline.saving import folder as folders
 from drumline.pipeline.saving import snapshot
 from drumline.pipeline.saving.loader import Checkpoint, Loaded, agreed_paths, damage
+from drumline.pipeline.saving.plain import packed, unpacked
 from drumline.pipeline.saving.saver import Saver, Saving
 from drumline.pipeline.saving.snapshot import Snapshot
 from drumline.pipeline.state.stream import check_goes_on
@@ -61,10 +61,9 @@ class State:
             "num_trained": run.ledger.num_trained,
             "schedule": run.frozen.program.name,
             "scaler": None if run.updates.scaler is None else run.updates.scaler.state_dict(),
-            "extra": extra,
+            "extra": packed(extra),
             "stream": None if run.stream is None or run.stream.is_empty else run.stream.described(),
         }
-        _check_plain(extra)
         with run.recording.between.during("save"), run.crew.together("save"):
             saving = self._saver.save(folder, content["step"], self._taken, content, keep=keep)
         if saving.refusal is not None:
@@ -190,7 +189,7 @@ class State:
             snapshot.restore_generators(tensors, content["generators"][self._process], run.intake.device)
         run.ledger.number, run.ledger.num_trained = content["number"], content["num_trained"]
         run.recording.rewind()
-        return Loaded(checkpoint.path, content["step"], content["extra"], skipped)
+        return Loaded(checkpoint.path, content["step"], unpacked(content["extra"]), skipped)
 
     def _take_updates(self, content: Mapping[str, Any], training: Mapping[str, Tensor]) -> None:
         """Give masters, optimizers and scaler their state back."""
@@ -248,12 +247,3 @@ def _parameter_of(name: str) -> str:
     """
     head, _, rest = name.partition("/")
     return rest if head == "masters" else rest.rpartition("/")[0]
-
-
-def _check_plain(extra: Any) -> None:
-    try:
-        json.dumps(extra)
-    except (TypeError, ValueError) as error:
-        raise RunError(
-            f"extra cannot be written as JSON: {error}", expected="numbers, texts, lists and dicts"
-        ) from None

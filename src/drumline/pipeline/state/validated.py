@@ -97,7 +97,8 @@ class _Update:
     """An update on this process's ranks, from the first optimizer's step to the verdict."""
 
     number: int
-    steps: range  # the pipeline steps whose gradients it uses
+    steps: range  # the pipeline steps whose gradients it uses, evaluations counted
+    trained: int  # the last of them, evaluations not counted
     is_ahead: bool  # whether ranks update before the verdict
     gradients: dict[nn.Parameter, Tensor]
     versions: list[int] = field(default_factory=list)  # of the gradients, to see whether they were changed
@@ -210,8 +211,8 @@ class Validation(Observer):
     def _begun(self) -> _Update:
         """Begin an update: tell all ranks this process's norms, and wait for theirs only if these are wrong."""
         gradients = {one: one.grad for one in self._holdings.parameters() if one.grad is not None}
-        last = self._ledger.number - 1
-        update = _Update(self._number, range(self._first, last + 1), self._trusts, gradients)
+        last, trained = self._ledger.number - 1, self._ledger.num_trained - 1
+        update = _Update(self._number, range(self._first, last + 1), trained, self._trusts, gradients)
         self._number, self._first = self._number + 1, last + 1
         own: list[dict[str, float]] = []
         if self.max_norm is not None:
@@ -253,9 +254,9 @@ class Validation(Observer):
             if self.max_norm is not None:
                 norm = self._total(self._crew.heard(update.topic), _TWO)
                 factor = clip.factor(norm, self.max_norm)
-                self._recording.note(last, grad_norm=norm)
+                self._recording.note(update.trained, grad_norm=norm)
             bad = next((self._bad[one] for one in update.steps if one in self._bad), "")
-            update.verdict = self.verdict = Verdict(last, norm, factor, bad)
+            update.verdict = self.verdict = Verdict(update.trained, norm, factor, bad)
             self._bad = {one: ranks for one, ranks in self._bad.items() if one > last}
             self._trusts = not update.verdict.amends
             self._again |= update.verdict.amends and update.is_ahead

@@ -124,7 +124,7 @@ def _below(runs: Sequence[Figures]) -> str:
 def _cards(run: Figures) -> str:
     slowest = run["per_stage"][run["slowest_stage"]]
     figures = [
-        ("makespan", _time(run["makespan"]), f"step {run['step']} of {run['num_steps']}"),
+        ("makespan", _time(run["makespan"]), run["which_step"]),
         ("bubble", percent(run["bubble"]), f"utilisation {percent(run['utilisation'])}"),
         ("overhead and jitter", percent(run["overhead_share"]), f"simulated {_time(run['simulated_makespan'])}"),
         ("slowest stage", str(slowest["stage"]), f"{_time(slowest['seconds'])} per microbatch"),

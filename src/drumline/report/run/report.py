@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from drumline.core.errors import counted
 from drumline.core.measured.costs import costs_of, replay
 from drumline.core.measured.endless import is_part, num_begun
 from drumline.core.measured.measured import Measured
@@ -215,6 +216,7 @@ class RunReport:
             "microbatches": num_begun(program),
             "num_steps": self.run.num_steps,
             "step": seen.step,
+            "which_step": which_step(seen.step, self.run.steps),
             "pooled_steps": list(seen.pooled),
             "makespan": seen.measured.makespan,
             "simulated_makespan": seen.simulated.makespan,
@@ -254,6 +256,16 @@ def report_of(run: Run, *, step: int | None = None, name: str | None = None) -> 
         nothing = "no advice: the load of a service is what its clients ask for"
         return replace(report, advice=Advice((), nothing=nothing))
     return replace(report, advice=Advice((), nothing=steadiness.withheld) if steadiness.busy else advise(seen))
+
+
+def which_step(step: int, steps: Sequence[int]) -> str:
+    """Return which of a run's steps is shown; those of a run that continues another do not begin at 0.
+
+    >>> which_step(7, range(12)), which_step(405, range(400, 412))
+    ('step 7 of 12 steps', 'step 405 of 12 steps, 400 to 411')
+    """
+    told = f"step {step} of {counted(len(steps), 'step')}"
+    return told if not steps or steps[-1] == len(steps) - 1 else f"{told}, {steps[0]} to {steps[-1]}"
 
 
 def machine_load(environment: Mapping[str, Any]) -> tuple[float | None, int | None]:

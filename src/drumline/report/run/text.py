@@ -10,7 +10,7 @@ from drumline.core.errors import counted
 from drumline.report.draw.grid import grid
 from drumline.report.run.changes import HEADER, cells
 from drumline.report.run.follow import PARTS
-from drumline.report.run.report import RunReport
+from drumline.report.run.report import RunReport, which_step
 from drumline.report.table import table
 from drumline.report.units import counts, duration, percent, size_text
 
@@ -29,8 +29,7 @@ def report_text(report: RunReport, *, width: int = 100, colour: bool = False) ->
     measured, simulated = seen.measured.makespan, seen.simulated.makespan
     slowest = report.stages[report.slowest_stage]
     head = [
-        f"{report.name}: {program.name}, {counts(program)}, step {seen.step} of "
-        f"{counted(report.run.num_steps, 'step')}",
+        f"{report.name}: {program.name}, {counts(program)}, {which_step(seen.step, report.run.steps)}",
         f"makespan {duration(measured)}, bubble {seen.measured.bubble:.1%}; simulated with the same seconds "
         f"{duration(simulated)}, the rest ({percent(report.overhead_share)}) is overhead and jitter",
         f"slowest stage {slowest['stage']} on rank {' and '.join(map(str, slowest['ranks']))}: "

@@ -126,7 +126,7 @@ class StreamExecutor(Executor):
     def run(self, step: Step, draft: Draft, jobs: Any = None) -> Generator[Wait, None, None]:
         """Run the slice of a step."""
         self._steps[self.position] = step, self.optimizers.settings()
-        self.verdicts.number(self.position, step.number)
+        self.verdicts.number(self.position, step.draw)
         oldest = self._steps[min(self._steps)][0].number
         self.channel.begin(step.number, since=oldest)
         self.clock.begin(draft)

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from drumline.core.errors import ConfigError, nearest
-from drumline.core.files import is_regular
+from drumline.core.files import unreadable
 
 EXPECTED = "package.module:function or file.py:function"
 
@@ -31,8 +31,8 @@ def parts_of(name: str) -> tuple[str, str]:
     if not home or not function.isidentifier():
         raise ConfigError(f"{name[:80]!r} names no function", expected=EXPECTED)
     if home.endswith(".py"):
-        if not is_regular(home):
-            raise ConfigError(f"{home}: no such file", expected=EXPECTED)
+        if why := unreadable(home):
+            raise ConfigError(f"{home}: {why}", expected=EXPECTED)
     elif not all(part.isidentifier() for part in home.split(".")):
         raise ConfigError(f"{home[:80]!r} is neither a Python file nor a module", expected=EXPECTED)
     return home, function

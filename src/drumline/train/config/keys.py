@@ -44,6 +44,7 @@ def each_at_least(least: int) -> Rule:
 
 COUNT, COUNT_OR_0, POSITIVE = at_least(1), at_least(0), Rule("a number above 0", lambda value: bool(value > 0))
 NUMBER_OR_0 = at_least(0, whole=False)
+SECONDS = Rule("a number above 0 and at most 31536000, a year", lambda value: bool(0 < value <= 31_536_000))
 SHARE = Rule("a share, from 0 to 1", lambda value: 0 <= value <= 1)
 PART = Rule("a share, from 0 to less than 1", lambda value: 0 <= value < 1)
 FREE = Rule("", lambda _: True)
@@ -110,6 +111,11 @@ _DATA: dict[str, tuple[Rule, str]] = {
     "function": (FREE, f"{FUNCTION}, which returns the data (function)"),
     "arguments": (FREE, "what the function is called with, by name"),
     "workers": (COUNT_OR_0, "processes that read ahead"),
+    "exact": (FREE, "whether to refuse data of a function that could not be continued exactly (function)"),
+    "fingerprint": (
+        one_of("sampled", "whole"),
+        "how a run that continues sees whether files have changed: by sizes and 16 MiB of them, or by all bytes",
+    ),
 }
 _BATCH: dict[str, tuple[Rule, str]] = {
     "sequences": (COUNT, "sequences in one optimizer step, over all ranks and microbatches"),
@@ -143,7 +149,7 @@ _PIPELINE: dict[str, tuple[Rule, str]] = {
     "transport": (one_of("auto", "in-process", "shared-memory", "gloo", "nccl"), "how ranks talk to each other"),
     "interface": (FREE, 'network interface between hosts, or an address of it; "": the one towards rank 0\'s host'),
     "device": (FREE, 'PyTorch device, like "cpu" or "cuda"; "": the accelerator if there is one'),
-    "timeout": (POSITIVE, "seconds that a rank waits for another before it gives up"),
+    "timeout": (SECONDS, "seconds that a rank waits for another before it gives up"),
     "compile": (FREE, "whether stages run through torch.compile"),
     "capture": (FREE, "whether ranks launch CUDA graphs"),
     "check_model": (FREE, "whether the first step is checked against one process"),
@@ -220,7 +226,7 @@ _ADAPT: dict[str, tuple[Rule, str]] = {
     "least_gain": (PART, "least share of a step that a change must save"),
     "max_activations": (COUNT, "pairs of stage and microbatch that a rank may hold; not set: as at the start"),
     "max_bytes": (POSITIVE, "bytes that a rank may hold after a move of layers; not set: no limit"),
-    "seconds": (POSITIVE, "seconds of a search, which runs beside training"),
+    "seconds": (SECONDS, "seconds of a search, which runs beside training"),
 }
 _FAILURES: dict[str, tuple[Rule, str]] = {
     "max_skipped": (

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from drumline.core.errors import nearest
+from drumline.core.parsed import shown
 from drumline.train.config.problems import Problem
 from drumline.train.config.relations import Judged, relation
 from drumline.train.config.settings import OptimizerSettings
@@ -61,3 +62,55 @@ def _one(judged: Judged, known: dict[str, Any], table: str, kind: str, settings:
             where = judged.source.where((*path, "settings", name))
             fix = f"it has a key of its own: {table}.lr" if name == "lr" else nearest(name, takes)
             yield Problem(where, f"{table}.settings.{name}", f"is no argument of {kind}", fix=fix)
+    if all(name in takes for name in settings):
+        for name, error, expected in _refused(known[kind], settings):
+            path_of = (*path, "settings", name) if name else (*path, "settings")
+            key = f"{table}.settings" + (f".{name}" if name else "")
+            yield Problem(judged.source.where(path_of), key, error, expected)
+
+
+def _refused(kind: Any, settings: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield the settings that an optimizer does not take, each with what is wrong and what was expected."""
+    defaults = inspect.signature(kind.__init__).parameters
+    unlike = [(name, expected) for name, value in settings.items() if (expected := _unlike(value, defaults[name]))]
+    for name, expected in unlike:
+        yield name, f"is {shown(settings[name])}", expected
+    if unlike or (error := _tried(kind, settings)) is None:
+        return
+    alone = [name for name in settings if _tried(kind, {one: settings[one] for one in settings if one != name}) is None]
+    name = alone[0] if len(alone) == 1 else ""
+    said = f"is {shown(settings[name])}" if name else "cannot be taken together"
+    yield name, f"{said}: {error}", f"settings of torch.optim.{kind.__name__}"
+
+
+def _unlike(value: Any, parameter: inspect.Parameter) -> str:
+    """Return what a setting should be, if it is of another kind than its default; empty if it may be right."""
+    default = parameter.default
+    if isinstance(default, bool):
+        return "" if isinstance(value, bool) else "true or false"
+    if isinstance(default, int | float):
+        return "" if isinstance(value, int | float) and not isinstance(value, bool) else "a number"
+    if isinstance(default, tuple):
+        right = isinstance(value, list | tuple) and len(value) == len(default)
+        right = right and all(isinstance(one, int | float) and not isinstance(one, bool) for one in value)
+        return "" if right else f"{len(default)} numbers, like {list(default)}"
+    return ""
+
+
+def _tried(kind: Any, settings: dict[str, Any]) -> str | None:
+    """Return what an optimizer says against its settings; None if it takes them."""
+    import torch
+
+    base: Any = torch.optim.Optimizer
+    usual = base.add_param_group
+    examples = [torch.nn.Parameter(torch.empty(2, 2, device="meta"))]
+    try:
+        base.add_param_group = getattr(usual, "__wrapped__", usual)  # the usual one imports torch's compiler: a second
+        kind([{"params": examples}], **settings)
+    except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
+        return (str(error).splitlines() or [type(error).__name__])[0][:160]
+    except RuntimeError:
+        return None  # about the device, which is another one here
+    finally:
+        base.add_param_group = usual
+    return None

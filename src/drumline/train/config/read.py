@@ -17,6 +17,7 @@ from drumline.plan.device.plan import Plan
 from drumline.plan.launch.launch import FORMAT, VERSION
 from drumline.train.config import mesh_relations as _meshes  # noqa: F401 - registers its relations
 from drumline.train.config import optimizers as _optimizers  # noqa: F401 - registers its relation
+from drumline.train.config.files import relations as _files  # noqa: F401 - registers its relations
 from drumline.train.config.functions import function_named, is_function
 from drumline.train.config.lines import Path, lines_of
 from drumline.train.config.problems import Problem, refused
@@ -56,6 +57,17 @@ def read_with_plan(
     flags: Mapping[str, str] | None = None,
 ) -> tuple[TrainSettings, Plan | None]:
     """Return the settings, and the plan that pipeline.plan names."""
+    judged = read_judged(source, overrides, flags=flags)
+    return judged.settings, judged.plan
+
+
+def read_judged(
+    source: str | FilePath | Callable[[], Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    flags: Mapping[str, str] | None = None,
+) -> Judged:
+    """Return the settings with where each of them was given."""
     given = _source(source)
     reading = Reading(given)
     over = dict(overrides or {})
@@ -68,10 +80,11 @@ def read_with_plan(
     settings = _followed(settings, given)
     if microbatches is not None:
         settings = _cut(reading, settings, microbatches, (flags or {}).get(MICROBATCHES, MICROBATCHES))
-    reading.problems += related(Judged(settings, given, plan), reading.bad)
+    judged = Judged(settings, given, plan)
+    reading.problems += related(judged, reading.bad)
     if reading.problems:
         raise refused(reading.problems)
-    return settings, plan
+    return judged
 
 
 def _source(source: str | FilePath | Callable[[], Any] | None) -> Source:

@@ -5,19 +5,18 @@ Every relation names the keys that it reads, and is left alone where one of them
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 from drumline.core.errors import DrumlineError, counted
-from drumline.core.files import is_regular
 from drumline.core.parsed import shown
 from drumline.core.program import Program
+from drumline.core.prove.validate import validate
+from drumline.core.prove.violation import InvalidProgram
 from drumline.pipeline.programs import program_for
 from drumline.plan.device.plan import Plan
 from drumline.schedules import find, schedules
 from drumline.train.config import names
-from drumline.train.config.functions import parts_of
 from drumline.train.config.problems import Problem
 from drumline.train.config.settings import AdaptSettings, TrainSettings
 from drumline.train.config.tables import Source
@@ -118,7 +117,8 @@ def _schedule_exists(judged: Judged) -> Iterator[Problem]:
 
 
 @relation(
-    "pipeline.schedule", "pipeline.stages_per_rank", "pipeline.layers", "pipeline.plan", "mesh.pipeline", "mesh.data",
+    "pipeline.schedule", "pipeline.stages_per_rank", "pipeline.layers", "pipeline.cuts", "pipeline.plan",
+    "mesh.pipeline", "mesh.data",
     "batch.sequences", "batch.microbatch", "batch.accumulate", "model.num_layers", "model.kind",
     "pipeline.vertical_sync",
 )  # fmt: skip
@@ -129,6 +129,10 @@ def _schedule_admits(judged: Judged) -> Iterator[Problem]:
     except DrumlineError as error:
         key = "pipeline.schedule"
         yield Problem.of(judged.source.where(("pipeline", "schedule")), key, error)
+        return
+    if judged.plan is None and settings.pipeline.schedule.endswith(".csv") and (found := validate(program)):
+        invalid = InvalidProgram(settings.pipeline.schedule, found)
+        yield Problem.of(judged.source.where(("pipeline", "schedule")), "pipeline.schedule", invalid)
         return
     yield from _stages_fit(judged, program.num_stages)
 
@@ -150,6 +154,13 @@ def _stages_fit(judged: Judged, num_stages: int) -> Iterator[Problem]:
     elif layers and 0 in layers[1:-1]:
         yield judged.problem(
             "pipeline.layers", f"is {list(layers)}", "a layer or more in stages between first and last"
+        )
+    cuts = judged.settings.pipeline.cuts
+    if cuts and len(cuts) != num_stages - 1:
+        yield judged.problem(
+            "pipeline.cuts",
+            f"has {counted(len(cuts), 'name')}",
+            f"{num_stages - 1}: one for each of {counted(num_stages, 'stage')} but the first",
         )
     extra = {"gpt": 2, "mlp": 0}.get(model.kind)
     if extra is not None and num_stages > model.num_layers + extra:
@@ -249,28 +260,6 @@ def _heads_fit(judged: Judged) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-@relation("model.kind", "model.path", "model.function")
-def _model_is_named(judged: Judged) -> Iterator[Problem]:
-    model = judged.settings.model
-    if model.kind == "hf":
-        there = is_regular(model.path) or (os.path.isdir(model.path) and is_regular(f"{model.path}/config.json"))
-        if not model.path:
-            yield judged.problem("model.path", "is missing", "a Hugging Face model's folder, or its config.json")
-        elif not there:
-            found = "has no config.json" if os.path.isdir(model.path) else "no such file or folder"
-            yield judged.problem("model.path", f"{model.path}: {found}", "a folder with a config.json, or that file")
-    if model.kind == "function":
-        yield from _function(judged, "model.function", model.function)
-
-
-def _function(judged: Judged, key: str, name: str) -> Iterator[Problem]:
-    try:
-        parts_of(name)
-    except DrumlineError as error:
-        where = judged.source.where(tuple(key.split(".")))
-        yield Problem(where, key, error.error if name else "is missing", error.expected, error.fix)
-
-
 @relation("model.kind", "model.others")
 def _plan_is_expressed(judged: Judged) -> Iterator[Problem]:
     """Yield what a plan knows of a model and the built-in GPT cannot be told; what says nothing new is harmless."""
@@ -287,7 +276,7 @@ def _plan_is_expressed(judged: Judged) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-@relation("model.kind", "data.kind", "lengths.how", "lengths.buckets", "evaluation.sample_every", "data.function")
+@relation("model.kind", "data.kind", "lengths.how", "lengths.buckets", "evaluation.sample_every")
 def _data_suits(judged: Judged) -> Iterator[Problem]:
     settings = judged.settings
     model, data = settings.model.kind, settings.data.kind
@@ -299,8 +288,6 @@ def _data_suits(judged: Judged) -> Iterator[Problem]:
         yield judged.problem("lengths.how", f'is "{settings.lengths.how}", and points have no length', '"blocks"')
     if model == "mlp" and settings.evaluation.sample_every:
         yield judged.problem("evaluation.sample_every", "asks for a sample text of an MLP", "0")
-    if data == "function":
-        yield from _function(judged, "data.function", settings.data.function)
 
 
 @relation("lengths.how", "lengths.buckets", "batch.sequence")
@@ -315,21 +302,6 @@ def _buckets_rise(judged: Judged) -> Iterator[Problem]:
         yield judged.problem(
             "lengths.buckets", f"is {list(lengths.buckets)}", f"rising lengths of at most batch.sequence, {longest}"
         )
-
-
-@relation("data.files", "data.validation_files", "data.tokenizer", "data.kind")
-def _files_are_there(judged: Judged) -> Iterator[Problem]:
-    data = judged.settings.data
-    for name in ("files", "validation_files"):
-        for at, file in enumerate(getattr(data, name)):
-            if not is_regular(file):
-                where = judged.source.where(("data", name, at))
-                what = "is no file but a folder" if os.path.isdir(file) else "no such file"
-                yield Problem(where, f"data.{name}", f"{file}: {what}", "a file to read")
-    if data.tokenizer not in ("", "bytes") and not os.path.isdir(data.tokenizer):
-        yield judged.problem("data.tokenizer", f"{data.tokenizer}: no such folder", '"bytes", or a tokenizer\'s folder')
-    if data.kind in ("tokens", "instructions") and not data.files:
-        yield judged.problem("data.files", "is empty", f"files with {data.kind}: only text is shipped with Drumline")
 
 
 @relation("precision.compute", "precision.weights", "precision.master_weights")

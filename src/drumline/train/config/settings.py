@@ -73,6 +73,8 @@ class DataSettings:
     function: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
     workers: int = 0  # processes that read ahead
+    exact: bool = True  # whether data of a function that cannot be continued exactly are refused
+    fingerprint: str = "sampled"  # or "whole": what a checkpoint compares the contents of files by
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from drumline.core.errors import UsageError, counted, nearest
+from drumline.train.config.placed import concerning
 from drumline.train.config.settings import DataSettings, TrainSettings
 from drumline.train.data.batch import Batch, Data
 from drumline.train.data.buckets import Buckets, check_buckets, layout_of
 from drumline.train.data.counts import counts_of
 from drumline.train.data.documents import Documents
 from drumline.train.data.fill import Filler, TokenFiller
-from drumline.train.data.function import data_by_function
 from drumline.train.data.layouts import HOWS, Layout, StepShape, Unit
+from drumline.train.data.own.function import data_by_function
 from drumline.train.data.points import PointFiller, Points
+from drumline.train.data.read.fingerprint import Part
 from drumline.train.data.read.instructions import instruction_documents
 from drumline.train.data.read.text import text_documents
 from drumline.train.data.read.tokens import token_documents
@@ -84,7 +87,7 @@ def _tokens(settings: TrainSettings, built: Built, place: _Place) -> Data:
     if settings.evaluation.every and len(held):
         kept = kind(held, width)
         validation = _held_out(settings, layout.beside(kept), TokenFiller(kept, built, how, vocabulary), place)
-    stream = PlannedStream(_steps(settings.data, layout, place), filler, rank=place.rank, workers=settings.data.workers)
+    stream = _stream(settings.data, layout, filler, place, samples.contents)
     buckets = layout.buckets if isinstance(layout, Buckets) else ()
     most = max((one.num_microbatches for one in buckets), default=0)
     others = tuple(one for one in place.shape.counts if one <= most and one != settings.num_microbatches)
@@ -96,6 +99,10 @@ def _documents(settings: TrainSettings, built: Built) -> tuple[Documents, Docume
     data = settings.data
 
     def read(names: tuple[str, ...], key: str) -> Documents:
+        with concerning(key):
+            return read_as(names, key)
+
+    def read_as(names: tuple[str, ...], key: str) -> Documents:
         if data.kind == "tokens":
             end = data.end if built.tokenizer is None or data.end is not None else built.tokenizer.end
             return token_documents(names, data.token_type, end, _vocabulary(settings, built), key=key)
@@ -130,12 +137,16 @@ def _points(settings: TrainSettings, built: Built, place: _Place) -> Data:
     kept = Layout(held, place.shape, 1)
     validation = _held_out(settings, kept, PointFiller(held, built.inputs), place) if wanted and held.num else ()
     filler = PointFiller(training, built.inputs)
-    stream = PlannedStream(_steps(data, layout, place), filler, rank=place.rank, workers=data.workers)
+    stream = _stream(data, layout, filler, place, training.contents)
     return Data(stream, validation, num_tokens=training.num)
 
 
-def _steps(data: DataSettings, layout: Layout, place: _Place) -> Steps:
-    return Steps(layout, seed=place.seed, shuffle=data.shuffle)
+def _stream(
+    data: DataSettings, layout: Layout, filler: Filler, place: _Place, contents: Sequence[Part]
+) -> PlannedStream:
+    steps = Steps(layout, seed=place.seed, shuffle=data.shuffle)
+    how: dict[str, Any] = {"contents": contents, "fingerprint": data.fingerprint}
+    return PlannedStream(steps, filler, rank=place.rank, workers=data.workers, **how)
 
 
 def _held_out(settings: TrainSettings, layout: Layout, filler: Filler, place: _Place) -> tuple[Batch, ...]:

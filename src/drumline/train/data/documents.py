@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from drumline.core.errors import UsageError
 from drumline.train.data.order import Indices
+from drumline.train.data.read.fingerprint import Part
 
 
 class Mapped:
@@ -61,14 +62,25 @@ class Documents:
         parts: Sequence[Mapped | NDArray[Any]],
         bounds: Sequence[Indices],
         *,
-        gap: int = 0,
         end: int | None = None,
         counted: tuple[NDArray[np.bool_], ...] | None = None,
     ) -> Documents:
-        """Return the documents between the bounds of each part; `gap` numbers before a bound belong to none."""
-        starts = np.concatenate([one[:-1] for one in bounds])
-        stops = np.concatenate([one[1:] - gap * (np.arange(1, len(one)) < len(one) - 1) for one in bounds])
-        which = np.concatenate([np.full(len(one) - 1, at, dtype=np.int32) for at, one in enumerate(bounds)])
+        """Return the documents between the bounds of each part."""
+        return cls.between(parts, [(one[:-1], one[1:]) for one in bounds], end=end, counted=counted)
+
+    @classmethod
+    def between(
+        cls,
+        parts: Sequence[Mapped | NDArray[Any]],
+        bounds: Sequence[tuple[Indices, Indices]],
+        *,
+        end: int | None = None,
+        counted: tuple[NDArray[np.bool_], ...] | None = None,
+    ) -> Documents:
+        """Return the documents from the starts to the stops of each part; empty ones are left out."""
+        starts = np.concatenate([one for one, _ in bounds])
+        stops = np.concatenate([one for _, one in bounds])
+        which = np.concatenate([np.full(len(one), at, dtype=np.int32) for at, (one, _) in enumerate(bounds)])
         filled = stops > starts
         ends = np.full(len(starts), end is not None)
         made = cls(tuple(parts), which, starts, stops, ends, 0 if end is None else end, counted)
@@ -76,6 +88,15 @@ class Documents:
 
     def __len__(self) -> int:
         return len(self.starts)
+
+    @property
+    def contents(self) -> list[Part]:
+        """What tells these documents from others: the numbers of all parts, and which of them make documents."""
+        names = [one.path if isinstance(one, Mapped) else "the text" for one in self.parts]
+        numbers = [one.numbers if isinstance(one, Mapped) else one for one in self.parts]
+        found = [Part(name, one) for name, one in zip(names, numbers, strict=True)]
+        found += [Part("what is trained on", one) for one in self.counted or ()]
+        return [*found, *(Part("the list of documents", one) for one in (self.starts, self.stops))]
 
     @cached_property
     def lengths(self) -> Indices:

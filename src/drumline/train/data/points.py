@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from drumline.core.errors import UsageError
+from drumline.train.config.placed import concerning
 from drumline.train.data.batch import Batch
 from drumline.train.data.layouts import Unit
 from drumline.train.data.order import Indices
 from drumline.train.data.read.files import found
+from drumline.train.data.read.fingerprint import Part
 from drumline.train.models.built import IGNORED
 
 
@@ -39,8 +42,13 @@ class Points:
     @classmethod
     def of_files(cls, names: Sequence[str], *, inputs: int, classes: int, key: str = "data.files") -> Points:
         """Return the points of `.npy` or `.csv` files: a row has the inputs, and last the class."""
+        with concerning(key):
+            return cls._of(found(names, key=key), inputs, classes)
+
+    @classmethod
+    def _of(cls, paths: Sequence[Path], inputs: int, classes: int) -> Points:
         tables = []
-        for path in found(names, key=key):
+        for path in paths:
             try:
                 table = (
                     np.load(path, allow_pickle=False)
@@ -61,6 +69,11 @@ class Points:
             tables.append(table)
         table = np.concatenate(tables)
         return cls(torch.tensor(table[:, :-1], dtype=torch.float32), torch.tensor(table[:, -1], dtype=torch.long))
+
+    @property
+    def contents(self) -> list[Part]:
+        """What tells these points from others."""
+        return [Part("the points", self.x.numpy()), Part("the classes", self.y.numpy())]
 
     def lengths(self, indices: Indices) -> Indices:
         """Return 1 for each."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from drumline.train.data.documents import Documents
 from drumline.train.data.order import Indices
+from drumline.train.data.read.fingerprint import Part
 from drumline.train.models.built import IGNORED
 
 
@@ -34,6 +35,11 @@ class Samples(ABC):
 
     @abstractmethod
     def _read(self, index: int) -> tuple[Indices, Indices]: ...
+
+    @property
+    def contents(self) -> list[Part]:
+        """What tells these samples from others."""
+        return self.documents.contents
 
     @cached_property
     def num(self) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ from drumline.train.data.batch import Batch
 from drumline.train.data.fill import Filler
 from drumline.train.data.layouts import Layout, Unit
 from drumline.train.data.order import Indices, Shuffle
+from drumline.train.data.read.fingerprint import Part, changed
+from drumline.train.data.read.fingerprint import fingerprint as taken
 
 _AHEAD = 2
 _LOOK = 0.2  # seconds between looks whether anybody still waits
@@ -81,8 +83,21 @@ class Steps:
 class PlannedStream:
     """The batches of one data-parallel rank; see `Stream`."""
 
-    def __init__(self, steps: Steps, filler: Filler, *, rank: int = 0, workers: int = 0) -> None:
+    is_alike = True  # its position is the same on every rank
+
+    def __init__(
+        self,
+        steps: Steps,
+        filler: Filler,
+        *,
+        rank: int = 0,
+        workers: int = 0,
+        contents: Sequence[Part] = (),
+        fingerprint: str = "sampled",
+    ) -> None:
         self.steps, self.filler, self.rank, self.workers = steps, filler, rank, workers
+        self._contents = contents
+        self._fingerprint = taken(contents, fingerprint)  # now: files may change while they are trained on
         self._at = Position()
         self._open: list[Iterator[Any]] = []
 
@@ -114,7 +129,7 @@ class PlannedStream:
         """Return the position behind the last batch that was given out."""
         at = self._at
         place = {"epoch": at.epoch, "window": at.window, "unit": at.unit, "carried": list(at.carried)}
-        return {"version": _STATE, **place, "of": self._described()}
+        return {"version": _STATE, **place, "of": self._described(), "contents": self._fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a position; the data and how they are laid out must be the same."""
@@ -128,6 +143,12 @@ class PlannedStream:
                     f"the position in the data was saved with {name} = {then.get(name)!r:.60}, not {value!r:.60}",
                     expected="the same data and lengths as before",
                 )
+        if what := changed(state["contents"], self._fingerprint, self._contents) if state.get("contents") else "":
+            raise UsageError(
+                f"the data have changed since the position was saved: {what}",
+                expected="the contents that the run was trained on",
+                fix="bring them back, or start a run anew: leave out --resume",
+            )
         self.close()
         self._at = Position(state["epoch"], state["window"], state["unit"], tuple(state["carried"]))
 

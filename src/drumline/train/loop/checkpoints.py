@@ -19,6 +19,7 @@ from drumline.pipeline.saving.folder import checkpoints
 from drumline.pipeline.saving.saver import Saving
 from drumline.train.config.settings import TrainSettings
 from drumline.train.data.batch import Data
+from drumline.train.data.position import own_position, position_of
 
 FOLDER = "checkpoints"
 _BESIDE = (
@@ -81,7 +82,7 @@ class Checkpoints:
                 expected="a checkpoint of drumline train",
                 fix="load it with pipe.load in a loop of your own",
             )
-        self._data.training.load_state_dict(extra["data"])
+        self._data.training.load_state_dict(own_position(extra["data"], *self._pipe.axes.rows))
         return {**extra, "step": loaded.step}
 
     def is_due(self, step: int) -> bool:
@@ -114,7 +115,7 @@ class Checkpoints:
     def _save(self, step: int, counts: dict[str, Any], *, is_last: bool) -> None:
         """Begin a checkpoint; where it cannot begin, go on without unless it is the last."""
         self._look()
-        extra = {**counts, "data": self._data.training.state_dict()}
+        extra = {**counts, "data": position_of(self._data.training, self._pipe)}
         keep = self._settings.checkpoint.keep
         try:
             self._last = self._pipe.save(self._folder, step=step, extra=extra, keep=keep)

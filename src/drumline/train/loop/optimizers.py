@@ -104,6 +104,19 @@ def choose(
 
     `others` has further names of tied parameters, by which patterns find them too.
     """
+    found = []
+    for group, names, where in shared_out(shapes, settings, others=others):
+        found.append(_checked(group, settings, names, shapes, where))
+    return found
+
+
+def shared_out(
+    shapes: Mapping[str, torch.Size],
+    settings: OptimizerSettings,
+    *,
+    others: Mapping[str, Sequence[str]] | None = None,
+) -> list[tuple[OptimizerGroup, tuple[str, ...], str]]:
+    """Return every group with its parameters and what errors call it, the table itself last if any are left for it."""
     left, found = dict(shapes), []
     for number, group in enumerate(settings.groups):
         where = f"optimizer.groups[{number}]"
@@ -115,11 +128,11 @@ def choose(
                 expected="at least one parameter in every group",
                 fix="put the narrower patterns first",
             )
-        found.append(_checked(group, settings, mine, shapes, where))
+        found.append((group, mine, where))
         left = {name: shape for name, shape in left.items() if name not in mine}
     if left:
         rest = OptimizerGroup(kind=settings.kind, settings=settings.settings)
-        found.append(_checked(rest, settings, tuple(left), shapes, "optimizer"))
+        found.append((rest, tuple(left), "optimizer"))
     return found
 
 

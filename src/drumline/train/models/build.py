@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError, UsageError, nearest
 from drumline.pipeline.state.materialise import materialise
+from drumline.train.config.placed import concerning
 from drumline.train.config.settings import ModelSettings, TrainSettings
 from drumline.train.models.built import IGNORED, Built, Tokenizer
 from drumline.train.models.function import built_by_user, called, named_function, users_code
@@ -59,7 +61,21 @@ def next_token_loss(logits: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
 
 
-def _gpt(settings: TrainSettings) -> Built:
+def outlined(settings: TrainSettings) -> Built:
+    """Return a built-in model without its modules, of which data need nothing: making them takes a second.
+
+    >>> outlined(TrainSettings()).model.sizes.vocabulary
+    257
+    """
+    model: Any = nn.Module()
+    if settings.model.kind == "mlp":
+        return Built(model, nn.functional.cross_entropy, inputs="input")
+    model.sizes, tokenizer = _gpt_sizes(settings)
+    return Built(model, next_token_loss, tokenizer, takes=frozenset({"document_ids"}))
+
+
+def _gpt_sizes(settings: TrainSettings) -> tuple[GPTSizes, Tokenizer | None]:
+    """Return the numbers of a GPT, and its tokenizer."""
     _check_others(settings.model)
     tokenizer = _tokenizer(settings)
     vocabulary = settings.model.vocabulary
@@ -73,7 +89,11 @@ def _gpt(settings: TrainSettings) -> Built:
     _check_vocabulary(vocabulary, tokenizer)
     names = {one.name for one in fields(GPTSizes)} - {"vocabulary", "sequence"}
     numbers = {name: getattr(settings.model, name) for name in names}
-    sizes = GPTSizes(vocabulary=vocabulary, sequence=settings.batch.sequence, **numbers)
+    return GPTSizes(vocabulary=vocabulary, sequence=settings.batch.sequence, **numbers), tokenizer
+
+
+def _gpt(settings: TrainSettings) -> Built:
+    sizes, tokenizer = _gpt_sizes(settings)
     with torch.device("meta"):
         model = GPT(sizes).to(_dtype(settings))
     return Built(model, next_token_loss, tokenizer, takes=frozenset({"document_ids"}))
@@ -88,14 +108,17 @@ def _mlp(settings: TrainSettings) -> Built:
 
 def _hf(settings: TrainSettings) -> Built:
     named = settings.data.tokenizer
-    built = hf_model(
-        settings.model.path,
-        pretrained=settings.model.pretrained,
-        sequence=settings.batch.sequence,
-        packed=settings.lengths.how == "packed",
-        dtype=_dtype(settings),
-        tokenizer=tokenizer_named(named) if named else None,
-    )
+    with concerning("data.tokenizer"):
+        tokenizer = tokenizer_named(named) if named else None
+    with concerning("model.path"):
+        built = hf_model(
+            settings.model.path,
+            pretrained=settings.model.pretrained,
+            sequence=settings.batch.sequence,
+            packed=settings.lengths.how == "packed",
+            dtype=_dtype(settings),
+            tokenizer=tokenizer,
+        )
     if built.tokenizer is None and settings.data.kind != "tokens":
         built = replace(built, tokenizer=ByteTokenizer())
     config = built.model.config
@@ -118,7 +141,8 @@ def _by_function(settings: TrainSettings, device: str) -> Built:
 
 def _tokenizer(settings: TrainSettings) -> Tokenizer | None:
     if settings.data.tokenizer:
-        return tokenizer_named(settings.data.tokenizer)
+        with concerning("data.tokenizer"):
+            return tokenizer_named(settings.data.tokenizer)
     return None if settings.data.kind == "tokens" else ByteTokenizer()
 
 

@@ -1,7 +1,8 @@
 """Text through a tokenizer, once: small files into memory, large ones into a cache that all processes share.
 
 The cache is `$DRUMLINE_CACHE`, or `~/.cache/drumline`. What is in it depends on the files (name, size, time of their
-last change), the separator and the tokenizer. One process writes at a time and the others wait for it.
+last change, a sample of their contents), the separator and the tokenizer. One process writes at a time and the others
+wait for it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 from drumline.core.errors import RunError
 from drumline.train.data.documents import Documents, Mapped
 from drumline.train.data.order import Indices
+from drumline.train.data.read.fingerprint import digest
 from drumline.train.models.built import Tokenizer
 
 IN_MEMORY = 64 << 20  # bytes of text
@@ -82,10 +84,15 @@ def _cache() -> Path:
 
 
 def _key(files: Sequence[Path], separator: str, tokenizer: Tokenizer) -> str:
-    about = [(str(one.resolve()), one.stat().st_size, one.stat().st_mtime_ns) for one in files]
+    about = [(str(one.resolve()), one.stat().st_size, one.stat().st_mtime_ns, _sampled(one)) for one in files]
     backend = getattr(getattr(tokenizer, "inner", None), "backend_tokenizer", None)
     name = backend.to_str() if backend is not None else f"{type(tokenizer).__name__} {getattr(tokenizer, 'folder', '')}"
     return blake2b(json.dumps([about, separator, name]).encode(), digest_size=16).hexdigest()
+
+
+def _sampled(path: Path) -> str:
+    """Return a digest of blocks of a file: copies with other contents may have the size and time of the first."""
+    return digest(np.memmap(path, dtype=np.uint8, mode="r"), most=256) if path.stat().st_size else ""
 
 
 @contextmanager

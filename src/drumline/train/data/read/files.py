@@ -5,11 +5,13 @@ from __future__ import annotations
 import codecs
 import glob
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from drumline.core.errors import UsageError
+from drumline.core.files import unreadable
 
 _CHUNK = 1 << 22
 _BOM = b"\xef\xbb\xbf"
@@ -22,34 +24,50 @@ def found(names: Sequence[str], *, key: str = "data.files") -> list[Path]:
     Traceback (most recent call last):
     drumline.core.errors.UsageError: data.files names nowhere.txt, and there is no such file
     """
-    files: list[Path] = []
-    for name in names:
-        path = Path(name)
-        several = sorted(glob.glob(name, recursive=True)) if not path.exists() else []
-        files += map(Path, several) if several else [path]
+    files = [path for name in names for path in matched(name)]
     for path in files:
         if path.is_dir():
             raise UsageError(f"{key} names the folder {path}", expected="files", fix=f'name what is in it: "{path}/*"')
-        if not path.is_file():
-            raise UsageError(f"{key} names {path}, and there is no such file")
+        if why := unreadable(path):
+            what = "and there is no such file" if why == "no such file" else f"which {why}"
+            raise UsageError(f"{key} names {path}, {what}")
         if not path.stat().st_size:
             raise UsageError(f"{path} is empty", expected="something to train on")
     return files
 
 
-def check_utf8(path: Path) -> int:
-    """Refuse a file that is not UTF-8, naming the line; return how many bytes before the text to skip."""
+def matched(name: str) -> list[Path]:
+    """Return the files that a name or pattern means; what matches nothing means itself.
+
+    >>> matched("no*where.txt")
+    [PosixPath('no*where.txt')]
+    """
+    if not os.path.lexists(name):
+        try:
+            several = sorted(glob.glob(name, recursive=True))
+        except (OSError, ValueError):
+            several = []
+        if several:
+            return [Path(one) for one in several]
+    return [Path(name)]
+
+
+def check_utf8(path: Path, *, most: int | None = None) -> int:
+    """Refuse a file that is not UTF-8, naming the line; return how many bytes before the text to skip.
+
+    With `most`, only so many bytes are looked at.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")()
     lines, start = 1, 0
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
+        while chunk := file.read(_CHUNK if most is None else min(_CHUNK, max(most - file.tell(), 0))):
             start = len(_BOM) if file.tell() == len(chunk) and chunk.startswith(_BOM) else start
             try:
                 decoder.decode(chunk)
             except UnicodeDecodeError as error:
                 raise _not_text(path, lines + bytes(error.object[: error.start]).count(b"\n")) from None
             lines += chunk.count(b"\n")
-    if decoder.getstate()[0]:
+    if most is None and decoder.getstate()[0]:
         raise _not_text(path, lines)
     return start
 

@@ -1,14 +1,15 @@
 """Text files: bytes are mapped and never copied, other tokenizers encode them once.
 
-A file is one document, or several that a separator divides. A line of a `.jsonl` file is a document: its "text".
+A file is one document, or several that a separator divides. The end of a line in a separator matches that of files from
+Windows too, and the other way round. A line of a `.jsonl` file is a document: its "text".
 """
 
 from __future__ import annotations
 
 import codecs
 import mmap
+import re
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -48,9 +49,8 @@ def text_documents(names: Sequence[str], separator: str, tokenizer: Tokenizer, *
 def _mapped(files: Sequence[Path], separator: str, tokenizer: Tokenizer) -> Documents:
     starts = [check_utf8(path) for path in files]
     parts = [Mapped(str(path), "uint8") for path in files]
-    sought = separator.encode()
-    bounds = [_bounds(path, sought, start) for path, start in zip(files, starts, strict=True)]
-    documents = Documents.spans(parts, bounds, gap=len(sought), end=tokenizer.end)
+    bounds = [_bounds(path, separator, start) for path, start in zip(files, starts, strict=True)]
+    documents = Documents.between(parts, bounds, end=tokenizer.end)
     return _some(documents, files)
 
 
@@ -60,15 +60,26 @@ def _some(documents: Documents, files: Sequence[Path]) -> Documents:
     return documents
 
 
-def _bounds(path: Path, separator: bytes, start: int) -> Indices:
-    """Return where documents begin, and where the last one ends."""
-    size = path.stat().st_size
-    bounds = [start]
+def _bounds(path: Path, separator: str, start: int) -> tuple[Indices, Indices]:
+    """Return where the documents of a file begin and end."""
+    starts, stops = [start], []
     if separator:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            while (at := content.find(separator, bounds[-1])) >= 0:
-                bounds.append(at + len(separator))
-    return np.array([*bounds, size] if bounds[-1] < size else [*bounds[:-1], size, size], dtype=np.int64)
+            for first, last in _found(content, separator.replace("\r\n", "\n").encode(), start):
+                stops.append(first)
+                starts.append(last)
+    return np.array(starts, dtype=np.int64), np.array([*stops, path.stat().st_size], dtype=np.int64)
+
+
+def _found(content: mmap.mmap, sought: bytes, start: int) -> Iterator[tuple[int, int]]:
+    """Yield where each separator begins and ends."""
+    if b"\n" in sought and content.find(b"\r\n") >= 0:
+        either = re.compile(rb"\r?\n".join(map(re.escape, sought.split(b"\n"))))
+        yield from (one.span() for one in either.finditer(content, start))
+        return
+    while (at := content.find(sought, start)) >= 0:
+        start = at + len(sought)
+        yield at, start
 
 
 def _texts(files: Sequence[Path], separator: str) -> Iterator[Iterable[str]]:
@@ -81,11 +92,10 @@ def _texts(files: Sequence[Path], separator: str) -> Iterator[Iterable[str]]:
                     raise UsageError(f'{place}: no "text"', expected='{"text": "..."}')
                 yield [text]
             continue
-        sought = separator.encode()
-        bounds = _bounds(path, sought, check_utf8(path))
+        starts, stops = _bounds(path, separator, check_utf8(path))
         with path.open("rb") as file:
-            for at, (start, stop) in enumerate(pairwise(bounds.tolist())):
-                yield _pieces(file, start, stop - (len(sought) if at < len(bounds) - 2 else 0))
+            for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+                yield _pieces(file, start, stop)
 
 
 def _pieces(file: BinaryIO, start: int, stop: int) -> Iterator[str]:

@@ -1,0 +1,93 @@
+"""Bugs for training runs: data that continue elsewhere, changes that nobody notices, checks that look away."""
+
+from __future__ import annotations
+
+from planting import Bug
+
+TRAIN = (
+    Bug(
+        "data-draw-from-training",
+        "train/data/own/draws.py",
+        "        before = _now()\n        _put(self._apart)\n",
+        "        before = _now()\n",
+        "Data draw from the state that training draws from, so a run that continues draws other batches.",
+    ),
+    Bug(
+        "generators-of-data-are-not-kept",
+        "train/data/own/draws.py",
+        '        return {"global": dict(self._apart), "held": held}',
+        '        return {"global": dict(self._apart), "held": {}}',
+        "A loader with a generator of its own begins its epoch elsewhere.",
+    ),
+    Bug(
+        "epoch-begins-where-it-stopped",
+        "train/data/own/repeated.py",
+        '        self.epoch, self.batches, self._begun = saved["epoch"], saved["batches"], saved["begun"]\n'
+        "        source.draws.restore(self._begun)\n",
+        '        self.epoch, self.batches, self._begun = saved["epoch"], saved["batches"], saved["begun"]\n',
+        "The random state of the epoch's start is saved and not restored.",
+    ),
+    Bug(
+        "workers-draw-on",
+        "train/data/own/repeated.py",
+        "            self.given._iterator = None",
+        "            pass",
+        "Workers that live on draw on in the next epoch, and those of a run that continues begin anew.",
+    ),
+    Bug(
+        "other-batches-are-passed-over",
+        "train/data/own/repeated.py",
+        'if self._seen != saved["seen"]:',
+        "if False:",
+        "Batches that have changed are passed over without a word.",
+    ),
+    Bug(
+        "one-position-for-all-lines",
+        "train/data/position.py",
+        "    found: dict[str, Any] = parts[number]",
+        "    found: dict[str, Any] = parts[0]",
+        "Every data-parallel rank goes on from the position of the first.",
+    ),
+    Bug(
+        "contents-are-not-compared",
+        "train/data/read/fingerprint.py",
+        '    if now["digest"] == then.get("digest") and now["size"] == then.get("size"):',
+        '    if now["size"] == then.get("size"):',
+        "Data of the same size with other contents continue a run.",
+    ),
+    Bug(
+        "the-last-block-is-not-sampled",
+        "train/data/read/fingerprint.py",
+        "        start = (size - _BLOCK) * at // max(most - 1, 1)",
+        "        start = (size - _BLOCK) * at // most",
+        "What is appended or changed at the end of a large file is not noticed.",
+    ),
+    Bug(
+        "separators-of-windows-do-not-match",
+        "train/data/read/text.py",
+        'if b"\\n" in sought and content.find(b"\\r\\n") >= 0:',
+        "if False:",
+        "Files with other line ends are one document.",
+    ),
+    Bug(
+        "programs-of-files-are-not-proven",
+        "train/config/relations.py",
+        'settings.pipeline.schedule.endswith(".csv") and (found := validate(program))',
+        'settings.pipeline.schedule.endswith(".csv") and (found := validate(program)[:0])',
+        "A CSV file that deadlocks is found by ranks that wait for each other.",
+    ),
+    Bug(
+        "shards-are-not-measured",
+        "train/config/files/model_folder.py",
+        "    if size - 8 - length != max(ends, default=0):",
+        "    if False:",
+        "Weights that were cut off while they were copied are found when ranks read them.",
+    ),
+    Bug(
+        "problems-lose-their-place",
+        "train/config/placed.py",
+        "    return Problem(source.where(path), key, text, error.expected, error.fix)",
+        '    return Problem("", key, text, error.expected, error.fix)',
+        "What is found while building says neither file nor line.",
+    ),
+)

@@ -1,0 +1,1 @@
+"""Files that a config names, looked at before anything starts and without PyTorch: data, model folders, functions."""

@@ -1,0 +1,106 @@
+"""What a user's function takes, read from its source: importing it may take long, and would run the user's code.
+
+Only what is certain is refused. A function behind a decorator, or one that is assigned, is left to whoever calls it.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from drumline.core.errors import nearest
+from drumline.train.config.functions import parts_of
+
+# What each function is offered by name; it gets those that it takes.
+OFFERED = {
+    "model": ("settings", "tokenizer"),
+    "data": ("settings", "built", "tokenizer", "rank", "size", "seed"),
+}
+_LARGEST = 2**22  # bytes of source
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a function cannot be called: `argument` is what the config gives it and it does not take, if that is why."""
+
+    error: str
+    expected: str = ""
+    fix: str = ""
+    argument: str = ""
+
+
+def refusals(name: str, table: str, arguments: Mapping[str, object]) -> Iterator[Refusal]:
+    """Yield why the function of a config's table cannot be called with the arguments that the config gives it."""
+    home, function = parts_of(name)
+    path = Path(home) if home.endswith(".py") else _module(home)
+    if path is None or path.stat().st_size > _LARGEST:
+        return
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except SyntaxError as error:
+        yield Refusal(f"{path}, line {error.lineno}: {error.msg}", "a Python file that can be imported")
+        return
+    except (ValueError, OSError, RecursionError) as error:
+        yield Refusal(f"{path}: {error}"[:200], "a Python file that can be imported")
+        return
+    bound = _bound(tree.body)
+    if function not in bound:
+        if "*" not in bound and "__getattr__" not in bound:
+            own = [one for one in bound if not one.startswith("_")]
+            yield Refusal(f"{path} has no function {function!r}", fix=nearest(function, own) if own else "")
+        return
+    found = bound[function]
+    if isinstance(found, Function) and not found.decorator_list:
+        yield from _unlike(f"{path}, line {found.lineno}: {function}", found.args, table, arguments)
+
+
+def _module(name: str) -> Path | None:
+    """Return the source of a module, found as an import would find it, but without importing its packages."""
+    inside = name.replace(".", "/")
+    for folder in (Path.cwd(), *map(Path, sys.path)):
+        for path in (folder / f"{inside}.py", folder / inside / "__init__.py"):
+            if path.is_file():
+                return path
+    return None
+
+
+def _bound(body: list[ast.stmt]) -> dict[str, ast.AST | None]:
+    """Return the names that a module binds, each with its function if it is one; "*" if it may bind others."""
+    found: dict[str, ast.AST | None] = {}
+    for node in body:
+        if isinstance(node, Function | ast.ClassDef):
+            found[node.name] = node
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(one.asname or one.name).partition(".")[0]: None for one in node.names}
+        else:
+            named = (one for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
+            found |= {one.id: None for one in named}
+            for part in ("body", "orelse", "finalbody", "handlers"):
+                inner = getattr(node, part, [])
+                for one in inner if isinstance(inner, list) else []:
+                    within = _bound(one.body if isinstance(one, ast.ExceptHandler) else [one])
+                    found |= dict.fromkeys(within)  # which of several is bound is not known
+    return found
+
+
+def _unlike(what: str, takes: ast.arguments, table: str, arguments: Mapping[str, object]) -> Iterator[Refusal]:
+    names = [one.arg for one in (*takes.args, *takes.kwonlyargs)]
+    if takes.posonlyargs:
+        first = takes.posonlyargs[0].arg
+        yield Refusal(f"{what} takes {first} by its place alone", "arguments that can be given by name")
+    if takes.kwarg is None:
+        for one in arguments:
+            if one not in names:
+                fix = nearest(one, names) if names else "leave it out"
+                yield Refusal(f"{what} does not take {one}", fix=fix, argument=one)
+    needed = [one.arg for one in takes.args[: len(takes.args) - len(takes.defaults)]]
+    needed += [one.arg for one, given in zip(takes.kwonlyargs, takes.kw_defaults, strict=True) if given is None]
+    offered = OFFERED[table]
+    for one in needed:
+        if one not in offered and one not in arguments:
+            fix = f"add it to the table [{table}.arguments]"
+            yield Refusal(f"{what} needs {one}", f"one of {', '.join(offered)}", fix)

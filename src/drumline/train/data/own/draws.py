@@ -1,0 +1,188 @@
+"""The random numbers that data of the user's draw, kept apart from those of training.
+
+Data may draw from torch's, numpy's or Python's global generator (`DataLoader(shuffle=True)` does), and from generators
+of their own. Training draws from the global ones as well. So data get global states of their own, which are in place
+only while data are read:
+
+    training     ──────┐   ┌───────────┐   ┌──────        the same generators,
+    data               └───┘           └───┘              two states of each
+
+What data draw then depends on the state at the start of an epoch and on how many batches were read since, and on
+nothing else: both are in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+_DEEPEST, _MOST = 8, 5000  # how far and how many objects are looked at
+_LONGEST = 256  # items of a list or dict: longer ones hold samples
+_OURS = ("torch", "numpy", "builtins", "collections", "random", "typing", "abc")  # whose functions hide no generator
+_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
+
+Get = Callable[[], Any]
+Set = Callable[[Any], Any]
+_GLOBAL: dict[str, tuple[Get, Set]] = {
+    "torch": (torch.get_rng_state, torch.set_rng_state),
+    "numpy": (lambda: np.random.get_state(legacy=False), np.random.set_state),
+    "python": (random.getstate, random.setstate),
+}
+
+
+class Draws:
+    """The generators that some data draw from, beginning with what the global ones would draw now."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._apart = _now()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let the global generators be the data's for a while."""
+        before = _now()
+        _put(self._apart)
+        try:
+            yield
+        finally:
+            self._apart = _now()
+            _put(before)
+
+    def state(self) -> dict[str, Any]:
+        """Return where all of them are: the global ones by name, and those in the data by where they are held."""
+        held = {where: _state_of(one) for where, one in generators_in(self._source).items()}
+        return {"global": dict(self._apart), "held": held}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Let all of them go on from where they were."""
+        self._apart = dict(state["global"])
+        held = generators_in(self._source)
+        for where, one in state["held"].items():
+            if where in held:
+                _restore(held[where], one)
+
+
+def _now() -> dict[str, Any]:
+    return {name: get() for name, (get, _) in _GLOBAL.items()}
+
+
+def _put(states: Mapping[str, Any]) -> None:
+    for name, (_, put) in _GLOBAL.items():
+        put(states[name])
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return _bits(generator).state
+
+
+def _restore(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        _bits(generator).state = state
+
+
+def _bits(generator: Any) -> Any:
+    return generator.bit_generator if isinstance(generator, np.random.Generator) else generator
+
+
+def generators_in(source: Any) -> dict[str, Any]:
+    """Return the generators that an object holds, by where: in attributes, lists, closures, and globals of its code.
+
+    >>> from torch.utils.data import DataLoader
+    >>> list(generators_in(DataLoader([1, 2], shuffle=True, generator=torch.Generator())))
+    ['.generator']
+    >>> list(generators_in({"mine": [random.Random(0), None]}))
+    ["['mine'][0]"]
+    """
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    waiting: list[tuple[str, Any, int]] = [("", source, 0)]
+    while waiting and len(seen) < _MOST:
+        where, one, depth = waiting.pop(0)
+        if id(one) in seen or one is None or isinstance(one, str | bytes | int | float | ModuleType | torch.Tensor):
+            continue
+        seen.add(id(one))
+        if isinstance(one, _KINDS):
+            if not (_is_global(one) or isinstance(one, random.SystemRandom)):  # the latter has no state: see trial.py
+                found.setdefault(where, one)
+        elif depth < _DEEPEST:
+            waiting += [(where + step, inner, depth + 1) for step, inner in _inside(one)]
+    return found
+
+
+def _is_global(generator: Any) -> bool:
+    shared = (torch.default_generator, getattr(random, "_inst", None), getattr(np.random.mtrand, "_rand", None))
+    return any(generator is one for one in shared) or generator is getattr(shared[2], "_bit_generator", None)
+
+
+def _inside(one: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an object holds, by how it is reached; properties are not asked, they may do anything."""
+    if isinstance(one, Mapping):
+        if type(one) is dict and len(one) <= _LONGEST:
+            yield from ((f"[{name!r:.40}]", inner) for name, inner in one.items())
+    elif isinstance(one, list | tuple | set | frozenset):
+        if len(one) <= _LONGEST:
+            yield from ((f"[{at}]", inner) for at, inner in enumerate(one))
+    elif isinstance(one, MethodType):
+        yield from ((".__self__", one.__self__), (".__func__", one.__func__))
+    elif isinstance(one, FunctionType):
+        yield from _of_function(one)
+    elif isinstance(one, partial):
+        yield from ((".func", one.func), (".args", one.args), (".keywords", one.keywords))
+    elif not isinstance(one, type):
+        yield from _of_object(one)
+
+
+def _of_object(one: Any) -> Iterator[tuple[str, Any]]:
+    """Yield an object's attributes, and the functions of its classes, whose code may name generators."""
+    names = vars(one) if hasattr(one, "__dict__") else {}
+    yield from ((f".{name}", inner) for name, inner in names.items())
+    for kind in type(one).__mro__:
+        if kind.__module__.partition(".")[0] in _OURS:
+            continue
+        slots = kind.__dict__.get("__slots__", ())
+        held = [name for name in ((slots,) if isinstance(slots, str) else slots) if hasattr(one, name)]
+        yield from ((f".{name}", getattr(one, name)) for name in held)
+        for name, inner in kind.__dict__.items():
+            if isinstance(inner, (FunctionType, *_KINDS)):
+                yield f".{name}", inner
+
+
+def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield what a function closes over, its defaults, and generators among the globals that its code names."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            yield f"({name})", cell.cell_contents
+        except ValueError:
+            continue  # not assigned yet
+    yield "()", list(function.__defaults__ or ())
+    yield "(*)", dict(function.__kwdefaults__ or {})
+    if function.__module__ is not None and function.__module__.partition(".")[0] in _OURS:
+        return
+    for name in _names_in(function.__code__):
+        inner = function.__globals__.get(name)
+        if isinstance(inner, (FunctionType, *_KINDS)):
+            yield f"::{name}", inner
+
+
+def _names_in(code: CodeType) -> Sequence[str]:
+    inner = [name for one in code.co_consts if isinstance(one, CodeType) for name in _names_in(one)]
+    return list(dict.fromkeys([*code.co_names, *inner]))
