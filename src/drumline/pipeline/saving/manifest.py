@@ -126,8 +126,8 @@ def _check(content: Parsed) -> None:
     content["token"].text()
     num_processes = content["num_processes"].whole(1)
     files = _each(content["files"], lambda size: size.whole())
-    if odd := next((name for name in files if not _FILE.fullmatch(name)), None):
-        raise content.kind.refuse(f"a damaged {content.kind.name}: files has {odd[:60]!r}, which is no file's name")
+    if odd := [name for name in files if not _FILE.fullmatch(name)]:
+        raise content.kind.refuse(f"a damaged {content.kind.name}: files has {odd[0][:60]!r}, which is no file's name")
     tensors = _each(content["tensors"], _check_checksums)
     if absent := [name for name in tensors if name not in files]:
         raise content.kind.refuse(f"a damaged {content.kind.name}: tensors has {absent[0][:60]!r}, and files has not")

@@ -154,12 +154,11 @@ class State:
                 skipped.append(f"{path}: {problems[0]}")
                 if run.crew.rank == self._axes.number == 0:
                     logging.getLogger("drumline").warning("passed over a damaged checkpoint: %s", skipped[-1])
+        hints = [*skipped, *(f"{one} is whole, on a line that was left: name it to use it" for one in left[:1])]
         raise RecordError(
             f"{folder} holds no checkpoint that is whole" if skipped else f"{folder} holds no checkpoint",
             expected="a folder given to pipe.save, or one checkpoint in it",
-            fix="; ".join(
-                [*skipped, *(f"{one} is whole, on a line that was left: name it to use it" for one in left[:1])]
-            ),
+            fix="; ".join(hints),
         )
 
     def _tell_of_left(self, path: Path, left: Sequence[Path]) -> None:
