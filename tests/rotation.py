@@ -128,7 +128,8 @@ class Life:
         above = next((one for one in ways if one.step < step), None)
         node = Node(len(self.nodes), step, above)
         self.told.append(f"save {step} keep {keep} as {node.number} after {above and above.number}")
-        with self.crashing(node, above, was):
+        same = self.head if self.head is not None and self.head.step == step else above
+        with self.crashing(node, [above, same], was):
             path = self.pipe.save(self.folder, step=step, keep=keep, extra={"node": node.number}, wait=True).path
         self.nodes.append(node)
         self.head = self.last = node
@@ -138,7 +139,7 @@ class Life:
         self.found(self.folder, {node})
 
     @contextmanager
-    def crashing(self, node: Node, above: Node | None, was: tuple[Node | None, set[int]]) -> Iterator[None]:
+    def crashing(self, node: Node, above: list[Node | None], was: tuple[Node | None, set[int]]) -> Iterator[None]:
         """Look, at every change of a name, whether what is there is enough to go on with."""
         tries = self.draw.random() < 0.2
         copies: list[Path] = []
@@ -161,8 +162,7 @@ class Life:
         last, there = was
         for copy in copies:
             self.crashes += 1
-            ends = {self.newest(tip, there) for tip in (last, above)}  # before it appears, and
-            self.found(copy, {node, *(one for one in ends if one is not None)} | ({None} if None in ends else set()))
+            self.found(copy, {node, *(self.newest(tip, there) for tip in [last, *above])})
             shutil.rmtree(copy)
 
     def found(self, folder: Path, expected: set[Any]) -> Node | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 from drumline.core.errors import RunError, UsageError
+from drumline.core.measured.run import read_run
+from drumline.pipeline.saving.staged import StagedFile
 from drumline.runtime.weights.files import Weights
 from drumline.train.config.settings import (
     BatchSettings,
@@ -27,7 +30,8 @@ from drumline.train.config.settings import (
     RunSettings,
     TrainSettings,
 )
-from drumline.train.loop.progress import Told, Update
+from drumline.train.loop.evaluate import Evaluation
+from drumline.train.loop.progress import Progress, Told, Update
 from drumline.train.loop.run import run_training
 from drumline.train.loop.training import Trained
 from drumline.train.models.beside import files_beside
@@ -125,6 +129,58 @@ def test_a_run_goes_on_without_checkpoints_that_cannot_be_written(
     assert caplog.text.count("training continues without a checkpoint: ") == 1  # after 2; after 4 it is an error
 
 
+def test_a_full_disk_delays_what_stands_beside_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The disk is full while steps 2 to 4 of 6 run, of which 3 is evaluated, and 2 and 4 are to be saved."""
+    disk, write, staged = {"is_full": False}, os.write, StagedFile.write
+
+    def full() -> None:
+        if disk["is_full"]:
+            raise OSError(28, "No space left on device")
+
+    def written(file: int, data: bytes) -> int:
+        full()
+        return write(file, data)
+
+    def stored(file: StagedFile, path: Path) -> dict[str, int]:
+        full()
+        return staged(file, path)
+
+    monkeypatch.setattr(os, "write", written)
+    monkeypatch.setattr(StagedFile, "write", stored)
+    seen: list[int] = []
+
+    def tell(told: Told) -> None:
+        if isinstance(told, Update):
+            seen.append(told.step)
+            disk["is_full"] = 1 <= told.step < 5
+
+    run = RunSettings(steps=6, out=str(tmp_path / "run"))
+    evaluation = EvaluationSettings(every=1, batches=1)
+    run_training(settings_for(tmp_path / "run", run=run, evaluation=evaluation), tell=tell)
+    assert seen == [1, 2, 3, 4, 5, 6]
+    lines = (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == seen, "all of them, in order"
+    steps = [one["train/step"] for one in read_run(tmp_path / "run").metrics()]
+    assert steps == seen
+    told = capsys.readouterr().err
+    for what in some(["the log", "the record of the steps"]):
+        assert told.count(f"cannot write {what} to ") == told.count(f"{what} goes on in ") == 1
+    assert [one.name for one in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000006"]
+
+
+def test_progress_on_a_full_disk_ends_nothing() -> None:
+    with Path("/dev/full").open("w") as stream:
+        progress = Progress(5, stream=stream)
+        progress(Evaluation(3, 1.25, 640, 0.5))
+        progress.close()
+        with pytest.raises(OSError, match="No space left"):
+            stream.flush()
+        with Path(os.devnull).open("w") as nothing:
+            os.dup2(nothing.fileno(), stream.fileno())  # for the rest that is written at the end
+
+
 def chat_tokenizer(folder: Path) -> None:
     """Write a tokenizer of letters, with a template for conversations."""
     tokenizers = pytest.importorskip("tokenizers")
@@ -189,7 +245,12 @@ def test_transformers_loads_every_checkpoint_with_all_that_belongs_to_it(tmp_pat
 def test_the_tokenizer_of_a_checkpoint_is_the_one_that_was_trained_with(tmp_path: Path) -> None:
     for name, files in {
         "model": {"config.json": '{"torch_dtype": "float16"}', "vocab.txt": "its", "special_tokens_map.json": "its"},
-        "other": {"tokenizer.json": "mine", "chat_template.jinja": "mine", "config.json": "no", "model.safetensors": ""},
+        "other": {
+            "tokenizer.json": "mine",
+            "chat_template.jinja": "mine",
+            "config.json": "no",
+            "model.safetensors": "",
+        },
     }.items():
         (tmp_path / name).mkdir()
         for one, text in files.items():
