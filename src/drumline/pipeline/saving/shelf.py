@@ -95,6 +95,11 @@ class Shelf:
         left = [one for one in found if one not in mine and not one.problem]
         return Choice(tuple(one.path for one in mine), tuple(one.path for one in left))
 
+    def newest(self, folder: Path) -> Found | None:
+        """Return the checkpoint to go on from, as far as its size tells."""
+        found = map(self._found, self.choose(folder).paths)
+        return next((one for one in found if not one.problem), None)
+
     def announce(self, folder: Path, line: Line) -> None:
         """Write down which line goes on, before a checkpoint of it appears, if there are others to mistake for it."""
         is_there = (folder / LAST).exists()

@@ -53,7 +53,7 @@ class Log:
 
     def __init__(self, pipe: Pipeline, settings: TrainSettings, folder: Path) -> None:
         self._pipe = pipe
-        self._reached = _reached(folder / METRICS)  # the last step of the run that this one may continue
+        self._reached = reached(folder / METRICS)  # the last step of the run that this one may continue
         self._outbox = Outbox(folder, "the log")
         self._outbox.put("settings.json", json.dumps(asdict(settings), indent=2) + "\n")
         writers: list[Writer] = []
@@ -175,7 +175,7 @@ def _named(line: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in scalars(line).items() if name != STEP}
 
 
-def _reached(metrics: Path) -> int:
+def reached(metrics: Path) -> int:
     """Return the last update that a run has written down."""
     try:
         with metrics.open("rb") as file:
