@@ -9,8 +9,9 @@ from planted_pipeline import PIPELINE
 from planted_plan import PLAN
 from planted_report import REPORT
 from planted_runtime import RUNTIME
+from planted_saving import SAVING
 from planted_schedules import SCHEDULES
 from planted_serve import SERVE
 from planted_stream import STREAM
 
-BUGS = (*CORE, *SCHEDULES, *PLAN, *REPORT, *RUNTIME, *FOLLOWED, *ADAPT, *PIPELINE, *STREAM, *SERVE)
+BUGS = (*CORE, *SCHEDULES, *PLAN, *REPORT, *RUNTIME, *FOLLOWED, *ADAPT, *PIPELINE, *SAVING, *STREAM, *SERVE)

@@ -120,9 +120,12 @@ class RunFolder:
     def flush(self) -> None:
         """Write all lines. If the disk is full, they wait, and training continues."""
         self._flushed = time.monotonic()
-        if not self.is_open or os.getpid() != self._process:
-            return
-        self._outbox.flush()
+        if self._is_mine:
+            self._outbox.flush()
+
+    @property
+    def _is_mine(self) -> bool:
+        return self.is_open and os.getpid() == self._process
 
     def rewind(self, number: int) -> None:
         """Remove the lines of steps from a number on."""
@@ -137,13 +140,11 @@ class RunFolder:
 
     def close(self) -> None:
         """Write all lines and close the files; then rank 0 marks the run as ended."""
-        if not self.is_open or os.getpid() != self._process:
-            self._let_go()
-            return
-        if METRICS in self._outbox.files and self.path.is_dir():
-            self._outbox.flush()
-            self._outbox.put(ENDED, json.dumps({"run": self.run}) + "\n")
-        self._outbox.close()
+        if self._is_mine:
+            if METRICS in self._outbox.files and self.path.is_dir():
+                self._outbox.flush()
+                self._outbox.put(ENDED, json.dumps({"run": self.run}) + "\n")
+            self._outbox.close()
         self._let_go()
 
     def _let_go(self) -> None:

@@ -79,7 +79,7 @@ class Shelf:
             if (known := self._known.get(path)) is not None and known[0] == mark:
                 return known[1]
             content = read_content(path)
-            brief = {name: content[name] for name in ("step", "files", "line") if name in content}
+            brief: dict[str, Any] = {name: content[name] for name in ("step", "files", "line") if name in content}
             self._known[path] = mark, brief
             return brief
         raise RecordError(f"{path / MANIFEST} is missing")
