@@ -10,6 +10,7 @@ from pathlib import Path
 from drumline.core.errors import UsageError
 from drumline.core.measured.run import CONFIG, METRICS
 from drumline.pipeline.saving.folder import checkpoints
+from drumline.pipeline.saving.loader import is_intact
 from drumline.pipeline.saving.shelf import Shelf
 from drumline.train.changed import check_changes
 from drumline.train.claim import Claim, Held, claim, job_of, last_of, same_job
@@ -103,10 +104,10 @@ def _has_begun(folder: Path) -> bool:
 
 
 def _is_done(settings: TrainSettings, folder: Path) -> bool:
-    """Whether the run in a folder has made all its steps, and saved what it was to save."""
+    """Whether the run in a folder has made all its steps, and what it was to save at the end is intact."""
     if settings.checkpoint.at_end:
         newest = Shelf().newest(folder / FOLDER)
-        return newest is not None and newest.step >= settings.run.steps
+        return newest is not None and newest.step >= settings.run.steps and is_intact(newest.path)
     return reached(folder / METRICS) >= settings.run.steps
 
 

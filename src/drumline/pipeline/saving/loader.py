@@ -78,6 +78,15 @@ class Checkpoint:
         return Tensors(self.path, self.content, "training")
 
 
+def is_intact(path: Path) -> bool:
+    """Whether every tensor of a checkpoint has its checksum; reads all of it."""
+    try:
+        checkpoint = Checkpoint(path)
+        return all(kind[name] is not None for kind in (checkpoint.model, checkpoint.training) for name in kind)
+    except (DrumlineError, OSError):
+        return False
+
+
 def damage(error: BaseException) -> str:
     """Return what is wrong with a checkpoint; raise what is no damage."""
     if not isinstance(error, DrumlineError | OSError):
