@@ -127,7 +127,8 @@ def two_damaged(lab: Lab) -> None:
         _flip(one)
     struck = time.time()
     run = lab.train(replace(BASE, keep=2), "run", "--continue")
-    assert lab.detected(run, struck, rf"passed over a damaged checkpoint: .*{damaged[-1].name}") == 0
+    says = rf"passed over a damaged checkpoint: .*{damaged[-1].name}"
+    assert lab.detected(run, struck, says, SECONDS_TO_START) == 0, "the run failed"
     first = run.said(r"step (\d+)/\d+ ")
     assert first is not None
     assert int(first[1][1]) - 1 == int(third.name[-8:]), f"continued from step {first[1][1]}"
