@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from drumline.cli.train import add_arguments, resume_line, torchrun_line
 from drumline.core.errors import RecordError, UsageError
+from drumline.pipeline.saving.loader import Checkpoint
 from drumline.train import start as starting
 from drumline.train.claim import Held, claim
 from drumline.train.config.read import read_settings
@@ -30,6 +32,7 @@ from drumline.train.config.settings import (
     TrainSettings,
 )
 from drumline.train.config.write import keep_settings
+from drumline.train.finished import finished_model
 from drumline.train.folder import begin
 from drumline.train.loop.progress import Told, Update
 from drumline.train.loop.run import run_training
@@ -132,9 +135,16 @@ def test_a_folder_in_use_is_refused_and_a_launcher_tells_its_ranks(tmp_path: Pat
 
 
 def test_only_damaged_checkpoints_do_not_start_a_run_anew(tmp_path: Path) -> None:
-    settings = settings_for(tmp_path / "run", run=RunSettings(steps=2, out=str(tmp_path / "run"), threads=1))
+    folder = tmp_path / "run"
+    settings = settings_for(folder, run=RunSettings(steps=4, out=str(folder), threads=1))
     ended(settings)
-    flip(next((tmp_path / "run" / "checkpoints").iterdir()))  # of a run that had made all its steps
+    flip(folder / "checkpoints" / "step-00000004")  # the last one of a run that had made all its steps
+    before = Checkpoint(folder / "checkpoints" / "step-00000002").model
+    exported = finished_model(str(folder)).model.state_dict()
+    assert all(torch.equal(exported[name], before[name]) for name in some(list(before)))
+    flip(folder / "checkpoints" / "step-00000002")
+    with pytest.raises(UsageError, match="holds no checkpoint that is whole"):
+        finished_model(str(folder))
     with pytest.raises(RecordError, match="holds no checkpoint that is whole"):
         ended(settings)
 
