@@ -36,8 +36,8 @@ SAVING = (
     Bug(
         "rewind-goes-on-with-the-line",
         "pipeline/saving/line.py",
-        "self.line = Line.of(content).left_at(self.step)",
-        "self.line = Line.of(content)",
+        'self.line, self.name = Line.of(content).left_at(content["step"]), ""',
+        'self.line, self.name = Line.of(content), ""',
         "Checkpoints after the one that was loaded still count as this line's.",
     ),
     Bug(

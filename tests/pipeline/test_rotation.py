@@ -95,6 +95,21 @@ def test_an_earlier_step_without_a_load_leaves_the_later_ones(tmp_path: Path) ->
     assert small_pipeline().load(tmp_path).step == 3
 
 
+def test_folders_may_count_steps_each_in_its_own_way(tmp_path: Path) -> None:
+    pipe = small_pipeline()
+    for epoch in (1, 2, 3, 4):
+        saved(pipe, tmp_path / "hourly", 100 * epoch, keep=2)
+        saved(pipe, tmp_path / "best", epoch, keep=2)
+    assert (names(tmp_path / "hourly"), names(tmp_path / "best")) == ([300, 400], [3, 4])
+    again = small_pipeline()
+    assert again.load(tmp_path / "hourly").step == 400
+    saved(again, tmp_path / "hourly", 500, keep=2)
+    saved(again, tmp_path / "best", 5, keep=2)
+    assert (names(tmp_path / "hourly"), names(tmp_path / "best")) == ([400, 500], [4, 5])
+    flip(tmp_path / "hourly" / "step-00000500")
+    assert small_pipeline().load(tmp_path / "hourly").step == 400
+
+
 def test_checkpoints_of_other_runs_neither_count_nor_go(tmp_path: Path) -> None:
     saved(small_pipeline(), tmp_path, 7, 9)
     saved(small_pipeline(), tmp_path, 1, 2, 3, keep=1)

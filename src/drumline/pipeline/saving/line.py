@@ -13,9 +13,11 @@ later: to save a smaller step than before begins another line. Checkpoints of ea
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 Part = tuple[str, int | None]  # a line's name, and the step at which it was left; None where it goes on
@@ -65,27 +67,34 @@ class Line:
 
 @dataclass(slots=True)
 class Course:
-    """The line of a pipeline while it trains: what it has loaded, and saved since."""
+    """The line of a pipeline while it trains: what it has loaded, and saved since, folder by folder.
 
-    line: Line = field(default_factory=Line)
-    step: int = -1  # of the checkpoint that was loaded or saved last
+    Folders may count steps each in its own way, such as one for every hour and one for the best so far.
+    """
 
-    def loaded(self, content: Mapping[str, Any]) -> None:
+    line: Line = field(default_factory=Line)  # up to what was loaded
+    name: str = ""  # of the line that goes on after that
+    folders: dict[str, tuple[Line, int]] = field(default_factory=dict)  # the line and the last step in each
+
+    def loaded(self, checkpoint: Path, content: Mapping[str, Any]) -> None:
         """Go on from a checkpoint."""
-        self.step = content["step"]
-        self.line = Line.of(content).left_at(self.step)
+        self.line, self.name = Line.of(content).left_at(content["step"]), ""
+        self.folders = {os.path.abspath(checkpoint.parent): (self.line, content["step"])}
 
-    def saving(self, step: int) -> Line:
+    def saving(self, folder: str | Path, step: int) -> Line:
         """Return the line of a checkpoint that is about to be saved.
 
         >>> course = Course()
-        >>> one, two, three = (course.saving(step) for step in (2, 4, 3))
-        >>> one == two, three.holds(one, 2), three.holds(two, 4)
+        >>> one, two, best, three = (course.saving(*at) for at in (("a", 2), ("a", 4), ("best", 1), ("a", 3)))
+        >>> one == two == best, three.holds(one, 2), three.holds(two, 4)
         (True, True, False)
         """
-        if step < self.step:
-            self.line = self.line.left_at(step - 1)
-        if not self.line.is_open:
-            self.line = self.line.going_on(secrets.token_hex(4))
-        self.step = step
-        return self.line
+        place = os.path.abspath(folder)
+        line, last = self.folders.get(place, (self.line, -1))
+        if step < last:
+            line = line.left_at(step - 1).going_on(secrets.token_hex(4))
+        if not line.is_open:
+            self.name = self.name or secrets.token_hex(4)
+            line = line.going_on(self.name)
+        self.folders[place] = line, step
+        return line

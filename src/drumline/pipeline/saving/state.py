@@ -73,7 +73,7 @@ class State:
             "extra": extra,
             "stream": None if run.stream is None or run.stream.is_empty else run.stream.described(),
         }
-        content["line"] = [list(part) for part in self._course.saving(content["step"]).parts]
+        content["line"] = [list(part) for part in self._course.saving(folder, content["step"]).parts]
         with run.recording.between.during("save"), run.crew.together("save"):
             saving = self._saver.save(folder, content["step"], self._taken, content, keep=keep, beside=beside)
         if saving.refusal is not None:
@@ -225,7 +225,7 @@ class State:
             plain = content["generators"][self._process]
             snapshot.restore_generators(self._random(training), plain, run.intake.device)
         run.ledger.number, run.ledger.num_trained = content["number"], content["num_trained"]
-        self._course.loaded(content)
+        self._course.loaded(checkpoint.path, content)
         run.recording.rewind()
         return Loaded(checkpoint.path, content["step"], content["extra"], skipped)
 
