@@ -62,6 +62,14 @@ def test_damaged_checkpoints_do_not_push_out_whole_ones(tmp_path: Path, damage: 
     assert small_pipeline().load(tmp_path).step == 5
 
 
+@pytest.mark.parametrize("damage", [shorten, lose_manifest])
+def test_what_is_damaged_while_a_run_goes_on_counts_no_more(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    pipe = small_pipeline()
+    damage(saved(pipe, tmp_path, 2, 4))
+    saved(pipe, tmp_path, 6, keep=2)
+    assert names(tmp_path) == [2, 6]
+
+
 def test_later_steps_of_a_line_that_was_left_are_not_the_newest(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
