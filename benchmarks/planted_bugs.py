@@ -9,9 +9,12 @@ from planted_pipeline import PIPELINE
 from planted_plan import PLAN
 from planted_report import REPORT
 from planted_runtime import RUNTIME
+from planted_saving import SAVING
 from planted_schedules import SCHEDULES
 from planted_serve import SERVE
 from planted_stream import STREAM
 from planted_train import TRAIN
 
-BUGS = (*CORE, *SCHEDULES, *PLAN, *REPORT, *RUNTIME, *FOLLOWED, *ADAPT, *PIPELINE, *STREAM, *SERVE, *TRAIN)
+BUGS = (
+    *CORE, *SCHEDULES, *PLAN, *REPORT, *RUNTIME, *FOLLOWED, *ADAPT, *PIPELINE, *SAVING, *STREAM, *SERVE, *TRAIN,
+)  # fmt: skip

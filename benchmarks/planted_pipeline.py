@@ -281,8 +281,8 @@ PIPELINE = (
     Bug(
         "children-write-lines",
         "pipeline/record/run_folder.py",
-        "if not self.is_open or os.getpid() != self._process:",
-        "if not self.is_open:",
+        "return self.is_open and os.getpid() == self._process",
+        "return self.is_open",
         "A forked loader's worker writes the lines that its parent has gathered.",
     ),
     Bug(

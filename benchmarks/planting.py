@@ -83,6 +83,8 @@ OF_FILE = {
     "pipeline/record/recording.py": ("tests/pipeline/test_recording.py",),
     "pipeline/loss/own_loss.py": ("tests/pipeline/test_hugging_face.py",),
     "pipeline/record/run_folder.py": ("tests/pipeline/test_recording.py",),
+    "pipeline/record/outbox.py": ("tests/pipeline/test_recording.py", "tests/train/test_checkpoints.py"),
+    "pipeline/saving": ("tests/pipeline/test_rotation.py", "tests/pipeline/test_saving.py"),
     "pipeline/state/scaler.py": ("tests/pipeline/test_precision.py",),
     "pipeline/record/tally.py": ("tests/pipeline/test_unused.py", "tests/pipeline/test_recording.py"),
     "plan/device/candidate.py": ("tests/plan/test_planner.py",),

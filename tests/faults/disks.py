@@ -118,6 +118,25 @@ _add_damage("missing", "the newest checkpoint's shard is missing", _remove)
 _add_damage("manifest", "a bit of the newest checkpoint's manifest is flipped", _flip_manifest)
 
 
+@fault("damage-two", "the two newest checkpoints are damaged; --continue, and keep lowered to 2")
+def two_damaged(lab: Lab) -> None:
+    """The run continues in its folder from the third, and what was damaged pushes no whole checkpoint out."""
+    lab.references.copied(BASE, lab.folder / "run")
+    third, *damaged = checkpoints(lab.folder / "run")
+    for one in damaged:
+        _flip(one)
+    struck = time.time()
+    run = lab.train(replace(BASE, keep=2), "run", "--continue")
+    says = rf"passed over a damaged checkpoint: .*{damaged[-1].name}"
+    assert lab.detected(run, struck, says, SECONDS_TO_START) == 0, "the run failed"
+    first = run.said(r"step (\d+)/\d+ ")
+    assert first is not None
+    assert int(first[1][1]) - 1 == int(third.name[-8:]), f"continued from step {first[1][1]}"
+    assert run.said(r"continues changed: checkpoint\.keep 3 is now 2"), "the changed setting is not told"
+    assert [one.name for one in checkpoints(lab.folder / "run")] == [one.name for one in damaged], "saved again"
+    lab.compared(BASE, "run")
+
+
 @fault("damage-all", "every checkpoint is damaged")
 def all_damaged(lab: Lab) -> None:
     """There is nothing to resume from, and training from the beginning was not asked for."""

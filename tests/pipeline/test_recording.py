@@ -135,23 +135,77 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         pipeline(record=tmp_path / "file" / "run")
 
 
-def test_a_full_disk_ends_the_recording_and_not_the_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+class Full:
+    """A disk that takes so many bytes more, then none."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.room = 0
+        self._write = os.write
+        monkeypatch.setattr(os, "write", self.write)
+
+    def write(self, file: int, data: bytes) -> int:
+        if not self.room:
+            raise OSError(28, "No space left on device")
+        count = min(len(data), self.room)
+        self.room -= count
+        return self._write(file, bytes(data[:count]))
+
+
+def test_a_full_disk_delays_the_record_and_not_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pipeline(record=tmp_path) as pipe:
         train(pipe, 1)
         pipe._recording.failed()
-        assert pipe._recording.folder is not None
-        files = pipe._recording.folder._files
-        os.close(files["rank1.jsonl"])
-        files["rank1.jsonl"] = os.open("/dev/full", os.O_WRONLY)
+        with monkeypatch.context() as patch:
+            disk = Full(patch)
+            train(pipe, 1)
+            disk.room = 100  # in the middle of a line
+            pipe._recording.failed()
+            train(pipe, 2)
+            pipe._recording.failed()
+        told = capsys.readouterr().err
+        assert told.count("cannot write the record of the steps to") == 1
+        assert "No space left on device; training goes on" in told
+        assert dl.read_run(tmp_path).steps == (0,)
         train(pipe, 1)
         pipe._recording.failed()
-        train(pipe, 2)
-    assert "stopped recording to" in capsys.readouterr().err
+        assert capsys.readouterr().err.count("the record of the steps goes on in") == 1
+        assert dl.read_run(tmp_path).steps == (0, 1, 2, 3, 4), "no line is lost, and none is torn"
     run = dl.read_run(tmp_path)
-    assert run.steps == (0,)
-    assert not (tmp_path / "ended.json").exists()
+    assert [one["step"] for one in run.metrics()] == [0, 1, 2, 3, 4]
+    assert run.has_ended
+
+
+def test_what_was_undone_is_not_written_when_a_disk_has_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pipeline(record=tmp_path / "run") as pipe:
+        train(pipe, 2)
+        pipe.save(tmp_path / "saved", wait=True)
+        with monkeypatch.context() as patch:
+            disk = Full(patch)
+            train(pipe, 1)
+            disk.room = 50
+            pipe._recording.failed()
+            train(pipe, 1)
+            assert pipe.load(tmp_path / "saved").step == 2
+        train(pipe, 1)
+    run = dl.read_run(tmp_path / "run")
+    assert run.steps == (0, 1, 2)
+    assert [one["step"] for one in run.metrics()] == [0, 1, 2]
+
+
+def test_lines_that_never_found_room_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pipeline(record=tmp_path) as pipe:
+        train(pipe, 1)
+        pipe._recording.failed()
+        Full(monkeypatch)
+        train(pipe, 2)
+    assert "is not complete: the disk has not taken the last 6 lines" in capsys.readouterr().err
+    assert dl.read_run(tmp_path).steps == (0,)
 
 
 def test_a_forked_process_writes_nothing(tmp_path: Path) -> None:

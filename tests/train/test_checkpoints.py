@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,9 @@ import pytest
 import torch
 
 from drumline.core.errors import RunError, UsageError
+from drumline.core.measured.run import read_run
+from drumline.pipeline.saving.staged import StagedFile
+from drumline.runtime.weights.files import Weights
 from drumline.train.config.settings import (
     BatchSettings,
     CheckpointSettings,
@@ -24,10 +30,13 @@ from drumline.train.config.settings import (
     RunSettings,
     TrainSettings,
 )
-from drumline.train.loop.progress import Told, Update
+from drumline.train.loop.evaluate import Evaluation
+from drumline.train.loop.progress import Progress, Told, Update
 from drumline.train.loop.run import run_training
 from drumline.train.loop.training import Trained
+from drumline.train.models.beside import files_beside
 from drumline.train.start import start
+from some import some
 
 pytestmark = pytest.mark.torch
 
@@ -120,28 +129,138 @@ def test_a_run_goes_on_without_checkpoints_that_cannot_be_written(
     assert caplog.text.count("training continues without a checkpoint: ") == 1  # after 2; after 4 it is an error
 
 
-def test_transformers_loads_what_was_trained(tmp_path: Path) -> None:
+def test_a_full_disk_delays_what_stands_beside_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The disk is full while steps 2 to 4 of 6 run, of which 3 is evaluated, and 2 and 4 are to be saved."""
+    disk, write, staged = {"is_full": False}, os.write, StagedFile.write
+
+    def full() -> None:
+        if disk["is_full"]:
+            raise OSError(28, "No space left on device")
+
+    def written(file: int, data: bytes) -> int:
+        full()
+        return write(file, data)
+
+    def stored(file: StagedFile, path: Path) -> dict[str, int]:
+        full()
+        return staged(file, path)
+
+    monkeypatch.setattr(os, "write", written)
+    monkeypatch.setattr(StagedFile, "write", stored)
+    seen: list[int] = []
+
+    def tell(told: Told) -> None:
+        if isinstance(told, Update):
+            seen.append(told.step)
+            disk["is_full"] = 1 <= told.step < 5
+
+    run = RunSettings(steps=6, out=str(tmp_path / "run"))
+    evaluation = EvaluationSettings(every=1, batches=1)
+    run_training(settings_for(tmp_path / "run", run=run, evaluation=evaluation), tell=tell)
+    assert seen == [1, 2, 3, 4, 5, 6]
+    lines = (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == seen, "all of them, in order"
+    steps = [one["train/step"] for one in read_run(tmp_path / "run").metrics()]
+    assert steps == seen
+    told = capsys.readouterr().err
+    for what in some(["the log", "the record of the steps"]):
+        assert told.count(f"cannot write {what} to ") == told.count(f"{what} goes on in ") == 1
+    assert [one.name for one in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000006"]
+
+
+def test_progress_on_a_full_disk_ends_nothing() -> None:
+    with Path("/dev/full").open("w") as stream:
+        progress = Progress(5, stream=stream)
+        progress(Evaluation(3, 1.25, 640, 0.5))
+        progress.close()
+        with pytest.raises(OSError, match="No space left"):
+            stream.flush()
+        with Path(os.devnull).open("w") as nothing:
+            os.dup2(nothing.fileno(), stream.fileno())  # for the rest that is written at the end
+
+
+def chat_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of letters, with a template for conversations."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    letters = {letter: at for at, letter in enumerate(["<end>", *"abcdefghijklmnopqrstuvwxyz .?"])}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="?"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", unk_token="?")
+    made.chat_template = "{% for one in messages %}{{ one['content'] }}<end>{% endfor %}"
+    made.save_pretrained(folder)
+
+
+def test_transformers_loads_every_checkpoint_with_all_that_belongs_to_it(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=257, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
     )
     torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
-    (tmp_path / "mine.txt").write_text("In the beginning there was a schedule.\n\n" * 40)
-    found = trained(
+    source = tmp_path / "llama"
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(source)
+    transformers.GenerationConfig(max_new_tokens=7).save_pretrained(source)
+    chat_tokenizer(source)
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tools.jinja").write_text("tools")
+    (source / "adapter_config.json").write_text("{}")  # of an adapter whose weights are not there
+    (tmp_path / "mine.txt").write_text("in the beginning there was a schedule.\n\n" * 40)
+    run = RunSettings(steps=2, out=str(tmp_path / "run"))
+
+    def gone(told: Told) -> None:
+        shutil.rmtree(source, ignore_errors=True)  # the run depends on it no longer
+
+    given = transformers.AutoModelForCausalLM.from_pretrained(source).state_dict()
+    run_training(
         settings_for(
             tmp_path / "run",
-            model=ModelSettings(kind="hf", path=str(tmp_path / "llama")),
-            data=DataSettings(files=(str(tmp_path / "mine.txt"),), tokenizer="bytes"),
+            model=ModelSettings(kind="hf", path=str(source)),
+            data=DataSettings(files=(str(tmp_path / "mine.txt"),)),
             evaluation=EvaluationSettings(every=0),
-            checkpoint=CheckpointSettings(),
-            run=RunSettings(steps=2, out=str(tmp_path / "run")),
-        )
+            checkpoint=CheckpointSettings(every=1),
+            run=run,
+        ),
+        tell=gone,
     )
-    assert len(found.losses) == 2
-    path = tmp_path / "run" / "checkpoints" / "step-00000002"
-    before, after = (
-        transformers.AutoModelForCausalLM.from_pretrained(one).state_dict() for one in (tmp_path / "llama", path)
-    )
-    assert before.keys() == after.keys()
-    assert not torch.equal(before["model.layers.0.mlp.up_proj.weight"], after["model.layers.0.mlp.up_proj.weight"])
+    for step in some([1, 2]):
+        path = tmp_path / "run" / "checkpoints" / f"step-{step:08d}"
+        model = transformers.AutoModelForCausalLM.from_pretrained(path)
+        assert model.dtype == torch.float32, "what was trained, not what it began with"
+        found = model.state_dict()
+        assert found.keys() == given.keys()
+        trained_one = "model.layers.0.mlp.up_proj.weight"
+        assert not torch.equal(found[trained_one], given[trained_one].float())
+        stored = Weights(path / "model-00001-of-00001.safetensors").tensors
+        assert torch.equal(found[trained_one], stored[trained_one].read())
+        assert model.generation_config.max_new_tokens == 7
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi<end>"
+        assert (path / "chat_template.jinja").is_file()
+        assert (path / "additional_chat_templates" / "tools.jinja").read_text() == "tools"
+        assert not (path / "adapter_config.json").exists()
+
+
+def test_the_tokenizer_of_a_checkpoint_is_the_one_that_was_trained_with(tmp_path: Path) -> None:
+    for name, files in {
+        "model": {"config.json": '{"torch_dtype": "float16"}', "vocab.txt": "its", "special_tokens_map.json": "its"},
+        "other": {
+            "tokenizer.json": "mine",
+            "chat_template.jinja": "mine",
+            "config.json": "no",
+            "model.safetensors": "",
+        },
+    }.items():
+        (tmp_path / name).mkdir()
+        for one, text in files.items():
+            (tmp_path / name / one).write_text(text)
+    hf = ModelSettings(kind="hf", path=str(tmp_path / "model"))
+    mine = TrainSettings(model=hf, data=DataSettings(tokenizer=str(tmp_path / "other")))
+    found = files_beside(mine)
+    assert sorted(found) == ["chat_template.jinja", "config.json", "tokenizer.json"]
+    assert found["tokenizer.json"] == b"mine"
+    assert json.loads(found["config.json"]) == {"torch_dtype": "float32"}
+    assert sorted(files_beside(TrainSettings(model=hf))) == ["config.json", "special_tokens_map.json", "vocab.txt"]
+    alone = ModelSettings(kind="hf", path=str(tmp_path / "model" / "config.json"))
+    assert list(files_beside(TrainSettings(model=alone))) == ["config.json"]

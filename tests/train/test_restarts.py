@@ -330,7 +330,7 @@ def test_a_job_finds_its_run_again_and_others_do_not(tmp_path: Path, monkeypatch
     other = begin(TrainSettings(), job="job-2")
     assert (other.settings.folder, other.continues) == (f"{first.settings.folder}-2", False)
     named = TrainSettings(run=RunSettings(out=first.settings.folder))
-    with pytest.raises(UsageError, match=rf"holds a run already, of process {os.getpid()} on .* continue it: --resume"):
+    with pytest.raises(UsageError, match=rf"holds a run already, of process {os.getpid()} on .* it: --continue"):
         begin(named, job="job-3")
     for variable, value in {"RUN_ID": "none", "RESTART_COUNT": "0"}.items():  # a job without a name has its address
         monkeypatch.setenv(f"TORCHELASTIC_{variable}", value)

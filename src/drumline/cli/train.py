@@ -71,6 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-m", "--microbatches", type=_WHOLE, metavar="M", help=meaning)
     for name, (_, kind, word, meaning) in _FLAGS.items():
         add(f"--{name.replace('_', '-')}", type=kind, metavar=word, help=meaning)
+    meaning = "continue the run in its folder if there is one, else start it: the same command every time"
+    add("--continue", action="store_true", dest="continues", help=meaning)
     add("--adapt", action="store_true", help="change program and cut while training, where it pays ([adapt] says how)")
     add("--elastic", action="store_true", help="go on with fewer ranks if some do not come back")
     add("--tensorboard", action="store_true", help="write TensorBoard's files to the run's folder")
@@ -147,6 +149,7 @@ def _overrides(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]
         ("run.out", None if args.out is None else str(args.out), "--out"),
         ("run.tensorboard", args.tensorboard or None, "--tensorboard"),
         ("failures.elastic", args.elastic or None, "--elastic"),
+        ("checkpoint.continues", args.continues or None, "--continue"),
         ("adapt.on", args.adapt or None, "--adapt"),
     ):
         if given is not None:
@@ -175,13 +178,16 @@ def torchrun_line(args: argparse.Namespace, settings: TrainSettings) -> str:
 
 
 def resume_line(args: argparse.Namespace, settings: TrainSettings, checkpoint: str) -> str:
-    """Return the line that continues a run, in the next folder that holds none."""
+    """Return the line that continues a run: the same one with --continue, else in the next folder that holds none."""
+    started = _torchrun(settings) if "WORLD_SIZE" in os.environ else "drumline train"
+    if settings.checkpoint.continues:
+        return f"{started} {shlex.join(_words(args))}"
     first, _, number = settings.folder.rpartition("-")
     name, at = (first, int(number)) if first and number.isdecimal() else (settings.folder, 1)
     while os.path.exists(out := f"{name}-{at + 1}"):
         at += 1
     words = [*_words(args, without=("checkpoint.resume", "run.out")), "--resume", checkpoint, "--out", out]
-    return f"{_torchrun(settings) if 'WORLD_SIZE' in os.environ else 'drumline train'} {shlex.join(words)}"
+    return f"{started} {shlex.join(words)}"
 
 
 def _torchrun(settings: TrainSettings) -> str:
@@ -205,6 +211,8 @@ def _words(args: argparse.Namespace, *, without: Sequence[str] = ()) -> list[str
     for key, value in overrides.items():
         if key == MICROBATCHES:
             words += ["--microbatches", str(value)]
+        elif key == "checkpoint.continues" and value is True:
+            words.append("--continue")
         elif key not in without:
             words += ["--set", f"{key}={'none' if value is None else written(value)}"]
     return words
@@ -308,7 +316,8 @@ def _tell(args: argparse.Namespace, settings: TrainSettings, trained: Any) -> No
 
     stopped = trained.stopped
     saved = "" if stopped is None else stopped.checkpoint or settings.checkpoint.resume
-    resume = resume_line(args, settings, saved) if saved else ""
+    again = stopped is not None and settings.checkpoint.continues
+    resume = resume_line(args, settings, saved) if saved or again else ""
     if args.json:
         found = asdict(trained) | {"folder": str(trained.folder), "steps": settings.run.steps, "resume": resume}
         for name in ("losses", "grad_norms"):
@@ -334,4 +343,4 @@ def _tell(args: argparse.Namespace, settings: TrainSettings, trained: Any) -> No
     lines.append(f"The run is in {trained.folder}. `drumline report {trained.folder}` shows where the time went.")
     print(wrapped("\n".join(lines), terminal_width()))
     if resume:
-        print(f"Saved {saved}. To continue:\n  {resume}")
+        print(f"{f'Saved {saved}. ' if saved else ''}To continue:\n  {resume}")

@@ -506,6 +506,7 @@ class Pipeline:
         step: int | None = None,
         extra: Any = None,
         keep: int | None = None,
+        files: Mapping[str, str | bytes | Path] | None = None,
         wait: bool = False,
     ) -> Saving:
         """Save everything that training needs to go on, as a checkpoint in `folder`; call it on every rank.
@@ -513,7 +514,9 @@ class Pipeline:
         It returns as soon as the state is copied aside; a thread writes it while training goes on, and the checkpoint
         appears once every rank has written its part. `wait`, or `.wait()` of what is returned, waits for that.
         `extra` is data of your own, such as the position in the data: numbers, texts, bytes, tensors and arrays, in
-        lists, tuples, sets and dicts. `keep` removes all but the newest.
+        lists, tuples, sets and dicts. `files` are further files to store in the checkpoint, by name: their text or
+        bytes, or a path to copy from. `keep` is how many whole checkpoints of this run stay, this one included; older
+        ones are removed, and then damaged ones and those that a rewind has left.
 
         >>> import tempfile
         >>> with Pipeline([nn.Linear(1, 1)], loss_fn=nn.functional.mse_loss, num_microbatches=1) as pipe:
@@ -522,7 +525,7 @@ class Pipeline:
         >>> saving.path.name, loaded.extra
         ('step-00000000', {'epoch': 3})
         """
-        saving = self._state.save(folder, step, extra, keep)
+        saving = self._state.save(folder, step, extra, keep, files)
         if wait:
             saving.wait()
         return saving
@@ -534,11 +537,12 @@ class Pipeline:
     def load(self, folder: str | Path, *, optimizers: bool = True, missing_ok: bool) -> Loaded | None: ...
 
     def load(self, folder: str | Path, *, optimizers: bool = True, missing_ok: bool = False) -> Loaded | None:
-        """Go on from the newest whole checkpoint of a folder, or from the one given; call it on every rank.
+        """Go on from the newest whole checkpoint of a folder's run, or from the one given; call it on every rank.
 
         Parameters, buffers, optimizer state, float32 copies, the loss scale, random generators and the step's number
         come back bit for bit. Schedule, cut and number of ranks may differ from those that saved. Make the optimizers
-        first; `optimizers=False` loads the model alone. A damaged checkpoint is passed over with a warning. With
+        first; `optimizers=False` loads the model alone. A damaged checkpoint is passed over with a warning. If training
+        went on from an earlier checkpoint before, later steps of the line that was left are not the newest. With
         `missing_ok`, a folder without checkpoints returns None. Steps that the run folder has recorded beyond the
         checkpoint are cut off: they will run again.
         """

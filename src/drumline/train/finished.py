@@ -6,6 +6,7 @@ Each comes on the CPU, in float32 and eval mode, with a function that makes inpu
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -15,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.core.errors import ModelError, UsageError
-from drumline.pipeline.saving.folder import checkpoints
+from drumline.core.errors import ModelError, RecordError, UsageError
 from drumline.pipeline.saving.loader import Checkpoint
+from drumline.pipeline.saving.shelf import Shelf
 from drumline.train.config.functions import is_function
 from drumline.train.config.names import safe_name
 from drumline.train.config.read import read_settings
@@ -106,8 +107,20 @@ def _of_run(folder: Path) -> Finished:
     if settings.model.kind == "hf":
         settings = replace(settings, model=replace(settings.model, pretrained=False))
     found = _of_settings(settings, folder.resolve().name)
-    _load(found.model, Checkpoint(checkpoints(saved)[0]))
+    _load_newest(found.model, saved)
     return found
+
+
+def _load_newest(model: nn.Module, folder: Path) -> None:
+    """Give a model the weights of the newest whole checkpoint of a run."""
+    skipped = []
+    for path in Shelf().choose(folder).paths:
+        try:
+            return _load(model, Checkpoint(path))
+        except RecordError as error:
+            skipped.append(f"{path}: {error}")
+            logging.getLogger("drumline").warning("passed over a damaged checkpoint: %s", skipped[-1])
+    raise UsageError(f"{folder} holds no checkpoint that is whole", expected=_SOURCES, fix="; ".join(skipped))
 
 
 def _load(model: nn.Module, checkpoint: Checkpoint) -> None:

@@ -8,30 +8,40 @@ from itertools import count
 from pathlib import Path
 
 from drumline.core.errors import UsageError
-from drumline.core.measured.run import CONFIG
+from drumline.core.measured.run import CONFIG, METRICS
+from drumline.pipeline.saving.folder import checkpoints
+from drumline.pipeline.saving.loader import is_intact
+from drumline.pipeline.saving.shelf import Shelf
+from drumline.train.changed import check_changes
 from drumline.train.claim import Claim, Held, claim, job_of, last_of, same_job
 from drumline.train.config.settings import TrainSettings
 from drumline.train.loop.checkpoints import FOLDER, found_in
+from drumline.train.loop.log import reached
 
 _MOST = 10_000  # default folders of one name
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """Settings with the folder of the run, which is taken; `continues` says whether it goes on with a run there."""
+    """Settings with the folder of the run, which is taken; `continues` says whether it goes on with a run there.
+
+    `is_done` says that the run there has made all its steps: nothing is left to do.
+    """
 
     settings: TrainSettings
     continues: bool
     claimed: Claim
+    is_done: bool = False
 
 
 def begin(settings: TrainSettings, *, job: str = "") -> Begun:
     """Take the folder of a run, or raise why not.
 
-    A folder that holds a run is taken only to continue it: by a restart of the same job, or with checkpoint.resume
-    naming the folder itself. Without run.out the folder is out/train/NAME, or NAME-2 and so on where others are taken.
+    A folder that holds a run is taken only to continue it: by a restart of the same job, with checkpoint.continues, or
+    with checkpoint.resume naming the folder itself. Without run.out the folder is out/train/NAME, or NAME-2 and so on
+    where others are taken; with checkpoint.continues it is always the first of them.
     """
-    if settings.run.out:
+    if settings.run.out or settings.checkpoint.continues:
         return _begun(settings, job)
     base = settings.folder
     if job and (own := _of_job(Path(base), job)):
@@ -67,21 +77,38 @@ def _begun(settings: TrainSettings, job: str) -> Begun:
     folder = Path(settings.folder)
     claimed = claim(folder, job=job)
     try:
-        again = same_job(claimed, job)
-        continues = _holds(folder) and (again or resumes_itself(settings))
-        if settings.checkpoint.resume and not (continues and again):
+        again, asked = same_job(claimed, job), settings.checkpoint.continues
+        own = bool(checkpoints(folder / FOLDER))
+        continues = (_holds(folder) and (again or resumes_itself(settings))) or (asked and (own or _has_begun(folder)))
+        if settings.checkpoint.resume and not (continues and (again or (asked and own))):
             found_in(settings.checkpoint.resume)
-        if _holds(folder) and not continues:
+        if _has_begun(folder) and not continues:
             raise UsageError(
                 f"run.out: {folder} holds a run already, of {last_of(folder)}",
                 expected="a folder without a run, or none yet",
-                fix=f"name another folder, --out FOLDER, or continue it: --resume {folder} --out {folder}",
+                fix=f"name another folder, --out FOLDER, or continue it: --continue --out {folder}",
             )
+        if asked and continues:
+            check_changes(settings, folder, has_state=own)
+        is_done = asked and continues and _is_done(settings, folder)
         claimed.keep(job)
     except BaseException:
         claimed.close()
         raise
-    return Begun(settings, continues, claimed)
+    return Begun(settings, continues, claimed, is_done)
+
+
+def _has_begun(folder: Path) -> bool:
+    """Whether a run has begun to write to a folder, however far it came."""
+    return _holds(folder) or (folder / METRICS).exists() or any(folder.glob("rank*.jsonl"))
+
+
+def _is_done(settings: TrainSettings, folder: Path) -> bool:
+    """Whether the run in a folder has made all its steps, and what it was to save at the end is intact."""
+    if settings.checkpoint.at_end:
+        newest = Shelf().newest(folder / FOLDER)
+        return newest is not None and newest.step >= settings.run.steps and is_intact(newest.path)
+    return reached(folder / METRICS) >= settings.run.steps
 
 
 def resumes_itself(settings: TrainSettings) -> bool:

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +53,8 @@ def start(settings: TrainSettings, *, train: Train | None = None, source: Source
         preflight(settings, source)
     train, begun = train or _train_in, begin(settings)
     with begun.claimed:
+        if begun.is_done:
+            return _nothing_left(begun.settings)
         if settings.failures.elastic:
             _warn_of_room(begun.settings)
         attempt = partial(_attempt, train)
@@ -93,7 +96,7 @@ def _train_as_rank(settings: TrainSettings, *, is_replanned: bool) -> Any:
     torchrun starts all ranks again after a failure, and keeps the job's name. So the ranks find their run again.
     """
     die_with(os.getppid(), signal.SIGKILL)  # SIGTERM would stop the whole run, where its other hosts may go on
-    told: tuple[str, bool] | DrumlineError | None = None
+    told: tuple[str, bool, bool] | DrumlineError | None = None
     if os.environ["RANK"] == "0":
         told = _outcome(settings, is_replanned=is_replanned)
     if not transports.alone(settings.pipeline.transport):
@@ -103,11 +106,23 @@ def _train_as_rank(settings: TrainSettings, *, is_replanned: bool) -> Any:
     assert told is not None, "a rank by itself is the first"
     if isinstance(told, DrumlineError):
         raise told
-    return _train_in(replace(settings, run=replace(settings.run, out=told[0])), continues=told[1])
+    folder, continues, is_done = told
+    settings = replace(settings, run=replace(settings.run, out=folder))
+    return _nothing_left(settings) if is_done else _train_in(settings, continues=continues)
 
 
-def _outcome(settings: TrainSettings, *, is_replanned: bool) -> tuple[str, bool] | DrumlineError:
-    """Return the folder of a run that is taken by this process, and whether it continues one there; or why not."""
+def _nothing_left(settings: TrainSettings) -> Any:
+    """Return the outcome of a run that had made all its steps before."""
+    from drumline.train.loop.training import Trained
+
+    return Trained(Path(settings.folder), first_step=settings.run.steps)
+
+
+def _outcome(settings: TrainSettings, *, is_replanned: bool) -> tuple[str, bool, bool] | DrumlineError:
+    """Return the folder of a run that is taken by this process, whether it continues one there, and has nothing to do.
+
+    Or return why not.
+    """
     try:
         if is_replanned:
             check_room(settings)
@@ -115,7 +130,7 @@ def _outcome(settings: TrainSettings, *, is_replanned: bool) -> tuple[str, bool]
     except DrumlineError as error:
         return error
     _held.append(begun.claimed)
-    return begun.settings.folder, begun.continues
+    return begun.settings.folder, begun.continues, begun.is_done
 
 
 _held: list[Claim] = []  # until this process ends

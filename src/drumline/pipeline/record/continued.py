@@ -77,33 +77,6 @@ def _name_in(path: Path) -> str:
     return ""
 
 
-def cut_lines(path: Path, number: int) -> bool:
-    r"""Remove the lines of steps from a number on, and an unfinished one; return whether there were any.
-
-    Whoever reads the file has all of the old one or all of the new one.
-
-    >>> import tempfile
-    >>> path = Path(tempfile.mkdtemp(), METRICS)
-    >>> _ = path.write_text('{"run":"5f3a","step":0,"a":1}\n{"run":"5f3a","step":1,"a":2}\n{"run":"5f3')
-    >>> cut_lines(path, 1), path.read_text()
-    (True, '{"run":"5f3a","step":0,"a":1}\n')
-    >>> cut_lines(path, 1)
-    False
-    """
-    kept = sum(len(line) for _, line in _kept(path, number))
-    if kept == path.stat().st_size:
-        return False
-    beside = path.with_name(f".{path.name}.part")
-    with beside.open("wb") as file:
-        file.writelines(line for _, line in _kept(path, number))
-    os.replace(beside, path)
-    return True
-
-
-def _kept(path: Path, number: int) -> Iterator[tuple[int, bytes]]:
-    return ((step, line) for step, line in _lines(path) if step < number)
-
-
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the complete lines of a file with the numbers of their steps."""
     if not path.exists():

@@ -1,8 +1,9 @@
 """Write a run to a folder, whose files stay open as long as the pipeline lives.
 
 Lines are buffered, so that a step does not wait for the disk, and written as whole lines: after a second, when the
-pipeline is closed or fails, and when the process ends. A killed process loses at most that second. Buffered lines
-belong to the process that created them: forked processes, such as a loader's workers, never write them.
+pipeline is closed or fails, and when the process ends. A killed process loses at most that second. On a full disk lines
+wait until there is room: see outbox.py. Buffered lines belong to the process that created them: forked processes, such
+as a loader's workers, never write them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import json
 import math
 import os
 import platform
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -31,6 +31,7 @@ from drumline.core.measured.run import (
     ENVIRONMENT,
     FORMAT,
     METRICS,
+    OPENING,
     PLAN,
     PROGRAM,
     program_file,
@@ -40,13 +41,12 @@ from drumline.core.program import Program
 from drumline.core.version import __version__
 from drumline.pipeline.assembly import Assembly
 from drumline.pipeline.balance import Balance
-from drumline.pipeline.record.continued import cut_lines
+from drumline.pipeline.record.outbox import ADDING, Outbox
 from drumline.runtime.blocks.cut import guessed_costs
 from drumline.runtime.capture.cuda import device_name
 
 _SECONDS_TO_FLUSH = 1.0
-_ADDING = os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0)
-_NEW = _ADDING | os.O_CREAT | os.O_EXCL
+_NEW = ADDING | os.O_CREAT | os.O_EXCL
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
@@ -72,33 +72,29 @@ class RunFolder:
         self.is_open = True
         self._process = os.getpid()
         self._flushed = time.monotonic()
-        names = [rank_file(rank) for rank in ranks] + ([METRICS] if 0 in ranks else [])
-        # Not file objects: these may be closed before who writes to them, where both are garbage at once.
-        self._files: dict[str, int] = {}
+        self._outbox = Outbox(path, "the record of the steps")
         try:
             path.mkdir(parents=True, exist_ok=True)
-            for name in names:
-                how = _ADDING | os.O_CREAT if continues and name == METRICS else _NEW
-                self._files[name] = os.open(path / name, how, 0o666)
+            for name in [rank_file(rank) for rank in ranks] + ([METRICS] if 0 in ranks else []):
+                self._outbox.open(name, ADDING | os.O_CREAT if continues and name == METRICS else _NEW)
         except OSError as error:
             self._let_go()
             raise UsageError(
                 f"cannot write to {path}: {error.strerror}", expected="a folder for the run", fix="choose another one"
             ) from None
-        self._lines: dict[str, list[bytes]] = {name: [] for name in names}
 
     def describe(
         self, program: Program, config: dict[str, Any], plan: dict[str, Any], environment: dict[str, Any]
     ) -> None:
         """Write what all ranks have in common. The config is written last, because it marks a folder as a run."""
-        _put(self.path / PROGRAM, program.format() + "\n")
+        self._outbox.put(PROGRAM, program.format() + "\n")
         for name, table in ((PLAN, plan), (ENVIRONMENT, environment), (CONFIG, config)):
-            _put(self.path / name, json.dumps({"run": self.run, **table}, indent=2) + "\n")
+            self._outbox.put(name, json.dumps({"run": self.run, **table}, indent=2) + "\n")
 
     def add_program(self, number: int, program: Program) -> None:
         """Write a program that some of the steps run by, before the first of them is written."""
         if self.is_open:
-            _put(self.path / program_file(number), program.format() + "\n")
+            self._outbox.put(program_file(number), program.format() + "\n")
 
     def add_record(self, record: Record) -> None:
         """Add a rank's line."""
@@ -111,13 +107,10 @@ class RunFolder:
 
     def add_decision(self, step: int, line: Mapping[str, Any]) -> None:
         """Add what was decided before a step, or what came of it."""
-        if DECISIONS not in self._files:
-            self._files[DECISIONS] = os.open(self.path / DECISIONS, _ADDING | os.O_CREAT, 0o666)
-            self._lines[DECISIONS] = []
         self._add(DECISIONS, {"run": self.run, "step": step, **line})
 
     def _add(self, name: str, line: dict[str, Any]) -> None:
-        self._lines[name].append(_encode(line).encode() + b"\n")
+        self._outbox.add(name, _encode(line).encode() + b"\n")
 
     def flush_if_due(self) -> None:
         """Write buffered lines if the last write was a second ago."""
@@ -125,55 +118,38 @@ class RunFolder:
             self.flush()
 
     def flush(self) -> None:
-        """Write all lines. If the disk is full, recording ends but training continues."""
+        """Write all lines. If the disk is full, they wait, and training continues."""
         self._flushed = time.monotonic()
-        if not self.is_open or os.getpid() != self._process:
-            return
-        try:
-            for name, lines in self._lines.items():
-                _write(self._files[name], b"".join(lines))
-                lines.clear()
-        except OSError as error:
-            self._let_go()
-            print(f"drumline: stopped recording to {self.path}: {error}", file=sys.stderr, flush=True)
+        if self._is_mine:
+            self._outbox.flush()
+
+    @property
+    def _is_mine(self) -> bool:
+        return self.is_open and os.getpid() == self._process
 
     def rewind(self, number: int) -> None:
         """Remove the lines of steps from a number on."""
-        self.flush()
-        if METRICS in self._files and DECISIONS not in self._files and (self.path / DECISIONS).exists():
-            cut_lines(self.path / DECISIONS, number)
-        for name in [one for one in self._files if cut_lines(self.path / one, number)]:
-            os.close(self._files.pop(name))
-            self._files[name] = os.open(self.path / name, _ADDING)
-        if METRICS in self._files and DECISIONS not in self._files and (self.path / DECISIONS).exists():
-            cut_lines(self.path / DECISIONS, number)  # of processes before these
+
+        def is_before(line: bytes) -> bool:
+            opening = OPENING.match(line)
+            return opening is not None and int(opening[2]) < number
+
+        decisions = {DECISIONS} if METRICS in self._outbox.files else set()  # of processes before these, too
+        for name in {*self._outbox.files, *decisions}:
+            self._outbox.cut(name, is_before)
 
     def close(self) -> None:
         """Write all lines and close the files; then rank 0 marks the run as ended."""
-        self.flush()
-        has_ended = self.is_open and os.getpid() == self._process and METRICS in self._files
+        if self._is_mine:
+            if METRICS in self._outbox.files and self.path.is_dir():
+                self._outbox.flush()
+                self._outbox.put(ENDED, json.dumps({"run": self.run}) + "\n")
+            self._outbox.close()
         self._let_go()
-        if has_ended and self.path.is_dir():
-            _put(self.path / ENDED, json.dumps({"run": self.run}) + "\n")
 
     def _let_go(self) -> None:
         self.is_open = False
-        while self._files:
-            os.close(self._files.popitem()[1])
-
-
-def _write(file: int, data: bytes) -> None:
-    """Write all of the data: the kernel may accept it in parts."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]
-
-
-def _put(path: Path, text: str) -> None:
-    """Write a file atomically: readers find all of it or nothing."""
-    beside = path.with_name(f".{path.name}.part")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+        self._outbox.let_go()
 
 
 _LEFT_OUT = frozenset({"self", "model", "example", "example_target", "record"})

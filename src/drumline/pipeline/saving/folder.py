@@ -1,4 +1,4 @@
-"""A folder of checkpoints: what lies where, how one appears all at once, and which are whole.
+"""A folder of checkpoints: what lies where, and how one appears all at once.
 
     FOLDER/step-00000100/                      appears by one rename, once every process has written its files
         model-00001-of-00002.safetensors       parameters and buffers of process 1, by the unsplit model's names
@@ -6,31 +6,26 @@
         training-00001-of-00002.safetensors    optimizer state, float32 copies, random generators
         manifest.json                          every file's size, every tensor's checksum, settings, the user's `extra`
     FOLDER/.step-00000150.5f3a.part/           being written, or left by a run that died: never read
+    FOLDER/.step-00000100.5f3a.replaced/       stands in for step 100 while another takes its place
+    FOLDER/.step-00000050.gone.old/            being removed
 
 Nothing here is unpickled: tensors are raw bytes, everything else is JSON.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-import zlib
-from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from drumline.core.errors import RecordError
-from drumline.core.files import MIB, Kind, is_there, read_object
+from drumline.pipeline.saving.manifest import MANIFEST
 
-MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"
-VERSION = 1
-_FORMAT = "drumline-checkpoint"
 _NAME = re.compile(r"step-(\d{8,})")
-_PART = re.compile(r"\.step-\d{8,}\.\w+\.(part|old)")
-_KIND = Kind("checkpoint's manifest", RecordError, "a manifest.json that Drumline wrote", 512 * MIB)
+_REPLACED = re.compile(r"\.step-(\d{8,})\.\w+\.replaced")
+_PART = re.compile(r"\.step-\d{8,}\.\w+\.(part|old|replaced)")
 
 
 def name_of(step: int) -> str:
@@ -40,6 +35,16 @@ def name_of(step: int) -> str:
     'step-00000100'
     """
     return f"step-{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step that a checkpoint's name says; -1 if it has another name.
+
+    >>> step_of(Path("run/step-00000100")), step_of(Path("run/.step-00000100.5f3a.replaced")), step_of(Path("best"))
+    (100, 100, -1)
+    """
+    found = _NAME.fullmatch(checkpoint.name) or _REPLACED.fullmatch(checkpoint.name)
+    return int(found[1]) if found else -1
 
 
 def part_of(folder: Path, step: int, token: str) -> Path:
@@ -61,7 +66,9 @@ def file_of(what: str, process: int, num_processes: int) -> str:
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
-    """Return the checkpoints of a folder, newest first; the folder may be one of them itself.
+    """Return the checkpoints of a folder, the largest step first; the folder may be one of them itself.
+
+    They may be damaged, and of several lines: see shelf.py.
 
     >>> checkpoints("no-such-folder")
     []
@@ -71,43 +78,61 @@ def checkpoints(folder: str | Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         return []
-    found = [(int(match[1]), one) for one in path.iterdir() if (match := _NAME.fullmatch(one.name)) and one.is_dir()]
-    return [one for _, one in sorted(found, reverse=True)]
+    there = [one for one in path.iterdir() if step_of(one) >= 0 and one.is_dir()]
+    # One that is being replaced counts until the other has appeared.
+    by_step = {step_of(one): one for one in sorted(there, key=lambda one: not one.name.startswith("."))}
+    return [by_step[step] for step in sorted(by_step, reverse=True)]
 
 
-def publish(part: Path, folder: Path, step: int, *, keep: int | None) -> Path:
-    """Let a checkpoint appear under its name, in place of an earlier one of the same step, and remove the oldest.
+def publish(part: Path, folder: Path, step: int, token: str) -> Path:
+    """Let a checkpoint appear under its name, in place of an earlier one of the same step.
+
+    At every moment one of the two is there to be found.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
-    >>> for step in (1, 2, 3):
-    ...     part = part_of(folder, step, "aa"); part.mkdir(); _ = publish(part, folder, step, keep=2)
-    >>> sorted(one.name for one in folder.iterdir())
-    ['step-00000002', 'step-00000003']
+    >>> for token in ("aa", "bb"):
+    ...     part = part_of(folder, 1, token); part.mkdir(); (part / token).touch(); _ = publish(part, folder, 1, token)
+    >>> [one.name for one in folder.iterdir()], [one.name for one in (folder / "step-00000001").iterdir()]
+    (['step-00000001'], ['bb'])
     """
-    final = folder / name_of(step)
+    final, aside = folder / name_of(step), folder / f".{name_of(step)}.{token}.replaced"
     sync_folder(part)
     if final.exists():
-        _remove(final)
-    os.rename(part, final)
+        os.rename(final, aside)
+    try:
+        os.rename(part, final)
+    except OSError:
+        if aside.exists():
+            os.rename(aside, final)
+        raise
     sync_folder(folder)
-    for one in checkpoints(folder)[keep or None :] if keep else ():
-        _remove(one)
+    with suppress(OSError):  # the checkpoint is there: what is left behind is cleared before the next
+        remove(aside)
     return final
 
 
 def clear_parts(folder: Path) -> None:
-    """Remove what runs that died left behind."""
-    for one in folder.iterdir():
+    """Remove what runs that died left behind; a checkpoint that was to be replaced, and was not, comes back."""
+    for one in list(folder.iterdir()):
         if _PART.fullmatch(one.name) and one.is_dir():
-            shutil.rmtree(one, ignore_errors=True)
+            final = folder / name_of(max(step_of(one), 0))
+            with suppress(OSError):
+                if _REPLACED.fullmatch(one.name) and not final.exists():
+                    os.rename(one, final)
+                else:
+                    remove(one)
 
 
-def _remove(checkpoint: Path) -> None:
+def remove(checkpoint: Path) -> None:
+    """Remove a checkpoint, if it is there."""
+    if not checkpoint.exists():
+        return
     # Renamed first: a checkpoint that is half gone must not look like one.
-    away = checkpoint.with_name(f".{checkpoint.name}.gone.old")
-    shutil.rmtree(away, ignore_errors=True)
-    os.rename(checkpoint, away)
+    away = checkpoint.with_name(f".{checkpoint.name.lstrip('.').partition('.')[0]}.gone.old")
+    if away != checkpoint:
+        shutil.rmtree(away, ignore_errors=True)
+        os.rename(checkpoint, away)
     shutil.rmtree(away, ignore_errors=True)
 
 
@@ -118,48 +143,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(number)
     finally:
         os.close(number)
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> int:
-    """Write JSON so that it outlives a power failure; returns its bytes."""
-    text = json.dumps(value).encode()
-    with path.open("wb") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    return len(text)
-
-
-def write_manifest(part: Path, content: Mapping[str, Any]) -> None:
-    """Write the manifest, the last file of a checkpoint, with a checksum of its own."""
-    text = json.dumps(content, sort_keys=True)
-    write_json(
-        part / MANIFEST,
-        {"format": _FORMAT, "version": VERSION, "crc32": zlib.crc32(text.encode()), "content": json.loads(text)},
-    )
-
-
-def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Return what a checkpoint holds; raises RecordError if the manifest or a file is missing or damaged.
-
-    Files are held against their sizes here, tensors against their checksums when they are read.
-    """
-    given = read_object(checkpoint / MANIFEST, _KIND)
-    if given.get("format") != _FORMAT or not isinstance(given.get("content"), dict):
-        raise _KIND.refuse(f"{checkpoint / MANIFEST} is no manifest of a checkpoint")
-    if given.get("version") != VERSION:
-        raise RecordError(
-            f"{checkpoint} has version {given.get('version')!r}",
-            expected=f"version {VERSION}",
-            fix="read it with the version of Drumline that wrote it",
-        )
-    content: dict[str, Any] = given["content"]
-    if zlib.crc32(json.dumps(content, sort_keys=True).encode()) != given.get("crc32"):
-        raise RecordError(f"{checkpoint / MANIFEST} is damaged: its checksum differs")
-    for name, size in content["files"].items():
-        file = checkpoint / name
-        if not is_there(file, _KIND):
-            raise RecordError(f"{file} is missing")
-        if file.stat().st_size != size:
-            raise RecordError(f"{file} has {file.stat().st_size} bytes", expected=f"{size}, as it was written")
-    return content

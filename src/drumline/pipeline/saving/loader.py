@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from drumline.core.errors import DrumlineError, MismatchError, RecordError
-from drumline.pipeline.saving.folder import read_manifest
+from drumline.pipeline.saving.manifest import read_manifest
 from drumline.pipeline.saving.staged import checksum
 from drumline.runtime.weights.files import Stored, Weights
 
@@ -78,6 +78,15 @@ class Checkpoint:
         return Tensors(self.path, self.content, "training")
 
 
+def is_intact(path: Path) -> bool:
+    """Whether every tensor of a checkpoint has its checksum; reads all of it."""
+    try:
+        checkpoint = Checkpoint(path)
+        return all(kind[name] is not None for kind in (checkpoint.model, checkpoint.training) for name in kind)
+    except (DrumlineError, OSError):
+        return False
+
+
 def damage(error: BaseException) -> str:
     """Return what is wrong with a checkpoint; raise what is no damage."""
     if not isinstance(error, DrumlineError | OSError):
@@ -85,16 +94,19 @@ def damage(error: BaseException) -> str:
     return str(error)
 
 
-def agreed_paths(told: Sequence[Sequence[str]]) -> list[Path]:
-    """Return the checkpoints that process 0 sees, which all others must see as well.
+def agreed_paths(told: Sequence[Sequence[Sequence[str]]]) -> tuple[list[Path], list[Path]]:
+    """Return what process 0 has chosen among its checkpoints, and left; all others must see the same ones.
 
-    >>> agreed_paths([["run/step-00000001"], ["run/step-00000001"]])
-    [PosixPath('run/step-00000001')]
+    Each process tells which it sees; the first also which to load, in order, and which were left.
+
+    >>> agreed_paths([[["run/2", "run/1"], ["run/1"], ["run/2"]], [["run/2", "run/1"], [], []]])
+    ([PosixPath('run/1')], [PosixPath('run/2')])
     """
-    for rank, paths in enumerate(told):
-        if list(paths) != list(told[0]):
+    seen, chosen, left = told[0]
+    for rank, (its, _, _) in enumerate(told):
+        if list(its) != list(seen):
             raise MismatchError(
-                f"rank {rank} finds {len(paths)} checkpoints and rank 0 {len(told[0])}",
+                f"rank {rank} finds {len(its)} checkpoints and rank 0 {len(seen)}",
                 expected="a folder that all hosts share",
             )
-    return [Path(one) for one in told[0]]
+    return [Path(one) for one in chosen], [Path(one) for one in left]

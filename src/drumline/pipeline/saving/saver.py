@@ -2,15 +2,17 @@
 
     training thread   agree on step and token ─► copy aside ─► next steps ...
     each process               └─► write files, checksums, fsync ─► process-0000N.json
-    process 0                                                        └─► wait for all ─► manifest ─► rename ─► rotate
+    process 0                                                        └─► wait for all ─► manifest ─► rename ─► remove
 
 The threads of different processes meet in the folder alone, which all hosts must share. Every wait ends after `timeout`
-seconds, and says what it waited for. A checkpoint that fails leaves the earlier ones as they are.
+seconds, and says what it waited for. A checkpoint that fails leaves the earlier ones as they are. The one just written
+is never removed: what is removed for it, shelf.py decides.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import shutil
 import threading
@@ -23,6 +25,10 @@ from typing import Any
 
 from drumline.core.errors import MismatchError, RecordError, RunError, WaitTimeout
 from drumline.pipeline.saving import folder as folders
+from drumline.pipeline.saving import manifest
+from drumline.pipeline.saving.beside import Files, write_files
+from drumline.pipeline.saving.line import Line
+from drumline.pipeline.saving.shelf import Shelf
 from drumline.pipeline.saving.snapshot import Snapshot, joined_groups
 from drumline.pipeline.saving.staged import StagedFile
 
@@ -43,6 +49,8 @@ class _Job:
     timeout: float
     content: Mapping[str, Any]  # what process 0 adds to the manifest
     plain: Mapping[str, Any]
+    beside: Files  # which process 0 adds to the checkpoint
+    shelf: Shelf  # of process 0
 
     @property
     def part(self) -> Path:
@@ -101,6 +109,7 @@ class Saver:
         self._process, self._num_processes = process, num_processes
         self._collect, self._timeout = collect, timeout
         self._files = {kind: StagedFile() for kind in _KINDS}
+        self._shelf = Shelf()
         self._pending: Saving | None = None
 
     def save(
@@ -111,6 +120,7 @@ class Saver:
         content: Mapping[str, Any],
         *,
         keep: int | None,
+        beside: Files,
     ) -> Saving:
         """Begin a checkpoint; all processes call it alike, and its `refusal` is the same on all of them."""
         started = time.perf_counter()
@@ -123,7 +133,7 @@ class Saver:
         for kind in _KINDS:
             self._files[kind].take(getattr(snapshot, kind))
         saving = self._pending = Saving(job.final, step, _timeout=self._timeout)
-        job = replace(job, plain=snapshot.plain)
+        job = replace(job, plain=snapshot.plain, beside=beside)
         thread = threading.Thread(target=self._run, args=(job, saving), name="drumline checkpoint", daemon=True)
         thread.start()
         saving.seconds_blocked = time.perf_counter() - started
@@ -165,8 +175,8 @@ class Saver:
                     expected="the same call on every rank",
                 )
         token, problem = told[0][2:]
-        job = _Job(folder, step, token, self._process, self._num_processes, keep, self._timeout, content, {})
-        return job, problem
+        places = self._process, self._num_processes
+        return _Job(folder, step, token, *places, keep, self._timeout, content, {}, {}, self._shelf), problem
 
     def _run(self, job: _Job, saving: Saving) -> None:
         try:
@@ -190,7 +200,7 @@ class Saver:
                 told["tensors"][name] = staged.write(job.part / name)
                 told["files"][name] = staged.num_bytes
             # Written aside and renamed: process 0 must not read half of it.
-            folders.write_json(job.part / f"{_told_by(job.process)}.part", told)
+            manifest.write_json(job.part / f"{_told_by(job.process)}.part", told)
             (job.part / f"{_told_by(job.process)}.part").rename(job.part / _told_by(job.process))
         except OSError:
             _note_failure(job)
@@ -234,11 +244,26 @@ def _complete(job: _Job) -> None:
     weights = {name: file for file, crcs in content["tensors"].items() if file.startswith("model-") for name in crcs}
     size = sum(size for name, size in content["files"].items() if name.startswith("model-"))
     index = {"metadata": {"total_size": size}, "weight_map": weights}
-    content["files"][folders.INDEX] = folders.write_json(job.part / folders.INDEX, index)
+    content["files"][folders.INDEX] = manifest.write_json(job.part / folders.INDEX, index)
+    write_files(job.part, job.beside)
     for at in range(job.num_processes):
         (job.part / _told_by(at)).unlink()
-    folders.write_manifest(job.part, content)
-    folders.publish(job.part, job.folder, job.step, keep=job.keep)
+    manifest.write_manifest(job.part, content)
+    line = Line.of(content)
+    job.shelf.announce(job.folder, line)
+    final = folders.publish(job.part, job.folder, job.step, job.token)
+    if job.keep is not None:
+        _rotate(job, final, line, job.keep)
+
+
+def _rotate(job: _Job, final: Path, line: Line, keep: int) -> None:
+    """Remove older checkpoints; where that fails, the new one is whole all the same, and the next one tries again."""
+    try:
+        for one in job.shelf.surplus(job.folder, final, line, keep):
+            folders.remove(one)
+    except OSError as error:
+        reason = error.strerror or error
+        logging.getLogger("drumline").warning("old checkpoints in %s cannot be removed: %s", job.folder, reason)
 
 
 def _awaited(job: _Job, process: int) -> Path:
@@ -265,19 +290,14 @@ def _await(job: _Job) -> None:
     """As another process: wait until process 0 has published the checkpoint, or given up."""
     _wait(lambda: not job.part.exists(), job.timeout, f"process 0 to publish the checkpoint {job.final}")
     try:
-        published = folders.read_manifest(job.final)["token"] == job.token
+        published = manifest.read_content(job.final)["token"] == job.token
     except RecordError:
         published = False
-    if not published and not _newer(job):
+    if not published:
         raise RunError(
             f"the checkpoint {job.final} was not published: another process failed to write its part",
             fix="see process 0's error; earlier checkpoints are whole",
         )
-
-
-def _newer(job: _Job) -> bool:
-    """Whether a later checkpoint has taken this one's place already."""
-    return any(one.name > job.final.name for one in folders.checkpoints(job.folder))
 
 
 def _wait(look: Callable[[], bool], timeout: float, what: str, fix: str = "") -> None:

@@ -98,6 +98,8 @@ def restore_optimizer(
         state.setdefault(name, {}).update(numbers)
     groups = [dict(group) for group in plain["groups"]]
     for group, own in zip(groups, optimizer.param_groups, strict=False):
+        for key in own.keys() - group.keys():
+            group[key] = own[key]
         for key, value in group.items():
             now = own.get(key)
             if isinstance(value, list) and isinstance(now, tuple):
@@ -105,6 +107,35 @@ def restore_optimizer(
             elif isinstance(now, Tensor):
                 group[key] = torch.full_like(now, value)
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def check_groups(optimizer: Optimizer, plain: Mapping[str, Any]) -> None:
+    """Raise if an optimizer's stored settings are of another kind than its own."""
+    for number, (group, own) in enumerate(zip(plain["groups"], optimizer.param_groups, strict=False)):
+        for key in (group.keys() & own.keys()) - {"params"}:
+            if not fits(group[key], own[key]):
+                raise RecordError(
+                    f"{key} of the optimizer's group {number} is {group[key]!r:.60}",
+                    expected=f"something like {own[key]!r:.60}, as {type(optimizer).__name__} has it",
+                    fix="use another checkpoint",
+                )
+
+
+def fits(stored: Any, own: Any) -> bool:
+    """Whether a stored setting may take the place of an optimizer's own.
+
+    >>> fits([0.8, 0.9], (0.9, 0.95)), fits("x", 0.1), fits(None, 0.1), fits(None, True), fits([0.8], (0.9, 0.95))
+    (True, False, False, True, False)
+    """
+    if isinstance(own, bool):
+        return stored is None or isinstance(stored, bool)
+    if isinstance(own, int | float) or (isinstance(own, Tensor) and own.numel() == 1):
+        return isinstance(stored, int | float) and not isinstance(stored, bool)
+    if isinstance(own, tuple | list):
+        return isinstance(stored, list) and len(stored) == len(own) and all(map(fits, stored, own))
+    if isinstance(own, str):
+        return stored is None or isinstance(stored, str)
+    return isinstance(stored, _PLAIN) if own is None else True
 
 
 def generators(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -119,15 +150,36 @@ def generators(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]
     return tensors, {"python": [version, gauss], "numpy": [str(kind), *map(float, rest)]}
 
 
+def check_generators(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
+    """Raise if generators cannot go on from what is stored; those of the process stay as they are."""
+    try:
+        torch.Generator().set_state(tensors["torch"])
+        _python_state(random.Random(), tensors, plain)
+        _numpy_state(np.random.RandomState(0), tensors, plain)
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise RecordError(
+            f"the state of a random generator is damaged: {type(error).__name__}: {error}", fix="use another checkpoint"
+        ) from None
+
+
+def _python_state(generator: Any, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
+    version, gauss = plain["python"]
+    generator.setstate((version, tuple(tensors["python"].tolist()), None if gauss is None else float(gauss)))
+
+
+def _numpy_state(generator: Any, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
+    kind, position, has_gauss, cached = plain["numpy"]
+    keys = tensors["numpy"].numpy().astype(np.uint32)
+    generator.set_state((kind, keys, int(position), int(has_gauss), float(cached)))
+
+
 def restore_generators(tensors: Mapping[str, Tensor], plain: Mapping[str, Any], device: torch.device) -> None:
     """Let the generators go on from where they were."""
     torch.set_rng_state(tensors["torch"])
     if device.type in tensors:
         torch.get_device_module(device).set_rng_state(tensors[device.type], device)
-    version, gauss = plain["python"]
-    random.setstate((version, tuple(tensors["python"].tolist()), gauss))
-    kind, position, has_gauss, cached = plain["numpy"]
-    np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), int(position), int(has_gauss), cached))
+    _python_state(random, tensors, plain)
+    _numpy_state(np.random, tensors, plain)
 
 
 def by_parameter(prefix: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,12 @@ from torch import Tensor
 from drumline.core.errors import ModelError, RecordError
 from drumline.pipeline.saving import folder as folders
 from drumline.pipeline.saving import snapshot
+from drumline.pipeline.saving.beside import checked_files
+from drumline.pipeline.saving.line import Course
 from drumline.pipeline.saving.loader import Checkpoint, Loaded, agreed_paths, damage
 from drumline.pipeline.saving.plain import packed, unpacked
 from drumline.pipeline.saving.saver import Saver, Saving
+from drumline.pipeline.saving.shelf import Choice, Shelf
 from drumline.pipeline.saving.snapshot import Snapshot
 from drumline.pipeline.state.stream import check_goes_on
 from drumline.runtime.axes.axes import Axes
@@ -25,12 +28,15 @@ from drumline.runtime.axes.slices import FlatSlice, Slice, cut_out, put_together
 if TYPE_CHECKING:
     from drumline.pipeline.step import StepRun
 
+_MOST_STEPS = 2**53
+
 
 class State:
     """Saves and loads what one pipeline's processes hold."""
 
     def __init__(self, run: StepRun) -> None:
         self._run = run
+        self._course = Course()
 
     @cached_property
     def _saver(self) -> Saver:
@@ -48,9 +54,11 @@ class State:
     def _axes(self) -> Axes:
         return self._run.crew.axes
 
-    def save(self, folder: str | Path, step: int | None, extra: Any, keep: int | None) -> Saving:
+    def save(self, folder: str | Path, step: int | None, extra: Any, keep: int | None, files: Any = None) -> Saving:
         """Begin a checkpoint of everything; see Pipeline.save."""
         run = self._run
+        beside, plain = checked_files(files), packed(extra)
+        _check_step(step)
         run.pause("save")
         run.recording.settle()
         run.recording.flush()  # a checkpoint and the lines of its steps outlive this process together
@@ -61,11 +69,12 @@ class State:
             "num_trained": run.ledger.num_trained,
             "schedule": run.frozen.program.name,
             "scaler": None if run.updates.scaler is None else run.updates.scaler.state_dict(),
-            "extra": packed(extra),
+            "extra": plain,
             "stream": None if run.stream is None or run.stream.is_empty else run.stream.described(),
         }
+        content["line"] = [list(part) for part in self._course.saving(folder, content["step"]).parts]
         with run.recording.between.during("save"), run.crew.together("save"):
-            saving = self._saver.save(folder, content["step"], self._taken, content, keep=keep)
+            saving = self._saver.save(folder, content["step"], self._taken, content, keep=keep, beside=beside)
         if saving.refusal is not None:
             raise saving.refusal  # out here: all ranks raise it alike, and may train on
         return saving
@@ -126,28 +135,41 @@ class State:
         run.recording.settle()
         with run.crew.together("load"):
             self.finish()
-            found = [str(one) for one in folders.checkpoints(folder)]
-            paths = agreed_paths(self._run.crew.everywhere("checkpoints", found))
+            listed = [str(one) for one in folders.checkpoints(folder)]
+            choice = Shelf().choose(Path(folder)) if self._process == 0 else Choice()
+            own = listed, [str(one) for one in choice.paths], [str(one) for one in choice.left]
+            paths, left = agreed_paths(self._run.crew.everywhere("checkpoints", own))
             if not paths and missing_ok:
                 run.recording.rewind()
                 return None
             skipped: list[str] = []
             for path in paths:
-                opened, wrong = self._opened(path)
+                opened, wrong = self._opened(path, optimizers)
                 problems = [one for one in self._run.crew.everywhere("checkpoint", wrong) if one]
                 if not problems:
                     assert opened is not None
+                    self._tell_of_left(path, left)
                     return self._take(*opened, optimizers, tuple(skipped))
                 skipped.append(f"{path}: {problems[0]}")
                 if run.crew.rank == self._axes.number == 0:
                     logging.getLogger("drumline").warning("passed over a damaged checkpoint: %s", skipped[-1])
+        hints = [*skipped, *(f"{one} is whole, on a line that was left: name it to use it" for one in left[:1])]
         raise RecordError(
             f"{folder} holds no checkpoint that is whole" if skipped else f"{folder} holds no checkpoint",
             expected="a folder given to pipe.save, or one checkpoint in it",
-            fix="; ".join(skipped),
+            fix="; ".join(hints),
         )
 
-    def _opened(self, path: Path) -> tuple[tuple[Checkpoint, dict[str, Tensor], dict[str, Tensor]] | None, str]:
+    def _tell_of_left(self, path: Path, left: Sequence[Path]) -> None:
+        """Say if a checkpoint of a later step is not used, because training went on from an earlier one since."""
+        later = [one for one in left if folders.step_of(one) > folders.step_of(path)]
+        if later and self._process == 0:
+            text = "going on from %s: %s has a later step, on a line that was left; name it to use it"
+            logging.getLogger("drumline").warning(text, path, later[0])
+
+    def _opened(
+        self, path: Path, optimizers: bool
+    ) -> tuple[tuple[Checkpoint, dict[str, Tensor], dict[str, Tensor]] | None, str]:
         """Return a checkpoint with what this process needs of it, or what is wrong with it."""
         try:
             checkpoint = Checkpoint(path)
@@ -162,9 +184,24 @@ class State:
                 for name in checkpoint.training
                 if name.startswith(mine) or _is_held(pieces.get(_parameter_of(name), False), self._axes)
             }
+            self._check(checkpoint.content, training, optimizers)
         except Exception as error:
             return None, damage(error)
         return (checkpoint, model, training), ""
+
+    def _check(self, content: Mapping[str, Any], training: Mapping[str, Tensor], optimizers: bool) -> None:
+        """Raise if generators or optimizers cannot take what is stored."""
+        if content["num_processes"] == self._num_processes:
+            snapshot.check_generators(self._random(training), content["generators"][self._process])
+        made, stored = self._run.updates.optimizers(), content["optimizers"]
+        if optimizers and [type(one).__name__ for one in made] == [one["kind"] for one in stored]:
+            for optimizer, plain in zip(made, stored, strict=True):
+                snapshot.check_groups(optimizer, plain)
+
+    def _random(self, training: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the stored generators of this process."""
+        prefix = f"random.{self._process}/"
+        return {name.removeprefix(prefix): one for name, one in training.items() if name.startswith(prefix)}
 
     def _take(
         self,
@@ -184,10 +221,10 @@ class State:
         if optimizers:
             self._take_updates(content, training)
         if content["num_processes"] == self._num_processes:
-            prefix = f"random.{self._process}/"
-            tensors = {name.removeprefix(prefix): one for name, one in training.items() if name.startswith(prefix)}
-            snapshot.restore_generators(tensors, content["generators"][self._process], run.intake.device)
+            plain = content["generators"][self._process]
+            snapshot.restore_generators(self._random(training), plain, run.intake.device)
         run.ledger.number, run.ledger.num_trained = content["number"], content["num_trained"]
+        self._course.loaded(checkpoint.path, content)
         run.recording.rewind()
         return Loaded(checkpoint.path, content["step"], unpacked(content["extra"]), skipped)
 
@@ -213,7 +250,7 @@ class State:
         if run.stream is not None and content.get("stream") is not None:
             run.stream.take(content["stream"], content["due"], training, dict(run.holdings.named_parameters()))
         scaler = run.updates.scaler
-        if scaler is not None and content["scaler"] is not None:
+        if scaler is not None and content.get("scaler") is not None:
             scaler.load_state_dict(content["scaler"])
 
 
@@ -247,3 +284,8 @@ def _parameter_of(name: str) -> str:
     """
     head, _, rest = name.partition("/")
     return rest if head == "masters" else rest.rpartition("/")[0]
+
+
+def _check_step(step: Any) -> None:
+    if step is not None and (type(step) is not int or not 0 <= step <= _MOST_STEPS):
+        raise RecordError(f"step is {step!r:.60}", expected="a whole number of 0 or more", fix="leave it out to count")

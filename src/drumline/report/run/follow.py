@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -114,24 +115,36 @@ def needed(module: str, *, extra: str) -> Any:
 
 
 class TensorBoard:
-    """Writes event files into a folder; needs only the package tensorboard, not PyTorch."""
+    """Writes event files into a folder; needs only the package tensorboard, not PyTorch.
+
+    A full disk loses some points, and ends nothing: once there is room, another file of events goes on.
+    """
 
     def __init__(self, folder: str | Path, *, clock: Callable[[], float] = time.time) -> None:
-        events = needed("tensorboard.summary.writer.event_file_writer", extra="tensorboard")
+        self._events = needed("tensorboard.summary.writer.event_file_writer", extra="tensorboard")
         self._event = needed("tensorboard.compat.proto.event_pb2", extra="tensorboard").Event
         self._summary = needed("tensorboard.compat.proto.summary_pb2", extra="tensorboard").Summary
-        self._file = events.EventFileWriter(str(folder))
+        self._folder = str(folder)
+        self._file: Any = None  # opened by the first point
         self._clock = clock
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         event = self._event(wall_time=self._clock(), step=step, summary=self._summary(value=values))
-        self._file.add_event(event)
+        try:
+            if self._file is None:
+                self._file = self._events.EventFileWriter(self._folder)
+            self._file.add_event(event)
+        except OSError:  # of this point or of earlier ones: they are written by a thread
+            self.close()
 
     def close(self) -> None:
         """Write out the rest."""
-        self._file.close()
+        file, self._file = self._file, None
+        with suppress(OSError):
+            if file is not None:
+                file.close()
 
 
 class WandB:

@@ -205,8 +205,9 @@ _EVALUATION: dict[str, tuple[Rule, str]] = {
 _CHECKPOINT: dict[str, tuple[Rule, str]] = {
     "every": (COUNT_OR_0, "steps between checkpoints; 0: none before the end"),
     "at_end": (FREE, "whether to save after the last step"),
-    "keep": (COUNT, "number of checkpoints to keep, the newest"),
+    "keep": (COUNT, "number of whole checkpoints of the run to keep, the newest"),
     "resume": (FREE, 'folder of a run or of one of its checkpoints, to continue from; "": start anew'),
+    "continues": (FREE, "whether to continue the run in run.out if there is one, instead of refusing the folder"),
 }
 _ADAPT: dict[str, tuple[Rule, str]] = {
     "on": (FREE, "whether to adapt"),

@@ -223,6 +223,7 @@ class CheckpointSettings:
     at_end: bool = True
     keep: int = 3  # the newest so many stay
     resume: str = ""  # the folder of a run, of its checkpoints, or of one of them
+    continues: bool = False  # whether to go on with the run in the folder, if there is one
 
 
 @dataclass(frozen=True, slots=True)

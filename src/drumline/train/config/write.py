@@ -43,7 +43,7 @@ def config_text(settings: TrainSettings) -> str:
 
 def keep_settings(settings: TrainSettings, folder: Path) -> None:
     """Write the settings into a run's folder, for `drumline export`; those that no file can hold are not written."""
-    with suppress(ConfigError):
+    with suppress(ConfigError, OSError):
         (folder / KEPT).write_text(config_text(settings), encoding="utf-8")
 
 

@@ -3,13 +3,13 @@
     FOLDER/checkpoints/step-00000100/    see pipeline/saving/folder.py
 
 Beside what `pipe.save` keeps, a checkpoint has the position in the data and the tokens so far. A learning rate is a
-function of the step. So a run that continues takes the same batches at the same rates as one that never stopped.
+function of the step. So a run that continues takes the same batches at the same rates as one that never stopped. Every
+checkpoint of a Hugging Face model has its configuration and tokenizer too, so that transformers loads it.
 """
 
 from __future__ import annotations
 
 import logging
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,9 @@ from drumline.pipeline.saving.saver import Saving
 from drumline.train.config.settings import TrainSettings
 from drumline.train.data.batch import Data
 from drumline.train.data.position import own_position, position_of
+from drumline.train.models.beside import files_beside
 
 FOLDER = "checkpoints"
-_BESIDE = (
-    "*config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-    "added_tokens.json",
-)
 
 
 def found_in(resume: str) -> Path:
@@ -45,7 +37,7 @@ def found_in(resume: str) -> Path:
     raise UsageError(
         f"checkpoint.resume: {resume} holds no checkpoint",
         expected="the folder of a run that saved some, or of one checkpoint",
-        fix="leave it out to start anew",
+        fix="leave it out to start anew; --continue starts a run again that was stopped before its first checkpoint",
     )
 
 
@@ -63,6 +55,7 @@ class Checkpoints:
         self._pipe, self._settings, self._data, self._continues = pipe, settings, data, continues
         self._folder = folder / FOLDER
         self._last: Saving | None = None
+        self._beside = files_beside(settings) if pipe.rank == pipe.axes.number == 0 else {}
 
     def resume(self) -> dict[str, Any]:
         """Continue from the run's own newest checkpoint, else from the one that the settings name, else at step 0.
@@ -96,16 +89,14 @@ class Checkpoints:
         if self.is_due(step):
             self._save(step, counts, is_last=is_last)
         if is_last and self._last is not None:
-            self._add_config(self._last.wait())
+            self._last.wait()
 
     def now(self, step: int, counts: dict[str, Any]) -> Path:
         """Save after a step at which the run stops, unless it was saved by then; returns the whole checkpoint."""
         if self._last is None or self._last.step != step or self._last.error is not None:
             self._save(step, counts, is_last=True)
         assert self._last is not None
-        saved = self._last.wait()
-        self._add_config(saved)
-        return saved
+        return self._last.wait()
 
     @property
     def newest(self) -> str:
@@ -118,7 +109,7 @@ class Checkpoints:
         extra = {**counts, "data": position_of(self._data.training, self._pipe)}
         keep = self._settings.checkpoint.keep
         try:
-            self._last = self._pipe.save(self._folder, step=step, extra=extra, keep=keep)
+            self._last = self._pipe.save(self._folder, step=step, extra=extra, keep=keep, files=self._beside)
         except RecordError as error:
             if is_last:
                 raise RunError(error.error, expected=error.expected, fix=error.fix) from error
@@ -132,12 +123,3 @@ class Checkpoints:
     def _warn(self, error: BaseException) -> None:
         if self._pipe.rank == self._pipe.axes.number == 0:
             logging.getLogger("drumline").warning("training continues without a checkpoint: %s", error)
-
-    def _add_config(self, checkpoint: Path) -> None:
-        """Copy a Hugging Face model's configuration and tokenizer, so that transformers loads the checkpoint."""
-        source = Path(self._settings.model.path)
-        if self._settings.model.kind != "hf" or self._pipe.rank or self._pipe.axes.number:
-            return
-        files = [source] if source.is_file() else [one for pattern in _BESIDE for one in source.glob(pattern)]
-        for one in files:
-            shutil.copyfile(one, checkpoint / ("config.json" if source.is_file() else one.name))

@@ -8,7 +8,8 @@
     failures.jsonl       a line per update that was skipped, and one where the run was stopped: step, and why
     restarts.jsonl       a line whenever the run continues in its folder: from which step, how many steps were lost
 
-Rank 0 alone writes. TensorBoard and W&B get every figure of `metrics.jsonl`, by the number of the update.
+Rank 0 alone writes. On a full disk, what it has to write waits until there is room: see pipeline/record/outbox.py.
+TensorBoard and W&B get every figure of `metrics.jsonl`, by the number of the update.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from typing import Any
 
 from torch import Tensor
 
-from drumline.core.measured.run import METRICS, Run, read_run
+from drumline.core.measured.run import CONFIG, METRICS, Run, read_run
 from drumline.pipeline.pipeline import Pipeline
+from drumline.pipeline.record.outbox import Outbox
 from drumline.report.run.follow import TensorBoard, WandB, Writer, scalars
 from drumline.train.config.settings import TrainSettings
 from drumline.train.data.batch import Bucket
@@ -51,9 +53,9 @@ class Log:
 
     def __init__(self, pipe: Pipeline, settings: TrainSettings, folder: Path) -> None:
         self._pipe = pipe
-        self._folder = folder
-        self._reached = _reached(folder / METRICS)  # the last step of the run that this one may continue
-        (folder / "settings.json").write_text(json.dumps(asdict(settings), indent=2) + "\n", encoding="utf-8")
+        self._reached = reached(folder / METRICS)  # the last step of the run that this one may continue
+        self._outbox = Outbox(folder, "the log")
+        self._outbox.put("settings.json", json.dumps(asdict(settings), indent=2) + "\n")
         writers: list[Writer] = []
         if settings.run.tensorboard:
             writers.append(TensorBoard(folder / "tensorboard"))
@@ -65,25 +67,29 @@ class Log:
         """Write what is new; an update belongs to the line of its last pipeline step."""
         if isinstance(told, Update):
             self._pipe.note(of_step, **figures(told))
+            if self._outbox.is_waiting:
+                self._outbox.flush()
             if self._forward is not None:
                 self._forward.poll()
             return
         if isinstance(told, Evaluation):
             self._pipe.note(**{HELD_OUT: told.loss})
-        line = {name: _plain(value) for name, value in asdict(told).items()}
-        with (self._folder / _FILES[type(told)]).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        self._add(_FILES[type(told)], {name: _plain(value) for name, value in asdict(told).items()})
+
+    def _add(self, name: str, line: dict[str, Any]) -> None:
+        self._outbox.add(name, (json.dumps(line) + "\n").encode())
+        self._outbox.flush()
 
     def buckets(self, given: Sequence[Bucket]) -> None:
         """Write which lengths steps have, with rows and microbatches of each."""
         if given:
             text = json.dumps([asdict(one) for one in given], indent=1)
-            (self._folder / "buckets.json").write_text(text + "\n", encoding="utf-8")
+            self._outbox.put("buckets.json", text + "\n")
 
     def continued(self, step: int) -> None:
         """Take up the run after a step: lines of later steps are gone, as those of metrics.jsonl are."""
         for name in dict.fromkeys(_FILES.values()):
-            _cut(self._folder / name, step)
+            self._outbox.cut(name, lambda line: _is_until(line, step))
         line = {
             "step": step,
             "lost": max(self._reached - step, 0),
@@ -91,13 +97,13 @@ class Log:
             "schedule": self._pipe.program.name,
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        with (self._folder / "restarts.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        self._add("restarts.jsonl", line)
         if self._forward is not None:
             self._forward.skip()
 
     def close(self) -> None:
-        """Forward what is left, once the pipeline has written all."""
+        """Write and forward what is left, once the pipeline has written all."""
+        self._outbox.close()
         if self._forward is not None:
             self._forward.close()
 
@@ -141,8 +147,9 @@ class Forward:
 
     def skip(self) -> None:
         """Pass over what is there: it was forwarded before."""
-        self._run = read_run(self._folder)
-        self._known = len(self._run.metrics())
+        if (self._folder / CONFIG).exists():
+            self._run = read_run(self._folder)
+            self._known = len(self._run.metrics())
 
     def close(self) -> None:
         """Forward the rest."""
@@ -153,6 +160,8 @@ class Forward:
                 writer.close()
 
     def _hand_on(self) -> None:
+        if self._run is None and not (self._folder / CONFIG).exists():
+            return  # a full disk has not taken it yet
         self._run = self._run or read_run(self._folder)
         lines = self._run.metrics(since=self._known)
         self._known += len(lines)
@@ -166,7 +175,7 @@ def _named(line: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in scalars(line).items() if name != STEP}
 
 
-def _reached(metrics: Path) -> int:
+def reached(metrics: Path) -> int:
     """Return the last update that a run has written down."""
     try:
         with metrics.open("rb") as file:
@@ -177,18 +186,11 @@ def _reached(metrics: Path) -> int:
     return int(found[-1]) if found else 0
 
 
-def _cut(path: Path, step: int) -> None:
-    """Leave the complete lines up to a step."""
-    if not path.exists():
-        return
-    kept = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if _is_until(line, step)]
-    beside = path.with_name(f".{path.name}.part")
-    beside.write_text("".join(kept), encoding="utf-8")
-    beside.replace(path)
-
-
-def _is_until(line: str, step: int) -> bool:
-    return line.endswith("\n") and bool(json.loads(line)["step"] <= step)
+def _is_until(line: bytes, step: int) -> bool:
+    try:
+        return bool(json.loads(line)["step"] <= step)
+    except (ValueError, TypeError, KeyError):
+        return False  # torn by a crash
 
 
 def _plain(value: Any) -> Any:

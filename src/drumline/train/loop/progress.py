@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -120,17 +121,21 @@ class Progress:
         self._shown = self._now()
         if self._redraws:
             width = max(shutil.get_terminal_size(fallback=(100, 24)).columns - 1, 10)
-            print(f"\r\x1b[2K{str(told)[:width]}", end="", file=self._stream, flush=True)
+            self._print(f"\r\x1b[2K{str(told)[:width]}", end="")
             self._is_drawn = True
         else:
             self._line(str(told))
 
     def _line(self, text: str) -> None:
         self.close()
-        print(text, file=self._stream, flush=True)
+        self._print(text)
+
+    def _print(self, text: str, end: str = "\n") -> None:
+        with suppress(OSError):  # a log on a full disk must not end the run; what it has buffered comes later
+            print(text, end=end, file=self._stream, flush=True)
 
     def close(self) -> None:
         """Leave the line that was drawn last where it is."""
         if self._is_drawn:
-            print(file=self._stream, flush=True)
+            self._print("")
         self._is_drawn = False

@@ -1,0 +1,71 @@
+"""Bugs for `pipeline/saving` and for what stands beside checkpoints: lines, rotation, full disks, `--continue`."""
+
+from __future__ import annotations
+
+from planting import Bug
+
+SAVING = (
+    Bug(
+        "rotation-counts-damaged-ones",
+        "pipeline/saving/shelf.py",
+        "whole = [one for one in others if one.is_on(line) and not one.problem]",
+        "whole = [one for one in others if one.is_on(line)]",
+        "A damaged checkpoint counts as one that is kept, and pushes a whole one out.",
+    ),
+    Bug(
+        "rotation-counts-other-lines",
+        "pipeline/saving/shelf.py",
+        "whole = [one for one in others if one.is_on(line) and not one.problem]",
+        "whole = [one for one in others if not one.problem]",
+        "Later steps of a line that was left push this line's checkpoints out.",
+    ),
+    Bug(
+        "rotation-removes-other-runs",
+        "pipeline/saving/shelf.py",
+        "    return line.is_kin(one.line)\n",
+        "    return True\n",
+        "A run removes the checkpoints of another in the same folder.",
+    ),
+    Bug(
+        "line-not-announced",
+        "pipeline/saving/saver.py",
+        "    job.shelf.announce(job.folder, line)\n",
+        "",
+        "After a rewind, damage to the newest manifest brings the abandoned line back.",
+    ),
+    Bug(
+        "rewind-goes-on-with-the-line",
+        "pipeline/saving/line.py",
+        'self.line, self.name = Line.of(content).left_at(content["step"]), ""',
+        'self.line, self.name = Line.of(content), ""',
+        "Checkpoints after the one that was loaded still count as this line's.",
+    ),
+    Bug(
+        "replaced-is-never-found",
+        "pipeline/saving/folder.py",
+        "found = _NAME.fullmatch(checkpoint.name) or _REPLACED.fullmatch(checkpoint.name)",
+        "found = _NAME.fullmatch(checkpoint.name)",
+        "A crash while a step is saved again leaves no checkpoint of it.",
+    ),
+    Bug(
+        "manifest-of-any-step",
+        "pipeline/saving/manifest.py",
+        '    for name in ("step", "number", "num_trained"):\n        content[name].whole()\n',
+        "",
+        "A checkpoint of step -3 is loaded.",
+    ),
+    Bug(
+        "torn-line-begins-again",
+        "pipeline/record/outbox.py",
+        "            del self.data[:count]\n",
+        "            self.data.clear()\n",
+        "What a disk has taken of a line before it was full has no end.",
+    ),
+    Bug(
+        "undone-lines-wait",
+        "pipeline/record/outbox.py",
+        "            self._lines[name].cut(is_kept)\n",
+        "            pass\n",
+        "Steps that were undone while a disk was full are written once it has room.",
+    ),
+)
