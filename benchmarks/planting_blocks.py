@@ -144,8 +144,7 @@ def marked(text: str, path: str, first: int) -> tuple[ast.Module, Blocks]:
     at = next((at for at, one in enumerate(tree.body) if not _begins_a_file(one)), len(tree.body))
     prelude = ast.parse(PRELUDE).body[0]
     for one in ast.walk(prelude):
-        if hasattr(one, "lineno"):
-            one.lineno = one.end_lineno = 1
+        ast.copy_location(one, ast.Pass(lineno=1, col_offset=0, end_lineno=1, end_col_offset=0))
     tree.body.insert(at, prelude)
     return ast.fix_missing_locations(tree), found
 

@@ -19,8 +19,16 @@ from queue import SimpleQueue
 from planting import ROOT
 
 COPIED = ("src", "tests", "benchmarks", "scripts", "docs", "notebooks", "deploy")
-COPIED_FILES = ("conftest.py", "pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile")
-COPIED_FILES += ("constraints.txt", "LICENSE")
+COPIED_FILES = (
+    "conftest.py",
+    "pyproject.toml",
+    "constraints.txt",
+    "Makefile",
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "LICENSE",
+)
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "_build", "out", ".*")
 PLUGINS = ("planting_plugin.py", "planting_map.py")
 # An own configuration: that of the project names options of plugins that need not be installed.
