@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import marshal
+import re
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,7 +28,6 @@ except ImportError:
     {NAME} = {{}}
 """
 _BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.TryStar, ast.With, ast.AsyncWith, ast.Match)
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 @dataclass
@@ -37,6 +37,12 @@ class Blocks:
     imported: set[int] = field(default_factory=set)
     count: int = 0
     pieces: list[tuple[int, int, int]] = field(default_factory=list)  # from, to, block; in order
+
+    def users(self, text: str, name: str) -> set[int]:
+        """Return the blocks in whose text a name occurs, but for those that run as the file is imported."""
+        word = re.compile(rf"\b{name}\b")
+        found = {block for first, last, block in self.pieces if word.search(text, first, last)}
+        return found - self.imported
 
     def at(self, start: int, end: int) -> set[int]:
         """Return the blocks that a change of this piece of text belongs to; between statements: its neighbours."""
@@ -48,24 +54,28 @@ class Blocks:
 
 
 def blocks_of(text: str) -> Blocks:
-    r"""Return the blocks of a source text.
+    r"""Return the blocks of a source text; what a function takes by default counts as part of the function.
 
-    >>> text = "A = 1\n\ndef capped(x):\n    if x > 9:\n        return 9\n    return x\n"
+    >>> text = "A = 1\n\ndef capped(x, most=9):\n    if x > most:\n        return most\n    return x\n"
     >>> found = blocks_of(text)
     >>> found.count, found.imported
     (4, {0})
-    >>> [found.at(text.index(piece), text.index(piece) + 1) for piece in ("A", "x > 9", "return 9", "return x")]
-    [{0}, {1}, {3}, {2}]
+    >>> pieces = ("A", "9", "x > most", "return most", "return x")
+    >>> [found.at(text.index(piece), text.index(piece) + 1) for piece in pieces]
+    [{0}, {1}, {1}, {3}, {2}]
     """
-    tree = ast.parse(text)
-    offsets = Offsets(text)
-    found = Blocks()
-    for block, _, statement in _walk(tree, found):
+    offsets, found = Offsets(text), Blocks()
+    walked = [(block, statement) for block, _, statement in _walk(ast.parse(text), found)]
+    block_of = {id(statement): block for block, statement in walked}
+    for block, statement in walked:
         first, last = offsets.of(statement)
-        if isinstance(statement, _SCOPES) and statement.decorator_list:
-            first = min(first, offsets.of(statement.decorator_list[0])[0])
-        inner = [offsets.of(one)[0] for one in _inner(statement)]
-        found.pieces.append((first, min([last, *inner]), block))
+        end = min([last, *(offsets.of(one)[0] for one in _inner(statement))])
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.pieces.append((first, end, block_of[id(statement.body[0])]))
+        else:
+            found.pieces.append((first, end, block))
+        for one in getattr(statement, "decorator_list", ()):
+            found.pieces.append((*offsets.of(one), block))
         for one in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
             head = one.pattern if isinstance(one, ast.match_case) else one
             found.pieces.append((offsets.at(head.lineno, head.col_offset), offsets.of(one.body[0])[0], block))

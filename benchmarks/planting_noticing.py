@@ -49,6 +49,7 @@ class Noticing:
     deadline: float = float("inf")
     given: Sequence[str] = ()
     _passes: dict[str, bool] = field(default_factory=dict)
+    _reaching: dict[str, list[Test]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _number: int = 0
 
@@ -113,8 +114,11 @@ class Noticing:
 
     def reaching(self, change: Change) -> list[Test]:
         """Return the tests that reach a change, of the files that are given if any are."""
-        found = self.sites.tests(change)
-        return [test for test in found if not self.given or any(test.name.startswith(one) for one in self.given)]
+        if change.name not in self._reaching:
+            found = self.sites.tests(change)
+            found = [test for test in found if not self.given or test.name.startswith(tuple(self.given))]
+            self._reaching[change.name] = found
+        return self._reaching[change.name]
 
     def batches(self, change: Change, tests: Sequence[Test]) -> list[list[Test]]:
         """Return what to run in turn: few likely files, then what is cheap, then the rest up to `most` seconds."""

@@ -12,6 +12,7 @@ import base64
 import hashlib
 import json
 import platform
+import re
 import shutil
 import tempfile
 import time
@@ -276,13 +277,17 @@ class Sites:
     def tests(self, bug: Change) -> list[Test]:
         """Return the tests that reach a change: those of its area first, then by their seconds.
 
-        What runs as its file is imported counts as reached by what reaches anything of the file, and by its area.
+        What runs as its file is imported counts as reached by what reaches anything of the file, and by its area; the
+        value of a name of the file's own, such as `_LIMIT = 3`, only by what reaches a use of it.
         """
         text, blocks, digest = self._of(bug.path)
-        at = blocks.at(*bug.place(text))
+        at, place = blocks.at(*bug.place(text)), bug.place(text)[0]
         area = set(bug.tests())
         imported = bool(at & blocks.imported)
         wanted = set(range(blocks.count)) - blocks.imported if imported else at
+        own = imported and re.match(r"(_\w+)(?::[^\n=]+)? = ", text[text.rfind("\n", 0, place) + 1 :])
+        if own and (users := blocks.users(text, own[1])):
+            imported, wanted = False, users
         masks = dict[int, int]()
         found = []
         for test in self.reach.tests.values():

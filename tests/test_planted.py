@@ -92,10 +92,14 @@ def reached(call: str) -> set[str]:
 @pytest.mark.parametrize(
     ("call", "with_", "without"),
     [
-        ("capped(10)", {"if x > most:", "return most"}, {"try:", "return found", "LIMIT = 9"}),
+        (
+            "capped(10)",
+            {"def capped(x, most=LIMIT):", "if x > most:", "return most"},
+            {"try:", "return found", "LIMIT = 9"},
+        ),
         ("capped(1)", {"if x > most:", 'found += "b"', "return found"}, {"return most"}),
         ("capped(2)", {"except KeyError:", 'found = {1: "a"}[x]'}, {'found += "b"', "return self.kind"}),
-        ("Held().late()", {"def inner():", "return inner"}, {"return self.kind", "kind = 1"}),
+        ("Held().late()", {"def late(self):", "return inner"}, {"return self.kind", "kind = 1"}),
         ("Held().late()()", {"return self.kind"}, {"kind = 1"}),
     ],
 )
