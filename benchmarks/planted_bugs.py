@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from planted_adapt import ADAPT
+from planted_axes import AXES
 from planted_core import CORE
 from planted_followed import FOLLOWED
 from planted_pipeline import PIPELINE
@@ -13,4 +14,4 @@ from planted_schedules import SCHEDULES
 from planted_serve import SERVE
 from planted_stream import STREAM
 
-BUGS = (*CORE, *SCHEDULES, *PLAN, *REPORT, *RUNTIME, *FOLLOWED, *ADAPT, *PIPELINE, *STREAM, *SERVE)
+BUGS = (*CORE, *SCHEDULES, *PLAN, *REPORT, *RUNTIME, *FOLLOWED, *AXES, *ADAPT, *PIPELINE, *STREAM, *SERVE)

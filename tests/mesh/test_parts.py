@@ -85,13 +85,16 @@ def divided(name: str, style: Any) -> Divided:
 
 
 def test_a_pair_is_found_in_the_innermost_module_around_both() -> None:
-    """`head.up` goes with `head.out.down`: then nothing is left for `body.up`."""
-    pair = [divided("head.in.up", Colwise()), divided("head.out.down", Rowwise())]
-    refuse_unpaired(pair)
-    refuse_unpaired([*pair, divided("body.in.up", Colwise()), divided("body.out.down", Rowwise())])
+    """What two layers of one module make of each other is not there for a third of another module, in any order."""
+    pairs = [
+        divided(f"{module}.{name}", style)
+        for module in map(str, range(40))
+        for name, style in (("in.up", Colwise()), ("out.down", Rowwise()))
+    ]
+    refuse_unpaired(pairs)
     for order in (1, -1):
         with pytest.raises(ModelError, match=r"divides body\.in\.up by columns, and no layer by rows"):
-            refuse_unpaired([*pair, divided("body.in.up", Colwise())][::order])
+            refuse_unpaired([*pairs, divided("body.in.up", Colwise())][::order])
 
 
 def test_layers_of_different_modules_go_together_where_neither_has_a_nearer_one() -> None:
