@@ -45,6 +45,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -58,8 +59,9 @@ from planted_bugs import BUGS
 from planting import Bug, Change, Planted
 from planting_noticing import Noticing, Outcome, must_stay, noticed, only_noticing, shares, work
 from planting_random import drawn, in_line
-from planting_reach import Reach, Sites, extend, read, this_machine
-from planting_trees import NO_TESTS, Ran, Trees, run_tests
+from planting_reach import Reach, Sites, read, this_machine
+from planting_suite import extend
+from planting_trees import ENDING, NO_TESTS, Ran, Trees, run_tests
 
 _START = 8.0  # seconds that a run of pytest takes beside its tests
 
@@ -109,6 +111,8 @@ def baseline(trees: Trees, pool: ThreadPoolExecutor, files: Sequence[str], limit
 
 def caught(bug: Bug, files: Sequence[str], trees: Trees, known: Baseline, limit: float, number: int) -> Caught:
     """Plant a bug and return which test of the files noticed it."""
+    if ENDING.is_set():
+        return Caught(bug.name, bug.file, bug.breaks, False, "", 0.0, bug.survives)
     tests = [one for one in files if one not in known.not_run]
     allowed = max(limit, 60 + 4 * sum(known.seconds.get(one, 0.0) for one in tests))
     # Far from now, and no two alike: otherwise Python could take compiled code of another text for this one's.
@@ -121,14 +125,14 @@ def caught(bug: Bug, files: Sequence[str], trees: Trees, known: Baseline, limit:
 
 def table(outcomes: Sequence[Caught]) -> str:
     """Return a line for each bug, the shares by folder, and the survivors with the reason."""
-    width = max(len(one.name) for one in outcomes)
+    width = max((len(one.name) for one in outcomes), default=0)
     lines = [f"{one.name:<{width}}  {one.by if one.caught else 'NOT NOTICED'}" for one in outcomes]
     folders: dict[str, list[bool]] = {}
     for one in outcomes:
         folders.setdefault(one.file.partition("/")[0], []).append(one.caught)
     lines.append("")
     for folder, known in [*folders.items(), ("all", [one.caught for one in outcomes])]:
-        lines.append(f"{folder:<10} {sum(known):>4} of {len(known):>4} noticed, {sum(known) / len(known):.0%}")
+        lines.append(f"{folder:<10} {sum(known):>4} of {len(known):>4} noticed, {sum(known) / max(len(known), 1):.0%}")
     for one in outcomes:
         if not one.caught:
             lines += ["", f"{one.name}, {one.file}: {one.breaks}", f"    {one.survives or 'needs a test'}"]
@@ -169,6 +173,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--part", type=part, default=(1, 1), metavar="K/N")
     args = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ENDING.set())
     bugs: Sequence[Bug] = chosen(args.only)
     changes: Sequence[Change] = bugs
     if args.random is not None:
@@ -207,11 +213,15 @@ def by_area(args: argparse.Namespace, bugs: Sequence[Bug]) -> int:
         ]
         for done in as_completed(runs):
             one = done.result()
+            if ENDING.is_set():
+                continue
             outcomes[one.name] = one
             said = f"noticed by {one.by}" if one.caught else "NOT NOTICED"
             print(f"[{len(outcomes)}/{len(bugs)}] {one.name}: {said} ({one.seconds:.0f} s)", flush=True)
             _save(args.json, [outcomes[bug.name] for bug in bugs if bug.name in outcomes], known)
-    print(f"\n{table([outcomes[bug.name] for bug in bugs])}\n\n{time.monotonic() - began:.0f} s, {args.jobs} at a time")
+    print(
+        f"\n{table([outcomes[bug.name] for bug in bugs if bug.name in outcomes])}\n\n{time.monotonic() - began:.0f} s, {args.jobs} at a time"
+    )
     return 0
 
 

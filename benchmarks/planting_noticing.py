@@ -12,7 +12,7 @@ from pathlib import Path
 
 from planting import Change, Planted
 from planting_reach import Sites, Test
-from planting_trees import NO_TESTS, Ran, Trees, run_tests
+from planting_trees import ENDING, NO_TESTS, Ran, Trees, run_tests
 
 _FIRST_FILES, _FIRST_SECONDS, _EACH = 8, 10.0, 3.0  # the first batch of tests: few files, soon collected
 _GRACE = 20.0  # seconds that a run may take past the end of all
@@ -160,7 +160,7 @@ class Noticing:
         if not first:
             allowed += 60 * slower
         done = run_tests(tree, files, min(limit, allowed), first=first, chosen=chosen)
-        done.cut = done.timed_out and limit < allowed
+        done.cut = done.timed_out and (limit < allowed or ENDING.is_set())
         return done
 
     def passes(self, name: str) -> bool:
@@ -175,7 +175,7 @@ class Noticing:
 
     def left(self, began: float) -> float:
         """Return the seconds that are left for a change."""
-        return min(began + self.limit, self.deadline + _GRACE) - time.monotonic()
+        return -1.0 if ENDING.is_set() else min(began + self.limit, self.deadline + _GRACE) - time.monotonic()
 
     def told(
         self, change: Change, by: list[str], ran: int, not_run: int, began: float, *, finished: bool = True
@@ -218,12 +218,12 @@ def work(
     began, found = time.monotonic(), list(had)
 
     def run(change: Change) -> Outcome | None:
-        return one(change) if time.monotonic() < deadline else None
+        return one(change) if time.monotonic() < deadline and not ENDING.is_set() else None
 
     with ThreadPoolExecutor(jobs) as pool:
         for number, done in enumerate(as_completed([pool.submit(run, change) for change in left]), 1):
             outcome = done.result()
-            if outcome is None or not outcome.finished:
+            if outcome is None or not outcome.finished or ENDING.is_set():
                 continue
             found.append(outcome)
             if kept is not None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ markers =
     cold_ranks: fresh processes
     timeout: at most so many seconds
 """
+ENDING = threading.Event()  # set as the whole is told to end: what runs is ended, and nothing is begun
 NO_TESTS = 5  # pytest's exit code where nothing was collected
 _NOT_KEPT = ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER")
 
@@ -71,18 +73,18 @@ class Ran:
 class Trees:
     """Copies of the tree, one for each job."""
 
-    def __init__(self, folder: Path, jobs: int) -> None:
+    def __init__(self, folder: Path, jobs: int, name: str = "tree") -> None:
         self.all: list[Path] = []
         self._free: SimpleQueue[Path] = SimpleQueue()
         for number in range(jobs):
-            tree = folder / f"tree{number}"
+            tree = folder / f"{name}{number}"
             tree.mkdir()
-            for name in COPIED:
-                shutil.copytree(ROOT / name, tree / name, ignore=LEFT_OUT)
-            for name in COPIED_FILES:
-                shutil.copy2(ROOT / name, tree / name)
-            for name in PLUGINS:
-                shutil.copy2(Path(__file__).with_name(name), tree / name)
+            for one in COPIED:
+                shutil.copytree(ROOT / one, tree / one, ignore=LEFT_OUT)
+            for one in COPIED_FILES:
+                shutil.copy2(ROOT / one, tree / one)
+            for one in PLUGINS:
+                shutil.copy2(Path(__file__).with_name(one), tree / one)
             (tree / "planted.ini").write_text(CONFIG)
             self.all.append(tree)
             self._free.put(tree)
@@ -152,7 +154,7 @@ def run_tests(
 def _ended(process: int, deadline: float) -> bool:
     """Wait until a child has ended, without taking leave of it; return False past the deadline."""
     while os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or ENDING.is_set():
             return False
         time.sleep(0.05)
     return True
