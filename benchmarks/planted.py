@@ -219,9 +219,8 @@ def by_area(args: argparse.Namespace, bugs: Sequence[Bug]) -> int:
             said = f"noticed by {one.by}" if one.caught else "NOT NOTICED"
             print(f"[{len(outcomes)}/{len(bugs)}] {one.name}: {said} ({one.seconds:.0f} s)", flush=True)
             _save(args.json, [outcomes[bug.name] for bug in bugs if bug.name in outcomes], known)
-    print(
-        f"\n{table([outcomes[bug.name] for bug in bugs if bug.name in outcomes])}\n\n{time.monotonic() - began:.0f} s, {args.jobs} at a time"
-    )
+    print(f"\n{table([outcomes[bug.name] for bug in bugs if bug.name in outcomes])}")
+    print(f"\n{time.monotonic() - began:.0f} s, {args.jobs} at a time")
     return 0
 
 
