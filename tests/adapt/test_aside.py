@@ -53,3 +53,13 @@ def test_a_search_has_its_seconds_and_those_to_start(endless: Aside, clock: Cloc
     assert endless.result() == "the search did not end in time"
     assert endless._process is not None
     assert endless._process.poll() is not None
+
+
+def test_a_search_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(told: bytes) -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(Aside, "_started", staticmethod(refused))
+    beside = Aside(Costs(), generate("1f1b", num_ranks=2, num_microbatches=2), Limit(max_activations=2), seconds=10.0)
+    assert beside.result() == "the search could not start: no more processes"
+    beside.stop()
