@@ -14,7 +14,8 @@ import json
 import os
 import signal
 import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +53,28 @@ class Limits:
         config.hook.pytest_deselected(items=left)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Fail a test that is not set up in time."""
+        with self.limited(item.nodeid):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
         """Fail a test past its limit."""
+        with self.limited(item.nodeid):
+            return (yield)
+
+    @contextmanager
+    def limited(self, name: str) -> Iterator[None]:
+        """Let the block fail once the test's seconds are over."""
 
         def late(*_: object) -> None:
-            pytest.fail(f"took longer than {self.seconds[item.nodeid]:.0f} s", pytrace=False)
+            pytest.fail(f"took longer than {self.seconds[name]:.0f} s", pytrace=False)
 
         before = signal.signal(signal.SIGALRM, late)
-        signal.setitimer(signal.ITIMER_REAL, self.seconds[item.nodeid])
+        signal.setitimer(signal.ITIMER_REAL, self.seconds[name])
         try:
-            return (yield)
+            yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)

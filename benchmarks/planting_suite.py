@@ -68,8 +68,8 @@ def extend(path: Path, jobs: int, limit: float, deadline: float = float("inf"), 
             order = sorted(stale, key=lambda one: (-reach.seconds.get(one, 0.0), _guess(one)))
             for number, done in enumerate(as_completed([pool.submit(run, unit) for unit in order]), 1):
                 unit, ran, told = done.result()
-                if ran is None or ENDING.is_set():
-                    continue
+                if ran is None or ENDING.is_set() or (ran.timed_out and time.monotonic() > deadline):
+                    continue  # not run, or not to its end: the next run does
                 for one in told:
                     file.write(json.dumps(one) + "\n")
                 left_out = _left_out(stale[unit], ran)
