@@ -30,6 +30,7 @@ virtual environment: copies set PYTHONPATH by themselves. Test files that cannot
     --all-noticing    for every bug run all tests that reach it; the end tells what each test notices alone
     --candidates IDS  a file with a test (or file) a line that is to leave the suite: for every bug run the tests that
                       stay until one notices; only if none does, run the candidates; the end tells which must stay
+    --unreached       list the lines of the package that no test of MAP reaches, --only in some files
     --most SECONDS    of tests that are tried for a change before it counts as not noticed (default 90; all for
                       --all-noticing and --candidates)
     --limit SECONDS   for all runs of one bug (default 600)
@@ -49,7 +50,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
@@ -57,13 +58,10 @@ from pathlib import Path
 
 from planted_bugs import BUGS
 from planting import Bug, Change, Planted
-from planting_noticing import Noticing, Outcome, must_stay, noticed, only_noticing, shares, work
+from planting_noticing import noticed
 from planting_random import drawn, in_line
-from planting_reach import Reach, Sites, read, this_machine
-from planting_suite import extend
 from planting_trees import ENDING, NO_TESTS, Ran, Trees, run_tests
-
-_START = 8.0  # seconds that a run of pytest takes beside its tests
+from planting_ways import unreached, with_reach
 
 
 @dataclass
@@ -169,6 +167,7 @@ def main() -> int:
     parser.add_argument("--at", action="append", default=[], metavar="FILE:LINE")
     parser.add_argument("--all-noticing", action="store_true")
     parser.add_argument("--candidates", type=Path, metavar="IDS")
+    parser.add_argument("--unreached", action="store_true")
     parser.add_argument("--most", type=float)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--part", type=part, default=(1, 1), metavar="K/N")
@@ -181,6 +180,8 @@ def main() -> int:
         changes = drawn(args.random, args.count, args.only)
     elif args.at:
         changes = [one for place in args.at for one in in_line(place)]
+    if args.unreached and args.reach is not None:
+        return unreached(args)
     if not changes:
         parser.error(f"nothing to plant matches {', '.join(args.only or args.at)}")
     if args.list:
@@ -230,79 +231,6 @@ def _save(path: Path | None, outcomes: Sequence[Caught], known: Baseline) -> Non
         count = sum(one.caught for one in outcomes)
         told = {"bugs": len(outcomes), "noticed": count, "baseline": asdict(known)}
         path.write_text(json.dumps({**told, "outcomes": [asdict(one) for one in outcomes]}, indent=2) + "\n")
-
-
-def with_reach(args: argparse.Namespace, changes: Sequence[Change]) -> int:
-    """Run the tests that reach each change, in one of three ways."""
-    deadline = time.monotonic() + args.seconds
-    alone = args.random is None and not args.at and not args.all_noticing and args.candidates is None
-    if alone or not args.reach.exists():
-        reach = extend(args.reach, args.jobs, args.limit, deadline, args.units)
-    else:
-        reach = read(args.reach)
-    told(reach)
-    if alone:
-        return 0
-    candidates = {one.name for one in reach.tests.values()} & named(args.candidates, reach)
-    whole = args.all_noticing or args.candidates is not None
-    most = args.most if args.most is not None else float("inf") if whole else 90.0
-    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
-        trees = Trees(Path(folder), args.jobs)
-        noticing = Noticing(trees, Sites(reach), most, args.limit, deadline, args.tests)
-        ways: dict[bool, Callable[[Change], Outcome]] = {True: noticing.all, False: noticing.first}
-        way = ways[args.all_noticing]
-        if args.candidates is not None:
-            way = lambda change: noticing.without(change, candidates)  # noqa: E731
-        estimate(noticing, changes, args)
-        outcomes = work(changes, way, args.jobs, deadline, args.json)
-    print(f"\n{shares(outcomes)}")
-    if args.all_noticing:
-        print("\nnoticed by one test alone:")
-        for name, alone_of in sorted(only_noticing(outcomes).items()):
-            print(f"  {name}: {', '.join(alone_of)}")
-    if args.candidates is not None:
-        stay = must_stay(outcomes, {name: test.seconds for name, test in reach.tests.items()})
-        print(f"\n{len(stay)} of {len(candidates)} candidates must stay:", *stay, sep="\n  ")
-    return 0
-
-
-def named(path: Path | None, reach: Reach) -> set[str]:
-    """Return the tests that a file names: a test, all cases of one, or all tests of a file a line."""
-    if path is None:
-        return set()
-    found: set[str] = set()
-    for line in filter(None, (line.strip() for line in path.read_text(encoding="utf-8").splitlines())):
-        some = {one for one in reach.tests if one == line or one.startswith((f"{line}[", f"{line}::"))}
-        if not some:
-            print(f"no test that passed is called {line}; it is no candidate", flush=True)
-        found |= some
-    return found
-
-
-def told(reach: Reach) -> None:
-    """Say what is known of the tests."""
-    seconds = sum(test.seconds for test in reach.tests.values())
-    print(f"{len(reach.tests)} tests that pass without a change, {seconds:.0f} s in all, from {reach.machine}")
-    if not reach.is_from_here:
-        print(f"this machine is another: {this_machine()}; what notices is confirmed here")
-    for name, why in sorted(reach.left_out.items()):
-        print(f"  left out: {name}: {why}")
-    sys.stdout.flush()
-
-
-def estimate(noticing: Noticing, changes: Sequence[Change], args: argparse.Namespace) -> None:
-    """Say how much there is to do at most."""
-    counts, seconds = [], 0.0
-    for change in changes:
-        tests = noticing.reaching(change)
-        counts.append(len(tests))
-        seconds += _START + min(sum(test.seconds for test in tests), noticing.most, noticing.limit)
-    middle = sorted(counts)[len(counts) // 2]
-    most = f"at most {seconds / args.jobs / 60:.0f} minutes with {args.jobs} at a time"
-    print(
-        f"{len(changes)} changes; half of them are reached by {middle} tests or more, {counts.count(0)} by none; {most}"
-    )
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -152,6 +152,7 @@ class Sites:
     def __init__(self, reach: Reach) -> None:
         self.reach = reach
         self._blocks: dict[str, tuple[str, Blocks, str]] = {}
+        self._reached: dict[int, tuple[Numbering, int]] = {}
 
     def tests(self, bug: Change) -> list[Test]:
         """Return the tests that reach a change: those of its area first, then by their seconds.
@@ -176,6 +177,29 @@ class Sites:
             if test.mask & masks[key] or (imported and test.file in area):
                 found.append(test)
         return sorted(found, key=lambda one: (one.file not in area, one.seconds, one.name))
+
+    def unreached(self, path: str) -> list[int]:
+        """Return the lines of a file that begin a block which no test reaches; what is imported does not count."""
+        text, blocks, digest = self._of(path)
+        seen: set[int] = set()
+        for numbering, bits in self._every().values():
+            then, first, count = numbering.sources.get(path, ("", 0, 0))
+            if then == digest:
+                seen |= {at for at in range(count) if bits >> first + at & 1}
+        firsts: dict[int, int] = {}
+        for start, _, block in blocks.pieces:
+            if not text.startswith(("def ", "async def "), start):
+                firsts.setdefault(block, start)
+        left = [start for block, start in firsts.items() if block not in seen | blocks.imported]
+        return sorted(text.count("\n", 0, start) + 1 for start in left)
+
+    def _every(self) -> dict[int, tuple[Numbering, int]]:
+        """Return what all tests together reach, by each numbering."""
+        if not self._reached:
+            for test in self.reach.tests.values():
+                _, bits = self._reached.get(id(test.numbering), (test.numbering, 0))
+                self._reached[id(test.numbering)] = (test.numbering, bits | test.mask)
+        return self._reached
 
     def _of(self, path: str) -> tuple[str, Blocks, str]:
         if path not in self._blocks:
