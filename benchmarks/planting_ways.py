@@ -1,4 +1,4 @@
-"""What `planted.py` does with a map of which tests reach which code: its three ways, and what it says before and after."""
+"""What `planted.py` does with a map of which tests reach which code: three ways, and what it says of each."""
 
 from __future__ import annotations
 
