@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ from drumline.plan.cluster.hardware import REACH, Device, Link
 from drumline.plan.cluster.hugging_face import transformer_of
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.stages import layer_counts
-from drumline.plan.cluster.transformer import Experts, Latent
-from drumline.plan.device.plan import Plan
+from drumline.plan.cluster.transformer import Details, Experts, Latent
+from drumline.plan.device.candidate import Candidate
+from drumline.plan.device.plan import Plan, StepSeconds
 from drumline.plan.device.planner import plan as plan_profile
 from drumline.plan.launch.launch import launch, place
+from drumline.plan.launch.titan import described
 from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.planner import plan
@@ -31,6 +34,7 @@ from drumline.plan.search.objective import Jitter, Objective
 from drumline.plan.search.search import placement_named
 from profiles import model_profile
 
+MIB = 2**20
 GPT, MACHINES = small_transformer(), small_cluster()
 CONFIG = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
 PROFILE = model_profile([1.0, 2.0, 3.0])
@@ -164,3 +168,57 @@ def test_a_layout_as_fast_says_what_it_holds() -> None:
     assert why(found, holding(1.0), limit) == "just as fast, but holds 1.0 GiB more"
     assert why(holding(1.0), found, limit) == "0.00% slower, but holds 1.0 GiB less"
     assert why(found, holding(0.04), limit) == why(holding(0.04), found, limit) == "just as fast, with the same memory"
+
+
+def told(seconds: float, peak: float, sent: float, *, fits: bool = True) -> Any:
+    items = StepSeconds(*[seconds] + [0.0] * (len(fields(StepSeconds)) - 1))
+    return SimpleNamespace(
+        step_seconds=seconds, peak=peak, sent_bytes=sent, fits=fits, over=(1, 3 * MIB), seconds=items
+    )
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (told(1.0, 100.0 * MIB, 0.0, fits=False), "rank 1 is 3.0 MiB over"),
+        (told(0.995, 102.0 * MIB, 0.0), "<1% faster, but holds 2.0 MiB more"),
+        (told(0.995, 100.5 * MIB, 5 * MIB), "<1% faster, but sends 4.0 MiB more"),
+        (told(1.0, 100.5 * MIB, MIB), "<1% faster"),
+        (told(1.25, 100.0 * MIB, 0.0), "computes 250.0 ms longer"),
+    ],
+)
+def test_why_a_candidate_loses_is_the_first_thing_that_speaks_against_it(other: Any, words: str) -> None:
+    """Peaks within one percent are equal."""
+    assert Candidate._against(other, told(1.0, 100.0 * MIB, MIB)) == words
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"details": Details(qk_norm=True)}, "norms of queries and keys"),
+        ({"details": Details(qkv_bias=True)}, "biases of queries"),
+        ({"details": Details(alibi=True)}, "ALiBi positions"),
+        ({"learned_positions": False}, "rotary positions"),
+        ({"learned_positions": False, "details": Details(rotary_base=1e4)}, "rotary positions of base 10000"),
+        ({"num_key_value_heads": 2}, "8 heads of 128 on 2 of keys and values"),
+        ({"gated": True}, "gated feed-forward 4096"),
+        ({"experts": Experts(8, 2, 512)}, "2 of 8 experts of 512"),
+        ({"experts": Experts(8, 2, 512, 1)}, "2 of 8 experts of 512 and 1 shared"),
+        ({"experts": Experts(8, 2, 512), "num_dense_layers": 3}, "the first 3 layers without experts"),
+        ({"tied": False}, "not tied"),
+        ({"details": Details(others=("a window of 4096",))}, "a window of 4096"),
+    ],
+)
+def test_a_transformer_is_described_by_what_sets_it_apart(changes: dict[str, Any], words: str) -> None:
+    plain = described(small_transformer()).split(", ")
+    found = described(small_transformer(**changes)).split(", ")
+    assert words in found
+    assert words not in plain
+    assert len(set(plain) - set(found)) <= 1
+
+
+@pytest.mark.parametrize("name", ["biased", "dropout"])
+def test_what_a_transformer_does_without_is_not_described(name: str) -> None:
+    word = {"biased": "biases", "dropout": "dropout"}[name]
+    assert word in described(small_transformer(**{name: True})).split(", ")
+    assert word not in described(small_transformer(**{name: False})).split(", ")
