@@ -60,6 +60,7 @@ def test_the_page_names_the_blocks_of_every_stage(tmp_path: Path) -> None:
     page = run_page([report_of(read_run(folder))])
     for rank, words in enumerate(("block 0", "blocks 1 to 2", "blocks 3 to 5")):
         assert f">{words}, rank {rank}<" in page
+        assert f">stage {rank}<" in page
 
 
 def test_parts_of_a_rank_sum_to_its_step(report: RunReport) -> None:
