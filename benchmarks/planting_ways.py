@@ -32,6 +32,8 @@ def with_reach(args: argparse.Namespace, changes: Sequence[Change]) -> int:
         return 0
     candidates = {one.name for one in reach.tests.values()} & named(args.candidates, reach)
     whole = args.all_noticing or args.candidates is not None
+    if whole:  # what no test can notice says nothing of tests
+        changes = [change for change in changes if not getattr(change, "survives", "")]
     most = args.most if args.most is not None else float("inf") if whole else 90.0
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         trees = Trees(Path(folder), args.jobs)
