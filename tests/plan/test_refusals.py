@@ -157,7 +157,7 @@ def test_a_plan_whose_parts_do_not_fit_each_other_is_damaged(key: str, value: An
 
 
 def test_a_layout_as_fast_says_what_it_holds() -> None:
-    found = planned().chosen
+    found: Choice = planned().chosen
     gib = 2**30
 
     def holding(more: float) -> Choice:
