@@ -426,4 +426,11 @@ PLAN = (
         'found["num_shared"] or wide // max(width, 1)',
         "The weights of a shared expert that is wider than a whole number of others are left out.",
     ),
+    Bug(
+        "a-search-for-the-roomiest-rank",
+        "plan/device/planner.py",
+        "weights[placement.stages_of(rank)[0]] += most - own",
+        "weights[placement.stages_of(rank)[0]] += 0",
+        "A searched program holds more than a rank with less memory has.",
+    ),
 )

@@ -63,6 +63,16 @@ def test_the_page_names_the_blocks_of_every_stage(tmp_path: Path) -> None:
         assert f">stage {rank}<" in page
 
 
+def test_the_page_tells_changes_only_where_there_were_any(folder: Path) -> None:
+    words = "What was changed while it ran"
+    assert words not in run_page([report_of(read_run(folder))])
+    moved = {"run": "abc", "step": 3, "kind": "move", "balance_before": [4, 4], "balance_after": [5, 3], "seconds": {}}
+    (folder / "decisions.jsonl").write_text(json.dumps(moved) + "\n")
+    page = run_page([report_of(read_run(folder))])
+    assert words in page
+    assert "5 | 3 blocks" in page
+
+
 def test_parts_of_a_rank_sum_to_its_step(report: RunReport) -> None:
     for one in report.ranks:
         parts = sum(one[part] for part in ("busy", "wait", "transfer", "overhead", "unexplained"))
