@@ -2,14 +2,43 @@
 
     python benchmarks/planted.py [--jobs N] [--only PATTERN] [--limit SECONDS] [--json FILE]
 
-Every bug is a text of one file in the place of another, in a copy of the tree; the tests of that file run until one
-fails. First all tests run once without a bug: what fails then, or cannot be run here, is left out and listed. A run
-that takes longer than it should counts as noticed.
+Every bug is a text of one file in the place of another, in a copy of the tree (under $TMPDIR); the tests of that file
+run until one fails. First all tests run once without a bug: what fails then, or cannot be run here, is left out and
+listed. A run that takes longer than it should counts as noticed.
 
     --only PATTERN    bugs whose name or file matches, as a shell would: "core/*", "*finite*"
     --tests FILE      run this file in place of those that belong to the bug's own; may be given several times
     --no-baseline     leave the run without a bug out, for a tree that is known to be green
     --list            only list the bugs
+
+With a map of which tests reach which code, over the whole suite:
+
+    python benchmarks/planted.py --reach MAP --jobs 14                     runs the suite once, marked, and writes MAP
+    python benchmarks/planted.py --reach MAP --random SEED --count 300 --jobs 14 --seconds 480 --json random.jsonl
+    python benchmarks/planted.py --reach MAP --all-noticing --jobs 14 --part 1/4 --json all.jsonl
+    python benchmarks/planted.py --reach MAP --candidates IDS --jobs 14 --seconds 480 --json stay.jsonl
+
+`--reach MAP` alone runs the test files that are new or changed since MAP was written. With another mode MAP is only
+read, or written first if it is missing. MAP may come from another machine: then a test that notices must pass here
+without the change, and tests get three times as long. Plain `python3` with PyTorch and pytest will do, without a
+virtual environment: copies set PYTHONPATH by themselves. Test files that cannot be collected here are left out.
+
+    --random SEED     plant --count changes drawn from the syntax tree in place of the bugs of the list, --only in some
+                      files; the tests that reach each run, its area's and cheap ones first, until one notices
+    --at FILE:LINE    plant all changes that the syntax tree admits in a line, such as adapt/seen.py:54; may be given
+                      several times
+    --all-noticing    for every bug run all tests that reach it; the end tells what each test notices alone
+    --candidates IDS  a file with a test (or file) a line that is to leave the suite: for every bug run the tests that
+                      stay until one notices; only if none does, run the candidates; the end tells which must stay
+    --unreached       list the lines of the package that no test of MAP reaches, --only in some files
+    --most SECONDS    of tests that are tried for a change before it counts as not noticed (default 90; all for
+                      --all-noticing and --candidates)
+    --limit SECONDS   for all runs of one bug (default 600)
+    --seconds SECONDS start nothing later than this; all ends at most half a minute after
+    --part K/N        only every Nth bug, from the Kth on
+    --json FILE       lines of JSON, appended as they come; what stands there already is not run again. Join the files
+                      of parts with cat, and run the same command with the joined one for the end over all
+    --units TEXT      with --reach alone: only test files whose path holds the text; may be given several times
 """
 
 from __future__ import annotations
@@ -17,70 +46,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from queue import SimpleQueue
 
 from planted_bugs import BUGS
-from planting import ROOT, Bug, Planted
-
-COPIED = ("src", "tests", "benchmarks", "scripts", "docs", "notebooks", "conftest.py", "pyproject.toml", "README.md")
-LEFT_OUT = shutil.ignore_patterns("__pycache__", "_build", "out", ".*")
-# An own configuration: that of the project names options of plugins that need not be installed.
-CONFIG = """\
-[pytest]
-addopts = --import-mode=importlib --doctest-modules -q -p no:cacheprovider -p noted_failures
-pythonpath = tests benchmarks
-doctest_optionflags = ELLIPSIS
-filterwarnings = error
-markers =
-    torch: compares with PyTorch
-    slow: full matrices
-    browser: opens pages
-    matrix: thinned
-    cold_ranks: fresh processes
-"""
-# A plugin that writes down what failed, in words that need no parsing.
-REPORT = """\
-import os
-
-import drumline.schedules  # first by its own name: doctests that import a recipe by its path would register it again
-
-def _write(kind, report):
-    with open(os.environ["PLANTED_REPORT"], "a") as file:
-        file.write(f"{kind} {report.nodeid}\\n")
-
-def pytest_collectreport(report):
-    if report.failed:
-        _write("collect", report)
-
-def pytest_runtest_logreport(report):
-    if report.failed:
-        _write("test", report)
-"""
-NO_TESTS = 5  # pytest's exit code where nothing was collected
-
-
-@dataclass
-class Ran:
-    """How one run of pytest went: the names of what failed, of files that cannot be collected, and its seconds."""
-
-    code: int
-    failed: list[str]
-    uncollected: list[str]
-    seconds: float
-    timed_out: bool = False
-    output: str = ""
+from planting import Bug, Change, Planted
+from planting_noticing import noticed
+from planting_random import drawn, in_line
+from planting_trees import ENDING, NO_TESTS, Ran, Trees, run_tests
+from planting_ways import unreached, with_reach
 
 
 @dataclass
@@ -93,7 +74,7 @@ class Baseline:
 
 
 @dataclass
-class Outcome:
+class Caught:
     """What came of a bug: the test that noticed it, or none."""
 
     name: str
@@ -103,74 +84,6 @@ class Outcome:
     by: str
     seconds: float
     survives: str = ""
-
-
-class Trees:
-    """Copies of the tree, one for each job."""
-
-    def __init__(self, folder: Path, jobs: int) -> None:
-        self._free: SimpleQueue[Path] = SimpleQueue()
-        for number in range(jobs):
-            tree = folder / f"tree{number}"
-            tree.mkdir()
-            for name in COPIED:
-                source = ROOT / name
-                if source.is_dir():
-                    shutil.copytree(source, tree / name, ignore=LEFT_OUT)
-                elif source.exists():
-                    shutil.copy2(source, tree / name)
-            (tree / "planted.ini").write_text(CONFIG)
-            (tree / "noted_failures.py").write_text(REPORT)
-            self._free.put(tree)
-
-    @contextmanager
-    def one(self) -> Iterator[Path]:
-        """Take a copy for as long as the block lasts."""
-        tree = self._free.get()
-        try:
-            yield tree
-        finally:
-            self._free.put(tree)
-
-
-def run_tests(tree: Path, tests: Sequence[str], limit: float, *, deselect: Sequence[str] = (), first: bool) -> Ran:
-    """Run test files in a tree, up to the first failure if asked to, and end all of it past the limit."""
-    report = tree / "planted.txt"
-    report.write_text("")
-    paths = [str(tree / "src"), str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PLANTED_REPORT": str(report), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-c", "planted.ini", "--rootdir", str(tree), "--tb=line"]
-    command += ["-x"] if first else ["--continue-on-collection-errors"]
-    command += [part for name in deselect for part in ("--deselect", name)]
-    began = time.monotonic()
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            [*command, *tests], cwd=tree, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        timed_out = not _ended(process.pid, began + limit)
-        # All that is left of its session; until it is waited for, nobody else can have its number.
-        os.killpg(process.pid, signal.SIGKILL)
-        code = process.wait()
-        output.seek(0)
-        text = output.read().decode(errors="replace")
-    named = [line.split(" ", 1) for line in report.read_text().splitlines()]
-    return Ran(
-        code,
-        [name for kind, name in named if kind == "test"],
-        [name for kind, name in named if kind == "collect"],
-        time.monotonic() - began,
-        timed_out,
-        text,
-    )
-
-
-def _ended(process: int, deadline: float) -> bool:
-    """Wait until a child has ended, without taking leave of it; return False past the deadline."""
-    while os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def baseline(trees: Trees, pool: ThreadPoolExecutor, files: Sequence[str], limit: float) -> Baseline:
@@ -194,32 +107,30 @@ def baseline(trees: Trees, pool: ThreadPoolExecutor, files: Sequence[str], limit
     return found
 
 
-def noticed(bug: Bug, files: Sequence[str], trees: Trees, known: Baseline, limit: float, number: int) -> Outcome:
+def caught(bug: Bug, files: Sequence[str], trees: Trees, known: Baseline, limit: float, number: int) -> Caught:
     """Plant a bug and return which test of the files noticed it."""
+    if ENDING.is_set():
+        return Caught(bug.name, bug.file, bug.breaks, False, "", 0.0, bug.survives)
     tests = [one for one in files if one not in known.not_run]
     allowed = max(limit, 60 + 4 * sum(known.seconds.get(one, 0.0) for one in tests))
     # Far from now, and no two alike: otherwise Python could take compiled code of another text for this one's.
     moment = 1_000_000_000 + 10.0 * number
     with trees.one() as tree, Planted(bug, tree, moment):
         ran = run_tests(tree, tests, allowed, deselect=known.failing, first=True)
-    by = next(iter([*ran.failed, *ran.uncollected]), "")
-    if not by and ran.timed_out:
-        by = f"the time limit, {allowed:.0f} s"
-    elif not by and ran.code not in (0, NO_TESTS):
-        by = f"pytest itself, exit code {ran.code}: {(ran.output.strip().splitlines() or [''])[-1][:80]}"
-    return Outcome(bug.name, bug.file, bug.breaks, bool(by), by, ran.seconds, bug.survives)
+    by = noticed(ran)
+    return Caught(bug.name, bug.file, bug.breaks, bool(by), by, ran.seconds, bug.survives)
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
+def table(outcomes: Sequence[Caught]) -> str:
     """Return a line for each bug, the shares by folder, and the survivors with the reason."""
-    width = max(len(one.name) for one in outcomes)
+    width = max((len(one.name) for one in outcomes), default=0)
     lines = [f"{one.name:<{width}}  {one.by if one.caught else 'NOT NOTICED'}" for one in outcomes]
     folders: dict[str, list[bool]] = {}
     for one in outcomes:
         folders.setdefault(one.file.partition("/")[0], []).append(one.caught)
     lines.append("")
-    for folder, caught in [*folders.items(), ("all", [one.caught for one in outcomes])]:
-        lines.append(f"{folder:<10} {sum(caught):>4} of {len(caught):>4} noticed, {sum(caught) / len(caught):.0%}")
+    for folder, known in [*folders.items(), ("all", [one.caught for one in outcomes])]:
+        lines.append(f"{folder:<10} {sum(known):>4} of {len(known):>4} noticed, {sum(known) / max(len(known), 1):.0%}")
     for one in outcomes:
         if not one.caught:
             lines += ["", f"{one.name}, {one.file}: {one.breaks}", f"    {one.survives or 'needs a test'}"]
@@ -232,6 +143,14 @@ def chosen(patterns: Sequence[str]) -> list[Bug]:
     return [bug for bug in BUGS if not patterns or any(fnmatch(one, p) for one in texts[bug] for p in patterns)]
 
 
+def part(text: str) -> tuple[int, int]:
+    """Read K/N."""
+    number, _, of = text.partition("/")
+    if not (number.isdigit() and of.isdigit() and 1 <= int(number) <= int(of)):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected K/N with 1 <= K <= N, such as 2/4")
+    return int(number), int(of)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
@@ -241,45 +160,76 @@ def main() -> int:
     parser.add_argument("--no-baseline", action="store_true")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--reach", type=Path, metavar="MAP")
+    parser.add_argument("--units", action="append", default=[])
+    parser.add_argument("--random", type=int, metavar="SEED")
+    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--at", action="append", default=[], metavar="FILE:LINE")
+    parser.add_argument("--all-noticing", action="store_true")
+    parser.add_argument("--candidates", type=Path, metavar="IDS")
+    parser.add_argument("--unreached", action="store_true")
+    parser.add_argument("--most", type=float)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--part", type=part, default=(1, 1), metavar="K/N")
     args = parser.parse_args()
-    bugs = chosen(args.only)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ENDING.set())
+    bugs: Sequence[Bug] = chosen(args.only)
+    changes: Sequence[Change] = bugs
+    if args.random is not None:
+        changes = drawn(args.random, args.count, args.only)
+    elif args.at:
+        changes = [one for place in args.at for one in in_line(place)]
+    if args.unreached and args.reach is not None:
+        return unreached(args)
+    if not changes:
+        parser.error(f"nothing to plant matches {', '.join(args.only or args.at)}")
+    if args.list:
+        for one in changes:
+            print(f"{one.file}: {one.name}: {getattr(one, 'breaks', '')}")
+        return 0
+    if args.reach is not None:
+        return with_reach(args, changes[args.part[0] - 1 :: args.part[1]])
+    if args.random is not None or args.at or args.all_noticing or args.candidates:
+        parser.error("--random, --at, --all-noticing and --candidates need --reach MAP, the map of what tests reach")
+    return by_area(args, bugs)
 
+
+def by_area(args: argparse.Namespace, bugs: Sequence[Bug]) -> int:
+    """Run each bug's own tests until one fails."""
     given: list[str] = args.tests
 
     def tests_of(bug: Bug) -> Sequence[str]:
         return given or bug.tests()
 
-    if not bugs:
-        parser.error(f"no bug matches {', '.join(args.only)}")
-    if args.list:
-        print("\n".join(f"{bug.file}: {bug.name}: {bug.breaks}" for bug in bugs))
-        return 0
     with tempfile.TemporaryDirectory(prefix="planted-") as folder, ThreadPoolExecutor(args.jobs) as pool:
         trees = Trees(Path(folder), args.jobs)
         known = Baseline()
         if not args.no_baseline:
             print("without a bug:", flush=True)
             known = baseline(trees, pool, sorted({one for bug in bugs for one in tests_of(bug)}), args.limit)
-        began, outcomes = time.monotonic(), dict[str, Outcome]()
+        began, outcomes = time.monotonic(), dict[str, Caught]()
         runs = [
-            pool.submit(noticed, bug, tests_of(bug), trees, known, args.limit, number)
-            for number, bug in enumerate(bugs)
+            pool.submit(caught, bug, tests_of(bug), trees, known, args.limit, number) for number, bug in enumerate(bugs)
         ]
         for done in as_completed(runs):
             one = done.result()
+            if ENDING.is_set():
+                continue
             outcomes[one.name] = one
             said = f"noticed by {one.by}" if one.caught else "NOT NOTICED"
             print(f"[{len(outcomes)}/{len(bugs)}] {one.name}: {said} ({one.seconds:.0f} s)", flush=True)
             _save(args.json, [outcomes[bug.name] for bug in bugs if bug.name in outcomes], known)
-    print(f"\n{table([outcomes[bug.name] for bug in bugs])}\n\n{time.monotonic() - began:.0f} s, {args.jobs} at a time")
+    print(f"\n{table([outcomes[bug.name] for bug in bugs if bug.name in outcomes])}")
+    print(f"\n{time.monotonic() - began:.0f} s, {args.jobs} at a time")
     return 0
 
 
-def _save(path: Path | None, outcomes: Sequence[Outcome], known: Baseline) -> None:
+def _save(path: Path | None, outcomes: Sequence[Caught], known: Baseline) -> None:
     """Write what is known so far: a run that is ended early leaves it behind."""
     if path is not None:
-        caught = sum(one.caught for one in outcomes)
-        told = {"bugs": len(outcomes), "noticed": caught, "baseline": asdict(known)}
+        count = sum(one.caught for one in outcomes)
+        told = {"bugs": len(outcomes), "noticed": count, "baseline": asdict(known)}
         path.write_text(json.dumps({**told, "outcomes": [asdict(one) for one in outcomes]}, indent=2) + "\n")
 
 

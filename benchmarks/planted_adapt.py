@@ -82,4 +82,25 @@ ADAPT = (
         "made",
         "Fewer and larger microbatches hold more than was allowed.",
     ),
+    Bug(
+        "queues-by-their-last-message",
+        "adapt/seen.py",
+        "waits[edge] += max(one.consumed - one.end, 0.0)",
+        "waits[edge] = max(one.consumed - one.end, 0.0)",
+        "A queue that grows is seen by its last message alone.",
+    ),
+    Bug(
+        "the-emptiest-rank-decides",
+        "adapt/microbatches.py",
+        "max(simulate(made).peak_activations) * (self.rows",
+        "min(simulate(made).peak_activations) * (self.rows",
+        "A number of microbatches is taken whose first rank holds more than it may.",
+    ),
+    Bug(
+        "no-time-to-start",
+        "adapt/repair.py",
+        "time.monotonic() + seconds + _SECONDS_TO_START",
+        "time.monotonic() + seconds - _SECONDS_TO_START",
+        "A search is given up before its process has started.",
+    ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from planted_adapt import ADAPT
+from planted_axes import AXES
 from planted_core import CORE
 from planted_followed import FOLLOWED
 from planted_pipeline import PIPELINE
@@ -16,5 +17,17 @@ from planted_stream import STREAM
 from planted_train import TRAIN
 
 BUGS = (
-    *CORE, *SCHEDULES, *PLAN, *REPORT, *RUNTIME, *FOLLOWED, *ADAPT, *PIPELINE, *SAVING, *STREAM, *SERVE, *TRAIN,
-)  # fmt: skip
+    *CORE,
+    *SCHEDULES,
+    *PLAN,
+    *REPORT,
+    *RUNTIME,
+    *FOLLOWED,
+    *AXES,
+    *ADAPT,
+    *PIPELINE,
+    *SAVING,
+    *STREAM,
+    *SERVE,
+    *TRAIN,
+)

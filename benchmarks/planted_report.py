@@ -40,4 +40,11 @@ REPORT = (
         "        first_id = 0\n",
         "Arrows of two timelines in one trace have the same ids, and join messages of both.",
     ),
+    Bug(
+        "blocks-of-a-stage-of-two",
+        "report/run/page.py",
+        'if len(names) == 1 else f"blocks {names[0]} to {names[-1]}"',
+        'if len(names) <= 2 else f"blocks {names[0]} to {names[-1]}"',
+        "A stage of two blocks is shown as its first one.",
+    ),
 )

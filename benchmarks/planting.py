@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "src/drumline"
@@ -15,6 +15,9 @@ OF_FOLDER = {
     "schedules": ("tests/schedules", "tests/core/test_validate.py", "tests/core/test_simulate.py"),
     "plan": ("tests/plan", "tests/report/test_plan_page.py", "tests/cli/test_plan_verb.py"),
     "report": ("tests/report",),
+    "cli": ("tests/cli",),
+    "train": ("tests/train", "tests/cli/test_train.py"),
+    "profile": ("tests/profile", "tests/pipeline/test_plan.py", "tests/pipeline/test_auto_schedule.py"),
     "serve": (
         "tests/served/test_flow.py",
         "tests/served/test_parts.py",
@@ -22,7 +25,6 @@ OF_FOLDER = {
         "tests/served/test_failures.py",
     ),
     "adapt": ("tests/adapt", "tests/pipeline/test_adapting.py"),
-    "train": ("tests/train",),
     "runtime": (
         "tests/pipeline/test_parity.py",
         "tests/pipeline/test_pipeline.py",
@@ -101,14 +103,17 @@ OF_FILE = {
         "tests/plan/test_cluster_estimate.py",
         "tests/plan/test_cluster_shape.py",
     ),
+    "plan/cluster/hugging_face.py": ("tests/plan/test_cluster_models.py",),
+    "report/run/page.py": ("tests/report/test_run_report.py",),
     "plan/layouts": (
+        "tests/plan/test_what_if.py",
         "tests/plan/test_cluster_searched.py",
         "tests/plan/test_cluster_cuts.py",
         "tests/plan/test_launch_files.py",
         "tests/plan/test_planner_cluster.py",
     ),
     "plan/search": ("tests/plan/test_lower_bounds.py", "tests/plan/test_search.py"),
-    "runtime/axes": ("tests/mesh/test_cells.py", "tests/mesh/test_hugging_face.py"),
+    "runtime/axes": ("tests/mesh/test_parts.py", "tests/mesh/test_cells.py", "tests/mesh/test_hugging_face.py"),
     "runtime/follow/attributes.py": ("tests/pipeline/test_zoo.py",),
     "runtime/batch.py": ("tests/pipeline/test_pipeline.py",),
     "runtime/jobs.py": ("tests/runtime/test_executor.py",),
@@ -173,23 +178,71 @@ class Bug(NamedTuple):
             raise ValueError(f"{self.name}: {self.path} holds {self.old!r} {count} times; expected once")
         return text.replace(self.old, self.new)
 
+    def place(self, text: str) -> tuple[int, int]:
+        """Return where the text that changes begins and ends, without what both have in common."""
+        return differing(text, self.planted_in(text))
+
     def tests(self, root: Path = ROOT) -> list[str]:
         """Return what to run, the likeliest to notice first: doctests of the file, then test files."""
-        stem = Path(self.file).stem
-        wanted = [self.path, f"tests/{self.folder}/test_{stem}.py", f"tests/{self.folder}/test_finer_points.py"]
-        for place in (self.file, *(str(folder) for folder in Path(self.file).parents)):
-            wanted += OF_FILE.get(place, ())
-        found = []
-        for one in (*wanted, *OF_FOLDER[self.folder]):
-            listed = sorted((root / one).glob("test_*.py")) if (root / one).is_dir() else [root / one]
-            found += [str(path.relative_to(root)) for path in listed if path.exists()]
-        return list(dict.fromkeys(found))
+        return area_of(self.file, root)
+
+
+def differing(old: str, new: str) -> tuple[int, int]:
+    """Return where two texts differ, as a piece of the old one.
+
+    >>> differing("a < b", "a <= b"), differing("x = 1 + y", "x = 2 + y")
+    ((3, 3), (4, 5))
+    """
+    first, last, shorter = 0, 0, min(len(old), len(new))
+    while first < shorter and old[first] == new[first]:
+        first += 1
+    while last < shorter - first and old[-1 - last] == new[-1 - last]:
+        last += 1
+    return first, len(old) - last
+
+
+def area_of(file: str, root: Path = ROOT) -> list[str]:
+    """Return the tests of a file's area, the likeliest to notice first: its doctests, then test files."""
+    folder, stem = file.partition("/")[0], Path(file).stem
+    wanted = [f"{PACKAGE}/{file}", f"tests/{folder}/test_{stem}.py", f"tests/{folder}/test_finer_points.py"]
+    for place in (file, *(str(above) for above in Path(file).parents)):
+        wanted += OF_FILE.get(place, ())
+    found = []
+    for one in (*wanted, *OF_FOLDER.get(folder, ("tests/test_imports.py",))):
+        listed = sorted((root / one).glob("test_*.py")) if (root / one).is_dir() else [root / one]
+        found += [str(path.relative_to(root)) for path in listed if path.exists()]
+    return list(dict.fromkeys(found))
+
+
+class Change(Protocol):
+    """What can be planted: a bug of the list, or a change drawn at random."""
+
+    @property
+    def name(self) -> str:
+        """What it is told apart by."""
+
+    @property
+    def file(self) -> str:
+        """The file of the package that it changes."""
+
+    @property
+    def path(self) -> str:
+        """The file's place in the tree."""
+
+    def planted_in(self, text: str) -> str:
+        """Return the file's text with the change in it."""
+
+    def place(self, text: str) -> tuple[int, int]:
+        """Return where the text that changes begins and ends."""
+
+    def tests(self) -> list[str]:
+        """Return the tests of its area."""
 
 
 class Planted:
     """A file of a tree with a bug in it, for as long as the block lasts."""
 
-    def __init__(self, bug: Bug, tree: Path, moment: float) -> None:
+    def __init__(self, bug: Change, tree: Path, moment: float) -> None:
         self.file = tree / bug.path
         self.bug = bug
         self.moment = moment  # of the change: compiled code is told apart by it, in whole seconds

@@ -48,6 +48,26 @@ def test_a_planned_level_counts_from_the_first_step() -> None:
     assert [[change.name for change in one] for one in told] == [[], [], ["F"]]
 
 
+@pytest.mark.parametrize(
+    ("first", "level", "steps"),
+    [
+        # A tenth is the threshold: each step adds ln(1.12) - ln(1.1) / 2 = 0.066, and 3.2 ln(1.1) = 0.305 is needed.
+        ([1.0] * 5, 1.12, 5),
+        ([1.0] * 5, 1 / 1.12, 5),
+        # Half of the steps of the reference are off by 6%: only what exceeds 1.5 times that adds up, 0.223 - 0.087 a
+        # step, until it is 6 times as much, 0.524.
+        ([1.0, 1.06, 1 / 1.06, 1.06, 1 / 1.06], 1.25, 4),
+        # However far, a step adds two fifths of what is needed.
+        ([1.0] * 5, 100.0, 3),
+    ],
+)
+def test_what_adds_up_is_told_at_the_step_that_a_hand_computes(first: list[float], level: float, steps: int) -> None:
+    drift = Drift(threshold=0.1)
+    told = [drift.see(step, {"F": value}) for step, value in enumerate([*first, *[level] * steps])]
+    assert [len(one) for one in told] == [0] * (4 + steps) + [1]
+    assert told[-1][0].since == 5
+
+
 def test_what_ends_is_told_as_well() -> None:
     drift = Drift(threshold=0.1)
     told = [drift.see(step, {"F": 1.5 if 20 <= step < 40 else 1.0}) for step in range(60)]

@@ -116,6 +116,27 @@ def test_a_line_that_is_no_record_is_named(folder: Path) -> None:
         read_run(folder).timeline()
 
 
+@pytest.mark.parametrize("name", ["config.json", "plan.json"])
+def test_an_object_that_names_no_run_is_refused(folder: Path, name: str) -> None:
+    for text in ('{"format": 1}', '{"run": 3}'):
+        (folder / name).write_text(text)
+        with pytest.raises(RecordError, match=rf"{name} does not name a run; expected the file as the run wrote it"):
+            read_run(folder)
+
+
+def test_an_object_that_is_gone_is_missing(folder: Path) -> None:
+    (folder / "plan.json").unlink()
+    with pytest.raises(RecordError, match=r"plan.json is missing; expected all files of the run in one folder"):
+        read_run(folder).plan  # noqa: B018 - it reads
+
+
+def test_a_line_with_bytes_of_another_is_named_by_its_step(folder: Path) -> None:
+    add(folder, "rank0.jsonl", '{"run":"abc","step":3,"rank":0\n')
+    add(folder, "rank1.jsonl", '{"run":"abc","step":3,"rank":1\n')
+    with pytest.raises(RecordError, match=r"the line of step 3 in .*rank0.jsonl: not JSON"):
+        read_run(folder).timeline(3)
+
+
 def test_another_format_is_refused(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"run": "abc", "format": 99}))
     with pytest.raises(RecordError, match="uses the format 99"):

@@ -121,6 +121,23 @@ def test_a_config_has_the_parameters_that_its_authors_count(config: dict[str, ob
     assert num_parameters(transformer_of(config, name="it")) / 1e9 == pytest.approx(billions, rel=0.002)
 
 
+@pytest.mark.parametrize(
+    ("given", "shared"),
+    [
+        ({"shared_expert_intermediate_size": 5632}, 4),
+        ({"shared_expert_intermediate_size": 1409}, 2),  # a little more than one: no weights are left out
+        ({"shared_expert_intermediate_size": 1408}, 1),
+        ({"n_shared_experts": 3, "shared_expert_intermediate_size": 5632}, 3),
+        ({}, 0),
+    ],
+)
+def test_one_wide_shared_expert_counts_as_several(given: dict[str, object], shared: int) -> None:
+    config = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100, **given}
+    found = transformer_of({**config, "num_experts": 8, "moe_intermediate_size": 1408}, name="it")
+    assert found.experts is not None
+    assert found.experts.num_shared == shared
+
+
 def test_a_config_without_a_length_is_planned_with_one_that_is_said() -> None:
     found = transformer_of(DEEPSEEK_V3, name="v3")
     assert found.sequence == 2048

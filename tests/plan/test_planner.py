@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chains import cuts
-from drumline.core.costs import Edge
+from drumline.core.costs import Costs, Edge
 from drumline.core.errors import PlanError, ScheduleError
+from drumline.core.placement import Placement
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import simulate
+from drumline.core.timeline.idle import Limit
 from drumline.plan.cut.cuts import every_cut
 from drumline.plan.device.candidate import Candidate
 from drumline.plan.device.combinations import reordered
@@ -264,6 +266,24 @@ def test_smaller_microbatches_are_named_where_none_was_measured() -> None:
     profile = model_profile([1.0] * 4, rows=(2, 4), held=100, weights=1)
     with pytest.raises(PlanError, match="smaller microbatches"):
         plan(profile, num_ranks=2, batch=4, memory_bytes=100, **FAST)
+
+
+def test_a_search_takes_ranks_with_less_memory_as_partly_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search knows one limit: what a rank has less than the roomiest counts as held from the beginning."""
+    asked = []
+
+    def seen(costs: Costs, placement: Placement, *, limit: Limit | None, **rest: Any) -> None:
+        asked.append((list(costs.per_stage("weight_bytes", placement.num_stages)), limit))
+        raise PlanError("nothing fits")
+
+    monkeypatch.setattr("drumline.plan.device.planner.search", seen)
+    profile = model_profile([1.0, 2.0, 3.0, 2.0])
+    for memory in ([9_000, 10_000], [10_000, 10_000], None):
+        plan(profile, num_ranks=2, batch=4, schedules=["1f1b"], rank_memory=memory, headroom=0.0, seconds=1.0)
+    (small, small_limit), (even, even_limit), (_, no_limit) = (asked[at] for at in (0, len(asked) // 3, -1))
+    assert no_limit is None
+    assert small_limit == even_limit == Limit(max_bytes=10_000)
+    assert [more - less for more, less in zip(small, even, strict=True)] == [1000, 0]
 
 
 def test_a_plan_and_its_file_are_the_same() -> None:

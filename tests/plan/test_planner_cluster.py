@@ -7,7 +7,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import pairwise, product
 
@@ -405,6 +405,19 @@ def test_a_reason_names_the_item_that_is_lost() -> None:
     assert why(found.chosen, other, found.limit_bytes) == f"{share:.1%} slower: it waits 100 ms longer"
     assert why(found.chosen, other, found.chosen.bytes - 2 * GIB) == "does not fit: 2.0 GiB too much"
     assert why(found.chosen, found.chosen, found.limit_bytes) == "just as fast, with the same memory"
+
+
+def test_a_reason_leaves_out_what_is_nothing_beside_the_step() -> None:
+    """Of a step of 1,000 s, 0.3 s more of waiting are nothing; of one of 10 s they are something."""
+    found = planned().chosen
+    for seconds, words in ((1000.0, "it recomputes 2 s longer"), (10.0, "it recomputes 2 s longer, it waits")):
+        plain = replace(found.estimate.seconds, **dict.fromkeys(asdict(found.estimate.seconds), 0.0))
+        plain = replace(plain, compute=seconds)
+        more = replace(plain, recompute=2.0, bubble=0.3)
+        mine, theirs = (replace(found, estimate=replace(found.estimate, seconds=one)) for one in (plain, more))
+        told = why(mine, theirs, found.bytes)
+        assert words in told
+        assert ("waits" in told) == ("waits" in words)
 
 
 def test_changes_differ_in_one_setting_and_say_so() -> None:

@@ -177,6 +177,15 @@ def test_a_long_step_is_drawn_shorter_and_says_so() -> None:
     assert drawn.shows == "1f1b: 4 ranks, 4 stages, 8 microbatches instead of 4096; the middle repeats itself"
 
 
+@pytest.mark.parametrize(("whole", "shown"), [(7, 7), (1500, 1500), (1501, 8)])
+def test_a_step_is_drawn_whole_up_to_a_number_of_pairs(whole: int, shown: int) -> None:
+    layout = Layout(batch=whole, pipeline=4, data=1, counts=(3, 3, 3, 3))
+    drawn = drawing(small_transformer(), small_cluster(4), layout)
+    assert drawn is not None
+    assert drawn.timeline.program.num_microbatches == shown
+    assert ("instead of" in drawn.shows) == (shown < whole)
+
+
 def test_text_says_what_the_page_says() -> None:
     text = plan_text(explained(), width=400)
     told = figures()

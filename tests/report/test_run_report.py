@@ -52,6 +52,27 @@ def test_the_figures_are_those_of_the_timelines(report: RunReport) -> None:
     json.dumps(found, allow_nan=False)
 
 
+def test_the_page_names_the_blocks_of_every_stage(tmp_path: Path) -> None:
+    """Nothing else of a page says which blocks a stage has."""
+    program = generate("1f1b", num_ranks=3, num_microbatches=4)
+    blocks = [["0"], ["1", "2"], ["3", "4", "5"]]
+    folder = write_simulated_run(tmp_path / "run", program, per_stage(1e-3, 1e-3, 1e-3), blocks=blocks, num_steps=3)
+    page = run_page([report_of(read_run(folder))])
+    for rank, words in enumerate(("block 0", "blocks 1 to 2", "blocks 3 to 5")):
+        assert f">{words}, rank {rank}<" in page
+        assert f">stage {rank}<" in page
+
+
+def test_the_page_tells_changes_only_where_there_were_any(folder: Path) -> None:
+    words = "What was changed while it ran"
+    assert words not in run_page([report_of(read_run(folder))])
+    moved = {"run": "abc", "step": 3, "kind": "move", "balance_before": [4, 4], "balance_after": [5, 3], "seconds": {}}
+    (folder / "decisions.jsonl").write_text(json.dumps(moved) + "\n")
+    page = run_page([report_of(read_run(folder))])
+    assert words in page
+    assert "5 | 3 blocks" in page
+
+
 def test_parts_of_a_rank_sum_to_its_step(report: RunReport) -> None:
     for one in report.ranks:
         parts = sum(one[part] for part in ("busy", "wait", "transfer", "overhead", "unexplained"))
