@@ -19,11 +19,9 @@ COUNTS = {"patience", "cooldown", "within", "max_activations"}
 
 def test_defaults_are_those_that_the_page_lists() -> None:
     rows = re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    told = dict(rows)
-    assert {"threshold", "patience", "cooldown", "within", "least_gain", "seconds"} <= told.keys()
-    for name, text in rows:
-        if re.fullmatch(r"[\d.]+", text):
-            assert getattr(Adapt(), name) == float(text), name
+    told = {name: float(text) for name, text in rows if re.fullmatch(r"[\d.]+", text)}
+    assert told.keys() == {"threshold", "patience", "cooldown", "within", "least_gain", "seconds"}
+    assert told == {name: getattr(Adapt(), name) for name in told}
 
 
 @pytest.mark.parametrize(
