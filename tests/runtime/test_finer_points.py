@@ -54,7 +54,7 @@ def test_gradients_are_clipped_as_torch_clips_them_to_the_last_bit(factor: float
 
 def test_a_sparse_gradient_that_names_a_place_twice_has_the_norm_of_its_sum() -> None:
     parameter = nn.Parameter(torch.zeros(3))
-    with torch.sparse.check_sparse_tensor_invariants():
+    with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
         parameter.grad = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([3.0, 1.0]), (3,))
     assert clip.norms_of([parameter], 2.0) == [4.0]
 

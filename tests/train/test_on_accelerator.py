@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import drumline as dl
 from drumline.train.config.settings import (
@@ -48,11 +49,14 @@ def settings(folder: Path) -> TrainSettings:
     )
 
 
+def adam(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW(model.parameters(), lr=3e-3)]
+
+
 def test_training_takes_the_accelerator_and_learns_as_a_plain_loop_does(tmp_path: Path) -> None:
     given = with_device(settings(tmp_path / "run"))
     found = run_training(given, tell=lambda told: None, make_model=made(Writer), make_data=uneven)
     torch.manual_seed(3)
-    adam = lambda model: [torch.optim.AdamW(model.parameters(), lr=3e-3)]  # noqa: E731
     losses, norms, held_out = plain_run(Writer(), given, adam, lambda step: cosine(step, 6, 2, 0.1))
     here = torch.accelerator.current_accelerator()
     assert here is not None
@@ -71,7 +75,7 @@ def test_more_ranks_than_accelerators_compute_on_the_host(tmp_path: Path) -> Non
 def test_a_model_without_memory_is_made_where_it_will_compute() -> None:
     here = torch.accelerator.current_accelerator()
     assert here is not None
-    pipe = dl.Pipeline(on_meta(mlp), loss_fn=torch.nn.functional.mse_loss, num_microbatches=2, num_ranks=2)
+    pipe = dl.Pipeline(on_meta(mlp), loss_fn=nn.functional.mse_loss, num_microbatches=2, num_ranks=2)
     assert {one.device.type for one in pipe.parameters()} == {here.type}
 
 
@@ -86,10 +90,10 @@ def test_the_command_line_trains_resumes_and_verifies_on_the_accelerator(tmp_pat
     here = torch.accelerator.current_accelerator()
     assert here is not None
     run = tmp_path / "run"
-    small = ["--steps", "4", "--save-every", "2", "--batch", "8", "--microbatches", "2", "--sequence", "32"]
-    told = json.loads(drumline("train", "--ranks", "1", *small, "--out", str(run), "--json"))
+    small = ["--ranks", "1", "--save-every", "2", "--batch", "8", "--microbatches", "2", "--sequence", "32"]
+    told = json.loads(drumline("train", *small, "--steps", "4", "--out", str(run), "--json"))
     assert len(told["losses"]) == 4
     assert json.loads((run / "settings.json").read_text())["pipeline"]["device"] == here.type
-    resumed = json.loads(drumline("train", "--resume", str(run), "--steps", "6", "--json"))
+    resumed = json.loads(drumline("train", *small, "--steps", "6", "--resume", str(run), "--json"))
     assert resumed["first_step"] == 4
     assert json.loads(drumline("verify", "1f1b", "--json"))["ok"]

@@ -256,7 +256,7 @@ def _heard(delivery: Delivery) -> list[Any]:
 
 def _sparse(indices: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
     # Said by a context: PyTorch before 2.13 warns even where `check_invariants` is given.
-    with torch.sparse.check_sparse_tensor_invariants(enable=False):
+    with torch.sparse.check_sparse_tensor_invariants(enable=False):  # type: ignore[no-untyped-call]
         return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True)
 
 

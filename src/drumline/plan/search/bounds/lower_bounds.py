@@ -108,4 +108,4 @@ def passage(instance: Instance, objective: str, is_late: IsLate = _never) -> flo
     return latest(relaxed, only_first=objective == "span", is_late=is_late)
 
 
-BOUNDS: dict[str, Callable[[Instance, str, IsLate], float]] = {"work": work, "residence": residence, "passage": passage}
+BOUNDS: dict[str, Callable[..., float]] = {"work": work, "residence": residence, "passage": passage}
