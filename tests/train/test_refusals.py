@@ -23,15 +23,19 @@ from drumline.core.errors import (
     RunError,
     UsageError,
 )
+from drumline.pipeline.options import Options
+from drumline.schedules import generate
 from drumline.train.config import settings as tables
 from drumline.train.config.files.model_folder import problems_of
 from drumline.train.config.functions import function_named
 from drumline.train.config.read import read_settings
 from drumline.train.config.settings import TrainSettings
 from drumline.train.demo import _clear
+from drumline.train.dry.forecast import _num_ranks, _versions
 from drumline.train.loop.making import layer_cuts
 from drumline.train.loop.optimizers import choose
 from drumline.train.loop.rates import check, rate
+from drumline.train.loop.training import Trained
 from drumline.train.models.beside import _with_dtype
 from drumline.train.models.build import build_model
 from drumline.train.models.built import Built
@@ -250,3 +254,24 @@ def test_model_folders_that_are_broken_say_where(tmp_path: Path) -> None:
     assert "has 12 bytes, and its tensors need 10" in said(model__safetensors=head + b"{}" + b"ab")
     assert "there is no weight_map" in said(model__safetensors__index__json=b"{}")
     assert "not JSON in UTF-8" in said(tokenizer_config__json=b'"\xff"')
+
+
+def test_weight_versions_are_those_of_a_long_stream() -> None:
+    """PipeDream keeps a version for every step under way: as many as there are ranks behind, and its own."""
+
+    def versions(schedule: str, **given: Any) -> list[int]:
+        options = Options(nn.Linear(1, 1), schedule=schedule, **given)
+        return _versions(options, generate(schedule, num_ranks=3, num_microbatches=3))
+
+    assert versions("pipedream") == [3, 2, 1]
+    assert versions("pipedream", vertical_sync=True)[0] == 3
+    assert versions("pipedream-2bw") == [2, 2, 1]  # the last rank ends a step before its update
+    assert _num_ranks(Options(nn.Linear(1, 1))) == 1
+    assert _num_ranks(Options(nn.Linear(1, 1), num_ranks=4)) == 4
+    assert _num_ranks(Options(nn.Linear(1, 1), schedule=generate("1f1b", num_ranks=2, num_microbatches=2))) == 2
+
+
+def test_a_run_that_has_done_nothing_counts_nothing(tmp_path: Path) -> None:
+    trained = Trained(tmp_path)
+    counts = (trained.first_step, trained.num_tokens, trained.num_padded, trained.num_skipped, trained.seconds)
+    assert counts == (0, 0, 0, 0, 0.0)
