@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -11,15 +12,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from drumline.core.errors import MismatchError
+from drumline.core.errors import MismatchError, UsageError
 from drumline.pipeline import crew
 from drumline.pipeline.check.verdict import Outcome, verdict
 from drumline.pipeline.launch import stop
 from drumline.pipeline.model.blocks import guesses
 from drumline.pipeline.pipeline import Pipeline
+from drumline.pipeline.profiling import profile_model
 from drumline.pipeline.saving.loader import agreed_paths
 from drumline.pipeline.state.whole_matrices import WholeMatrices
 from drumline.pipeline.verify.plain_step import _Collected
+from drumline.pipeline.verify.verify import verify
 from drumline.runtime.axes.slices import Slice
 from torch_models import mlp
 
@@ -152,3 +155,19 @@ def test_a_pipeline_that_adapts_knows_whether_it_recomputes(
         checkpoint=checkpoint,
     )
     assert told == [recompute]
+
+
+def test_a_schedule_by_name_is_verified_and_profiled_on_what_the_pages_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 ranks and 8 microbatches: the docstring of `verify`, and the help of `verify` and `profile`."""
+    told: list[dict[str, Any]] = []
+
+    def program(*_: object, **given: Any) -> Any:
+        told.append(given)
+        raise UsageError("enough")
+
+    monkeypatch.setattr("drumline.pipeline.verify.verify.program_for", program)
+    with pytest.raises(UsageError, match="enough"):
+        verify("1f1b")
+    assert (told[0]["num_ranks"], told[0]["num_microbatches"]) == (2, 8)
+    defaults = {name: one.default for name, one in inspect.signature(profile_model).parameters.items()}
+    assert (defaults["num_ranks"], defaults["microbatch_sizes"]) == (2, (1, 2, 4, 8))

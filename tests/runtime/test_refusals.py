@@ -58,7 +58,8 @@ def divided(module: nn.Module, style: Any, parent: nn.Module | None = None) -> D
 
 
 def parametrized() -> nn.Module:
-    return nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    made: nn.Module = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    return made
 
 
 @pytest.mark.parametrize(

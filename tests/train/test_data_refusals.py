@@ -21,7 +21,7 @@ from drumline.core.errors import (
 )
 from drumline.train.config import settings as tables
 from drumline.train.config.settings import TrainSettings
-from drumline.train.data.batch import Data
+from drumline.train.data.batch import Batch, Data
 from drumline.train.data.buckets import check_buckets, layout_of
 from drumline.train.data.build import build_data
 from drumline.train.data.documents import Documents
@@ -45,6 +45,11 @@ pytestmark = pytest.mark.torch
 
 def built(**changes: Any) -> Built:
     return replace(Built(nn.Linear(2, 2), nn.functional.mse_loss), **changes)
+
+
+def filler(model: Built, how: str) -> TokenFiller:
+    samples: Any = None  # nothing is read
+    return TokenFiller(samples, model, how, 5)
 
 
 def settings(**changed: Any) -> TrainSettings:
@@ -114,10 +119,10 @@ def test_data_that_were_tried_are_closed_before_the_run_begins_with_them() -> No
         (lambda: check_buckets((0, 4), 8), r"lengths.buckets is (0, 4); expected lengths from 1 to 8"),
         (lambda: check_buckets((4, 9), 8), r"lengths.buckets is (4, 9)"),
         (
-            lambda: TokenFiller(None, built(), "padded", 5)._check(np.array([[1, 5]])),
+            lambda: filler(built(), "padded")._check(np.array([[1, 5]])),
             "the token 5, and the model 5 tokens",
-        ),  # type: ignore[arg-type]
-        (lambda: TokenFiller(None, built(loss_fn=None), "packed", 5), "Linear comes without a loss function and takes"),  # type: ignore[arg-type]
+        ),
+        (lambda: filler(built(loss_fn=None), "packed"), "Linear comes without a loss function and takes"),
         (lambda: batch_of(torch.zeros(2), built(), "mine"), "mine gave a Tensor; expected Batch or (inputs, target)"),
         (lambda: batch_of((1, 2, 3), built(), "mine"), "mine gave a tuple; expected Batch or (inputs, target)"),
         (lambda: next(iter(RepeatedStream(Source([]), built(), "mine"))), "mine gives no batch"),
@@ -130,7 +135,7 @@ def test_data_that_cannot_be_used_are_refused(make: Callable[[], Any], said: str
 
 
 def test_the_last_token_of_a_vocabulary_is_one() -> None:
-    TokenFiller(None, built(), "padded", 5)._check(np.array([[1, 4]]))  # type: ignore[arg-type]
+    filler(built(), "padded")._check(np.array([[1, 4]]))
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -171,8 +176,8 @@ class Once:
 
 def own_data(made: Any, monkeypatch: pytest.MonkeyPatch, *, exact: bool = True, size: int = 1, **changed: Any) -> Data:
     """Return what a user's function makes of its data."""
-    module = SimpleNamespace(make=lambda: made)
-    monkeypatch.setitem(sys.modules, "some_own_data", module)  # type: ignore[arg-type]
+    module: Any = SimpleNamespace(make=lambda: made)
+    monkeypatch.setitem(sys.modules, "some_own_data", module)
     own = tables.DataSettings(kind="function", function="some_own_data:make", exact=exact)
     return data_by_function(settings(data=own, **changed), built(), rank=0, size=size)
 
@@ -231,3 +236,8 @@ def test_what_changed_in_the_files_is_said() -> None:
     many = [part(f"{at}", 1) for at in range(150)]
     other = [*many[:-1], Part("149", np.ones(1, dtype=np.uint8))]
     assert changed(fingerprint(many), fingerprint(other), other) == "a file has other contents"
+
+
+def test_a_batch_is_of_no_bucket_and_of_the_runs_own_program_unless_it_says_so() -> None:
+    batch = Batch({}, None, num_tokens=0, num_padded=0)
+    assert (batch.bucket, batch.num_microbatches) == (0, 0)

@@ -46,7 +46,7 @@ from drumline.train.restarts import is_worth_another
 
 pytestmark = pytest.mark.torch
 
-SIZES = {"num_layers": 1, "hidden": 8, "num_heads": 2, "vocabulary": 9, "sequence": 4}
+SIZES: dict[str, Any] = {"num_layers": 1, "hidden": 8, "num_heads": 2, "vocabulary": 9, "sequence": 4}
 
 
 def built(**changes: Any) -> Built:
@@ -97,7 +97,7 @@ def test_what_a_user_built_is_taken_as_it_is_or_described_by_its_forward() -> No
     made = built()
     assert built_by_user(made, name="f") is made
     found = built_by_user(nn.Bilinear(2, 3, 4), name="f")
-    assert (found.inputs, found.takes, found.loss_fn) == ("input1", {"input2"}, None)
+    assert (found.inputs, found.takes, found.loss_fn) == ("input1", frozenset({"input2"}), None)
     pair = built_by_user((nn.Linear(2, 2), nn.functional.mse_loss), name="f")
     assert (pair.inputs, pair.takes, pair.loss_fn) == ("input", frozenset(), nn.functional.mse_loss)
 
