@@ -56,7 +56,7 @@ def tagged(kind: str, of: Any) -> dict[str, Any]:
         ),
         (lambda: unpacked(tagged("nothing", 1)), "a saved value is damaged: KeyError"),
         (lambda: model_tensors({"a": torch.ones(1), "extra": 3}), "the model's state has 'extra', a int"),
-        (lambda: matching([3], ["0.weight"]), "names holds 3; expected text"),
+        (lambda: matching([3], ["0.weight"]), "names holds 3; expected text"),  # type: ignore[list-item]
         (lambda: splits.check([1]), "split is [1]; expected a dict"),
         (lambda: splits.check({True: 0}), "split names True; expected an argument's name or position"),
         (lambda: splits.check({1.5: 0}), "split names 1.5"),

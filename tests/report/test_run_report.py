@@ -16,7 +16,8 @@ from drumline.core.errors import RecordError
 from drumline.core.measured.record import Record
 from drumline.core.measured.run import read_run
 from drumline.core.simulate.simulate import simulate
-from drumline.report.run.page import PARTS, _ranks, run_page
+from drumline.report.run.follow import PARTS
+from drumline.report.run.page import _ranks, run_page
 from drumline.report.run.report import RunReport, report_of, reports_of
 from drumline.report.run.text import report_text, reports_text
 from drumline.schedules import generate
