@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from drumline.core.action import Action
 from drumline.core.errors import DrumlineError
 from drumline.core.program import Program
 from drumline.runtime.axes.experts.moe import MoE
@@ -25,6 +26,7 @@ from drumline.runtime.backward import compiled
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.batch import num_rows, shares
 from drumline.runtime.blocks.cut import Block
+from drumline.runtime.channel.distributed import DistributedChannel, _Edge, _Sent
 from drumline.runtime.channel.shared_memory import SharedMemoryChannel
 from drumline.runtime.stream.rows import StreamRows
 
@@ -166,3 +168,19 @@ def test_a_missing_header_or_compiler_is_named(monkeypatch: pytest.MonkeyPatch, 
 
     cpp_builder.get_cpp_compiler = none
     assert compiled.missing_tool(CPU) == "a C++ compiler (g++, or what CXX names)"
+
+
+def test_a_message_that_has_arrived_is_forgotten_when_the_next_is_sent() -> None:
+    """Otherwise the memory of all messages of a step stays until somebody looks."""
+    layout = SimpleNamespace(room=8, number=0, packed=lambda tensors, at: torch.zeros(8, dtype=torch.uint8))
+    channel: Any = DistributedChannel.__new__(DistributedChannel)
+    channel._edges, channel._layouts = {1: _Edge()}, {1: SimpleNamespace(find=lambda tensors, form: layout)}
+    channel._at, channel._small_bytes, channel._by_host = CPU, 64, False  # as with NCCL
+    ended, open_ = (SimpleNamespace(is_completed=lambda one=one: one) for one in (True, False))
+    flat = torch.zeros(1)
+    channel._edges[1].under_way |= {7: _Sent(b"a", flat, ended), 8: _Sent(b"b", flat, open_)}  # type: ignore[arg-type]
+    names = {"now": lambda: 0, "_key": lambda receive: b"k" * 8, "send_packet": lambda *_: None}
+    for name, value in (names | {"_tell_layout": lambda *_: None}).items():
+        channel.__dict__[name] = value
+    channel.send(Action.parse("1RECV_F0"), 1, [ONES], None)
+    assert list(channel._edges[1].under_way) == [8]
