@@ -3,10 +3,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from drumline.cli.main import main
+from drumline.core.costs import Edge
+from drumline.core.errors import PlanError
 from drumline.plan.device.blocks import Times
 from drumline.plan.device.model_profile import ModelProfile
 from drumline.plan.device.plan import Plan
@@ -163,3 +166,20 @@ def test_flags_for_clusters_are_refused(profile: str, capsys: pytest.CaptureFixt
     code, _, err = run(capsys, "plan", profile, "--ranks", "2", "--batch", "8", "--gpus", "8")
     assert code == 2
     assert "--gpus is for a model on a cluster" in err
+
+
+def test_a_link_is_one_in_both_directions(
+    profile: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, Any]] = []
+
+    def plan(*_: object, **given: Any) -> Any:
+        told.append(given)
+        raise PlanError("enough")
+
+    monkeypatch.setattr("drumline.plan.device.planner.plan", plan)
+    monkeypatch.setattr("drumline.cli.plan_profile.plan", plan, raising=False)
+    words = ("--ranks", "3", "--batch", "8", "--link", "0-1:1e-5:1e9", "--link", "2-1:2e-5:2e9")
+    assert run(capsys, "plan", profile, *words)[0] == 2
+    slow, fast = Edge(1e-5, 1e9), Edge(2e-5, 2e9)
+    assert told[0]["links"] == {(0, 1): slow, (1, 0): slow, (1, 2): fast, (2, 1): fast}

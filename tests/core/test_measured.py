@@ -223,3 +223,12 @@ def test_a_wait_for_what_another_rank_made_in_its_step_before_names_nothing() ->
     made: Any = SimpleNamespace(located={Action.parse("1B3")[:3]: (1, 0)})
     assert _about(nothing, 0, wait) == (None, None)
     assert _about(made, 0, wait) == (Action.parse("1B3"), 1)
+
+
+def test_a_captured_step_has_the_metrics_that_need_no_action_times() -> None:
+    timed = two_ranks()
+    captured = [replace(one, starts=[], ends=[], held=[]) for one in timed]
+    found, every = step_metrics(PROGRAM, captured), step_metrics(PROGRAM, timed)
+    assert found
+    assert found.keys() < every.keys()
+    assert found == {name: every[name] for name in found}

@@ -13,7 +13,8 @@ from drumline.core.files import Kind, parse_json
 from drumline.core.lower import lower
 from drumline.core.placement import Placement
 from drumline.core.program import Program
-from drumline.core.prove.violation import InvalidProgram
+from drumline.core.prove.validate import _by_place
+from drumline.core.prove.violation import InvalidProgram, Violation
 from drumline.core.simulate.simulate import makespans, simulate
 from drumline.core.simulate.steps import in_groups, several_steps
 from drumline.core.torch_text import for_torch, titan_by_placement, titan_schedule
@@ -74,3 +75,9 @@ def test_torchtitan_places_stages_in_lines_loops_and_a_short_v() -> None:
 def test_bytes_that_are_no_text_are_named_by_their_place() -> None:
     with pytest.raises(DrumlineError, match="the byte at offset 8 is not UTF-8 text"):
         parse_json(b'{"comm":\xff1}', Kind("costs", CostsError, "costs"))
+
+
+def test_what_has_no_place_stands_before_what_has_one() -> None:
+    found = [Violation(rank, index, None, "") for rank, index in ((1, 0), (0, 0), (1, None), (None, None), (0, None))]
+    places = [(one.rank, one.index) for one in sorted(found, key=_by_place)]
+    assert places == [(None, None), (0, None), (0, 0), (1, None), (1, 0)]

@@ -288,3 +288,18 @@ def test_what_is_computed_on_arrays_is_what_a_plain_timeline_says(program: Progr
 
 def ends(timeline: Timeline, inputs: Sequence[tuple[int, int]]) -> list[float | None]:
     return [None if rank < 0 else timeline.tracks[rank].ends[index] for rank, index in inputs]
+
+
+def test_an_exchange_with_other_pipelines_does_not_wait_for_one_between_copies() -> None:
+    """Both ways over five ranks: all stages but the middle one have a copy, and the middle one has its own link."""
+    program = Program.parse(
+        "0F0,4F1,4B1,0B0,4REDUCE_GRAD,0REDUCE_GRAD\n"
+        "1F0,3F1,3B1,1B0,3REDUCE_GRAD,1REDUCE_GRAD\n"
+        "2F0,2F1,2B0,2B1,2REDUCE_GRAD\n"
+        "1F1,3F0,3B0,1B1,3REDUCE_GRAD,1REDUCE_GRAD\n"
+        "0F1,4F0,4B0,0B1,4REDUCE_GRAD,0REDUCE_GRAD"
+    )
+    timeline = simulate(program, Costs(reduce=3.0))
+    (middle,) = (one for one in timeline.exchanges if one.rank == 2)
+    done = max(timeline.tracks[2].ends)
+    assert (middle.start, middle.end) == (done, done + 3.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -361,3 +362,12 @@ def test_a_gradient_in_memory_that_is_used_again_is_copied() -> None:
     )
     _IntoABuffer.memory.zero_()
     assert seen.gradients[model.bias].tolist() == [2.0, 2.0, 2.0]
+
+
+def test_the_check_takes_no_longer_than_the_step_around_it() -> None:
+    pipe = pipeline()
+    begun = time.perf_counter()
+    step(pipe)
+    spent = time.perf_counter() - begun
+    assert pipe.checked is not None
+    assert 0 < pipe.checked.seconds < spent

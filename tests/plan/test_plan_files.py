@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from drumline.core.errors import PlanError
+from drumline.plan.device.blocks import Profile
 from drumline.plan.device.model_profile import ModelProfile, ProfiledLink
 from drumline.plan.device.overheads import Line
 from drumline.plan.device.plan import Plan
@@ -74,3 +75,15 @@ def test_numbers_below_what_they_can_be_are_refused(kind: Any) -> None:
         for value in wrong:
             with pytest.raises(PlanError):
                 kind.from_json(changed(table, path, value))
+
+
+@pytest.mark.parametrize("path", [(), ("layers", 0), ("layers", 0, "times"), ("overhead",)])
+def test_a_profile_with_what_it_cannot_have_is_refused(path: tuple[Any, ...]) -> None:
+    table = json.loads(model_profile([0.001, 0.002]).sizes[0][1].to_json())
+    assert Profile.from_json(json.dumps(table)).layers
+    inside = table
+    for step in path:
+        inside = inside[step]
+    inside["wieght_bytes"] = 1
+    with pytest.raises(PlanError, match="wieght_bytes"):
+        Profile.from_json(json.dumps(table))

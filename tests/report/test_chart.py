@@ -8,7 +8,9 @@ from xml.etree import ElementTree
 import pytest
 
 from drumline.core.errors import UsageError
-from drumline.report.draw.chart import Series, chart
+from drumline.core.program import Program
+from drumline.report.draw.chart import Bar, Series, bars, chart
+from drumline.report.draw.html import program_html
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -60,3 +62,16 @@ def test_what_cannot_be_drawn_is_refused(points: list[tuple[float, float]]) -> N
         drawn(Series("a", points))
     with pytest.raises(UsageError, match="x is 0 on a logarithmic axis; expected x above 0"):
         drawn(Series("a", [(0, 1)]), log_x=True)
+
+
+def test_a_name_that_fits_is_whole_and_a_longer_one_keeps_its_end() -> None:
+    names = ["n" * 28, "x" * 10 + "y" * 19]
+    page = bars([Bar(name, {"busy": 1.0}) for name in names], {"busy": "#000000"}, title="t", x_label="s")
+    assert f">{names[0]}<" in page
+    assert f">...{names[1][-25:]}<" in page
+    assert f">{names[1]}<" not in page
+
+
+def test_of_many_violations_a_page_shows_the_first_twenty() -> None:
+    broken = Program.parse("\n".join(",".join(f"{stage}B{at}" for at in range(9)) for stage in range(3)))
+    assert program_html(broken).count("<li>") == 20

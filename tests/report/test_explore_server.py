@@ -156,3 +156,12 @@ def test_a_program_that_no_page_can_show_is_refused(server: ExploreServer) -> No
     many = "".join(f"{rank}F0,{rank}B0\n" for rank in range(1025)).encode()
     _, found = asked(server, request(server, "POST /answer", f"Content-Length: {len(many)}", body=many))
     assert "1025 ranks and 2050 actions" in json.loads(found)["error"]["error"]
+
+
+def test_answers_stay_with_the_page_that_asked(server: ExploreServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=30) as connection:
+        connection.sendall(request(server, "GET /"))
+        with connection.makefile("rb") as file:
+            head = file.read().split(b"\r\n\r\n")[0].decode().lower().split("\r\n")
+    assert {"x-content-type-options: nosniff", "cross-origin-resource-policy: same-origin"} <= set(head)
+    assert "cache-control: no-store" in head

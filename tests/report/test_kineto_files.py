@@ -7,19 +7,26 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drumline.core.action import Action
 from drumline.core.costs import Costs
 from drumline.core.errors import TraceError
 from drumline.core.simulate.simulate import simulate
 from drumline.report.kineto import events as kineto_events
+from drumline.report.kineto.actions import Labelled
+from drumline.report.kineto.calls import MessageEnd
+from drumline.report.kineto.clocks import Alignment
 from drumline.report.kineto.events import events
-from drumline.report.kineto.load import load
-from drumline.report.kineto.recording import read
+from drumline.report.kineto.load import described, load
+from drumline.report.kineto.rank import _on_host, _others
+from drumline.report.kineto.recording import Mark, read
 from kineto_traces import BASE, BEGIN, Event, event, info, mark, save, written
 from names import build
 
@@ -227,3 +234,48 @@ def test_odd_arguments_of_events_are_passed_over(tmp_path: Path) -> None:
     save(tmp_path / "rank0.json", events, baseTimeNanoseconds=10**40)
     found = read(tmp_path / "rank0.json")
     assert (len(found.kernels.launch), [one.num_bytes for one in found.calls]) == (0, [None] * 4)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "alignment", "said"),
+    [
+        (["a"], Alignment((0,), (0.0,)), "one rank, one clock"),
+        (["a", "a"], Alignment((0, 0), (0.0, 0.0)), "one host, one clock"),
+        (["a", "b"], Alignment((0, 0), (0.0, 2e6), 3_000_000), "messages arrive up to 3 ms before they are sent"),
+        (["a", "b"], Alignment((0, -5_000_000), (0.0, 2e6)), "2 hosts; shifted by up to 5 ms, "),
+        (["a", "b"], Alignment((0, -5_000_000), (0.0, 2e6)), "; accurate to 2 ms"),
+        (
+            ["a", None],
+            Alignment((0, 0), (0.0, float("inf"))),
+            "hosts unknown; no message contradicts them",
+        ),
+    ],
+)
+def test_what_is_known_of_the_clocks_is_told_by_the_worst(hosts: list[Any], alignment: Alignment, said: str) -> None:
+    traces: Any = SimpleNamespace(alignment=alignment, members=[SimpleNamespace(host=one) for one in hosts])
+    assert said in described(traces)
+
+
+def test_an_action_runs_from_its_input_to_its_output() -> None:
+    ran = Labelled(Action.parse("1F0"), 10, 50)
+    receive = Action.parse("1RECV_F0")
+
+    def spans(done: int | None, *sends: int) -> tuple[int, int]:
+        halves = {receive: MessageEnd(False, 5, 6, 6, done, None)}
+        calls = [MessageEnd(True, one, one + 1, one, None, None) for one in sends]
+        (found,) = _on_host([ran], halves, calls, 2)
+        return found.start, found.end
+
+    assert spans(None) == (10, 50)
+    assert spans(30) == (30, 50)
+    assert spans(50) == (50, 50)  # as it ended
+    assert spans(51) == (10, 50)  # another step's
+    assert spans(30, 30, 40, 45) == (30, 40)
+    assert spans(30, 50) == (30, 50)
+
+
+def test_names_of_a_step_are_those_that_begin_in_it_and_hold_no_action() -> None:
+    computed = [Labelled(Action.parse("0F0"), 20, 30)]
+    named = [("before", 5, 9), ("around", 15, 35), ("in it", 22, 25), ("at its end", 60, 70), ("later", 80, 90)]
+    recording: Any = SimpleNamespace(others=[Mark(*one) for one in named], has_device=False)
+    assert [one.name for one in _others(recording, (computed, 10, 60), [])] == ["in it"]  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,8 @@ from drumline.core.errors import RecordError
 from drumline.core.measured.record import Record
 from drumline.core.measured.run import read_run
 from drumline.core.simulate.simulate import simulate
-from drumline.report.run.page import run_page
+from drumline.report.run.follow import PARTS
+from drumline.report.run.page import _ranks, run_page
 from drumline.report.run.report import RunReport, report_of, reports_of
 from drumline.report.run.text import report_text, reports_text
 from drumline.schedules import generate
@@ -233,3 +235,9 @@ def test_steps_that_differ_by_less_than_chance_are_about_the_same(tmp_path: Path
     page = run_page(reports_of(runs))
     assert said in page
     assert ("has the shortest step" in page) != ("about the same" in page)
+
+
+def test_bars_of_ranks_share_the_scale_of_the_longest(report: RunReport) -> None:
+    steps = [{"rank": rank, "step_seconds": seconds, "idle_share": 0.5} for rank, seconds in enumerate((2.0, 4.0))]
+    ranks = [{**one, **dict.fromkeys(PARTS, 0.0), PARTS[0]: one["step_seconds"]} for one in steps]
+    assert re.findall(r'width="([0-9.]+)%"', _ranks({"per_rank": ranks})) == ["50.000", "100.000"]

@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from drumline.core.errors import LaunchError, RecordError, UsageError
 from drumline.core.measured.run import read_run
@@ -254,6 +255,10 @@ def test_stages_started_one_by_one_serve_over_mutual_tls(served_folder: Path, tm
             x = rows_of(5)
             with grpc.secure_channel(running.address, Tls(certificate, key, ours.path).channel()) as channel:
                 np.testing.assert_allclose(inferred(channel, {"x": x})["y"], expected(x), atol=1e-6)
+        for address in addresses:  # as whoever restarts a stage on another host asks it
+            with grpc.secure_channel(address, Tls(certificate, key, ours.path).channel()) as channel:
+                told = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
+                assert told.status == health_pb2.HealthCheckResponse.SERVING
         swapped = serving(served_folder, hosts=tuple(reversed(addresses)), tls=Tls(certificate, key, ours.path))
         with pytest.raises(LaunchError, match=r"is stage \d of 2 of tanh, .*; expected stage \d of 2 of tanh"), swapped:
             pass

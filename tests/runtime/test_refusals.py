@@ -1,0 +1,186 @@
+"""What the runtime refuses that no good model or batch asks for, each with what it names."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from drumline.core.action import Action
+from drumline.core.errors import DrumlineError
+from drumline.core.program import Program
+from drumline.runtime.axes.experts.moe import MoE
+from drumline.runtime.axes.slices import Slice
+from drumline.runtime.axes.tensor.divide import Divided, _check, _fitting, _own_styles
+from drumline.runtime.axes.tensor.layers import TensorParallel, rotary_width
+from drumline.runtime.axes.tensor.sequence import Sequenced, _changed
+from drumline.runtime.axes.tensor.styles import Colwise, Plan, Rowwise, Stacked, Vocabulary, Whole, style_named
+from drumline.runtime.backward import compiled
+from drumline.runtime.batch import cut as cut_batch
+from drumline.runtime.batch import num_rows, shares
+from drumline.runtime.blocks.cut import Block
+from drumline.runtime.channel.distributed import DistributedChannel, _Edge, _Sent
+from drumline.runtime.channel.shared_memory import SharedMemoryChannel
+from drumline.runtime.stream.rows import StreamRows
+
+pytestmark = pytest.mark.torch
+
+CPU = torch.device("cpu")
+ONES = torch.ones(4, 3)
+
+
+class Part(nn.Module):
+    """A divided module, with a parameter besides its layers if asked for."""
+
+    def __init__(self, *, scaled: bool = False, heads: int = 2) -> None:
+        super().__init__()
+        self.up, self.down, self.num_heads = nn.Linear(8, 8), nn.Linear(8, 8), heads
+        self.scale = nn.Parameter(torch.ones(1)) if scaled else None
+
+
+def sequenced(inside: nn.Module, *styles: Any) -> Sequenced:
+    layer = nn.Module()
+    layer.part = inside
+    found = [
+        Divided(f"part.{at}", one, style, inside)
+        for at, (one, style) in enumerate(zip(inside.children(), styles, strict=False))
+    ]
+    return Sequenced(SimpleNamespace(), found, [Block("layer", layer)])  # type: ignore[arg-type]
+
+
+def divided(module: nn.Module, style: Any, parent: nn.Module | None = None) -> Divided:
+    return Divided("one", module, style, Part() if parent is None else parent)
+
+
+def parametrized() -> nn.Module:
+    made: nn.Module = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: cut_batch({"a": ONES, "b": torch.ones(4, 1)}, 2, split={"b": 1}),
+            "the shape (4, 1), and split says that its rows are its dimension 1; expected 4 rows there",
+        ),
+        (lambda: cut_batch({"a": ONES, "b": ONES}, 2, split={"b": 2}), "dimension 2, which it lacks"),
+        (lambda: cut_batch((ONES,), 2, split={5: 0}), "split names argument 5; expected one of 0"),
+        (lambda: num_rows({"a": 3}), "the batch contains no tensor"),
+        (lambda: shares([0.0, 0.0]), "loss weights are [0.0, 0.0]; expected numbers of at least 0, not all of them 0"),
+        (lambda: shares([1.0, -2.0]), "loss weights are [1.0, -2.0]"),
+        (lambda: MoE(8, 16, 4, top_k=0), "top_k is 0; expected 1 to 4"),
+        (lambda: MoE(8, 16, 4, top_k=5), "top_k is 5; expected 1 to 4"),
+        (lambda: MoE(8, 16, 4, capacity=0.0), "capacity is 0.0; expected None, or a factor above 0"),
+        (lambda: MoE(8, 16, 4)(torch.ones(2, 7)), "gets a tensor of shape (2, 7); expected 8 in the last dimension"),
+        (lambda: Slice("tp", 0, parts=2).local(torch.ones(6), 0, 2), "(6,) is divided by 2 (tp) along dimension 0"),
+        (lambda: SharedMemoryChannel(0, 1, num_slots=0), "num_slots is 0; expected 1 to 256"),
+        (lambda: SharedMemoryChannel(0, 1, num_slots=257), "num_slots is 257; expected 1 to 256"),
+        (lambda: style_named("*", "ep_router"), "leave experts out of the plan: the axis ep divides them"),
+        (lambda: style_named("*", "colwize"), "did you mean colwise?"),
+        (lambda: style_named("*", Colwise(parts=0)), "gives '*' parts=0; expected an integer of at least 1"),
+        (lambda: style_named("*", Colwise(parts=True)), "parts=True"),
+        (lambda: style_named("*", 3), "gives '*' the style 3"),
+        (lambda: Plan.of({}, None), "tensor_parallel is {}; expected a dict from patterns to styles"),
+        (lambda: Plan.of({3: "colwise"}, None), "tensor_parallel is {3: 'colwise'}"),
+        (lambda: Plan.of("colwise", None), "tensor_parallel is 'colwise'"),
+        (lambda: _fitting("e", nn.Embedding(4, 4), Colwise()), "divides the embedding e by columns"),
+        (lambda: _fitting("e", nn.Embedding(4, 4, max_norm=1.0), Vocabulary()), "the embedding e, which has max_norm"),
+        (lambda: _fitting("e", nn.Embedding(4, 4, sparse=True), Vocabulary()), "the embedding e, which has max_norm"),
+        (lambda: _fitting("n", nn.LayerNorm(4), Colwise()), "divides n, a LayerNorm, as"),
+        (lambda: _fitting("n", nn.Linear(4, 4), Vocabulary()), "divides n, a Linear, as"),
+        (lambda: _fitting("n", parametrized(), Colwise()), "whose weight is computed from others (a parametrization)"),
+        (lambda: _own_styles(Plan(()), "n", nn.Linear(4, 4)), "n as stacked experts, and gives n.weight no style"),
+        (lambda: _check(divided(nn.Linear(4, 6), Colwise()), 4), "one.weight of shape (6, 4) is divided by 4 (tp)"),
+        (
+            lambda: _check(divided(nn.Linear(4, 4), Colwise(), nn.MultiheadAttention(4, 2)), 2),
+            "inside an nn.MultiheadAttention, which uses its weights itself",
+        ),
+        (lambda: _check(divided(nn.Linear(8, 8), Colwise(), Part(heads=3)), 2), "Part.num_heads is 3, and tp is 2"),
+        (lambda: rotary_width(divided(nn.Linear(4, 4), Colwise())), "style latent, and Part has no qk_rope_head_dim"),
+        (lambda: sequenced(Part(), Stacked()), "tp divides the experts part.0, which would see a part of the rows"),
+        (lambda: sequenced(Part(), Colwise()), "no block has its colwise and rowwise layers in a module of their own"),
+        (lambda: sequenced(Part(scaled=True), Colwise(), Rowwise()), "Part has scale besides its divided layers"),
+        (lambda: _changed((1,), {"a": 2}, None), "a layer takes no tensor"),
+        (lambda: _changed((ONES,), {}, None), "a layer takes a tensor of shape (4, 3)"),
+        (lambda: _changed((torch.ones(2, 2, 2).long(),), {}, None), "a layer takes a tensor of shape (2, 2, 2)"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(make: Callable[[], Any], said: str) -> None:
+    with pytest.raises(DrumlineError) as caught:
+        make()
+    assert said in str(caught.value)
+
+
+def test_layers_that_may_be_in_parts_are_taken() -> None:
+    taken = sequenced(Part(), Colwise(), Rowwise())
+    assert [type(one) for one in taken.regions] == [Part]
+    args, kwargs = _changed((1, torch.ones(2, 2, 2)), {"a": 2}, lambda one: one.shape)
+    assert (args, kwargs) == ((1, (2, 2, 2)), {"a": 2})
+    args, kwargs = _changed((), {"mask": ONES, "hidden_states": torch.ones(2, 2, 2)}, lambda one: one.shape)
+    assert kwargs["hidden_states"] == (2, 2, 2)
+    assert _fitting("e", nn.Embedding(4, 4), Whole()) == Whole()
+    _check(divided(nn.Linear(4, 8), Colwise(), Part(heads=4)), 4)
+
+
+@pytest.mark.parametrize(
+    ("module", "style", "attribute", "here"),
+    [
+        (nn.Linear(6, 8), Colwise(), "out_features", 4),
+        (nn.Linear(8, 6), Rowwise(), "in_features", 4),
+        (nn.Embedding(5, 8), Colwise(gather=True), "embedding_dim", 4),
+    ],
+)
+def test_divided_layers_tell_the_sizes_that_they_have(module: nn.Module, style: Any, attribute: str, here: int) -> None:
+    one: Any = TensorParallel.__new__(TensorParallel)
+    one.axes, one._attributes, one._unseen = SimpleNamespace(size=lambda _: 2, place=lambda _: 0), [], set()
+    one._attach(Divided("one", module, style, nn.Module()))
+    assert getattr(module, attribute) == here
+    assert one._attributes[0][1:] == (attribute, 8)
+
+
+def test_a_row_of_several_stages_is_no_stream() -> None:
+    def build(steps: int) -> Program:
+        row = ",".join(f"{stage}F{at},{stage}B{at}" for at in range(steps) for stage in (0, 1))
+        return Program.parse(row)
+
+    with pytest.raises(DrumlineError, match=r"rank 0's row of .* has several stages; expected one stage per rank"):
+        StreamRows.of(build, 1)
+
+
+def test_a_missing_header_or_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cpp_builder: Any = SimpleNamespace(get_cpp_compiler=lambda: "g++")
+    monkeypatch.setitem(sys.modules, "torch._inductor.cpp_builder", cpp_builder)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    assert compiled.missing_tool(CPU) == f"Python's headers ({tmp_path / 'Python.h'})"
+    (tmp_path / "Python.h").touch()
+    assert compiled.missing_tool(CPU) == ""
+
+    def none() -> str:
+        raise RuntimeError("no compiler")
+
+    cpp_builder.get_cpp_compiler = none
+    assert compiled.missing_tool(CPU) == "a C++ compiler (g++, or what CXX names)"
+
+
+def test_a_message_that_has_arrived_is_forgotten_when_the_next_is_sent() -> None:
+    """Otherwise the memory of all messages of a step stays until somebody looks."""
+    layout = SimpleNamespace(room=8, number=0, packed=lambda tensors, at: torch.zeros(8, dtype=torch.uint8))
+    channel: Any = DistributedChannel.__new__(DistributedChannel)
+    channel._edges, channel._layouts = {1: _Edge()}, {1: SimpleNamespace(find=lambda tensors, form: layout)}
+    channel._at, channel._small_bytes, channel._by_host = CPU, 64, False  # as with NCCL
+    ended, open_ = (SimpleNamespace(is_completed=lambda one=one: one) for one in (True, False))
+    flat = torch.zeros(1)
+    channel._edges[1].under_way |= {7: _Sent(b"a", flat, ended), 8: _Sent(b"b", flat, open_)}  # type: ignore[arg-type]
+    names = {"now": lambda: 0, "_key": lambda receive: b"k" * 8, "send_packet": lambda *_: None}
+    for name, value in (names | {"_tell_layout": lambda *_: None}).items():
+        channel.__dict__[name] = value
+    channel.send(Action.parse("1RECV_F0"), 1, [ONES], None)
+    assert list(channel._edges[1].under_way) == [8]

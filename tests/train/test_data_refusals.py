@@ -1,0 +1,243 @@
+"""Data that no good run has: files, functions and streams that are refused, each with its name and its place."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from drumline.core.errors import (
+    DrumlineError,
+    UsageError,
+)
+from drumline.train.config import settings as tables
+from drumline.train.config.settings import TrainSettings
+from drumline.train.data.batch import Batch, Data
+from drumline.train.data.buckets import check_buckets, layout_of
+from drumline.train.data.build import build_data
+from drumline.train.data.documents import Documents
+from drumline.train.data.fill import TokenFiller
+from drumline.train.data.layouts import StepShape
+from drumline.train.data.order import Shuffle
+from drumline.train.data.own.function import data_by_function
+from drumline.train.data.own.repeated import RepeatedStream, Source, batch_of
+from drumline.train.data.own.trial import check_resumable
+from drumline.train.data.points import Points
+from drumline.train.data.read.fingerprint import Part, changed, fingerprint
+from drumline.train.data.read.instructions import instruction_documents
+from drumline.train.data.read.text import text_documents
+from drumline.train.data.read.tokens import token_documents
+from drumline.train.data.samples import Blocks
+from drumline.train.models.built import Built
+from drumline.train.models.tokenizers import ByteTokenizer
+
+pytestmark = pytest.mark.torch
+
+
+def built(**changes: Any) -> Built:
+    return replace(Built(nn.Linear(2, 2), nn.functional.mse_loss), **changes)
+
+
+def filler(model: Built, how: str) -> TokenFiller:
+    samples: Any = None  # nothing is read
+    return TokenFiller(samples, model, how, 5)
+
+
+def settings(**changed: Any) -> TrainSettings:
+    return replace(TrainSettings(), **changed)
+
+
+def test_blocks_have_the_lengths_that_are_read() -> None:
+    blocks = Blocks(Documents.of([list(range(5)), list(range(5, 12))]), 4)  # 12 tokens: 11 places
+    assert blocks.lengths(np.arange(blocks.num)).tolist() == [4, 4, 3]
+    assert [len(blocks.read(at)[0]) for at in range(blocks.num)] == [4, 4, 3]
+
+
+def _reference_order(size: int, key: tuple[int, ...]) -> list[int]:
+    """Return the shuffle of a key by whole numbers of Python: splitmix64 in a Feistel network of eight rounds."""
+    odd, whole = 0x9E3779B97F4A7C15, 2**64 - 1
+
+    def mixed(one: int) -> int:
+        one = ((one ^ one >> 30) * 0xBF58476D1CE4E5B9) & whole
+        one = ((one ^ one >> 27) * 0x94D049BB133111EB) & whole
+        return one ^ one >> 31
+
+    state = 0
+    for one in key:
+        state = mixed(((state ^ one) + odd) & whole)
+    keys = [mixed((number * odd & whole) ^ state) for number in range(1, 9)]
+    half = max((max(size - 1, 1).bit_length() + 1) // 2, 1)
+    found = []
+    for one in range(size):
+        while True:
+            left, right = one >> half, one & 2**half - 1
+            for its in keys:
+                left, right = right, left ^ (mixed((right + its) & whole) & 2**half - 1)
+            one = left << half | right
+            if one < size:
+                break
+        found.append(one)
+    return found
+
+
+@pytest.mark.parametrize(("size", "key"), [(1, (0,)), (2, (5,)), (10, (0, 3)), (1000, (1234, 7))])
+def test_the_order_of_a_seed_stays_what_it_was(size: int, key: tuple[int, ...]) -> None:
+    assert Shuffle(size, key=key).at(0, size).tolist() == _reference_order(size, key)
+
+
+def test_data_that_were_tried_are_closed_before_the_run_begins_with_them() -> None:
+    closed = []
+    tried = SimpleNamespace(
+        given=object(),
+        has_state=False,
+        draws=SimpleNamespace(state=lambda: 0, restore=lambda one: None),
+        begin=lambda epoch: None,
+        next=lambda: torch.zeros(1),
+        close=lambda: closed.append(True),
+    )
+    check_resumable(tried, "mine")  # type: ignore[arg-type]
+    assert closed == [True]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: build_data(TrainSettings(), built(), rank=2, size=2), "rank is 2 of 2; expected 0 to 1"),
+        (lambda: build_data(TrainSettings(), built(), rank=-1, size=2), "rank is -1 of 2"),
+        (lambda: build_data(settings(data=tables.DataSettings(kind="txt")), built()), "data.kind is 'txt'"),
+        (lambda: build_data(settings(lengths=tables.LengthSettings(how="block")), built()), "did you mean blocks?"),
+        (lambda: layout_of("pack", None, StepShape(1, 1, 1), 4), "lengths.how is 'pack'; did you mean packed?"),  # type: ignore[arg-type]
+        (lambda: check_buckets((0, 4), 8), r"lengths.buckets is (0, 4); expected lengths from 1 to 8"),
+        (lambda: check_buckets((4, 9), 8), r"lengths.buckets is (4, 9)"),
+        (
+            lambda: filler(built(), "padded")._check(np.array([[1, 5]])),
+            "the token 5, and the model 5 tokens",
+        ),
+        (lambda: filler(built(loss_fn=None), "packed"), "Linear comes without a loss function and takes"),
+        (lambda: batch_of(torch.zeros(2), built(), "mine"), "mine gave a Tensor; expected Batch or (inputs, target)"),
+        (lambda: batch_of((1, 2, 3), built(), "mine"), "mine gave a tuple; expected Batch or (inputs, target)"),
+        (lambda: next(iter(RepeatedStream(Source([]), built(), "mine"))), "mine gives no batch"),
+    ],
+)
+def test_data_that_cannot_be_used_are_refused(make: Callable[[], Any], said: str) -> None:
+    with pytest.raises(DrumlineError) as caught:
+        make()
+    assert said in str(caught.value)
+
+
+def test_the_last_token_of_a_vocabulary_is_one() -> None:
+    filler(built(), "padded")._check(np.array([[1, 4]]))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_other_batches_than_before_are_refused_or_told(exact: bool, caplog: pytest.LogCaptureFixture) -> None:
+    def pairs(*values: float) -> list[Any]:
+        return [(torch.full((1, 2), one), torch.zeros(1, 2)) for one in values]
+
+    before = RepeatedStream(Source(pairs(1, 2, 3)), built(), "mine")
+    batches = iter(before)
+    next(batches), next(batches)
+    state = before.state_dict()
+    for data, said in (
+        (pairs(1, 9, 3), "gives other batches than"),
+        (pairs(1), "gives 1 batches in an epoch of which 2"),
+    ):
+        after = RepeatedStream(Source(data), built(), "mine", exact=exact)
+        after.load_state_dict(state)
+        assert after.state_dict() is state
+        if exact:
+            with pytest.raises(UsageError, match=said):
+                next(iter(after))
+        else:
+            with caplog.at_level(logging.WARNING, logger="drumline"):
+                next(iter(after))
+            assert said in caplog.text
+    with pytest.raises(UsageError, match="saved by another version"):
+        before.load_state_dict({**state, "version": -1})
+    with pytest.raises(UsageError, match="gives data without a state_dict of their own"):
+        before.load_state_dict({**state, "source": {}})
+
+
+class Once:
+    """A stream that cannot say where it is."""
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+def own_data(made: Any, monkeypatch: pytest.MonkeyPatch, *, exact: bool = True, size: int = 1, **changed: Any) -> Data:
+    """Return what a user's function makes of its data."""
+    module: Any = SimpleNamespace(make=lambda: made)
+    monkeypatch.setitem(sys.modules, "some_own_data", module)
+    own = tables.DataSettings(kind="function", function="some_own_data:make", exact=exact)
+    return data_by_function(settings(data=own, **changed), built(), rank=0, size=size)
+
+
+def test_streams_of_a_users_own_must_be_continued_or_say_that_they_need_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Data(Once(), (), num_tokens=0)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="has no state_dict and no load_state_dict"):
+        own_data(made, monkeypatch)
+    assert own_data(made, monkeypatch, exact=False) is made
+    with pytest.raises(UsageError, match="returned a list_iterator"):
+        own_data(iter([1]), monkeypatch)
+    with pytest.raises(UsageError, match=r"failures.elastic is true, and some_own_data:make divides its data by 2"):
+        own_data([], monkeypatch, size=2, failures=tables.FailureSettings(elastic=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "read", "said"),
+    [
+        ("a.jsonl", b"\n \n", "text", "has only blank lines"),
+        ("a.jsonl", b'{"txt": "a"}\n', "text", 'a.jsonl, line 1: no "text"'),
+        ("a.jsonl", b'{"text": "a"}\n\xff\n', "text", "line 2"),
+        ("a.jsonl", b'{"prompt": "a"}\n', "instructions", "line 1: the keys are prompt"),
+        ("a.jsonl", b'{"messages": []}\n', "instructions", "line 1: messages is []"),
+        ("a.jsonl", b'{"messages": [{"role": "user", "content": "a"}]}\n', "instructions", "no message of the role"),
+        ("a.npy", b"no numbers", "tokens", "is no .npy file that can be read"),
+        ("a.bin", b"abc", "tokens", "has 3 bytes, which is no multiple of 2"),
+        ("a.csv", b"1,2\n3,4\n", "points", r"holds numbers of the shape (2, 2)"),
+        ("a.csv", b"1,2,3\n", "points", "has classes from 3 to 3"),
+        ("a.csv", b"1,2,0.5\n", "points", "has classes from 0.5 to 0.5"),
+        ("a.csv", b"1,nan,1\n", "points", r"holds numbers of the shape (1, 3)"),
+    ],
+)
+def test_files_of_data_that_mean_nothing_are_named(
+    name: str, content: bytes, read: str, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    readers: dict[str, Callable[[], Any]] = {
+        "text": lambda: text_documents([str(path)], "", ByteTokenizer()),
+        "instructions": lambda: instruction_documents([str(path)], ByteTokenizer()),
+        "tokens": lambda: token_documents([str(path)], "uint16", None, None),
+        "points": lambda: Points.of_files([str(path)], inputs=2, classes=3),
+    }
+    with pytest.raises(UsageError) as caught:
+        readers[read]()
+    assert said in str(caught.value)
+
+
+def test_what_changed_in_the_files_is_said() -> None:
+    def part(name: str, size: int) -> Part:
+        return Part(name, np.zeros(size, dtype=np.uint8))
+
+    one, longer, two = [part("a", 9)], [part("a", 12)], [part("a", 9), part("b", 9)]
+    assert changed(fingerprint(one), fingerprint(two), two) == "there are 2 files, and there were 1"
+    assert changed(fingerprint(one), fingerprint(longer), longer) == "a has another size: 12, not 9"
+    many = [part(f"{at}", 1) for at in range(150)]
+    other = [*many[:-1], Part("149", np.ones(1, dtype=np.uint8))]
+    assert changed(fingerprint(many), fingerprint(other), other) == "a file has other contents"
+
+
+def test_a_batch_is_of_no_bucket_and_of_the_runs_own_program_unless_it_says_so() -> None:
+    batch = Batch({}, None, num_tokens=0, num_padded=0)
+    assert (batch.bucket, batch.num_microbatches) == (0, 0)
