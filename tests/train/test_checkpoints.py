@@ -36,6 +36,7 @@ from drumline.train.loop.run import run_training
 from drumline.train.loop.training import Trained
 from drumline.train.models.beside import files_beside
 from drumline.train.start import start
+from extras import needed
 from some import some
 
 pytestmark = pytest.mark.torch
@@ -183,8 +184,8 @@ def test_progress_on_a_full_disk_ends_nothing() -> None:
 
 def chat_tokenizer(folder: Path) -> None:
     """Write a tokenizer of letters, with a template for conversations."""
-    tokenizers = pytest.importorskip("tokenizers")
-    transformers = pytest.importorskip("transformers")
+    tokenizers: Any = needed("tokenizers", extra="hf")
+    transformers: Any = needed("transformers", extra="hf")
     letters = {letter: at for at, letter in enumerate(["<end>", *"abcdefghijklmnopqrstuvwxyz .?"])}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="?"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
@@ -194,7 +195,7 @@ def chat_tokenizer(folder: Path) -> None:
 
 
 def test_transformers_loads_every_checkpoint_with_all_that_belongs_to_it(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers: Any = needed("transformers", extra="hf")
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
     )
