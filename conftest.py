@@ -61,7 +61,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests in another order where SHUFFLE is set, the same one for the same number."""
+    """Let `make matrices` try all that is drawn at random; with SHUFFLE=N run the tests in the order that N gives."""
+    for item in items:
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker("matrix")
     if "SHUFFLE" in os.environ:
         random.Random(int(os.environ["SHUFFLE"])).shuffle(items)
 

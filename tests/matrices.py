@@ -1,6 +1,6 @@
 """Tests over all combinations of several things: `make matrices` runs them all, other runs as many as can fail alone.
 
-`make quick` runs fewer still, and a fifth of what `make test` draws at random.
+Of what is drawn at random `make test` tries half and `make quick` a fifth; of combinations `make quick` tries fewer.
 
 A fault is nearly always one of a value (this model, this schedule) or of a pair of them. So of each axis every value
 occurs, in two different companies; all combinations take ten times as long.
@@ -28,11 +28,15 @@ def long(test: Any) -> Any:
     return pytest.mark.matrix(pytest.mark.skipif(not ALL, reason=reason)(test))
 
 
+def left(*values: Any) -> list[Any]:
+    """Leave values of a parameter to `make matrices`."""
+    marks = [pytest.mark.matrix, pytest.mark.skipif(not ALL, reason="make matrices runs it")]
+    return [pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=marks) for one in values]
+
+
 def mainly(names: str | tuple[str, ...], first: Any, *others: Any) -> Callable[[Any], Any]:
     """Parametrise a test with its first value; the others are left to `make matrices`."""
-    marks = [pytest.mark.matrix, pytest.mark.skipif(not ALL, reason="make matrices runs it")]
-    left = [pytest.param(*(one if isinstance(names, tuple) else (one,)), marks=marks) for one in others]
-    return pytest.mark.parametrize(names, [first, *left])
+    return pytest.mark.parametrize(names, [first, *left(*others)])
 
 
 def matrix(names: str, *axes: Iterable[Any], times: int = 2) -> Callable[[Any], Any]:
@@ -70,8 +74,8 @@ def thinned(axes: Sequence[Sequence[Any]], times: int) -> list[tuple[Any, ...]]:
 
 
 def examples(count: int) -> int:
-    """Return how many random examples to try: all of them, or in the quick half a fifth."""
-    return max(count // 5, 1) if FEW else count
+    """Return how many random examples to try: all of them in `make matrices`, else half, in the quick half a fifth."""
+    return count if ALL else max(count // (5 if FEW else 2), 1)
 
 
 def kinds(names: Sequence[str]) -> list[str]:

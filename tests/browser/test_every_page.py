@@ -37,7 +37,7 @@ from drumline.report.run.report import reports_of
 from drumline.schedules import generate
 from extras import needed
 from kineto_traces import written
-from matrices import ALL
+from matrices import ALL, left
 from profiles import SOME, model_profile
 from simulated_runs import even_blocks, per_stage, write_simulated_run
 from some import some
@@ -153,7 +153,7 @@ KINDS: dict[str, Callable[[Path], str]] = {
 DOCS = Path(__file__).parents[2] / "docs"
 # Of the documentation: lists of links, wide tables beside commands, docstrings, output with pictures.
 DOCUMENTS = ("index", "cli", "api", "cluster")
-EVERY = [*KINDS, "explore", *(f"docs: {name}" for name in DOCUMENTS)]
+EVERY = [*KINDS, "explore", "docs: index", "docs: api", *left("docs: cli", "docs: cluster")]
 WALKED = ("show", "explore", "report of one run", "plan of a cluster")  # by Tab from end to end
 
 

@@ -20,6 +20,7 @@ from drumline.report.compare import compare
 from drumline.report.draw.html import page
 from drumline.report.draw.palette import IDLE
 from drumline.schedules import generate
+from matrices import long
 from some import some
 
 EVIL = "<script>alert(1)</script>"
@@ -260,6 +261,7 @@ def test_canvas_and_svg_say_the_same(opened: Open) -> None:
     assert f"{wait.before} waits for {wait.waits_for} of rank {wait.on_rank}." in on_canvas
 
 
+@long
 def test_two_hundred_thousand_boxes_still_pan(opened: Open) -> None:
     shown = opened(timeline(num_ranks=64, num_microbatches=1600))
     assert shown.stats()["boxes"] == 204800

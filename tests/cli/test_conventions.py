@@ -22,6 +22,7 @@ from drumline.plan.cluster.hardware import MACHINES
 from drumline.plan.cluster.models import MODELS
 from drumline.report.explore_server import ExploreServer
 from drumline.schedules import generate, schedules
+from matrices import left
 from names import build
 from profiles import SOME, model_profile
 from simulated_runs import per_stage, write_simulated_run
@@ -289,9 +290,12 @@ def test_the_column_that_matters_is_there_in_40_columns(
 @pytest.mark.parametrize(
     "verb",
     [
-        pytest.param(verb, marks=[pytest.mark.torch] if verb in NEEDS_TORCH else [])
-        for verb in VERBS
-        if verb not in SERVED
+        *(
+            pytest.param(verb, marks=[pytest.mark.torch] if verb in NEEDS_TORCH else [])
+            for verb in VERBS
+            if verb not in (*SERVED, "demo")
+        ),
+        *left("demo"),  # test_cli.py runs it at length
     ],
 )
 def test_the_example_of_every_verb_runs(

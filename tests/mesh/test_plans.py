@@ -59,6 +59,7 @@ def trained(capsys: pytest.CaptureFixture[str], line: str, *assignments: str, ou
     return [float(one) for one in found["losses"]]
 
 
+@long
 def test_plans_of_a_small_cluster_train_as_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     alone: list[float] = []
     for name, pins in some(PINS.items()):

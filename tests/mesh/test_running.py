@@ -44,6 +44,7 @@ from drumline.train.loop.training import Trained
 from drumline.train.models.built import Built
 from drumline.train.replan import fewest_of, most_within, planned_for
 from drumline.train.start import start
+from matrices import long
 from some import some
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -297,6 +298,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@long
 def test_ranks_start_again_and_a_data_parallel_pipeline_is_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

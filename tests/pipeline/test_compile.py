@@ -18,7 +18,7 @@ from drumline.core.program import Program
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.backward import compiled
 from drumline.runtime.backward.split_backend import Waiting
-from matrices import ALL, matrix
+from matrices import ALL, long, mainly, matrix
 from some import some
 from torch_models import TWO_WAYS, WIDTH, Reference, data, programs
 
@@ -428,6 +428,7 @@ def compiler() -> None:
         pytest.skip(f"inductor needs {missing}")
 
 
+@long
 @pytest.mark.usefixtures("compiler")
 def test_inductor_gives_the_same_gradients() -> None:
     (program,) = programs("zb-v", 2, (4,))
@@ -441,7 +442,7 @@ def test_inductor_gives_the_same_gradients() -> None:
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@mainly("schedule", "zb-h1", "1f1b")
 def test_gradients_that_share_memory_stay_apart(schedule: str) -> None:
     class Terms(nn.Module):
         """One memory is the gradient of two parameters, and of what went to the stage before."""

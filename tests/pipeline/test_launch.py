@@ -17,6 +17,7 @@ from drumline.core.errors import BatchError, LaunchError, RankFailed, WaitTimeou
 from drumline.pipeline.launch.launch import _error, launch
 from drumline.pipeline.launch.wire import Failure
 from drumline.schedules import generate, schedule, unregister
+from matrices import mainly
 from some import some
 
 # Starts processes, which takes long on a busy machine.
@@ -145,7 +146,7 @@ print(answers, sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("source", ["script", "stdin"])
+@mainly("source", "script", "stdin")
 def test_an_unguarded_script_runs_once_and_its_functions_and_classes_travel(source: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -15,7 +15,7 @@ from torch.nn import functional
 import drumline as dl
 from drumline.pipeline.pipeline import Pipeline
 from hf_models import MODELS, batch_for, tiny
-from matrices import chosen
+from matrices import chosen, mainly
 from some import some
 from torch_models import on_meta
 
@@ -61,9 +61,11 @@ def one_rank(name: str, schedule: str, folder: Path | None) -> tuple[dict[str, A
     return found, [path for path, one in model.named_parameters() if not one.is_meta]
 
 
-@pytest.mark.parametrize(
+@mainly(
     ("name", "schedule", "from_files"),
-    [("LlamaForCausalLM", "1f1b", True), ("MixtralForCausalLM", "zb-v", True), ("LlamaForCausalLM", "dualpipe", False)],
+    ("MixtralForCausalLM", "zb-v", True),
+    ("LlamaForCausalLM", "1f1b", True),
+    ("LlamaForCausalLM", "dualpipe", False),
 )
 def test_ranks_of_their_own_read_their_own_layers_alone(
     tmp_path: Path, name: str, schedule: str, from_files: bool

@@ -13,7 +13,7 @@ from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.pipeline.pipeline import Pipeline
-from matrices import ALL
+from matrices import ALL, mainly
 from some import some
 from torch_models import SYNCHRONOUS, data, mlp, programs
 
@@ -72,8 +72,7 @@ def test_checkpointing_holds_less() -> None:
     assert max(plain.stash[0]) > 0
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", ["1f1b", "zb-v", "chimera"])
+@mainly("name", "zb-v", "1f1b", "chimera")
 def test_nothing_is_left_behind_step_after_step(name: str) -> None:
     (program,) = programs(name, 2, (4,))
     pipe = Pipeline(mlp(dropout=0.1), loss_fn=functional.mse_loss, schedule=program, num_ranks=2, checkpoint=["1"])

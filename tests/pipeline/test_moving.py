@@ -19,6 +19,7 @@ from drumline.core.errors import DrumlineError, MismatchError, ModelError, RankF
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.weights import transfer
 from host_recorder import HostRecorder
+from matrices import long
 from some import some
 
 pytestmark = pytest.mark.torch
@@ -389,6 +390,7 @@ def test_moves_between_processes(tmp_path: Path) -> None:
 PARAMETERS = ("0.weight", "0.bias", "1.weight", "1.bias")
 
 
+@long
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_compiled_stages_are_compiled_again() -> None:
     still, moved = (trained(chain_of_norms, moves, steps=2, compile="aot_eager", **HERE) for moves in ({}, {1: [3, 5]}))

@@ -16,6 +16,7 @@ from torch.nn import functional
 from drumline.core.errors import ModelError
 from drumline.pipeline.loss.own_loss import OwnWeight
 from drumline.pipeline.pipeline import Pipeline
+from matrices import long
 
 pytestmark = pytest.mark.torch
 
@@ -247,6 +248,7 @@ def test_parts_of_a_loss_are_recomputed_with_the_same_factors() -> None:
     like_the_whole_batch(Two(), batch, "zb-h1", lambda model: loss_of(model(**batch)), checkpoint="full")
 
 
+@long
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile's own
 def test_parts_of_a_loss_have_their_factors_in_compiled_stages() -> None:
     batch = text()

@@ -13,7 +13,7 @@ from drumline.core.action import Action
 from drumline.core.simulate.simulate import simulate
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.channel.channel import Channel, Delivery
-from matrices import chosen
+from matrices import chosen, matrix
 from some import some
 from torch_models import SYNCHRONOUS, TWO_WAYS, Reference, data, mlp, programs
 
@@ -29,9 +29,7 @@ def test_every_synchronous_schedule_of_the_registry_is_tried() -> None:
 SETTINGS = (("none", 0.0), ("none", 0.3), ("full", 0.3), (("1", "2", "6"), 0.3))  # checkpoint, dropout
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+@matrix("name, num_ranks", SYNCHRONOUS, (1, 2, 3, 4))
 def test_loss_and_gradients_are_those_of_one_process(name: str, num_ranks: int) -> None:
     batch, target = data(11)
     turned = SETTINGS[num_ranks % 4 :] + SETTINGS[: num_ranks % 4]  # each number of ranks in other company

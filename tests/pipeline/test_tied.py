@@ -37,7 +37,7 @@ def copies_of(pipe: Pipeline) -> dict[str, list[nn.Parameter]]:
     return {name: copies for name, copies in found.items() if len(copies) > 1}
 
 
-@matrix("name, kind, num_ranks", SCHEDULES, MODELS, (2, 4, 1), times=3)
+@matrix("name, kind, num_ranks", SCHEDULES, MODELS, (2, 4, 1), times=2)
 def test_gradients_are_those_of_one_process_and_copies_stay_equal(name: str, kind: str, num_ranks: int) -> None:
     tried, make = 0, MODELS[kind]
     for program in programs(name, num_ranks, (3, 8)):

@@ -16,7 +16,7 @@ from torch.nn import functional
 from drumline.core.errors import DrumlineError, ModelError
 from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
-from matrices import chosen
+from matrices import chosen, long
 from zoo import ONLY_BY_CHECK, WIDTH, ZOO, Entry, memory
 
 pytestmark = pytest.mark.torch
@@ -164,6 +164,7 @@ def on_rank(names: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
+@long
 @pytest.mark.cold_ranks
 def test_on_two_processes_they_end_alike() -> None:
     each = launch(on_rank, RANKS, num_ranks=2)

@@ -85,6 +85,7 @@ def drawn(seed: int) -> Instance:
     return Instance(costs, placement, num_microbatches, limit)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(examples(40)))
 def test_no_bound_exceeds_the_best_of_all_programs(seed: int) -> None:
     instance = drawn(seed)

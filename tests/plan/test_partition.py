@@ -72,7 +72,7 @@ def test_no_cut_has_a_shorter_largest_stage_or_is_more_even(chain: list[BlockCos
 
 
 @pytest.mark.slow
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(100))
 @given(programs(FLUSHED, max_ranks=3, max_microbatches=5), st.data())
 def test_within_a_limit_no_cut_that_fits_is_better(program: Program, data: st.DataObject) -> None:
     num_stages, held = program.num_stages, held_by(program)
@@ -112,7 +112,7 @@ def test_a_stage_in_two_directions_counts_by_its_share_on_each_rank() -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(100))
 @given(programs(FLUSHED, max_ranks=3, max_microbatches=5), st.data())
 def test_a_limit_that_nothing_fits_names_the_smallest_that_would_do(program: Program, data: st.DataObject) -> None:
     num_stages, held = program.num_stages, held_by(program)

@@ -27,7 +27,7 @@ from drumline.plan.search.starts import split
 from drumline.plan.search.times import clock
 from drumline.report.draw.pareto import pareto_page, pareto_svg
 from drumline.schedules import generate
-from matrices import ALL, examples
+from matrices import ALL, examples, long
 from search_instances import drawn
 from some import some
 
@@ -96,6 +96,7 @@ def test_pairs_never_go_below_their_bound_and_the_gap_says_how_far() -> None:
     assert found.bound.value >= by_hand * (1 - 1e-12)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(examples(12)))
 def test_a_search_is_proven_within_the_limit_and_no_worse_than_any_start(seed: int) -> None:
     instance = drawn(1000 + seed)
@@ -147,6 +148,7 @@ def strange(rng: random.Random) -> tuple[Costs, Placement, int]:
     return costs, placement, num_microbatches
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(examples(30)))
 def test_whatever_the_costs_the_limit_holds_and_the_value_is_what_the_simulator_says(seed: int) -> None:
     rng = random.Random(seed)
@@ -346,6 +348,7 @@ def test_the_front_is_never_above_a_hand_made_schedule() -> None:
     assert pareto_page(picture).count("<svg") == 1
 
 
+@long
 @pytest.mark.slow
 def test_twenty_optima_of_the_oracle_are_found() -> None:
     optima = json.loads(OPTIMA.read_text(encoding="utf-8"))["makespan"]

@@ -73,6 +73,7 @@ def peaks(program: Program, costs: Costs) -> tuple[int, float]:
     return most_pairs, most_bytes
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(examples(30)))
 def test_a_search_with_unequal_microbatches_is_valid_within_its_limit_and_as_long_as_it_says(seed: int) -> None:
     one = unequal(seed)

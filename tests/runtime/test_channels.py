@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
+from matrices import left
 from some import some
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]  # starts processes, which takes long on a busy machine
@@ -38,7 +39,7 @@ class Launch:
     codes: list[int]
 
 
-@pytest.fixture(scope="module", params=["shared-memory", "gloo", "gloo over TCP"])
+@pytest.fixture(scope="module", params=["shared-memory", "gloo", *left("gloo over TCP")])
 def launch(request: pytest.FixtureRequest) -> Launch:
     """All ranks of one transport, after they have ended; the store is this process's, which no rank takes down."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

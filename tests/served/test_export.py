@@ -22,6 +22,7 @@ from drumline.serve.wire.manifest import Manifest, read_manifest
 from drumline.serve.wire.tensors import Array
 from drumline.train.finished import finished_model
 from extras import needed
+from matrices import long
 from served.services import serving
 from some import some
 
@@ -181,6 +182,7 @@ def test_a_trained_model_is_exported_served_and_answers_tritons_client(
         assert "  the first INVALID_ARGUMENT: input 'tokens' has length 99" in capsys.readouterr().out
 
 
+@long
 def test_hugging_face_models_are_exported_from_their_folder(tmp_path: Path) -> None:
     transformers: Any = needed("transformers", "hf")
     config = transformers.LlamaConfig(

@@ -206,7 +206,6 @@ def test_transformers_loads_every_checkpoint_with_all_that_belongs_to_it(tmp_pat
     chat_tokenizer(source)
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "tools.jinja").write_text("tools")
-    (source / "adapter_config.json").write_text("{}")  # of an adapter whose weights are not there
     (tmp_path / "mine.txt").write_text("in the beginning there was a schedule.\n\n" * 40)
     run = RunSettings(steps=2, out=str(tmp_path / "run"))
 
@@ -214,6 +213,7 @@ def test_transformers_loads_every_checkpoint_with_all_that_belongs_to_it(tmp_pat
         shutil.rmtree(source, ignore_errors=True)  # the run depends on it no longer
 
     given = transformers.AutoModelForCausalLM.from_pretrained(source).state_dict()
+    (source / "adapter_config.json").write_text("{}")  # of an adapter, which transformers would load where PEFT is installed
     run_training(
         settings_for(
             tmp_path / "run",

@@ -96,4 +96,4 @@ def test_the_command_line_trains_resumes_and_verifies_on_the_accelerator(tmp_pat
     assert json.loads((run / "settings.json").read_text())["pipeline"]["device"] == here.type
     resumed = json.loads(drumline("train", *small, "--steps", "6", "--resume", str(run), "--json"))
     assert resumed["first_step"] == 4
-    assert json.loads(drumline("verify", "1f1b", "--json"))["ok"]
+    assert json.loads(drumline("verify", "1f1b", "--json"))["passes"]
