@@ -82,7 +82,7 @@ def brute_force(
 def test_survey_finds_what_brute_force_finds() -> None:
     drawn = random.Random(8)
     found = 0
-    for _ in range(examples(40)):
+    for _ in some(range(examples(40))):
         transformer = drawn.choice([PLAIN, sparse_transformer(), small_transformer(sequence=32768)])
         machines = small_cluster(drawn.choice([4, 8, 12, 16]), per_node=4)
         evaluate = Rough(drawn.uniform(0, 0.1), drawn.uniform(0, 4), drawn.uniform(0, 0.5), drawn.uniform(0.2, 2))

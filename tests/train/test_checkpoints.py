@@ -213,7 +213,7 @@ def test_transformers_loads_every_checkpoint_with_all_that_belongs_to_it(tmp_pat
         shutil.rmtree(source, ignore_errors=True)  # the run depends on it no longer
 
     given = transformers.AutoModelForCausalLM.from_pretrained(source).state_dict()
-    (source / "adapter_config.json").write_text("{}")  # of an adapter, which transformers would load where PEFT is installed
+    (source / "adapter_config.json").write_text("{}")  # PEFT, where it is installed, would read it
     run_training(
         settings_for(
             tmp_path / "run",
