@@ -62,11 +62,13 @@ test: $(VENV)/full.stamp
 	wait $$types && exit $$tests
 
 # The same tests with the lowest versions that pyproject.toml admits, in an environment of its own; what draws pages and
-# checks types is left out. On x86 this PyTorch brings gigabytes of CUDA.
+# checks types is left out. The client that asks services is told no version of grpcio: each asks for an older or a newer
+# one than the floor. On x86 this PyTorch brings gigabytes of CUDA.
 floors:
 	$(PYTHON) scripts/floors.py > .floors.txt
 	$(PYTHON) -m venv .venv-floors
 	.venv-floors/bin/python -m pip install --quiet --disable-pip-version-check --requirement .floors.txt
+	.venv-floors/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "tritonclient<2.72" python-rapidjson
 	.venv-floors/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	.venv-floors/bin/python scripts/floors.py --check
 	.venv-floors/bin/pytest --numprocesses 2 --dist worksteal -m "not browser"
