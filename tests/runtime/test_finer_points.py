@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from drumline.runtime.gradients import clip
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.recomputing import Buffers
 from drumline.runtime.values import MISSING, joined
-from drumline.runtime.watch.watch import Watch
+from drumline.runtime.watch.watch import Surroundings, Watch
 from drumline.runtime.weights import files as weights
 from drumline.runtime.weights.tied import Copies, Ties
 
@@ -268,6 +270,30 @@ def test_a_hook_in_the_place_of_another_is_a_change() -> None:
     model[0].register_forward_hook(lambda module, given, made: made * 3)
     assert watch.has_changed()
     assert not watch.has_changed()
+
+
+def test_what_answers_to_any_name_is_not_asked() -> None:
+    class Proxy:
+        def __getattr__(self, name: str) -> Any:
+            raise KeyboardInterrupt(name)  # which hasattr() lets through
+
+    anything, scales = Proxy(), [1.0]
+
+    @functools.cache
+    def scale(at: int) -> float:
+        return scales[at]
+
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * scale(0) if anything is not None else x
+
+    around = Surroundings([Scaled()])
+    before = around.now()
+    scales[0] = 2.0
+    assert around.changed(before)
+    with around.kept():
+        scale(0)
+    assert scale.cache_info().currsize == 0
 
 
 def test_an_attribute_that_is_set_before_it_is_read_is_the_forwards_own() -> None:
