@@ -153,7 +153,12 @@ KINDS: dict[str, Callable[[Path], str]] = {
 DOCS = Path(__file__).parents[2] / "docs"
 # Of the documentation: lists of links, wide tables beside commands, docstrings, output with pictures.
 DOCUMENTS = ("index", "cli", "api", "cluster")
-EVERY = [*KINDS, "explore", "docs: index", "docs: api", *left("docs: cli", "docs: cluster")]
+BRIEF = ("show", "report of one run", "profile", "plan of a cluster")  # stand for the others
+EVERY = [
+    *BRIEF,
+    "explore",
+    *left(*(kind for kind in KINDS if kind not in BRIEF), *(f"docs: {name}" for name in DOCUMENTS)),
+]
 WALKED = ("show", "explore", "report of one run", "plan of a cluster")  # by Tab from end to end
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import drumline as dl
+from matrices import long
 from some import some
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.matrix]
@@ -118,6 +119,7 @@ def _alone(kind: str) -> tuple[list[float], dict[str, Tensor]]:
     return losses, model.state_dict()
 
 
+@long
 def test_parameters_of_any_shape_are_divided_saved_and_loaded(tmp_path: Path) -> None:
     first, second = dl.launch(_all, tmp_path, num_ranks=2)
     for whole, divided in some([first.pop(MUON), second.pop(MUON)]):

@@ -254,6 +254,7 @@ def left_out(bad: str, folder: Path, steps: int = STEPS) -> list[float]:
     return trained(settings_for(folder, ONE, run=run, pipeline=in_turn), bad).losses
 
 
+@long
 def test_all_lines_skip_an_update_together(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
     plain = {bad: left_out(bad, tmp_path / bad) for bad in ("nan", "spike")}
     for name, (_, _, bad) in some(SKIPPING.items()):

@@ -228,6 +228,7 @@ def ranks() -> list[dict[str, Any]]:
     return launch(shown, _cases(), num_ranks=4)
 
 
+@long
 def test_losses_are_those_of_one_process_over_20_steps(ranks: list[dict[str, Any]]) -> None:
     names, each = _cases(), [one["trained"] for one in ranks]
     wanted = {kind: alone(kind, NUM_STEPS) for kind in {CASES[name][0] for name in names}}

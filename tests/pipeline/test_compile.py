@@ -475,6 +475,7 @@ def _trained() -> dict[str, Tensor | None]:
     return {name: one.grad for name, one in pipe.named_parameters()}
 
 
+@long
 @pytest.mark.usefixtures("compiler")
 def test_inductor_in_ranks_of_their_own() -> None:
     model = model_of("dropout", 2)

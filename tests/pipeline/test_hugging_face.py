@@ -24,7 +24,7 @@ from hf_models import (
     tiny,
     tiny_family,
 )
-from matrices import ALL, matrix
+from matrices import ALL, long, matrix
 from some import some
 
 pytestmark = pytest.mark.torch
@@ -202,6 +202,7 @@ def test_lengths_may_change_from_step_to_step() -> None:
         assert torch.equal(one.grad, expected), name
 
 
+@long
 def test_dropout_does_not_depend_on_the_cut_or_the_schedule() -> None:
     def losses(schedule: str, num_ranks: int, checkpoint: str = "none") -> list[Tensor]:
         model = tiny("BertForMaskedLM", hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.2)

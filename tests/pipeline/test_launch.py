@@ -17,7 +17,7 @@ from drumline.core.errors import BatchError, LaunchError, RankFailed, WaitTimeou
 from drumline.pipeline.launch.launch import _error, launch
 from drumline.pipeline.launch.wire import Failure
 from drumline.schedules import generate, schedule, unregister
-from matrices import mainly
+from matrices import long, mainly
 from some import some
 
 # Starts processes, which takes long on a busy machine.
@@ -356,7 +356,7 @@ launch(endless, Path(sys.argv[1]))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@mainly("number", signal.SIGKILL, signal.SIGINT)
 def test_ranks_end_with_the_process_that_started_them(number: signal.Signals, tmp_path: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-c", ENDLESS, str(tmp_path)], stderr=subprocess.PIPE, text=True)
     try:
@@ -400,6 +400,7 @@ launch(deaf, Path(sys.argv[1]))
 """
 
 
+@long
 def test_a_rank_whose_sleep_a_signal_did_not_end_is_told_again(tmp_path: Path) -> None:
     # A signal that comes just before a system call does not end it; here a handler plays two such signals.
     parent = subprocess.Popen([sys.executable, "-c", DEAF, str(tmp_path)], stderr=subprocess.PIPE, text=True)

@@ -13,7 +13,7 @@ import pytest
 
 import drumline as dl
 from loading import build, measure, write
-from matrices import ALL, mainly
+from matrices import ALL, long
 from some import some
 
 pytestmark = [
@@ -33,7 +33,8 @@ def run(folder: Path | None, *, num_ranks: int, train: bool) -> list[dict[str, A
     return dl.launch(measure, "chain", BLOCKS, WIDTH, folder, LIMIT, num_ranks=num_ranks, kwargs=settings, timeout=250)
 
 
-@mainly("from_files", True, False)
+@long
+@pytest.mark.parametrize("from_files", [True, False])
 def test_ranks_load_and_run_under_a_limit_that_the_whole_model_breaks(tmp_path: Path, from_files: bool) -> None:
     if from_files:
         write(tmp_path, build("chain", BLOCKS, WIDTH))

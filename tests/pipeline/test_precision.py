@@ -14,7 +14,7 @@ from torch.nn import functional
 from drumline.core.errors import MismatchError, ModelError, NonFiniteError, RunError
 from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
-from matrices import chosen, mainly, matrix
+from matrices import chosen, long, matrix
 from some import some
 from torch_models import TWO_WAYS, Reference, data, mlp, programs
 
@@ -90,7 +90,8 @@ def on_real_ranks(transport: str) -> list[str]:
     return tried
 
 
-@mainly("transport", "shared-memory", "gloo")
+@long
+@pytest.mark.parametrize("transport", ["shared-memory", "gloo"])
 def test_real_ranks_give_one_processs_gradients(transport: str) -> None:
     tried = launch(on_real_ranks, transport, num_ranks=2)
     assert set(tried[0]) == set(SCHEDULES)

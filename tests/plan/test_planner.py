@@ -25,7 +25,7 @@ from drumline.plan.device.plan import Plan
 from drumline.plan.device.planner import plan
 from drumline.plan.device.ranks import Ranks
 from drumline.plan.device.stages import Stages, split_share
-from matrices import examples
+from matrices import examples, long
 from names import build
 from profiles import NONE, SOME, model_profile
 from some import some
@@ -132,6 +132,7 @@ def brute_force(
     return found
 
 
+@long
 @pytest.mark.slow
 @settings(deadline=None, max_examples=examples(25))
 @given(

@@ -45,7 +45,7 @@ from drumline.plan.layouts.what_if import against_fsdp, changes, margins, pareto
 from drumline.plan.layouts.why import Alternative, why
 from drumline.schedules import find, generate
 from drumline.schedules.formulas import Pace, Paces
-from matrices import examples
+from matrices import examples, long
 from some import some
 from train_configs import read_train_config
 
@@ -200,6 +200,7 @@ _heavy = partial(Transformer, gated=False, tied=False, biased=False, dropout=Fal
 
 
 # Heads as heavy as several layers, and few microbatches: v-half may be faster than zb-v, and work is far from even.
+@long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("transformer", "gpus", "batch", "pins"),
@@ -540,6 +541,7 @@ def test_json_has_the_layout_and_its_items() -> None:
     assert all(some(one["why"] for one in figures["best"][1:]))
 
 
+@long
 @pytest.mark.slow
 def test_the_real_estimate_keeps_to_what_the_survey_takes_for_true() -> None:
     transformer, machines = model("gpt-1.7b"), cluster("a100-40", 16)

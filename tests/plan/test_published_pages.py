@@ -9,6 +9,7 @@ import pytest
 
 import published
 from drumline.plan.cluster.layout import PRACTICE
+from matrices import long
 from published_compared import practices_table
 from published_runs import held_out
 
@@ -37,6 +38,7 @@ def means(printed: dict[str, tuple[str, str]]) -> list[float]:
     return [float(mean) for name, (mean, _) in printed.items() if name != "chosen for each paper"]
 
 
+@long
 def test_the_benchmark_prints_every_practice_for_all_rows(printed: dict[str, tuple[str, str]]) -> None:
     assert list(printed) == [
         "Megatron-LM of 2022",

@@ -63,6 +63,7 @@ def test_the_published_rates_within_p_activations_are_reached_and_proven_to_be_t
     assert found.gap == pytest.approx(0.0, abs=1e-9)
 
 
+@long
 @pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("row", PUBLISHED if ALL else PUBLISHED[:1], ids=lambda row: f"P{row[0]}M{row[1]}")
@@ -72,6 +73,7 @@ def test_the_published_rates_within_two_p_activations_are_reached(row: tuple[flo
     assert max(found.timeline.peak_bytes or ()) <= 2 * row[0] * (34 * row[6] + 5 * row[7] * 1024)
 
 
+@long
 @pytest.mark.slow
 def test_the_published_v_is_reached_and_proven_to_be_the_best() -> None:
     found = searched((16, 48, 14407, 14380, 9676, 1610, 4096, 32), 2, Placement.v(16))
@@ -181,6 +183,7 @@ def test_every_hand_made_schedule_that_fits_is_among_the_starts(name: str) -> No
     assert found.value <= found.starts[0].value
 
 
+@long
 @pytest.mark.slow
 def test_the_same_seed_finds_the_same_program() -> None:
     # It ends at its bound, long before its budget.
@@ -370,6 +373,7 @@ def test_twenty_optima_of_the_oracle_are_found() -> None:
     assert max(over.values()) <= 0.02, over
 
 
+@long
 @pytest.mark.slow
 def test_the_oracle_proves_what_brute_force_and_the_search_find() -> None:
     if find_spec("ortools") is None:

@@ -28,6 +28,7 @@ from drumline.report.kineto.load import described, load
 from drumline.report.kineto.rank import _on_host, _others
 from drumline.report.kineto.recording import Mark, read
 from kineto_traces import BASE, BEGIN, Event, event, info, mark, save, written
+from matrices import long
 from names import build
 
 TRACE = json.dumps({"schemaVersion": 1, "traceEvents": [mark("PP:0F0", 0, 1), mark("PP:0B0", 1, 2)], "traceName": "x"})
@@ -108,6 +109,7 @@ VALUES = st.recursive(
 )
 
 
+@long
 @given(
     st.lists(st.dictionaries(st.text(), VALUES, max_size=3), max_size=5),
     st.dictionaries(st.text().filter(lambda key: key != "traceEvents"), VALUES, max_size=3),

@@ -21,10 +21,16 @@ from drumline.core.timeline.idle import Cause
 from drumline.report.kineto.analysis import Analysis, analyze
 from drumline.report.kineto.load import load
 from drumline.report.kineto.timeline import Traced
+from matrices import ALL
 from some import some
 from torch_versions import RUNS_V_OVER_GLOO
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]  # starts processes, which takes long on a busy machine
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.matrix,  # `make test` reads those of docs/analyze.md
+    pytest.mark.skipif(not ALL, reason="make matrices runs it"),
+    pytest.mark.timeout(900),  # starts processes, which takes long on a busy machine
+]
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "record_traces.py"
 NUM_MICROBATCHES = 4

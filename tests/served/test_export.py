@@ -198,6 +198,7 @@ def test_hugging_face_models_are_exported_from_their_folder(tmp_path: Path) -> N
         check(tmp_path / "out", found.model, found.example(*size))
 
 
+@long
 def test_a_function_of_the_user_is_exported_with_named_cuts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
