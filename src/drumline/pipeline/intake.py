@@ -181,8 +181,11 @@ class Intake:
 
     @staticmethod
     def is_counted(step: Step, microbatch: int) -> bool:
-        """Whether a microbatch has a loss of its own: one whose weight is known to be 0 has none."""
-        return step.targets[microbatch] is not _NOTHING
+        """Whether a microbatch has a loss of its own: one whose weight is known to be 0 has none.
+
+        A step that repeats another is not split again; each of its microbatches has one.
+        """
+        return not step.targets or step.targets[microbatch] is not _NOTHING
 
     def cut_batch(self, batch: Any, *, what: str = "the batch") -> list[Any]:
         """Return the microbatches of a batch, split as the user or the model says."""
