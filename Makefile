@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 help:
 	@echo "make demo    train a small model by several schedules on two ranks; ends with a report to open"
-	@echo "make test    all checks and tests, PyTorch comparison included (about 15 minutes)"
+	@echo "make test    all checks and tests, PyTorch comparison included (about 10 minutes)"
 	@echo "make quick   the checks and tests that need no torch (under a minute)"
 	@echo "make floors  the tests with the lowest versions of PyTorch and all else that pyproject.toml admits"
 	@echo "make matrices   every family of Hugging Face models, every schedule with all counts"
@@ -52,14 +52,14 @@ quick: style
 lint: $(VENV)/full.stamp style
 	$(BIN)/mypy
 
-# Docs come first, since tests open their pages; types are checked beside the tests. Each half of the tests stays with
-# one process for long, so that what the tests of a file share is made once.
+# Docs are built and types checked beside the tests. Each half of the tests stays with one process for long, so that what
+# the tests of a file share is made once.
 test: export PYTHONDONTWRITEBYTECODE :=
-test: $(VENV)/full.stamp
-	@$(MAKE) --no-print-directory --jobs 2 docs style
-	@$(BIN)/mypy & types=$$!; \
+test: $(VENV)/full.stamp style
+	@$(MAKE) --no-print-directory docs & docs=$$!; \
+	$(BIN)/mypy & types=$$!; \
 	$(BIN)/pytest --numprocesses 2 --dist worksteal; tests=$$?; \
-	wait $$types && exit $$tests
+	wait $$docs; built=$$?; wait $$types && exit $$((tests + built))
 
 # The same tests with the lowest versions that pyproject.toml admits, in an environment of its own; what draws pages and
 # checks types is left out. The client that asks services is told no version of grpcio: each asks for an older or a newer

@@ -62,7 +62,7 @@ class Surroundings:
             for function in _functions_of(module):
                 self._follow(function)
         for function in functions:
-            self._follow(getattr(function, "__func__", function))
+            self._follow(_plain(function))
 
     def now(self) -> list[Any]:
         """Return the states of all of them."""
@@ -94,7 +94,7 @@ class Surroundings:
                     cached.cache_clear()
 
     def _follow(self, function: Any) -> None:
-        if hasattr(function, "cache_info") and hasattr(function, "cache_clear"):
+        if _has_memory(function):
             self._caches[id(function)] = function
         function = getattr(function, "__wrapped__", function)
         if not isinstance(function, FunctionType) or id(function.__code__) in self._seen or _is_known(function):
@@ -114,22 +114,36 @@ class Surroundings:
 
     def _look(self, read: Reader, key: tuple[int, str], names: set[str]) -> None:
         value = read()
-        if isinstance(value, FunctionType | MethodType) or hasattr(value, "cache_info"):
-            self._follow(getattr(value, "__func__", value))
+        if isinstance(value, FunctionType | MethodType) or _has_memory(value):
+            self._follow(_plain(value))
             self._readers[key] = read
         elif isinstance(value, ModuleType | type):
             if not _is_known(value):
                 self._readers[key] = read
                 space = vars(value)
                 for name in names & space.keys():
-                    one = getattr(space[name], "__func__", space[name])
-                    is_code = isinstance(one, FunctionType) or hasattr(one, "cache_info")
+                    one = _plain(space[name])
+                    is_code = isinstance(one, FunctionType) or _has_memory(one)
                     if is_code:
                         self._follow(one)
                     if is_code or _is_watched(space[name]):
                         self._readers[id(value), name] = partial(space.get, name, MISSING)
         elif _is_watched(value):
             self._readers[key] = read
+
+
+def _has_memory(value: Any) -> bool:
+    """Whether a function keeps what it returned (functools.cache).
+
+    Only its type and its own attributes are asked: some objects answer to any name, by code of their own.
+    """
+    own = vars(value) if isinstance(value, FunctionType) else {}
+    return all(hasattr(type(value), name) or name in own for name in ("cache_info", "cache_clear"))
+
+
+def _plain(value: Any) -> Any:
+    """Return the function of a method."""
+    return value.__func__ if isinstance(value, MethodType | staticmethod | classmethod) else value
 
 
 def _setter(read: Reader) -> Callable[[Any], None]:
