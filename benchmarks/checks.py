@@ -1,7 +1,9 @@
-"""What the comparisons between ranks cost per step, and the check of the first step once.
+"""What the comparisons between ranks cost per step, the check of the first step once, and sentinels in a long run.
 
     python benchmarks/checks.py [--rounds 100] [--sizes 256x64 ...] [--schedules 1f1b ...] [--json FILE]
     python benchmarks/checks.py --first [--model transformer] [--microbatches 2]  # the check of the first step alone
+    python benchmarks/checks.py --sentinels [--model chain]                       # later checks alone
+    python benchmarks/checks.py --loss [--sizes 1024x64 ...]                      # comparing the loss alone
 
 Two ranks, one thread each; 8 blocks of Linear(D, D) + GELU with a path around each, so that the model is followed; 8
 microbatches. Or 6 layers of nn.TransformerEncoderLayer(D, 4) on sequences of 64.
@@ -13,7 +15,14 @@ The check of the first step is what a first step takes with it less what it take
 `settle`, each of a pipeline that is made anew; beside it stands one microbatch's forward and backward of the plain
 model in the same process. The three take turns, and the medians are compared, on two processes and in one with both
 ranks: by the clock, and by what the slower process's processor worked, which other work on the machine disturbs less.
-All are warm: the first call of a kernel in a process, which any first microbatch pays, is in none of them.
+All are warm: the first call of a kernel in a process, which any first microbatch pays, is in none of them. The bar is
+2.5 microbatches at D = 1024, since two are compared.
+A sentinel is what a step takes that is checked less what the step after it takes, of one pipeline that checks every
+second step. Its part of a run of 10,000 steps, in which 13 are checked, has a bar of 0.1% on 2 ranks with 8
+microbatches, and of 0.2% on 4 ranks with 4.
+With --loss: what it takes to compare a loss function with itself on fewer rows, beside a forward and backward of the
+last block, Linear(D, D) + GELU, on the same rows, in turns in one process with one thread, by processor time. The
+bar is 0.5 at D = 1024.
 """
 
 from __future__ import annotations
@@ -31,6 +40,8 @@ from typing import Any
 
 BLOCKS = 8
 PARTS = ("watch", "batch", "agree")
+LONG = ((2, 8), (4, 4))  # ranks and microbatches of the long runs
+NUM_STEPS = 10_000
 FIRST = ("microbatch", "unchecked", "checked")
 
 
@@ -78,13 +89,9 @@ def watched() -> dict[str, list[float]]:
     return seconds
 
 
-def measure(sizes: Any, microbatches: int, names: Any, rounds: int, model: str, first: bool) -> list[dict[str, Any]]:
-    """Run every case on this rank."""
-    import torch
+def models() -> dict[str, tuple[Callable[[int], Any], tuple[int, ...]]]:
+    """Return what makes each model of a width, and the inner shape of its rows."""
     from torch import Tensor, nn
-    from torch.nn import functional
-
-    import drumline as dl
 
     class Around(nn.Module):
         def __init__(self, width: int) -> None:
@@ -107,7 +114,21 @@ def measure(sizes: Any, microbatches: int, names: Any, rounds: int, model: str, 
                 x = block(x)
             return x
 
-    kind, inner = (Around, ()) if model == "mlp" else (Transformer, (64,))
+    def chain(width: int) -> nn.Sequential:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(BLOCKS)))
+
+    return {"mlp": (Around, ()), "transformer": (Transformer, (64,)), "chain": (chain, ())}
+
+
+def measure(sizes: Any, microbatches: int, names: Any, rounds: int, model: str, first: bool) -> list[dict[str, Any]]:
+    """Run every case on this rank."""
+    import torch
+    from torch import Tensor
+    from torch.nn import functional
+
+    import drumline as dl
+
+    kind, inner = models()[model]
     seconds = watched()
     rows = []
     for width, depth in sizes:
@@ -192,6 +213,90 @@ def first_steps(
     return found
 
 
+def long_run(sizes: Any, microbatches: int, rounds: int, model: str) -> list[dict[str, Any]]:
+    """Return what steps of 1f1b on this rank take that are checked, and those after them that are not."""
+    import torch
+    from torch.nn import functional
+
+    import drumline as dl
+
+    rows, (kind, inner) = [], models()[model]
+    for width, depth in sizes:
+        torch.manual_seed(0)
+        made = kind(width)
+        x, y = (torch.randn(microbatches * depth, *inner, width) for _ in range(2))
+        found: dict[str, Any] = {"checked": [], "step": [], "width": width, "rows": depth}
+        with dl.Pipeline(
+            made, loss_fn=functional.mse_loss, num_microbatches=microbatches, example=x, balance="even", check_model=2
+        ) as pipe:
+            for turn in range(2 * (rounds + 3)):
+                taken, _ = together(partial(settled, pipe, x, y))
+                pipe.zero_grad()
+                if turn >= 6:
+                    found["step" if turn % 2 else "checked"].append(taken)
+        rows.append(found)
+    return rows
+
+
+def sentinels(args: argparse.Namespace, sizes: Any) -> list[Any]:
+    """Measure and print what sentinels add to a long run."""
+    import drumline as dl
+    from drumline.pipeline.check.sentinels import Sentinels
+
+    found = []
+    every = Sentinels(True)
+    number = sum(every.takes(step) for step in range(1, NUM_STEPS + 1))
+    print(f"\n{number} sentinels in {NUM_STEPS} steps of 1f1b, {args.model}")
+    print("D/rows     P  M          step ms (quartiles)      a sentinel adds ms  of a step  of the run")
+    for ranks, microbatches in LONG:
+        each = dl.launch(long_run, sizes, microbatches, max(args.rounds // 2, 5), args.model, num_ranks=ranks)
+        found.append(each)
+        for told in zip(*each, strict=True):
+            row = max(told, key=lambda one: statistics.median(one["step"]))
+            added = [one - other for one, other in zip(row["checked"], row["step"], strict=True)]
+            part = statistics.median(added) / statistics.median(row["step"])
+            case = f"{row['width']:4d}/{row['rows']:<4d} {ranks:3d} {microbatches:2d}"
+            print(f"{case} {spread(row['step'], 1e3):>28s} {spread(added, 1e3):>23s} {part:10.1%} "
+                  f"{number * part / NUM_STEPS:10.3%}")  # fmt: skip
+    return found
+
+
+LOSSES: dict[str, Callable[[Any, Any], Any]] = {
+    "mean": lambda o, t: (o - t).square().mean(),
+    "sum / len": lambda o, t: (o - t).pow(2).sum() / len(t),
+    "mean + sum": lambda o, t: (o - t).pow(2).mean() + 1e-3 * o.abs().sum(),
+}
+
+
+def losses(width: int, depth: int, rounds: int) -> None:
+    """Print what comparing takes beside the last block."""
+    import torch
+    from torch import nn
+
+    from drumline.pipeline.loss.fn_loss import FnWeight
+
+    torch.set_num_threads(1)
+    block = nn.Sequential(nn.Linear(width, width), nn.GELU())
+    x, wanted = torch.randn(depth, width, requires_grad=True), torch.randn(depth, width)
+    targets = [torch.randn(depth, width) for _ in range(8)]
+    for name, loss_fn in LOSSES.items():
+        found: dict[str, list[float]] = {"block": [], "compare": []}
+        for turn in range(rounds + 2):
+            fresh = FnWeight(loss_fn, torch.device("cpu"))
+            output = block(x)
+            start = time.process_time()
+            fresh.resolve(output, 0, targets, [depth] * 8, None)
+            middle = time.process_time()
+            torch.autograd.backward(block(x), wanted)
+            end = time.process_time()
+            if turn >= 2:
+                found["compare"].append(middle - start)
+                found["block"].append(end - middle)
+        times = statistics.median(found["compare"]) / statistics.median(found["block"])
+        case = f"{width:4d}/{depth:<4d} {name:12s}"
+        print(f"{case} {spread(found['compare'], 1e3):>26s} {spread(found['block'], 1e3):>26s} {times:6.2f}")
+
+
 def settled(pipe: Any, x: Any, y: Any) -> None:
     """Run a step to its end."""
     pipe.step(x, target=y)
@@ -240,13 +345,25 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="*", default=["256x64"])
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--schedules", nargs="*", default=["1f1b", "zb-h1", "zb-v"])
-    parser.add_argument("--model", choices=["mlp", "transformer"], default="mlp")
+    parser.add_argument("--model", choices=["mlp", "transformer", "chain"], default="mlp")
     parser.add_argument("--first", action="store_true", help="only the check of the first step")
+    parser.add_argument("--sentinels", action="store_true", help="only the checks of later steps")
+    parser.add_argument("--loss", action="store_true", help="only the comparison of the loss")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     import drumline as dl
 
     sizes = [tuple(map(int, size.split("x"))) for size in args.sizes]
+    if args.sentinels:
+        found = sentinels(args, sizes)
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=2))
+        return
+    if args.loss:
+        print("D/rows    loss                     comparing it ms              the last block ms  times")
+        for width, depth in sizes:
+            losses(width, depth, args.rounds)
+        return
     given = sizes, args.microbatches, list(args.schedules), args.rounds, args.model, args.first
     ranks, alone = (dl.launch(measure, *given, num_ranks=number) for number in (2, 1))
     if not args.first:
@@ -265,8 +382,9 @@ def main() -> None:
             row = max(each, key=lambda one: statistics.median(one["checked" + part]))
             case = f"{row['width']:4d}/{row['rows']:<4d} {row['schedule']:8s} {len(each):9d}"
             print(f"{case} {part.strip() or 'wall':9s} {first_row(row, part)}")
+    later = [] if args.first else sentinels(args, sizes)
     if args.json:
-        args.json.write_text(json.dumps([ranks, alone], indent=2))
+        args.json.write_text(json.dumps([ranks, alone, later], indent=2))
 
 
 if __name__ == "__main__":

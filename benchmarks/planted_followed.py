@@ -36,7 +36,7 @@ FOLLOWED = (
     Bug(
         "penalty-beside-a-sum",
         "runtime/loss/terms.py",
-        "            self._has_constant = True  # a penalty on parameters\n",
+        "            self.has_constant = True  # a penalty on parameters\n",
         "",
         "A penalty beside a loss that is summed is added once for every microbatch.",
     ),

@@ -69,6 +69,7 @@ class Memory:
     def host(self, one: Tensor) -> Tensor:
         """Return the host's view of a tensor of the device."""
         _, flat = self.by_storage[one.untyped_storage()._cdata]
+        flat = flat if flat.dtype is one.dtype else flat.view(one.dtype)  # a view of the same bytes
         return flat.as_strided(one.shape, one.stride(), one.storage_offset())
 
 
@@ -194,6 +195,29 @@ def trained(device: str, folder: str, *, how: dict[str, Any] | None = None, **se
         return {name: one.detach().cpu() for name, one in found.items()}
 
 
+def without_labels(device: str, folder: str) -> dict[str, Any]:
+    """Train on microbatches of which one has no labels that count; and let a model's own loss count none."""
+    from drumline.pipeline.pipeline import Pipeline
+    from drumline.runtime.loss.sheet import Scaled, Sheet
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 5))
+    x, y = torch.randn(8, 4), torch.randint(5, (8,))
+    y[2:4] = -100
+    x, y = x.to(device), y.to(device)
+    given: dict[str, Any] = {"loss_fn": functional.cross_entropy, "num_microbatches": 4, "num_ranks": 2}
+    with Pipeline(model, device=device, transport="in-process", **given) as pipe:
+        found: dict[str, Any] = {"loss": pipe.step(x, target=y).loss}
+        pipe.settle()
+        found |= {name: one.grad for name, one in pipe.named_parameters()}
+    logits = torch.ones(2, 5).to(device).requires_grad_()
+    loss = Scaled(functional.cross_entropy, 0, Sheet())(logits, y[2:4])
+    if device != "cpu":  # there the host knows that it counts nothing
+        torch.autograd.backward(loss, torch.zeros_like(loss))
+    found["own"] = torch.zeros(2, 5) if logits.grad is None else logits.grad
+    return {name: one.detach().cpu() for name, one in found.items()}
+
+
 def trained_by_settings(device: str, folder: str) -> dict[str, Any]:
     """Run what `drumline train` runs on every rank; return its losses, norms and evaluations."""
     from drumline.train.config.settings import (
@@ -227,6 +251,7 @@ def compared() -> list[str]:
     forbid_cuda()
     runs: dict[str, Callable[[str, str], dict[str, Any]]] = {
         **{name: partial(trained, **settings) for name, settings in CASES.items()},
+        "no labels": without_labels,
         "drumline train": trained_by_settings,
     }
     for name, run_on in runs.items():

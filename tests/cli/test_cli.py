@@ -452,6 +452,7 @@ def test_verify_says_yes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         "stages": 4,
         "microbatches": 4,
         "steps": 2,
+        "batches_differ": True,
         "transport": "in-process",
         "loss_difference": 0.0,
         "gradient_difference": 0.0,
@@ -467,7 +468,8 @@ def test_verify_says_yes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     code, out, err = run(capsys, *VERIFY, "dualpipe", "--steps", "1")
     assert (code, err) == (0, "")
     assert out.startswith("dualpipe: 2 ranks, 2 stages, 4 microbatches, 1 step, in-process\n")
-    assert "up to rounding (1e-06 allowed)" in out
+    assert "matches single-process training in 1 step, up to rounding (1e-06 allowed)" in out
+    assert "batch;" not in out
     path = tmp_path / "mine.csv"
     build("gpipe", 3, 5).save(path)
     found = run_json(capsys, "verify", str(path), "--transport", "in-process")[1]

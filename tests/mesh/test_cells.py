@@ -143,7 +143,7 @@ def test_a_combination_trains_as_one_process_does(ranks: list[dict[str, Any]], n
         assert rank[name]["norm"] == pytest.approx(norm_of(wanted["gradients"]), rel=10 * near)
     for what in ("gradients", "state"):
         found = {key: one for rank in ranks for key, one in rank[name][what].items()}
-        assert found.keys() == set(wanted[what]) - ({"head.weight"} if cell.what.model.get("tied") else set())
+        assert found.keys() == set(wanted[what])
         scale = norm_of(wanted["gradients"]) if what == "gradients" else 10 * changed(cell, wanted["state"])
         for key, one in some(found.items()):
             assert float((one.float() - wanted[what][key]).norm()) <= near * scale, (what, key)

@@ -111,17 +111,17 @@ def test_second_copies_get_the_values_of_the_first() -> None:
 
 
 def let_go() -> tuple[list[int], float]:
-    """Drop the model once the pipeline is made; returns which of its blocks are still there."""
+    """Drop the model once the pipeline is made; returns which of its blocks are there after the first step's check."""
     rank = torch.distributed.get_rank()
     model = mlp()
     blocks = [weakref.ref(one) for one in model]
     (program,) = programs("1f1b", 2, (4,))
     with Pipeline(model, loss_fn=functional.mse_loss, schedule=program) as pipe:
         del model
-        gc.collect()
-        alive = [number for number, one in enumerate(blocks) if one() is not None]
         batch, target = data(8)
         pipe.step(batch if rank == 0 else None, target=target if rank == 1 else None)
+        gc.collect()
+        alive = [number for number, one in enumerate(blocks) if one() is not None]
         return alive, pipe.clip_grad_norm_(1.0).item()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import time
@@ -17,8 +18,9 @@ from torch.nn import functional
 from drumline.core.errors import ModelError
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.verify.comparing import few, off
-from drumline.pipeline.verify.plain import Plain, undisturbed
-from drumline.pipeline.verify.plain_step import Slice, plain_step
+from drumline.pipeline.verify.keeping import undisturbed
+from drumline.pipeline.verify.plain import Plain
+from drumline.pipeline.verify.plain_step import Slice, plain_steps
 from drumline.runtime.gradients.sketch import sketch
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
@@ -122,7 +124,7 @@ def test_what_sketches_leave_in_doubt_is_compared_in_full(apart: float, is_wrong
 
     def once(gradient: Tensor) -> Tensor:
         calls.append(1)
-        return gradient * (1 + apart) if len(calls) == 2 else gradient  # in the step's first microbatch
+        return gradient * (1 + apart) if len(calls) == 3 else gradient  # in the step's first microbatch
 
     model = Wide()
     weight = model.layers[1].weight
@@ -134,7 +136,7 @@ def test_what_sketches_leave_in_doubt_is_compared_in_full(apart: float, is_wrong
             step(pipe)
     else:
         step(pipe)
-    assert len(calls) == 1 + 4 + (apart > 0)  # the model by itself, the step, and the model once more
+    assert len(calls) == 2 + 4 + 2 * (apart > 0)  # the model by itself, the step, and the model once more
 
 
 def test_a_wrong_gradient_of_a_few_elements_is_named() -> None:
@@ -144,7 +146,7 @@ def test_a_wrong_gradient_of_a_few_elements_is_named() -> None:
         calls.append(1)
         wrong = gradient.clone()
         wrong[7, 3] += 2e-3 * gradient.norm()
-        return wrong if len(calls) == 2 else gradient
+        return wrong if len(calls) == 3 else gradient
 
     model = Wide()
     weight = model.layers[1].weight
@@ -193,19 +195,19 @@ def test_it_leaves_no_trace() -> None:
             assert torch.equal(one.grad, other.grad), name
 
 
-def test_it_costs_one_forward_of_each_block() -> None:
+def test_it_costs_two_forwards_of_each_block() -> None:
     counts = []
     for check in (True, False):
-        calls: list[str] = []
+        calls = itertools.count()  # which nothing puts back, as it would a list
         model = Skips()
-        model.layers[2].register_forward_pre_hook(lambda *_, calls=calls: calls.append("called"))
+        model.layers[2].register_forward_pre_hook(lambda *_, calls=calls: next(calls) and None)
         pipe = pipeline(model, check_model=check)
-        calls.clear()
+        before = next(calls)
         step(pipe)
-        counts.append(len(calls))
+        counts.append(next(calls) - before)
         step(pipe)
-        assert len(calls) == counts[-1] + 4
-    assert counts[0] == counts[1] + 1
+        assert next(calls) == before + counts[-1] + 5
+    assert counts[0] == counts[1] + 2
 
 
 class Mixed(nn.Module):
@@ -247,12 +249,6 @@ def test_a_model_with_moods_is_refused() -> None:
     pipe = pipeline(Mixed(lambda _, x: x * next(_moods)))
     with pytest.raises(ModelError, match="returns something else each time it is called"):
         step(pipe)
-
-
-def test_chains_run_as_they_are_and_are_not_checked() -> None:
-    pipe = pipeline(nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))))
-    step(pipe)
-    assert pipe.checked is None
 
 
 def test_the_record_of_the_first_step_says_what_it_cost_and_found(tmp_path: Path) -> None:
@@ -351,9 +347,9 @@ def test_a_gradient_in_memory_that_is_used_again_is_copied() -> None:
             return _IntoABuffer.apply(x, self.bias)  # type: ignore[no-untyped-call]
 
     model = Biased()
-    seen = plain_step(
+    [seen] = plain_steps(
         Plain([model], ["0"]),
-        Slice(0, torch.ones(2, 3), None, 1.0),
+        [Slice(0, torch.ones(2, 3), None, 1.0)],
         lambda output, _: output.sum(),
         wanted=[model.bias],
         device=torch.device("cpu"),

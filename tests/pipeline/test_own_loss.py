@@ -360,14 +360,21 @@ def test_a_plain_run_tells_what_a_loss_counts() -> None:
     assert OwnWeight(Logits(), functional.mse_loss)(batch["input_ids"], torch.zeros(ROWS, WORDS, LENGTH)) == ROWS
 
 
-def test_a_loss_fn_that_cannot_be_looked_into_warns_of_ignored_targets() -> None:
+def test_a_loss_fn_that_cannot_be_looked_into_is_compared_and_warns_of_nothing() -> None:
     def odd(output: Tensor, target: Tensor) -> Tensor:
         return functional.cross_entropy(output, target.clamp(min=0)).pow(1.0)
 
     batch = text()
-    pipe = Pipeline(Logits(), loss_fn=odd, num_ranks=2, num_microbatches=4, balance="even", example=batch["input_ids"])
-    with pytest.warns(UserWarning, match=r"loss_fn uses pow.* Pass loss_weight="):
-        pipe.step(batch["input_ids"], target=batch["labels"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        like_the_whole_batch(
+            Logits(),
+            {"input_ids": batch["input_ids"]},
+            "1f1b",
+            lambda model: odd(model(batch["input_ids"]), batch["labels"]),
+            loss_fn=odd,
+            target=batch["labels"],
+        )
 
 
 def test_a_loss_fn_over_the_whole_batch_is_refused() -> None:
@@ -381,17 +388,23 @@ def test_a_loss_fn_over_the_whole_batch_is_refused() -> None:
         pipe.step(ids, target=ids)
 
 
-def test_a_loss_fn_that_adds_up_different_counts_is_refused() -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_loss_fn_that_adds_up_different_counts_has_factors_for_each(schedule: str) -> None:
     def both(output: Tensor, target: Tensor) -> Tensor:
         return functional.cross_entropy(output, target) + output.square().mean()
 
     batch = text()
-    pipe = Pipeline(Logits(), loss_fn=both, num_ranks=2, num_microbatches=4, balance="even", example=batch["input_ids"])
-    with pytest.raises(ModelError, match=r"loss_fn adds means over different counts.*pass loss_weight="):
-        pipe.step(batch["input_ids"], target=batch["labels"])
+    like_the_whole_batch(
+        Logits(),
+        {"input_ids": batch["input_ids"]},
+        schedule,
+        lambda model: both(model(batch["input_ids"]), batch["labels"]),
+        loss_fn=both,
+        target=batch["labels"],
+    )
 
 
-def test_a_plain_loss_fn_is_called_once_a_microbatch_and_warns_of_nothing() -> None:
+def test_after_the_first_step_a_loss_fn_is_called_once_a_microbatch_and_it_keeps_no_trace_of_more() -> None:
     calls = []
 
     def counted(output: Tensor, target: Tensor) -> Tensor:
@@ -402,5 +415,6 @@ def test_a_plain_loss_fn_is_called_once_a_microbatch_and_warns_of_nothing() -> N
     pipe = Pipeline(model, loss_fn=counted, num_ranks=2, num_microbatches=4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        pipe.step(torch.randn(8, 3), target=torch.randn(8, 3))
-    assert len(calls) == 4
+        for _ in range(2):
+            pipe.step(torch.randn(8, 3), target=torch.randn(8, 3))
+    assert len(calls) == 8

@@ -285,7 +285,7 @@ def same(rank: int, moment: int) -> int:
 
 def test_what_happens_between_steps_is_measured_by_kind(tmp_path: Path) -> None:
     batches = [torch.randn(8, 4) for _ in range(3)]
-    with pipeline(record=tmp_path) as pipe:
+    with pipeline(record=tmp_path, check_model="first") as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         for batch in pipe.data(batches):
             pipe.step(batch, target=batch)

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from drumline.core.errors import DrumlineError
 from drumline.pipeline.check import relay
-from drumline.pipeline.check.relay import GaveUp, Places, Relay
+from drumline.pipeline.check.places import Places
+from drumline.pipeline.check.relay import GaveUp, Relay
 from drumline.pipeline.check.verdict import Checked
 from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
@@ -242,7 +243,8 @@ def test_a_chain_without_memory_runs_as_it_is() -> None:
     model = on_meta(make)
     pipe = Pipeline(model, loss_fn=functional.mse_loss, num_microbatches=4, num_ranks=2)
     loss = pipe.step(x, target=y).loss
-    assert pipe.checked is None
+    assert pipe.checked is not None
+    assert (pipe.checked.num_parameters, pipe.checked.wrong) == (8, ())
     device = next(model.parameters()).device
     whole = functional.mse_loss(model(x.to(device)), y.to(device))
     torch.testing.assert_close(loss, whole.detach())

@@ -157,6 +157,42 @@ def break_step(monkeypatch: pytest.MonkeyPatch, spoil: Any) -> None:
     monkeypatch.setattr(Pipeline, "step", step)
 
 
+def test_every_step_has_another_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+    right = Pipeline.step
+
+    def step(self: Pipeline, batch: Tensor, **named: Any) -> StepResult:
+        seen.append(batch)
+        return right(self, batch, **named)
+
+    monkeypatch.setattr(Pipeline, "step", step)
+    found = in_process(num_microbatches=4, num_steps=3)
+    assert (found.identical, found.num_steps, found.batches_differ, found.summary()["batches_differ"]) == (
+        True,
+        3,
+        True,
+        True,
+    )
+    assert len({tuple(one.flatten().tolist()) for one in seen}) == 3
+    assert not in_process(num_microbatches=4, num_steps=1).batches_differ
+
+
+def test_a_batch_whose_rows_cannot_trade_places_stays_the_same() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+        def forward(self, x: Tensor, scale: Tensor) -> Any:
+            return self.layers[1](self.layers[0](x) * scale)
+
+    def make() -> Any:
+        return Table(), functional.mse_loss, {"x": torch.randn(8, 4), "scale": torch.ones(())}, torch.randn(8, 4)
+
+    found = in_process(model=make, num_microbatches=4)
+    assert (found.passes, found.batches_differ) == (True, False)
+
+
 def test_a_wrong_gradient_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def spoil(pipe: Pipeline, _: StepResult) -> None:
         gradient = dict(pipe.named_parameters())["5.1.bias"].grad

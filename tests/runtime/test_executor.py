@@ -14,7 +14,7 @@ from drumline.runtime.blocks.cut import Block
 from drumline.runtime.channel.in_process import Hub, take_turns
 from drumline.runtime.draft import Draft, NoClock
 from drumline.runtime.executor import Executor
-from drumline.runtime.gradients.clip import Witness
+from drumline.runtime.gradients.witness import Witness
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.stage import Stage
 from drumline.runtime.step import Step
@@ -115,24 +115,30 @@ def test_what_a_row_does_is_noted_action_by_action() -> None:
 
 @pytest.mark.parametrize("merge", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_a_witness_sees_one_microbatchs_gradients_and_output(schedule: str, merge: bool) -> None:
+def test_witnesses_see_one_microbatchs_gradients_and_output_each(schedule: str, merge: bool) -> None:
     program = generate(schedule, num_ranks=2, num_microbatches=MICROBATCHES)
     model = layers(2)
     batch, target = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
-    hub, made = executors(program, model, merge=merge)
-    for executor in made:
-        executor.witness = Witness(1)
-    run(hub, made, step_on(batch, target))
+    hub, unseen = executors(program, model, merge=merge)
+    run(hub, unseen, step_on(batch, target))
+    whole = [one.grad for layer in model for one in layer.parameters()]
     for layer in model:
         layer.zero_grad()
-    output = nn.Sequential(*model)(batch.chunk(MICROBATCHES)[1])
-    torch.autograd.backward(functional.mse_loss(output, target.chunk(MICROBATCHES)[1]) / MICROBATCHES)
-    for executor, layer in some(zip(made, model, strict=True)):
-        assert executor.witness is not None
-        for one in layer.parameters():
-            torch.testing.assert_close(executor.witness.gradients[one], one.grad)
-    assert made[1].witness is not None
-    torch.testing.assert_close(made[1].witness.output, output.detach())
+    hub, made = executors(program, model, merge=merge)
+    for executor in made:
+        executor.witnesses = [Witness(1), Witness(2)]
+    run(hub, made, step_on(batch, target))
+    for one, before in zip([one for layer in model for one in layer.parameters()], whole, strict=True):
+        torch.testing.assert_close(one.grad, before, rtol=1e-6 if merge else 0, atol=1e-6 if merge else 0)
+    for at, microbatch in enumerate([1, 2]):
+        for layer in model:
+            layer.zero_grad()
+        output = nn.Sequential(*model)(batch.chunk(MICROBATCHES)[microbatch])
+        torch.autograd.backward(functional.mse_loss(output, target.chunk(MICROBATCHES)[microbatch]) / MICROBATCHES)
+        for executor, layer in some(zip(made, model, strict=True)):
+            for one in layer.parameters():
+                torch.testing.assert_close(executor.witnesses[at].gradients[one], one.grad)
+        torch.testing.assert_close(made[1].witnesses[at].output, output.detach())
 
 
 def test_an_action_that_no_row_of_ours_has_is_refused_by_name() -> None:

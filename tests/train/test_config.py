@@ -19,6 +19,7 @@ from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.models import MODELS
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.launch.launch import train_config
+from drumline.train.config.flags import assigned
 from drumline.train.config.keys import TABLES, Key, keys
 from drumline.train.config.read import from_toml, read_settings
 from drumline.train.config.settings import (
@@ -26,6 +27,7 @@ from drumline.train.config.settings import (
     MeshSettings,
     OptimizerGroup,
     OptimizerSettings,
+    PipelineSettings,
     RunSettings,
     TrainSettings,
 )
@@ -141,6 +143,8 @@ WRONG = {
     '"function"|',
     "[lengths]\nhow = 'buckets'\nbuckets = [64, 32]": "line 3|lengths.buckets|is [64, 32]|rising lengths of at most "
     "batch.sequence, 256|",
+    "[memory]\nsequence_parallel = true": "line 2|memory.sequence_parallel|is true, and mesh.tensor is 1|false|raise "
+    "mesh.tensor, or leave it out",
     "[precision]\ncompute = 'fp16'\nweights = 'bf16'": 'line 3|precision.weights|is "bf16" with compute = "fp16"|'
     "float32 weights, whose gradients can be unscaled without loss|set master_weights = true",
 }
@@ -264,6 +268,8 @@ def values_of(key: Key) -> Any:
         return st.dictionaries(st.sampled_from(["num_dense_layers", "alibi", "experts_per_token", "others"]), PLAIN)
     if key.rule.choices:
         return st.sampled_from(key.rule.choices)
+    if key.path == "pipeline.check_model":
+        return st.booleans() | st.just("first") | st.integers(1, 2**62)
     kind = get_origin(key.inner) or key.inner
     inner = get_args(key.inner)[0] if kind is tuple else kind
     one: Any = {
@@ -307,3 +313,17 @@ def test_what_may_change_while_a_run_goes_on_has_the_defaults_of_a_pipeline() ->
     defaults = {one.name: one.default for one in fields(AdaptSettings)}
     assert defaults.pop("on") is False
     assert defaults == {one.name: one.default for one in fields(Adapt)}
+
+
+def test_the_steps_to_check_are_a_switch_a_word_or_a_number(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    for text, value in {"true": True, "false": False, '"first"': "first", "500": 500, "1": 1}.items():
+        path.write_text(f"[pipeline]\ncheck_model = {text}\n")
+        found = read_settings(path).pipeline.check_model
+        assert (found, type(found)) == (value, type(value))
+    one = read_settings(lambda: {"pipeline": PipelineSettings(check_model=1)}).pipeline.check_model
+    assert type(one) is int
+    expected = 'true, false, "first", or a whole number of 1 or more'
+    assert expected in told('[pipeline]\ncheck_model = "always"\n', tmp_path)[0]
+    assert expected in told("[pipeline]\ncheck_model = 0\n", tmp_path)[0]
+    assert assigned("pipeline.check_model=first") == ("pipeline.check_model", "first")

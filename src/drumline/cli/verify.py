@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mesh", type=flags.mesh, metavar="AXIS=N,...", help=meaning)
     add("--zero", type=whole, default=0, metavar="N", help="what dp divides: 1 optimizer state, 3 all (default 0)")
     add("--sequence-parallel", action="store_true", help="with tp, also divide the tokens between its layers")
-    add("--steps", type=whole, default=2, metavar="N", help="number of training steps (default 2)")
+    vouches = "training steps to vouch for, each with another batch (default 2)"
+    add("--steps", type=whole, default=2, metavar="N", help=vouches)
     add("--seed", type=whole, default=0, metavar="S", help="random seed (default 0)")
     flags.add_out(parser, TEXTS)
     flags.add_json(parser)
@@ -90,10 +91,12 @@ def _text(result: Verification, width: int) -> str:
     head = f"{result.schedule}: {mesh}{', '.join(counted(*one) for one in numbers)}, {result.transport}"
     over = {name: one for name, one in result.gradient_differences.items() if one > result.tolerance}
     worst = sorted(over, key=over.__getitem__, reverse=True)
+    steps = f" in {counted(result.num_steps, 'step')}"
     if result.identical:
-        verdict = "The pipeline matches single-process training: all bits are equal."
+        verdict = f"The pipeline matches single-process training{steps}: all bits are equal."
     elif result.passes:
-        verdict = f"The pipeline matches single-process training, up to rounding ({result.tolerance:.3g} allowed)."
+        verdict = f"The pipeline matches single-process training{steps}, up to rounding "
+        verdict += f"({result.tolerance:.3g} allowed)."
     else:
         allowed = f"{result.tolerance:.3g} is allowed" if result.tolerance else "all bits must be equal"
         verdict = f"The pipeline does not match single-process training: {allowed}."
@@ -102,7 +105,14 @@ def _text(result: Verification, width: int) -> str:
             verdict += f" Wrong gradients: {', '.join(worst[:_MOST_NAMED])}{more}."
             verdict += f" {_where(result)}"
     turns = " between ranks that took turns" if result.transport == "in-process" else ""
-    tail = f"loss {result.loss:.6g}; bubble measured{turns}: {result.bubble:.1%} of the last step"
+    batches = (
+        ""
+        if result.num_steps == 1
+        else "; every step had another batch"
+        if result.batches_differ
+        else ("; every step had the same batch")
+    )
+    tail = f"loss {result.loss:.6g}{batches}; bubble measured{turns}: {result.bubble:.1%} of the last step"
     shown = table(["", "largest difference", "of parameter"], rows, width=width, keep=("largest difference",))
     return "\n".join([wrapped(head, width), shown, wrapped(verdict, width), wrapped(tail, width)])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -83,6 +83,7 @@ class Assembly:
     order: Sequence[str] = ()  # names of all parameters of the unsplit model
     trained: Mapping[str, torch.Size] = field(default_factory=dict)  # shapes of the trainable ones
     is_double: bool = False  # whether any trainable one is float64
+    lends: Callable[[], Collection[nn.Parameter]] | None = None  # what the loss uses of other stages of this process
 
     def of_ranks(self, ranks: Iterable[int]) -> Assembly:
         """Return the same assembly without the blocks of other ranks, so that these can be freed; all names stay."""
@@ -140,7 +141,7 @@ class Assembly:
         return stage
 
     def _stage(self, index: int, blocks: tuple[Block, ...]) -> Stage:
-        return Stage(
+        made = Stage(
             index,
             blocks,
             self.randomness,
@@ -152,6 +153,9 @@ class Assembly:
             trained_below=self._trained_below(index),
             compiler=self.compiler,
         )
+        if made.loss is not None:
+            made.segments[-1].lends = self.lends
+        return made
 
     def described(self, **more: Any) -> dict[str, Any]:
         """Return the settings that must be the same on all ranks."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -82,6 +82,8 @@ class Engine(Observer):
         # first step some of them may watch each half.
         self.takes_turns = crew.axes.size("ep") > 1 and crew.axes.size("cp") == 1 and weigh != "always"
         self.takes_turns &= not assembly.checkpointed
+        # Says what divided layers have to do with an error of a forward.
+        self.explaining: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def total_norm(self, norms: Iterable[Mapping[str, float]], norm_type: float) -> Tensor:
         """Return the norm of all gradients, given the norms by name that ranks have told."""
@@ -226,6 +228,7 @@ class Engine(Observer):
     @contextmanager
     def _computing(self) -> Iterator[None]:
         with (
+            self.explaining(),
             self.assembly.randomness.kept_aside(),
             # Running the backward in this thread avoids two thread switches per action.
             torch.autograd.set_multithreading_enabled(False),

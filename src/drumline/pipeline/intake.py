@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drumline.core.errors import BatchError, ModelError
 from drumline.pipeline.lengths.sizes import Size, sizes_of
-from drumline.pipeline.loss.fn_loss import Check, FnWeight, size_of, uneven
+from drumline.pipeline.loss.fn_loss import FnWeight
 from drumline.pipeline.loss.own_loss import OwnShares, own_loss
+from drumline.pipeline.loss.targets import size_of, uneven
 from drumline.pipeline.model.blocks import inputs_for, is_chain
 from drumline.pipeline.model.splits import found_split
 from drumline.runtime.batch import Split, cut, num_rows, rows_apart, rows_of_each, shares
 from drumline.runtime.blocks.cut import Block, Model
 from drumline.runtime.blocks.pieces import Piece
+from drumline.runtime.gradients.guard import guard
 from drumline.runtime.loss.counts import Across, Weighing, weighed
 from drumline.runtime.loss.sheet import Factors, Multiplying
 from drumline.runtime.microbatches import has_microbatches
@@ -56,22 +58,26 @@ class Intake:
         self.own = not self._is_chain and loss_fn is None  # whether the model computes its own loss
         self._found = found_split(model, split)
         self._own_shares: OwnShares | None = None
-        self._fn = None if loss_fn is None or weigh is not None else FnWeight(loss_fn)
+        self._fn = None if loss_fn is None or weigh is not None else FnWeight(loss_fn, device)
         self._step: Step | None = None  # the current step
         self._rows: list[int] = []  # rows of each microbatch
         self._sizes: list[int] | None = None  # elements of their targets, if their lengths may differ
         self.is_open = False  # whether it is still unknown what the loss averages over
-        self._check: Check | None = None  # check of the first step's loss
-        self._is_compared = False
+        self._factors: Mapping[int, Factors] = {}  # of the parts of loss_fn, by microbatch, if they need them
         self.order_of: Callable[[tuple[Size, ...]], tuple[int, ...]] | None = None  # chooses the order of microbatches
         self.precise = False  # whether the loss shares need double precision
         self._weights: list[float | Tensor] = []
         self._shares: Sequence[Tensor] = ()
         self._across: Across | None = None
 
-    def count_across(self, across: Across) -> None:
-        """Weigh microbatches among those of all lines of a mesh; `across` returns what all of them count."""
+    def count_across(self, across: Across, sequences: int = 1) -> None:
+        """Weigh microbatches among those of all lines of a mesh; `across` returns what all of them count.
+
+        So many lines have parts of the same sequences.
+        """
         self._across = across
+        if self._fn is not None:
+            self._fn.parts = sequences
         for one in (self._fn, self._own_shares):
             if one is not None:
                 one.across = across
@@ -87,6 +93,10 @@ class Intake:
         self.num_microbatches = num_microbatches
         if self._own_shares is not None:
             self._own_shares.recut(num_last)
+
+    def lent(self) -> Collection[nn.Parameter]:
+        """Return the parameters that loss_fn uses without holding them."""
+        return () if self._fn is None else self._fn.lent
 
     @property
     def counts_labels(self) -> bool:
@@ -169,6 +179,14 @@ class Intake:
         if len(step.sizes) != self.num_microbatches:
             self.cut_batch(step.batch if step.batch is not None else step.target)  # says what is wrong
 
+    @staticmethod
+    def is_counted(step: Step, microbatch: int) -> bool:
+        """Whether a microbatch has a loss of its own: one whose weight is known to be 0 has none.
+
+        A step that repeats another is not split again; each of its microbatches has one.
+        """
+        return not step.targets or step.targets[microbatch] is not _NOTHING
+
     def cut_batch(self, batch: Any, *, what: str = "the batch") -> list[Any]:
         """Return the microbatches of a batch, split as the user or the model says."""
         split = None if what.endswith("target") else self._found(batch)
@@ -189,7 +207,10 @@ class Intake:
         return weighed([[float(one)] for one in self._rows], self._rows, across=self._across)
 
     def factors_of(self, microbatch: int) -> Factors:
-        """Return the factors for parts of the model's own loss in a microbatch, if they do not all share one."""
+        """Return the factors for parts of the model's own loss in a microbatch, if they do not all share one.
+
+        Those of loss_fn are applied where it is called.
+        """
         return () if self._own_shares is None else self._own_shares.script.sheet.factors.get(microbatch, ())
 
     def multiplying(self, inputs: Any, factors: Factors) -> AbstractContextManager[object]:
@@ -212,6 +233,7 @@ class Intake:
             one if isinstance(share, Tensor) or share else _NOTHING
             for one, share in zip(step.targets, weighing.shares, strict=True)
         ]
+        self._factors = weighing.factors
         if self._own_shares is not None:
             self._own_shares.script.sheet.fill(weighing.factors)
 
@@ -236,32 +258,51 @@ class Intake:
             return own_loss(output, needed=self._trains)
         fn = fn or self.loss_fn
         assert fn is not None
-        loss = fn(output, target) if self._fn is None else self._fn.watch(fn, output, target)
+        factors: Factors = ()
+        if self._fn is not None and (microbatch := self._place(target)) is not None:
+            self._weigh_now(self._fn, output, microbatch)
+            if self._step is not None and self._step.targets[microbatch] is _NOTHING:
+                return self._nothing(output)
+            factors = self._factors.get(microbatch, ())
+        multiplying = nullcontext() if self._fn is None else self._fn.multiplying(output, target, factors)
+        with multiplying:
+            loss = fn(output, target)
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ModelError(f"loss_fn returned {what}", expected="a scalar tensor: the mean over the microbatch")
-        return loss if self._fn is None else self._seen(self._fn, output, target, loss)
+        if not loss.is_cpu:
+            guard(pack(output)[0], loss)
+        return loss
 
-    def _seen(self, fn: FnWeight, output: Any, target: Any, loss: Tensor) -> Tensor:
-        """Weight the step by what the loss was just seen to count; if in doubt, compare it with the whole batch."""
+    def _place(self, target: Any) -> int | None:
+        """Return which microbatch of the step a target belongs to; None if blocks are only being measured."""
+        if self._step is None:
+            return None
+        tensors = pack(target)[0]
+        for at, one in enumerate(self._step.targets):
+            if one is target or (tensors and [id(each) for each in pack(one)[0]] == [id(each) for each in tensors]):
+                return at
+        return None
+
+    def _weigh_now(self, fn: FnWeight, output: Any, microbatch: int) -> None:
+        """Weigh the step by what the loss counts, if its output was needed to tell, and compare the loss if needed."""
         step = self._step
-        if step is None or not any(one is target for one in step.targets):
-            return loss  # not a step: blocks are being measured
-        microbatch = next(at for at, one in enumerate(step.targets) if one is target)
+        assert step is not None
         if self.is_open:
-            self._take_shares(step, fn(step.targets, self._rows, self._sizes))
+            self._take_shares(step, fn.resolve(output, microbatch, step.targets, self._rows, self._sizes))
+        else:
+            fn.verify(output, step.targets[microbatch], self._rows[microbatch], apart=step.apart)
         if step.apart and fn.is_uneven:
             raise uneven("averages over something that does not grow with its target")
-        if fn.is_doubted and not self._is_compared:
-            if self._check is None or self._check.step is not step:
-                self._check = Check(fn.loss_fn, step, is_one_of_several=self._across is not None)
-            self._is_compared = self._check.add(microbatch, output, loss)
-        return self._nothing(output) if step.targets[microbatch] is _NOTHING else loss
 
     def _nothing(self, output: Any) -> Tensor:
         """Return a zero loss: the mean over nothing would be NaN, and so would its gradient."""
-        made = [one for one in pack(output)[0] if one.requires_grad and not (self.own and one.dim() == 0)]
-        return sum(((one.float() * 0.0).nan_to_num().sum() for one in made), torch.zeros(()))
+        tensors = [torch.view_as_real(one) if one.is_complex() else one for one in pack(output)[0]]
+        made = [one for one in tensors if one.is_floating_point() and not (self.own and one.dim() == 0)]
+        zeros = [(one * 0.0).nan_to_num().sum() for one in made if one.requires_grad]
+        if zeros:
+            return sum(zeros[1:], start=zeros[0])
+        return torch.zeros((), dtype=made[0].dtype if made else None, device=self.device)
 
 
 def _plain(weight: float | Tensor) -> float | Tensor:

@@ -18,6 +18,7 @@ from drumline.core.errors import ModelError, UsageError, counted
 from drumline.core.program import Program
 from drumline.pipeline import transports
 from drumline.pipeline.assembly import Checkpointing
+from drumline.pipeline.check.sentinels import When, is_when
 from drumline.pipeline.lengths import programs
 from drumline.pipeline.model import splits
 from drumline.plan.device.plan import Plan
@@ -56,7 +57,7 @@ _COUNT = "an integer of at least 1"
 _YEAR = 31_536_000  # clocks of operating systems overflow far above
 _COUNTS = ("num_microbatches", "num_ranks", "stages_per_rank")
 _SWITCHES = (
-    "master_weights", "check_finite", "check_model", "merge_weight_gradients", "capture", "weigh", "arrange",
+    "master_weights", "check_finite", "merge_weight_gradients", "capture", "weigh", "arrange",
     "continue_record", "sequence_parallel", "vertical_sync",
 )  # fmt: skip
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -68,6 +69,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         f"a positive number of seconds, at most {_YEAR} (a year)",
     ),
     **dict.fromkeys(_SWITCHES, (lambda one: isinstance(one, bool), "True or False")),
+    "check_model": (is_when, 'True, False, "first", or a number of steps between two checks'),
     "schedule": (lambda one: isinstance(one, str | Path | Program), "a schedule name, a Program, or a CSV file"),
     "record": (lambda one: isinstance(one, bool | str | Path) and one != "", "True, False, or a folder for the run"),
     "zero": (
@@ -110,7 +112,7 @@ class Options:
     precision: str = "fp32"
     master_weights: bool = False
     check_finite: bool = True
-    check_model: bool = True
+    check_model: When = True
     merge_weight_gradients: bool = False
     timeout: float = 300.0
     ahead: int = 2
@@ -196,6 +198,12 @@ class Options:
                 )
         if sizes.get("tp", 1) > 1:
             styles.Plan.of(self.tensor_parallel, self.model)
+        elif self.sequence_parallel:
+            raise UsageError(
+                "sequence_parallel is True, and the mesh has no tp",
+                expected="tensor-parallel lines, which divide the tokens between their layers",
+                fix='pass mesh={"pp": ..., "tp": ...}, or sequence_parallel=False',
+            )
 
     def _check_auto(self) -> None:
         """Refuse to search if nothing is measured, or if steps may name programs."""

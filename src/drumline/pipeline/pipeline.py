@@ -67,8 +67,8 @@ class Pipeline:
     - `weights`: a folder, a file or `dl.Weights`; each rank reads only its own parameters. A model on the meta device
       gets memory only for this rank's stages; without `weights`, its modules initialise them.
     - `checkpoint`: blocks to recompute: "none" (default), "full", block names, or a dict with one of these per stage.
-    - `loss_weight(target)`: returns the weight of a microbatch. Default: what torch's losses average over (labels that
-      are not ignored), else the number of rows.
+    - `loss_weight(target)`: returns the weight of a microbatch. Default: what the loss is found to average over, by
+      comparing it with itself on fewer rows: labels that are not ignored, rows, or nothing for a sum.
     - `split`: how to split arguments that are not split along dimension 0. A dict from name or position to a dimension,
       None (pass it whole), or a function of all arguments that returns how many rows of a packed argument belong to
       each row of the batch.
@@ -81,7 +81,8 @@ class Pipeline:
     - `master_weights`: `pipe.optimizer` updates float32 copies of bf16 or fp16 parameters.
     - `check_finite`: on a NaN, raise NonFiniteError on all ranks before an optimizer steps (default True). A schedule
       without a flush leaves out that update instead: see `StepResult.skipped`.
-    - `check_model`: compare one microbatch of the first step with the unsplit model (default True). If they differ,
+    - `check_model`: compare two microbatches of the first step with the unsplit model, and one of a few later steps
+      (default True). "first" checks the first step alone, a number every so many steps, False none. If they differ,
       raise ModelError before an optimizer steps. `pipe.checked` says what was compared and what it cost.
     - `merge_weight_gradients`: run adjacent W actions as one larger product, which sums in a different order.
     - `timeout`: longest wait for another rank, in seconds (default 300). `ahead`: open receives per edge (default 2).
@@ -183,7 +184,7 @@ class Pipeline:
 
     @property
     def checked(self) -> Checked | None:
-        """What the check of the first step compared, what it cost and what it skipped; None before the check."""
+        """What the last check compared, what it cost and what it skipped; None before the first."""
         return self._run.check.checked
 
     def eval_step(
@@ -394,7 +395,7 @@ class Pipeline:
         >>> for x in pipe.data([torch.ones(1, 1)]):
         ...     _ = pipe.step(x, target=x)
         >>> [one.kind for one in pipe.timeline().between]
-        ['data']
+        ['data', 'check']
         """
         return self._recording.data(loader)
 
@@ -474,9 +475,9 @@ class Pipeline:
     def state_dict(self) -> dict[str, Any]:
         """Return this process's parameters and persistent buffers by their names in the unsplit model.
 
-        Together, all processes return every tensor of the model once. One rank returns a tied tensor, by its first
-        name. In a mesh each line returns all of it; tensors of which lines hold parts come whole, so that all ranks
-        must call this. With a schedule without a flush, call `drain` first.
+        Together, all processes return what the unsplit model's `state_dict` has. One rank returns a tied tensor, under
+        all of its names. In a mesh each line returns all of it; tensors of which lines hold parts come whole, so that
+        all ranks must call this. With a schedule without a flush, call `drain` first.
         """
         if self._run.stream is not None:
             self._run.stream.need_drained("state_dict")

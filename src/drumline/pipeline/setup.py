@@ -7,7 +7,7 @@ options ──► program ──► crew ──► stages ──► assembly ─
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -134,7 +134,7 @@ class _SetUp:
         stages, balance, profile = self._stages(intake, numbers)
         refuse_hidden(stages)
         if self.axes.size(*DATA) > 1:
-            intake.count_across(partial(self.axes.totals, device=self.device))
+            intake.count_across(partial(self.axes.totals, device=self.device), self.axes.size("cp"))
             assembly.refuse_statistics(
                 [block for stage in stages for block in stage],
                 "with several lines of a mesh: each sees a part of the batch",
@@ -153,6 +153,8 @@ class _SetUp:
         if self.program.num_updates:
             check_ties(assembled.ties, given, alone=crew.alone)
         engine = self._engine(assembled)
+        if tensors is not None:
+            engine.explaining = tensors.explaining
         programs = self._programs(frozen)
         holdings = Holdings(assembled.ties, crew, engine.executors, list(engine.copies.values()), engine.chain)
         ledger = Ledger(given.unused, unused_in(stages) if crew.rank == 0 and self.axes.number == 0 else None)
@@ -174,7 +176,7 @@ class _SetUp:
         intake.precise = any(one.dtype is torch.float64 for one in holdings.parameters())
         frozen.forget_all_but(engine.assembly.cuts)
         loads = self._loads(engine, plan_of(block for stage in stages for block in stage))
-        watched = Watched(given.model, stages)
+        watched = Watched(given.model, stages, alone=crew.alone)
         updates.follow(engine.parameters())
         holdings.share()
         if self.axes.is_mesh:
@@ -193,7 +195,19 @@ class _SetUp:
         intake.order_of = arranging.order_of if given.arrange else None
         changing = [one for one in (auto, adapting) if one is not None]
         lines = LineBuffers(self.axes, (place for block in blocks for place in places_in(block)))
-        observers = [*changing, validation, loads, engine, holdings, updates, shared, recording, arranging, lines]
+        observers = [
+            *changing,
+            validation,
+            loads,
+            engine,
+            holdings,
+            updates,
+            shared,
+            recording,
+            arranging,
+            lines,
+            check,
+        ]
         return StepRun(
             crew, ledger, intake, frozen, engine, holdings, updates, recording, watched, followed, check,
             observers, auto, adapting, balance, given.check_finite, programs, arranging, positions, stream,
@@ -237,11 +251,15 @@ class _SetUp:
                 crew, "graph", [] if plan is None else [one for each in plan.written.values() for one in each]
             )
             different = first_difference(crew.collect("values", values))
-        is_on = given.check_model and not self.program.num_updates
-        if given.check_model and not is_on and not is_chain(given.model) and crew.rank == self.axes.number == 0:
-            why = f"{self.program.name} updates weights in it"
-            print(f"drumline: the first step is not checked against the model by itself: {why}", file=sys.stderr)
-        return ModelCheck(given.model, blocks, crew, intake, is_on, different, parts)
+        when = given.check_model
+        if when is not False and self.program.num_updates:
+            when = False
+            if not is_chain(given.model) and crew.rank == self.axes.number == 0:
+                why = f"{self.program.name} updates weights in it"
+                print(f"drumline: the first step is not checked against the model by itself: {why}", file=sys.stderr)
+        if not intake.has_loss:
+            when = False  # there are no steps to check
+        return ModelCheck(given.model, blocks, crew, intake, when, different, parts)
 
     def _held(self) -> list[int]:
         """Return the stages of this process."""
@@ -289,6 +307,7 @@ class _SetUp:
             Ties(stages, program.placement, given.model),
             numbers,
             compiler_for(given.compile, self.device),
+            lends=self._lends(stages, intake),
         )
         more = {name: getattr(given, name) for name in _ALIKE}
         more["adapt"] = repr(Adapt.of(given.adapt))
@@ -296,6 +315,13 @@ class _SetUp:
         self._agree(assembled.described(**more))
         self.crew.connect(assembled.ties.edges)
         return assembled
+
+    def _lends(self, stages: list[tuple[Block, ...]], intake: Intake) -> Callable[[], list[nn.Parameter]] | None:
+        """Return what tells the weights that loss_fn penalises, if all stages are here and none updates in a step."""
+        if not self.crew.alone or self.program.num_updates:
+            return None
+        held = {one for stage in stages for block in stage for one in block.module.parameters()}
+        return lambda: [one for one in intake.lent() if one in held]
 
     def _programs(self, frozen: Frozen) -> Programs:
         """Return the programs that steps may name, once all ranks agree on them."""

@@ -13,7 +13,6 @@ Recording, adaptation, capture and saved state observe the step: see observer.py
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -51,6 +50,7 @@ from drumline.pipeline.verify.agreement import Followed, Given, begun
 from drumline.pipeline.verify.same_rows import agree_on_rows
 from drumline.runtime.axes import sequences
 from drumline.runtime.axes.axes import DATA
+from drumline.runtime.axes.losses import summed_losses
 from drumline.runtime.batch import counted_in
 from drumline.runtime.channel.channel import step_topic
 from drumline.runtime.gradients.clip import all_finite
@@ -58,6 +58,8 @@ from drumline.runtime.microbatches import Microbatches
 from drumline.runtime.step import Step
 from drumline.runtime.values import joined, pack
 from drumline.schedules import find
+
+_STEP, _EVALUATED, _KINDS = 100, 200, 1000  # the kinds of step on which lines agree
 
 
 class CalledWith(NamedTuple):
@@ -120,6 +122,7 @@ class StepRun:
     arranging: Arranging
     positions: sequences.Takes | None  # how the model takes positions, if lines of a mesh divide sequences
     stream: Stream | None  # of a schedule without a flush
+    _whole: Callable[[], Given] | None = None  # fingerprint of the step's whole sequences, if lines divide them
 
     def run_by(self, step: Step, program: str | Program | None) -> None:
         """Have a step run by the program that it names, or by the pipeline's own; all ranks call it alike."""
@@ -221,6 +224,7 @@ class StepRun:
         """Return this line's part of a step's arguments, if the lines of a mesh divide sequences."""
         if self.positions is None:
             return call
+        self._whole = begun((call.batch, call.named), call.target)
         return CalledWith(*sequences.divided(*call, self.positions, self.crew.axes))
 
     def refuse(self, step: Step) -> None:
@@ -240,23 +244,29 @@ class StepRun:
         if not step.train and self.updates.validation.is_on:
             self.recording.settle()  # evaluations see parameters that all ranks agree on
         with self.crew.together("the start of a step"):
-            self.watched.look()
+            if self.watched.look():
+                self.check.renewed()
             self.holdings.follow()
+        if step.train and self.ledger.has_followed(step.number - ahead):
+            self.check.followed()
         if self.engine.renew():
             self.holdings.renew()
             self.updates.follow(self.engine.parameters())
             self.ledger.unused.begin()
 
     def check_before(self, step: Step, call: CalledWith, given: CalledWith) -> None:
-        """Run a microbatch of the first step through the unsplit model, to compare the step with it.
+        """If a step is checked, run microbatches of it through the unsplit model, to compare the step with it.
 
         `given` is what the user called the step with, `call` this line's part of it.
         """
-        if not self.check.is_pending and step.number:
+        if not step.number:
+            with self.crew.together("the check of the model"):
+                self.check.agree_on_weights()
+        if not self.check.takes(step):
             return
-        # A chain needs no check.
-        recorded = self.recording.between.during("check") if self.check.is_pending else nullcontext()
-        with recorded, self.crew.together("the check of the model"):
+        if self.updates.validation.is_on:
+            self.recording.settle()  # else an update may be taken back in the middle of the step
+        with self.recording.between.during("check"), self.crew.together("the check of the model"):
             self.check.agree_on_weights()
             scale = 1.0 if self.updates.scaler is None else self.updates.scaler.scale
             called = self.intake.called(call.batch, call.named)
@@ -267,13 +277,12 @@ class StepRun:
             self.check.before(step, called, call.target, scale * step.share, whole)
 
     def check_after(self, step: Step) -> None:
-        """Compare the first step with that run."""
-        if not self.check.is_pending:
-            return
+        """Compare a checked step with that run."""
+        before = self.check.checked
         try:
             self.check.after(step)
         finally:
-            if (checked := self.check.checked) is not None:
+            if (checked := self.check.checked) is not None and checked is not before:
                 self.recording.note(
                     **{
                         "check_metrics/seconds": checked.seconds,
@@ -300,8 +309,8 @@ class StepRun:
             self.intake.take(step, batch, call.target, self.engine.ends, self.crew.called.one(self.crew.rank))
             # Other ranks compare their batches with this; ranks in one process share one batch.
             given = None if self.crew.alone else begun((call.batch, call.named), call.target)
-            if given is not None and self.crew.axes.size("tp") > 1:
-                agree_on_rows(self.crew.axes, given(), step.number, self.intake.device)
+            if given is not None:
+                self._agree_on_lines(step, given)
             for observer in observers:
                 observer.taken(step)
             if not step.repeats or self.intake.counts_labels:  # else its weights are those of the last step
@@ -316,6 +325,19 @@ class StepRun:
             for observer in reversed(observers):
                 observer.end(step)
             return self._tell(step, given and given())
+
+    def _agree_on_lines(self, step: Step, given: Callable[[], Given]) -> None:
+        """Raise where lines of a mesh were called with what does not go together, before they exchange anything."""
+        axes, device = self.crew.axes, self.intake.device
+        if axes.size("tp") > 1:
+            agree_on_rows(axes, "tp", given(), step.number, device)
+        if self._whole is not None:
+            agree_on_rows(axes, "cp", self._whole(), step.number, device)
+        own = self.programs.own == step.program
+        if axes.size(*DATA) > 1 and "last" in self.engine.ends and not (step.train and own):
+            kind = _STEP if step.train else _EVALUATED + min(len(pack(step.target)[0]), _STEP)
+            number = 0 if own else int(digest_of(self.programs[step.program])[:4], 16)
+            axes.agree_on_call(kind + _KINDS * number, device)
 
     def _tell(self, step: Step, given: Given | None) -> Tally:
         """Tell all ranks the outcome of the step here; return a tally of what all ranks tell."""
@@ -347,11 +369,9 @@ class StepRun:
         told.num_rows, told.num_tokens = counted_in(step.batch)
         checked = [one.grad for one in self.holdings.parameters() if one.grad is not None]
         if told.microbatches:
-            losses = torch.stack([step.losses[one] for one in told.microbatches])
-            parts = losses * torch.stack([step.shares[one] for one in told.microbatches]).to(losses.dtype)
-            parts = self.crew.axes.summed(parts, *DATA)
+            parts = self._losses(step, told.microbatches)
             checked.append(parts)
-            told.dtype = str(losses.dtype).removeprefix("torch.")
+            told.dtype = str(parts.dtype).removeprefix("torch.")
             told.losses = parts.unbind() if alone else parts.tolist()
         if self.stream is not None:
             return told  # every update checks its own gradients
@@ -363,6 +383,14 @@ class StepRun:
             named = self.holdings.named_parameters()
             told.unreached = [name for name, one in named if one.requires_grad and one.grad is None]
         return told
+
+    def _losses(self, step: Step, microbatches: Sequence[int]) -> Tensor:
+        """Return the microbatches' parts of the loss, over all lines of a mesh; these call it alike."""
+        losses = torch.stack([step.losses[one] for one in microbatches])
+        shares = torch.stack([step.shares[one] for one in microbatches]).to(losses.dtype)
+        parts = torch.where(shares == 0, 0.0, losses * shares)  # the mean over nothing is NaN
+        kinds = [step.losses[one].dtype for one in microbatches if self.intake.is_counted(step, one)]
+        return summed_losses(self.crew.axes, parts, kinds)
 
     def _on_all_lines(self, finite: bool) -> bool:
         """Whether it holds on all lines that may hold other parts of the same parameters; these call it alike."""

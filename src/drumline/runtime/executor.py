@@ -28,8 +28,8 @@ from drumline.runtime.axes.reduce import Reducer
 from drumline.runtime.axes.sharding import FullShards
 from drumline.runtime.channel.channel import Channel, Delivery, Wait
 from drumline.runtime.draft import BEGIN, NOTE, POST, Clock, Draft
-from drumline.runtime.gradients.clip import Witness
 from drumline.runtime.gradients.exchange import GradientExchange
+from drumline.runtime.gradients.witness import Witness
 from drumline.runtime.jobs import Job, absent, merge, nothing
 from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
@@ -70,7 +70,7 @@ class Executor:
         self.scale = scale
         self.exchange = GradientExchange(rank, stages, channel, self.placement, ties, reducer, shards)
         self.current: Action | None = None
-        self.witness: Witness | None = None  # of the first step
+        self.witnesses: Sequence[Witness] = ()  # of a step that is checked, one for each microbatch
         self.takes_turns = False  # whether the halves of an overlapped pair run in turns, at their exchanges
         self.draft = Draft(rank)  # of the current step
         self._gathering: dict[int, int] = {}  # since when each stage's parameters are gathered
@@ -183,7 +183,7 @@ class Executor:
         `jobs`, if given, replace those of the row. The draft records what the rank does, piece by piece.
         """
         jobs = self.jobs if jobs is None else jobs
-        jobs = jobs if self.witness is None else [self._before(self.witness, job) for job in jobs]
+        jobs = [self._before(job) for job in jobs] if self.witnesses else jobs
         channel, clock, stages, now = self.channel, self.clock, self.stages.values(), self.clock.now
         self._reset()
         self.draft = draft
@@ -258,23 +258,28 @@ class Executor:
         self.arrived.clear()
         self.exchange.begin()
 
-    def _before(self, witness: Witness, job: Job) -> Job:
-        """Return a job of a watched step: the witness sees what concerns its microbatch."""
+    def _before(self, job: Job) -> Job:
+        """Return a job of a watched step: a witness sees what concerns its microbatch."""
         if job.parts:
-            return replace(job, parts=tuple(self._before(witness, part) for part in job.parts))
+            return replace(job, parts=tuple(self._before(part) for part in job.parts))
         stage, op = job.stage, job.action.op
-        if stage is None or witness.microbatch not in (job.together or (job.microbatch,)):
+        watching = [one for one in self.witnesses if one.microbatch in (job.together or (job.microbatch,))]
+        if stage is None or not watching:
             return job
         if job.together:
-            return replace(job, call=partial(self._alone_and_merged, witness, stage, job.together))
-        if op in (Op.BACKWARD, Op.BACKWARD_WEIGHT) and job.call is not nothing:
-            return replace(job, call=partial(witness.adding, stage, job.call))
-        return replace(job, call=partial(witness.listening, stage, job.call)) if op is Op.FORWARD else job
+            return replace(job, call=partial(self._alone_and_merged, watching, stage, job.together))
+        if op is Op.BACKWARD_WEIGHT and job.call is not nothing:
+            return replace(job, call=partial(watching[0].weighing, stage))
+        if op is Op.BACKWARD:
+            return replace(job, call=partial(watching[0].adding, stage, job.call))
+        return replace(job, call=partial(watching[0].listening, stage, job.call)) if op is Op.FORWARD else job
 
     @staticmethod
-    def _alone_and_merged(witness: Witness, stage: Stage, together: Sequence[int], _: int) -> None:
-        witness.adding(stage, stage.backward_weight, witness.microbatch)
-        stage.backward_weight_merged([one for one in together if one != witness.microbatch])
+    def _alone_and_merged(watching: Sequence[Witness], stage: Stage, together: Sequence[int], _: int) -> None:
+        for witness in watching:
+            witness.weighing(stage, witness.microbatch)
+        if rest := [one for one in together if all(one != witness.microbatch for witness in watching)]:
+            stage.backward_weight_merged(rest)
 
     def _inputs(self, job: Job, step: Step) -> tuple[Any, ...]:
         """Return the arguments of a forward: its value, its target, and whether a backward follows."""

@@ -93,6 +93,10 @@ class HostChance:
             if self.moved:
                 self._set()
 
+    def restore(self) -> None:
+        """Draw from this state again from now on."""
+        self._set()
+
     def _set(self) -> None:
         random.setstate(self._python)
         np.random.set_state(self._numpy)
@@ -149,6 +153,10 @@ class Randomness:
         """Return the generators' states."""
         return [generator.get_state() for generator in self._generators]
 
+    def has_moved(self, before: list[Tensor]) -> bool:
+        """Whether torch's generators are in other states than before."""
+        return _differ(before, self.states())
+
     def go_on(self, states: Sequence[Tensor]) -> None:
         """Set the generators to another rank's states."""
         for generator, state in zip(self._generators, states, strict=True):
@@ -202,6 +210,18 @@ def _generators(device: torch.device) -> list[torch.Generator]:
 def generator_states(device: torch.device) -> list[Tensor]:
     """Return the states of the generators that a block on a device draws from."""
     return [one.get_state() for one in _generators(device)]
+
+
+def set_generator_states(device: torch.device, states: Sequence[Tensor]) -> None:
+    """Set the generators that a block on a device draws from to earlier states."""
+    for generator, state in zip(_generators(device), states, strict=True):
+        generator.set_state(state)
+
+
+def seed_generators(device: torch.device, seed: int) -> None:
+    """Seed the generators that a block on a device draws from."""
+    for generator in _generators(device):
+        generator.manual_seed(seed)
 
 
 def _differ(before: list[Tensor], after: list[Tensor]) -> bool:

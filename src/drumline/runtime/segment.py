@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -81,6 +81,7 @@ class Segment:
         self.sheet: Sheet | None = getattr(blocks[-1].module, "sheet", None) if blocks else None
         self.seal: Callable[[Any], Any] | None = None  # drops what need not travel from the stage
         self.checkpointed = checkpointed
+        self.lends: Callable[[], Collection[nn.Parameter]] | None = None  # what its loss uses of other stages here
         self.receives = True  # whether its input comes from earlier blocks, not from the batch
         self.modules = [module for block in blocks for module in block.module.modules()]
         self.buffers = Buffers([block.module for block in blocks])
@@ -104,6 +105,7 @@ class Segment:
             return False
         self._signature = signature
         self.looked_at = False  # whether it was checked that its graph has only its own parameters
+        self.lent: list[nn.Parameter] = []  # parameters of other stages that its loss uses, a penalty on all weights
         self.parameters = [one for one in dict.fromkeys(owned) if one.requires_grad]
         # Compiled code splits its backward by itself.
         self.splitter = Splitter([module for _, module in self.blocks] if self.compiled is None else [])
@@ -199,7 +201,9 @@ class Segment:
         if not self.looked_at:
             self.looked_at = True
             begins = [*this.leaves, *self.splitter.begins]
-            refuse_foreign(this.roots, self.parameters, [name for name, _ in self.blocks], begins)
+            self.lent = [] if self.lends is None else [one for one in self.lends() if one not in set(self.parameters)]
+            own = [*self.parameters, *self.lent]
+            refuse_foreign(this.roots, own, [name for name, _ in self.blocks], begins)
         return unpack([one.detach() for one in outputs], form)
 
     def unchanged(self, value: Any, versions: list[int]) -> None:

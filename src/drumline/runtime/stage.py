@@ -96,6 +96,11 @@ class Stage:
         """Its parameters, each once, frozen ones too."""
         return list(dict.fromkeys(one for block in self.blocks for one in block.module.parameters()))
 
+    @property
+    def lent(self) -> list[nn.Parameter]:
+        """The parameters of other stages of this process to whose gradients its loss adds."""
+        return [one for segment in self.segments for one in segment.lent]
+
     def renew(self) -> bool:
         """Follow parameters that were frozen, unfrozen or replaced since the last step; return whether any was."""
         renewed = [segment.renew() for segment in self.segments]
@@ -236,7 +241,7 @@ class Stage:
             found: tuple[Tensor | None, ...] = (None,) * len(wanted)
             if roots:
                 assert this.tape is not None, f"{self.index}I{microbatch} of a forward that was not split"
-                found = this.tape.backward_input(roots, given, wanted, segment.parameters)
+                found = this.tape.backward_input(roots, given, wanted, [*segment.parameters, *segment.lent])
             each = iter(found)
             gradients = tuple(next(each) if leaf.requires_grad else None for leaf in this.leaves)
             this.leaves, this.roots = (), []

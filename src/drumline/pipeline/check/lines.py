@@ -24,7 +24,9 @@ from drumline.runtime.axes.experts.parallel import AXIS as EXPERTS
 from drumline.runtime.axes.experts.parallel import ExpertParallel
 from drumline.runtime.axes.slices import Slice, sharded_over, slice_of
 from drumline.runtime.axes.tensor.layers import TensorParallel
-from drumline.runtime.values import pack
+from drumline.runtime.loss.sheet import Factors
+from drumline.runtime.precision import gradient_dtype
+from drumline.runtime.values import mapped, pack
 
 _ALIKE = (EXPERTS, context.AXIS)  # lines along these axes exchange within a microbatch, so all watch the same one
 
@@ -96,24 +98,47 @@ class LineParts:
         return torch.zeros(shape, dtype=parameter.dtype)
 
     def _summed(self, own: Tensor, parameter: Tensor, names: Sequence[str]) -> Tensor:
-        return self.axes.summed(own.to(parameter.device), *names).to(own.device)
+        # A line without a gradient has zeros of the parameter's dtype; others may have more precise ones.
+        alike = own.to(parameter.device, gradient_dtype(parameter))
+        return self.axes.summed(alike, *names).to(own.device)
 
-    def first(self, shares: Sequence[Any], device: torch.device) -> int:
-        """Return the first microbatch that counts, on most of the lines that exchange within it."""
+    def counts(self, shares: Sequence[Any], device: torch.device) -> list[float]:
+        """Return on how many of the lines that exchange within it each microbatch counts."""
         counts = [float(float(one) != 0.0) for one in shares]
         if counts and self.axes.size(*_ALIKE) > 1:
             counts = self.axes.summed(torch.tensor(counts, device=device), *_ALIKE).tolist()
-        return counts.index(max(counts)) if counts else 0
+        return counts
+
+    def share(self, own: float | Tensor, device: torch.device) -> float:
+        """Return what part of the loss whole sequences are, of which each line has a part with its own share."""
+        total = self.total(own, device)
+        # Shares of means add up to at most 1. Sums are added as they are, on every line.
+        return 1.0 if total == self.axes.size(context.AXIS) else total
+
+    def factors(self, share: float, own: Factors, device: torch.device) -> Factors:
+        """Return the factors of a loss's parts in whole sequences, of which each line has its own in its part."""
+        most, count = self.axes.most_counts, len(own)
+        # A line without factors, of which every part counts as its share says, does not know how many there are.
+        each = [share * float(one) for one in own] or [share] * most
+        told = [share, float(bool(own)), float(count), *each, *[0.0] * (most - len(each))]
+        total, lines, counts, *sums = self.axes.summed(
+            torch.tensor(told, dtype=torch.float64).to(device), context.AXIS
+        ).tolist()
+        return [one / total for one in sums[: int(counts / lines)]] if lines else ()
 
     def total(self, number: float | Tensor, device: torch.device) -> float:
         """Return the sum of a number over the lines that see parts of the same sequences."""
         given = torch.as_tensor(number, dtype=torch.float64).reshape(1).to(device)
         return float(self.axes.summed(given, context.AXIS))
 
-    def part_of_output(self, whole: Any, made: Any) -> Any:
-        """Return of a whole output this line's part of every sequence."""
+    def outputs(self, made: Any, whole: Any) -> tuple[Any, Any]:
+        """Return of an output and of the whole one what must be equal: this line's part of every sequence.
+
+        A number of a part, such as a model's own loss, is none of the whole; losses are compared by themselves.
+        """
         if not self.divides_sequences:
-            return whole
+            return made, whole
         own = next((one for one in pack(made)[0] if one.dim() > 1), None)
         length = 0 if own is None else own.shape[1] * self.axes.size(context.AXIS)
-        return sequences.own_part(whole, {length}, self.axes)
+        part = sequences.own_part(whole, {length}, self.axes)
+        return tuple(mapped(each, lambda one: one if one.dim() else torch.zeros(())) for each in (made, part))

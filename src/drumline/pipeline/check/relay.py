@@ -4,7 +4,8 @@
     rank 1   (received) ─► (received) ──► layers.1 ────────────────────► loss
 
 So every rank computes its own blocks and everything between blocks, with the user's hooks, modes and attributes. It
-receives the outputs of other ranks' blocks and, in the backward, the gradients of their inputs.
+receives the outputs of other ranks' blocks and, in the backward, the gradients of their inputs. What is not its own
+takes no memory meanwhile, even if the user's model still has values there, which are those of the start.
 
 The ranks send in turns. The n-th message of each is about the same call. If it is not, or if one rank fails, all ranks
 learn this at once and give up, so that none waits for a message that never comes.
@@ -13,7 +14,7 @@ learn this at once and give up, so that none waits for a message that never come
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -23,9 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import RankFailed, WaitTimeout
+from drumline.pipeline.check.places import Home, Places
 from drumline.pipeline.crew import Crew
-from drumline.runtime.blocks.cut import Block
-from drumline.runtime.blocks.pieces import Piece
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.values import pack, plain_in, unpack
 from drumline.runtime.watch.fingerprint import can_change
@@ -35,22 +35,6 @@ MOST_BYTES = 512 * 2**20  # most bytes that blocks send in total
 
 class GaveUp(Exception):
     """The ranks cannot run the model together; the text says why. All of them raise it at the same message."""
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Which modules are blocks, and which parameters and buffers the forward uses between them."""
-
-    blocks: tuple[str, ...]
-    between: tuple[str, ...]
-
-    @staticmethod
-    def of(blocks: Iterable[Block]) -> Places:
-        """Return those of a traced model's pieces."""
-        pieces = [block.module for block in blocks if isinstance(block.module, Piece)]
-        called = dict.fromkeys(name for one in pieces for name in one.callees)
-        lent = dict.fromkeys(name for one in pieces for name in one.homes)
-        return Places(tuple(called), tuple(lent))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +49,19 @@ class _Word:
 
 @dataclass(slots=True)
 class Relay:
-    """One run of a model through the blocks of all ranks; `here` are the names of the blocks in this process."""
+    """One run of a model through the blocks of all ranks; `here` are the names of the blocks in this process.
+
+    `home` says where these are, if they are not all of the model that has memory. Without a model, somebody else passes
+    blocks to `call` one by one.
+    """
 
     crew: Crew
-    model: nn.Module
+    model: nn.Module | None
     places: Places
     here: Places
     device: torch.device
     randomness: Randomness
+    home: Home | None = None
     changed: str = ""  # an argument that a block may have changed unseen by other ranks
     _num_bytes: int = 0
     _is_inside: bool = False
@@ -83,11 +72,13 @@ class Relay:
         """Replace blocks of other ranks inside by what they send; raise GaveUp on all ranks if any of them fails."""
         try:
             with ExitStack() as stack:
-                stack.enter_context(self._lit(self._values_between()))
-                for name in self.places.blocks:
-                    module = self.model.get_submodule(name)
-                    if any(True for _ in (*module.parameters(), *module.buffers())):
-                        stack.enter_context(_forwarded(module, partial(self._run, name)))
+                if self.model is not None:
+                    stack.enter_context(self._lit(self.model))
+                    for name in self.places.blocks:
+                        module = self.model.get_submodule(name)
+                        if any(True for _ in (*module.parameters(), *module.buffers())):
+                            own = module if self.home is None else self.home.modules.get(name, module)
+                            stack.enter_context(_forwarded(module, own, partial(self._run, name)))
                 yield
             self._exchange(_Word("the end"))
         except (GaveUp, RankFailed, WaitTimeout):
@@ -102,29 +93,35 @@ class Relay:
 
         @wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self._is_inside:  # inside another block, which runs it
-                return forward(*args, **kwargs)
-            tensors, form = pack((args, kwargs))
-            wants = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
-            calls = self._calls.setdefault(name, [])
-            call = f"call {len(calls) + 1} of {name}{' with gradients' if wants else ''}"
-            if torch._C._current_graph_task_id() >= 0:
-                wanted, heard = calls.pop() if len(calls) > 1 else calls[0]
-                if wants != wanted:
-                    self._give_up(f"the model calls {name!r} in the middle of its backward")
-                return self._inside(forward, args, kwargs) if is_here else self._received(call, heard, tensors, wants)
-            for one in plain_in(form):
-                if can_change(one):
-                    self.changed = f"{name!r} receives a {type(one).__name__}"
-            if is_here:
-                made, word = self._at_home(call, forward, tensors, form, wants)
-            else:
-                word = self._exchange(_Word(call))
-                made = self._received(call, word, tensors, wants)
-            calls.append((wants, word))
-            return made
+            return self.call(name, forward, args, kwargs, is_here=is_here)
 
         return run
+
+    def call(
+        self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, is_here: bool
+    ) -> Any:
+        """Run a block where it is; all ranks call it, and have what it returns."""
+        if self._is_inside:  # inside another block, which runs it
+            return forward(*args, **kwargs)
+        tensors, form = pack((args, kwargs))
+        wants = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+        calls = self._calls.setdefault(name, [])
+        call = f"call {len(calls) + 1} of {name}{' with gradients' if wants else ''}"
+        if torch._C._current_graph_task_id() >= 0:
+            wanted, heard = calls.pop() if len(calls) > 1 else calls[0]
+            if wants != wanted:
+                self._give_up(f"the model calls {name!r} in the middle of its backward")
+            return self._inside(forward, args, kwargs) if is_here else self._received(call, heard, tensors, wants)
+        for one in plain_in(form):
+            if can_change(one):
+                self.changed = f"{name!r} receives a {type(one).__name__}"
+        if is_here:
+            made, word = self._at_home(call, forward, tensors, form, wants)
+        else:
+            word = self._exchange(_Word(call))
+            made = self._received(call, word, tensors, wants)
+        calls.append((wants, word))
+        return made
 
     def _inside(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._is_inside = True
@@ -207,40 +204,42 @@ class Relay:
 
     # ---- what is used between blocks ---------------------------------------------------------------------------------
 
-    def _values_between(self) -> dict[str, Tensor]:
-        """Return the values of all parameters and buffers that the forward uses between blocks."""
-        named = _named(self.model)
+    def _values_between(self, named: Mapping[str, Tensor], own: frozenset[int]) -> dict[str, Tensor]:
+        """Return the values of parameters and buffers that the forward uses between blocks, and that others have."""
         mine = {name: named[name] for name in self.here.between if not named[name].is_meta}
-        whole = [name for name in self.places.between if named[name].is_meta]
-        lacking = {name for one in self.crew.all_told("check between", [whole]) for name in one}
+        if self.home is not None:
+            mine |= self.home.between
+        elsewhere = [name for name in self.places.between if name not in mine and id(named[name]) not in own]
+        lacking = {name for one in self.crew.all_told("check between", [elsewhere]) for name in one}
         told = {name: one.detach().to("cpu", copy=True) for name, one in mine.items() if name in lacking}
         if sum(one.nbytes for one in told.values()) > MOST_BYTES:
             self._give_up(f"parameters between its blocks take over {MOST_BYTES // 2**20} MiB")
         heard = [pickle.loads(one) for one in self._told("", "values between blocks", pickle.dumps(told))]
-        return {name: value for one in heard for name, value in one.items()}
+        values = {name: value for one in heard for name, value in one.items() if name in elsewhere}
+        return values | (mine if self.home is not None else {})
 
     @contextmanager
-    def _lit(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Keep every tensor of the model off the meta device: those used here get their values, the others zeros.
+    def _lit(self, model: nn.Module) -> Iterator[None]:
+        """Let the model have only what is this rank's own, and values of what is used between blocks; else zeros.
 
         The zeros need no memory. They serve code that asks a module for its device.
         """
-        named = _named(self.model)
-        found: dict[int, Tensor] = {id(named[name]): value.to(self.device) for name, value in values.items()}
+        named = _named(model)
+        own = frozenset(id(one) for one in named.values() if not one.is_meta) if self.home is None else self.home.own
+        values = self._values_between(named, own)
+        found = {id(named[name]): value for name, value in values.items()}
+        kept = own if self.home is None else frozenset(map(id, self.home.between.values())) | own
         before: list[tuple[dict[str, Any], str, Tensor]] = []
-        for module in self.model.modules():
+        for module in model.modules():
             tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
             for table in tables:
                 for name, one in table.items():
-                    if one is not None and one.is_meta:
+                    if one is not None and id(one) not in kept:
                         before.append((table, name, one))
         made: dict[int, Tensor] = {}
         for table, name, one in before:
             if id(one) not in made:
-                zeros = torch.zeros((), dtype=one.dtype, device=self.device).expand(one.shape)
-                value = found.get(id(one), zeros)
-                is_parameter = isinstance(one, nn.Parameter)
-                made[id(one)] = nn.Parameter(value, requires_grad=one.requires_grad) if is_parameter else value
+                made[id(one)] = self._lit_by(one, found.get(id(one)), kept)
             table[name] = made[id(one)]
         try:
             yield
@@ -248,23 +247,36 @@ class Relay:
             for table, name, one in before:
                 table[name] = one
 
+    def _lit_by(self, tensor: Tensor, value: Tensor | None, kept: frozenset[int]) -> Tensor:
+        """Return what stands for a tensor: what this rank trains in its place, its value, or zeros."""
+        if value is not None and id(value) in kept:
+            return value
+        made = torch.zeros((), dtype=tensor.dtype, device=self.device).expand(tensor.shape)
+        if value is not None:
+            made = value.to(self.device)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        return nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
+
 
 def _named(model: nn.Module) -> dict[str, Tensor]:
     return dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
 
 
 @contextmanager
-def _forwarded(module: nn.Module, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Replace a module's forward for a while; its hooks still run around it."""
-    own = module.__dict__.get("forward")
-    module.__dict__["forward"] = wrapped(module.forward)
+def _forwarded(
+    module: nn.Module, own: nn.Module, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Have a module run another's forward for a while, wrapped; its hooks still run around it."""
+    before = module.__dict__.get("forward")
+    forward = wrapped(own.forward)
+    module.__dict__["forward"] = forward
     try:
         yield
     finally:
-        if own is None:
+        if before is None:
             del module.__dict__["forward"]
         else:
-            module.__dict__["forward"] = own
+            module.__dict__["forward"] = before
 
 
 class _Home(torch.autograd.Function):

@@ -30,12 +30,13 @@ class Expected:
     sketches: Sketches
     sizes: Mapping[nn.Parameter, float]  # their norms
     allowed: float
+    rounding: float = FLOOR  # as a part of all gradients' norm: what is smaller
 
     @staticmethod
-    def of(sketches: Sketches, allowed: float) -> Expected:
+    def of(sketches: Sketches, allowed: float, rounding: float = FLOOR) -> Expected:
         """Return what is expected of gradients with these sketches."""
         sizes = dict(zip(sketches, norms(list(sketches.values())), strict=True))
-        return Expected(sketches, sizes, allowed)
+        return Expected(sketches, sizes, allowed, rounding)
 
     @property
     def whole(self) -> float:
@@ -44,12 +45,12 @@ class Expected:
 
     def limits(self) -> dict[nn.Parameter, float]:
         """Return how far each sketch may be off before all of the gradient is looked at."""
-        least = FLOOR * self.whole
+        least = self.rounding * self.whole
         return {one: _NEAR * max(self.allowed * size, least) for one, size in self.sizes.items()}
 
     def rescaled(self, ratio: float) -> Expected:
         """Return what is expected of gradients so many times as large."""
-        return Expected.of({one: each * ratio for one, each in self.sketches.items()}, self.allowed)
+        return Expected.of({one: each * ratio for one, each in self.sketches.items()}, self.allowed, self.rounding)
 
     def near(self, made: Sketches) -> set[nn.Parameter]:
         """Return the parameters of which a sketch is as expected."""
@@ -72,12 +73,11 @@ class Found:
         return Found(self.sketched + other.sketched.to(self.sketched.device), both)
 
 
-def found_by(held: Held) -> dict[str, Found]:
-    """Return what the witnesses saw, by name; what several ranks of this process hold is added up."""
+def found_by(held: Held, at: int) -> dict[str, Found]:
+    """Return what the witnesses of a microbatch saw, by name; what several ranks of this process hold is added up."""
     found: dict[str, Found] = {}
     for executor, named in held:
-        witness = executor.witness
-        assert witness is not None
+        witness = executor.witnesses[at]
         for name, one in named.items():
             if one in witness.near:
                 seen = Found(witness.expected[one][0], is_near=True)
@@ -86,6 +86,10 @@ def found_by(held: Held) -> dict[str, Found]:
                 seen = Found(sketch(full), full)
             else:
                 continue
+            for other, its in held:  # a loss adds to the gradients of other stages' weights that it uses
+                if other is not executor and name not in its and one in other.witnesses[at].gradients:
+                    more = other.witnesses[at].gradients[one]
+                    seen = seen + Found(sketch(more), more)
             found[name] = found[name] + seen if name in found else seen
     return found
 
@@ -107,7 +111,7 @@ def differences(
     left = {one: each for one, each in left.items() if one not in near}
     doubted = [one for one, each in left.items() if each and each.full is not None and one in expected.sketches]
     exact = in_full(doubted) if doubted else {}
-    floor, apart = FLOOR * expected.whole, {}
+    floor, apart = expected.rounding * expected.whole, {}
     for one, each in left.items():
         made, wanted = None if each is None else each.sketched, expected.sketches.get(one)
         if each is not None and each.full is not None and one in exact:

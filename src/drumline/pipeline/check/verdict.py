@@ -1,4 +1,4 @@
-"""What the check of the first step says: all ranks hear what each has found, and come to the same verdict."""
+"""What the check of a step says: all ranks hear what each has found, and come to the same verdict."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ FLOOR = 1e-6  # of all gradients' norm: what is smaller is rounding
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What the check at the first step looked at, what it cost, what it found wrong, and what it had to leave out."""
+    """What the last check looked at, what it cost, what it found wrong, and what it had to leave out."""
 
     seconds: float
     num_parameters: int
     wrong: tuple[str, ...] = ()
     unchecked: str = ""
+    step: int = 0  # the number of the step
+    num_microbatches: int = 1
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What one rank tells of its comparison."""
+    """What one rank tells of its comparison of one microbatch."""
 
     differences: dict[str, float] = field(default_factory=dict)  # of gradients, those that are too large
     num_parameters: int = 0
@@ -58,6 +60,13 @@ _PARTIAL = (
     'tensor_parallel={**PLAN, MODULE: "partial"}; else '
 )
 
+_TRACED = "move what hooks, modes or attributes change between blocks into a block, or pass a list of blocks"
+_CHAIN = (
+    "let blocks return all that later blocks need, as a tuple, and keep nothing of a microbatch in lists, dicts or "
+    "attributes, where the next microbatch comes before its backward; if the model has its own forward, define that in "
+    "its class and pass example="
+)
+
 
 def verdict(
     told: Sequence[Outcome],
@@ -67,10 +76,14 @@ def verdict(
     called: RankNames = BY_NUMBER,
     *,
     divides_layers: bool = False,
+    is_chain: bool = False,
+    step: int = 0,
 ) -> tuple[Checked, ModelError | None]:
-    """Return what all ranks found between them, and what to raise if something is wrong.
+    """Return what all ranks found between them about a microbatch, and what to raise if something is wrong.
 
-    `order` is that of the model's parameters, and `homes` are their blocks. `divides_layers` says that tp does.
+    `order` is that of the model's parameters, and `homes` are their blocks. `divides_layers` says that tp does,
+    `is_chain` that a list of blocks is checked. A list that is another each time it is called cannot be checked, but it
+    runs as it is; of other models only what was traced runs.
 
     >>> wrong = Outcome({"b.weight": 0.5}, num_parameters=2, others={"loss": 1e-9})
     >>> checked, error = verdict([wrong], 1e-4, ["a.weight", "b.weight"], {"b.weight": "b"})
@@ -92,7 +105,11 @@ def verdict(
     )
     if not checked.wrong:
         return checked, None
-    if any(one.has_moods for one in told):
+    has_moods = any(one.has_moods for one in told)
+    if has_moods and is_chain:
+        why = "the model returns something else each time it is called"
+        return Checked(checked.seconds, 0, (), why), None
+    if has_moods:
         return checked, ModelError(
             "the model returns something else each time it is called, so that its pieces cannot be checked",
             expected="a forward that does the same every time, for inputs of the same kind",
@@ -104,13 +121,30 @@ def verdict(
         home = homes.get(names[0], "")
         what.append(f"the gradient of {names[0]}{more}, in block {home!r}, is {wrong[names[0]]:.2g} of its size off")
     changed = next((one.changed for one in told if one.changed), "")
+    when = f" in step {step}" if step else ""
     return checked, ModelError(
-        "the model, traced block by block, returns something else than by itself: " + ", ".join(what),
-        expected="the same numbers as model(...) and backward() give; no optimizer has stepped",
+        f"the model, {'run' if is_chain else 'traced'} block by block, returns something else than by itself{when}: "
+        + ", ".join(what),
+        expected="the same numbers as model(...) and backward() give; "
+        + (f"step {step} is in no update" if step else "no optimizer has stepped"),
         fix=(_PARTIAL if divides_layers and names and not others else "")
-        + "move what hooks, modes or attributes change between blocks into a block, or pass a list of blocks"
+        + (_CHAIN if is_chain else _TRACED)
         + (f"; or, since {changed}, which other ranks cannot see it change: check_model=False" if changed else ""),
     )
+
+
+def merged(found: Sequence[tuple[Checked, ModelError | None]], step: int) -> tuple[Checked, ModelError | None]:
+    """Return one verdict of those about several microbatches of a step.
+
+    >>> merged([(Checked(0.1, 3), None), (Checked(0.0, 3, ("loss",)), ModelError("wrong"))], 0)
+    (Checked(seconds=0.1, num_parameters=3, wrong=('loss',), ...num_microbatches=2), ModelError('wrong'))
+    """
+    every = [checked for checked, _ in found]
+    unchecked = next((one.unchecked for one in every if one.unchecked), "")
+    error = next((error for _, error in found if error is not None), None)
+    wrong = tuple(dict.fromkeys(name for one in every for name in one.wrong))
+    number = max(one.num_parameters for one in every)
+    return Checked(sum(one.seconds for one in every), number, wrong, unchecked, step, len(every)), error
 
 
 def _shared_wrong(told: Sequence[Outcome], allowed: float) -> dict[str, float]:

@@ -1,69 +1,44 @@
 """Weight microbatches by what a user's loss function averages over.
 
-Drumline watches the function while it runs on each new kind of microbatch. If it consists of torch's losses, means and
-sums, microbatches are weighted by what these count. Otherwise they are weighted by their rows, and the first step's
-loss is compared with the function's loss of the whole batch.
+Before the first backward, Drumline compares the function's loss and gradient of a microbatch's rows with those of parts
+of them. This tells what each part of the loss is a mean over: rows, labels that count, a mask of the target, or nothing
+where it is a sum. Steps count that in every microbatch's target. See comparing.py.
 """
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from drumline.core.errors import ModelError
-from drumline.runtime.loss.counts import Across, Count, Counts, Weighing, labels_counted, mixed_by, watched, weighed
+from drumline.pipeline.loss.agreeing import agreed
+from drumline.pipeline.loss.comparing import Comparing, Joint, not_compared, warn_of_no_comparison
+from drumline.pipeline.loss.targets import labels_weight, size_of, uneven
+from drumline.runtime.loss.counts import Across, Count, Weighing, mixed_by, weighed
+from drumline.runtime.loss.lengths import lengths_of
+from drumline.runtime.loss.rows import resized, with_all
+from drumline.runtime.loss.rules import ROWS, SIZE, Doubts, Found, said_by, undecided
+from drumline.runtime.loss.sheet import Factors, Multiplying
+from drumline.runtime.loss.tallies import Tallies, counted_in, tallies_of
 from drumline.runtime.loss.terms import Walk
-from drumline.runtime.step import Step
-from drumline.runtime.values import joined, pack, unpack
+from drumline.runtime.loss.watching import Known, Watched
+from drumline.runtime.loss.weighing import Counted
+from drumline.runtime.values import pack
 
-_IGNORED = -100  # the label that torch's losses ignore by default
-_AFFORDABLE = 2**26  # most bytes of outputs kept to compare the first step's loss
-_NEAR = {torch.float64: 1e-6, torch.float32: 1e-4}
 LossFunction = Callable[..., Tensor]
-
-
-def labels_weight(loss_fn: Any) -> Callable[[Any], Tensor] | None:
-    """Return a function that weights a target, if the loss is one of torch's losses over labels (function or module).
-
-    >>> weight = labels_weight(nn.CrossEntropyLoss(ignore_index=0))
-    >>> weight(torch.tensor([3, 0, 2]))
-    tensor(2)
-    """
-    given: dict[str, Any] = {}
-    while isinstance(loss_fn, functools.partial):
-        if loss_fn.args:
-            return None
-        given = {**loss_fn.keywords, **given}
-        loss_fn = loss_fn.func
-    if type(loss_fn) in (nn.CrossEntropyLoss, nn.NLLLoss):
-        given = {"ignore_index": loss_fn.ignore_index, "weight": loss_fn.weight, "reduction": loss_fn.reduction}
-    elif loss_fn not in (functional.cross_entropy, functional.nll_loss):
-        return None
-    if given.get("reduction", "mean") != "mean":
-        return None
-    ignored, weight = given.get("ignore_index", _IGNORED), given.get("weight")
-
-    def counted(target: Any) -> Tensor:
-        if not isinstance(target, Tensor) or target.is_floating_point():  # chances of classes: every place counts
-            return torch.tensor(target.numel() if isinstance(target, Tensor) else len(target))
-        return labels_counted(target, ignored, weight)
-
-    return counted
 
 
 @dataclass(slots=True)
 class _Seen:
     """What was seen of the function for one kind of output and target."""
 
-    counts: Counts | None
-    num_outputs: int
+    tallies: Tallies
     walk: Walk
     size: int  # elements of the target
 
@@ -75,161 +50,276 @@ class _Seen:
 
 
 class FnWeight:
-    """Weights the microbatches of a step by what a loss function was seen to count."""
+    """Weights the microbatches of a step by what a loss function was found to average over."""
 
-    def __init__(self, loss_fn: LossFunction) -> None:
+    def __init__(self, loss_fn: LossFunction, device: torch.device) -> None:
         self.loss_fn = loss_fn
         self.across: Across | None = None  # what all lines of a mesh count together
+        self.parts = 1  # lines of a mesh that have parts of the same rows
         self.direct = labels_weight(loss_fn)
+        self._comparing = Comparing(loss_fn, device)
         self._seen: dict[Any, _Seen] = {}
+        self._kinds: set[Any] = set()  # of outputs and targets that were compared
         self._by_target: dict[Any, _Seen] = {}
+        self._found: Found | None = None
+        self.lent: list[nn.Parameter] = []  # parameters that it uses, whoever holds them
+        self._doubts = Doubts()
+        self._varied: set[int] = set()  # counts that differed between rows when it was compared
+        self._is_compared = False  # whether this step's first microbatch was
         # Whether the count it averages over does not grow with the target, so that other lengths need other weights.
         self.is_uneven = False
-        # Whether the function may not work row by row, so that the first step's loss must be compared.
-        self.is_doubted = False
-        self._warned = False
+
+    # ---- before a step -----------------------------------------------------------------------------------------------
 
     def __call__(
         self, targets: Sequence[Any], rows: Sequence[int], sizes: Sequence[int] | None = None
     ) -> Weighing | None:
-        """Return the microbatches' shares; None if the function must first be watched on one of them.
+        """Return the microbatches' shares; None if the function must first be compared on one of them.
 
         `sizes` are the elements of each target, if microbatches have different lengths.
         """
+        self._is_compared = False
         if len(targets) == 1 and self.across is None:
             return Weighing([1.0])
         if self.direct is not None:
             return weighed([[_quiet(self.direct(one))] for one in targets], rows, across=self.across)
-        seen = [self._by_target.get(_kind(one)) for one in targets]
-        found = [one for one in seen if one is not None]
-        if not found:
+        if self._found is None or self._doubts.reads:  # what it reads on the host, only a call of it can tell
             return None
-        # A kind that was not watched differs only in its number of rows, and counts in the same way.
-        each = [one or found[0] for one in seen]
-        counts = [self._count(one, target, row) for one, target, row in zip(each, targets, sizes or rows, strict=True)]
-        if any(one is None for one in counts):
-            if sizes is not None and all(one.counts is not None for one in found):
-                raise uneven("takes shapes as numbers, and what it counts of another length is not known")
-            return weighed([[float(one)] for one in rows], rows, across=self.across)
-        made = weighed([one for one in counts if one is not None], rows, across=self.across)
-        if made.factors:
-            raise ModelError(
-                "loss_fn adds means over different counts, and these differ between microbatches",
-                expected="means over one count, or a sum",
-                fix="pass loss_weight=, a function from a target to its weight, or compute the loss inside the model",
-            )
-        return made
+        counted = self._counted(targets, rows, sizes)
+        if not self._found.trusted and self._told(counted is None or self._is_open(counted)):
+            return None
+        assert counted is not None, "counts of a loss that is trusted"
+        return counted.weighing(self._found.chosen())
 
-    def watch(self, loss_fn: LossFunction, output: Any, target: Any) -> Tensor:
-        """Call the function, or a copy of it, on a microbatch, and record what it counts."""
-        kind = (_kind(output), _kind(target))
-        if self.direct is not None or kind in self._seen:
-            return loss_fn(output, target)
-        loss, graph, num_outputs = watched(loss_fn, output, target)
-        if not isinstance(loss, Tensor) or loss.dim() > 0:
-            return loss
-        walk = Walk(graph, graph.outputs[0], graph.inputs[num_outputs:])
-        is_plain = bool(walk.terms) and not walk.others
-        self.is_doubted |= not is_plain or bool(mixed_by(walk))
-        seen = _Seen(Counts(walk) if is_plain else None, num_outputs, walk, size_of(target))
-        self.is_uneven |= any(not seen.is_proportional(one) for one in [*self._seen.values()][:1])
-        self._seen[kind] = self._by_target[kind[1]] = seen
-        if walk.others and not self._warned:
-            self._warn(walk, target)
-        return loss
+    def _counted(self, targets: Sequence[Any], rows: Sequence[int], sizes: Sequence[int] | None) -> Counted | None:
+        """Return what the microbatches count; None if a kind of target must be seen first."""
+        assert self._found is not None
+        each: list[list[Count]] = [[] for _ in targets]
+        if not self._found.trusted or any(one.tally is not None for one in self._found.chosen().all):
+            kinds = [self._by_target.get(_kind(one)) for one in targets]
+            some = next(iter(self._by_target.values()), None)
+            try:
+                # A kind that was not seen differs only in its number of rows, and counts in the same way.
+                looked = [kind or some for kind in kinds]
+                each = [[] if kind is None else kind.tallies.of(one) for kind, one in zip(looked, targets, strict=True)]
+            except (RuntimeError, TypeError, IndexError, ValueError):
+                return None
+        return Counted(each, rows, sizes or rows, self.across, self.parts)
+
+    def _counted_by_calls(
+        self, output: Any, own: int, targets: Sequence[Any], rows: Sequence[int], sizes: Sequence[int] | None
+    ) -> Counted | None:
+        """Return what the microbatches count, by a call for each that leaves no trace, with rows of one's output."""
+        each: list[list[Count]] = []
+        for target, number in zip(targets, rows, strict=True):
+            seen = self._comparing.dry(output if number == own else resized(output, own, number), target)
+            if seen is None:
+                return None
+            each.append([*counted_in(seen, tallies_of(seen, Known.of(seen.graph, seen.targets)))])
+        if len({len(one) for one in each}) > 1:
+            return None
+        return Counted(each, rows, sizes or rows, self.across, self.parts)
+
+    def _is_open(self, counted: Counted) -> bool:
+        """Whether rules that are left disagree on a step, or something that it counts differs for the first time."""
+        assert self._found is not None
+        if not all(counted.are_alike(rules) for rules in self._found.subjects):
+            return True
+        return bool(counted.varying() - self._varied)
+
+    def _told(self, is_open: bool) -> bool:
+        """Whether this holds on any line of a mesh."""
+        return is_open if self.across is None else bool(self.across([float(is_open)])[0])
+
+    # ---- when a microbatch's output is there -------------------------------------------------------------------------
+
+    def resolve(
+        self, output: Any, microbatch: int, targets: Sequence[Any], rows: Sequence[int], sizes: Sequence[int] | None
+    ) -> Weighing:
+        """Compare the function on a microbatch, and return the shares of all of them."""
+        target = targets[microbatch]
+        answer = self._comparing.rules(
+            output, target, rows[microbatch], partial(_joint, output, microbatch, targets, rows)
+        )
+        self._is_compared = True
+        if answer.found is None or not answer.found.is_plain or sizes is not None:
+            self._watch_all(output, microbatch, targets, rows)
+        if answer.found is None or answer.made is None:
+            found = self._by_its_calls(output, target, answer.why)
+        else:
+            found, self._doubts = answer.found, Doubts.of(answer.made.whole)
+            self.lent = _parameters(answer.made.whole.seen)
+            self._kinds.add((_kind(output), _kind(target)))
+        # Else there is no number to compare: nothing counts here, or the step will fail.
+        is_told = answer.found is not None or bool(answer.why)
+        if self._found is not None and answer.found is not None:
+            found = self._left(self._found.within(found))
+        self._found, is_told_of = self._agreed(found, is_told=is_told)
+        if is_told_of and (sizes is not None or self.parts > 1) and any(self._mixed()):
+            if is_told:
+                self._by_length(output, target)
+            self._found, _ = self._agreed(self._found, is_told=is_told)
+        counted = self._counted(targets, rows, sizes)
+        if self._doubts.reads:
+            counted = self._counted_by_calls(output, rows[microbatch], targets, rows, sizes)
+        if counted is None and sizes is not None:
+            raise uneven("takes shapes as numbers, and what it counts of another length is not known")
+        if counted is None:
+            raise not_compared("what it counts of a microbatch with another number of rows cannot be told")
+        if is_told_of and not self._found.trusted:
+            if is_told:
+                self._narrow(output, microbatch, targets, rows, counted)
+            self._found, _ = self._agreed(self._found)
+        return counted.weighing(self._found.chosen())
+
+    def verify(self, output: Any, target: Any, rows: int, *, apart: bool = False) -> None:
+        """Compare again a microbatch of another kind, or a function of which nobody can tell what it counts.
+
+        Microbatches that the user cut, `apart`, may have other lengths.
+        """
+        if self.direct is not None:
+            return
+        kind = _kind(output), _kind(target)
+        is_new = kind not in self._kinds
+        self._kinds.add(kind)
+        if is_new and (apart or self._found is None or not self._found.is_plain):
+            self._watch(output, target)
+        if self._found is None:  # a batch of one microbatch, whatever it counts
+            return
+        again = bool(self._doubts.picks) or (bool(self._doubts.reads) and not self._is_compared)
+        self._is_compared = True
+        if not again and not is_new:
+            return
+        answer = self._comparing.rules(output, target, rows)
+        if answer.found is not None:
+            chosen, left = self._found.chosen(), self._left(self._found.within(answer.found))
+            if left.chosen() != chosen and self.across is None:
+                raise ModelError(
+                    "loss_fn counts this microbatch in another way than those before",
+                    expected="one way for all microbatches of a step",
+                    fix="pass loss_weight=, a function from a target to its weight",
+                )
+
+    def multiplying(self, output: Any, target: Any, factors: Factors) -> AbstractContextManager[object]:
+        """Multiply the parts of the loss by their factors in a microbatch."""
+        if not factors:
+            return nullcontext()
+        self._watch(output, target)  # unless it has been seen
+        return Multiplying(self._seen[_kind(output), _kind(target)].walk, factors)
 
     @property
     def counts_targets(self) -> bool:
         """Whether other targets of the same shapes may have other shares."""
-        terms = [term for seen in self._seen.values() for term in seen.walk.terms]
-        return not terms or self.direct is not None or any(one.labels or one.divided is not None for one in terms)
-
-    def _count(self, seen: _Seen, target: Any, rows: int) -> list[Count | None] | None:
-        if seen.counts is None:
-            return None
-        tensors = pack(target)[0]
-        places = [torch.empty(0)] * seen.num_outputs
-        try:
-            counted = seen.counts.of([*places, *tensors])
-        except (RuntimeError, TypeError, IndexError):
-            return None
-        return [float(rows) if isinstance(one, int) else one for one in counted]  # rows have equal numbers of elements
-
-    def _warn(self, walk: Walk, target: Any) -> None:
-        self._warned = True
-        ignores = any(
-            not one.is_floating_point() and one.dim() and bool((one == _IGNORED).any()) for one in pack(target)[0]
-        )
-        if ignores or walk.terms:
-            warnings.warn(
-                f"loss_fn uses {', '.join(dict.fromkeys(walk.others))}, so Drumline cannot tell what it averages over."
-                " It weights microbatches by their rows. Pass loss_weight= if loss_fn ignores some targets",
-                stacklevel=2,
-            )
-
-
-class Check:
-    """Compares the first step's loss with the function's loss of the whole batch, if the outputs fit in memory."""
-
-    def __init__(self, loss_fn: LossFunction, step: Step, *, is_one_of_several: bool) -> None:
-        self.loss_fn = loss_fn
-        self.step = step
-        self.is_one_of_several = is_one_of_several  # lines of a mesh
-        self.outputs: dict[int, Any] = {}
-        self.losses: dict[int, Tensor] = {}
-        self.num_bytes = 0
-
-    def add(self, microbatch: int, output: Any, loss: Tensor) -> bool:
-        """Keep a microbatch's output; compare once all are here. Return whether this is done, or impossible."""
-        tensors, form = pack(output)
-        self.num_bytes += sum(one.nbytes for one in tensors)
-        if self.num_bytes > _AFFORDABLE:
-            self.outputs.clear()
+        if self.direct is not None or self._found is None or not self._found.trusted:
             return True
-        self.outputs[microbatch] = unpack([one.detach() for one in tensors], form)
-        self.losses[microbatch] = loss.detach()
-        if len(self.outputs) < len(self.step.targets):
-            return False
-        self._compare()
-        return True
+        return any(one.tally is not None for one in self._found.chosen().all)
 
-    def _compare(self) -> None:
-        order = sorted(self.outputs)
-        try:
-            with torch.no_grad():
-                target = joined(list(self.step.targets)) if self.step.apart else self.step.target
-                whole = self.loss_fn(joined([self.outputs[one] for one in order]), target)
-        except (RuntimeError, ValueError, TypeError, IndexError):
-            return  # the microbatches cannot be merged into a batch
-        shares = [float(self.step.shares[one]) for one in order]
-        # In a mesh, the shares of this line's microbatches add up to its share of all lines; those of a sum are 1.
-        line = sum(shares) if self.is_one_of_several and any(one != 1.0 for one in shares) else 1.0
-        parts = sum(float(self.losses[one]) * share / line for one, share in zip(order, shares, strict=True))
-        if not abs(parts - float(whole)) <= _NEAR.get(whole.dtype, 2e-2) * max(abs(float(whole)), 1e-8):
+    # ---- what a comparison says --------------------------------------------------------------------------------------
+
+    def _watch_all(self, output: Any, microbatch: int, targets: Sequence[Any], rows: Sequence[int]) -> None:
+        """See the function on this microbatch, and on targets with other numbers of rows with rows of its output."""
+        self._watch(output, targets[microbatch])
+        for target, wanted in zip(targets, rows, strict=True):
+            if wanted != rows[microbatch] and _kind(target) not in self._by_target:
+                self._watch(resized(output, rows[microbatch], wanted), target)
+
+    def _watch(self, output: Any, target: Any) -> None:
+        kind = _kind(output), _kind(target)
+        watched = None if kind in self._seen else self._comparing.dry(output, target)
+        if watched is None or not isinstance(watched.loss, Tensor) or watched.loss.dim():
+            return
+        self.lent = _parameters(watched)
+        walk = Walk(watched.graph, watched.graph.outputs[0], watched.targets)
+        known = Known.of(watched.graph, watched.targets)
+        seen = _Seen(Tallies(watched, known), walk, size_of(target))
+        self.is_uneven |= any(not seen.is_proportional(one) for one in [*self._seen.values()][:1])
+        self._seen[kind] = self._by_target[kind[1]] = seen
+
+    def _by_its_calls(self, output: Any, target: Any, why: str) -> Found:
+        """Return what the function's calls say, if it cannot be compared; refuse it if these do not say it."""
+        seen = self._seen.get((_kind(output), _kind(target)))
+        if self._found is not None:
+            return self._found
+        if not why:  # its loss is no number, so that the step will fail; what it counts stays open
+            return undecided(None if seen is None else seen.walk, [] if seen is None else seen.tallies.found)
+        if seen is None or not seen.walk.terms or seen.walk.others or mixed_by(seen.walk):
+            raise not_compared(why)
+        warn_of_no_comparison(why)
+        return said_by(seen.walk, seen.tallies.found)
+
+    def _left(self, found: Found) -> Found:
+        if not found.fits:
             raise ModelError(
-                f"the microbatches' losses combine to {parts:.6g}, but loss_fn of the full batch is {float(whole):.6g}",
-                expected="a mean or sum over rows; a loss that compares rows with each other needs the whole batch",
-                fix="pass loss_weight=, a function from a target to its weight (len, to weight by rows), or use"
-                " num_microbatches=1",
+                "loss_fn of this microbatch and of earlier ones averages over different things",
+                expected="a mean or sum over rows, over labels or over a mask of the target",
+                fix="pass loss_weight=, a function from a target to its weight",
             )
+        return found
+
+    def _agreed(self, found: Found, *, is_told: bool = True) -> tuple[Found, bool]:
+        """Return the rules that are left on all lines of a mesh, and whether any line was told them."""
+        if self.across is None:
+            return found, is_told
+        made = agreed(self.across, found, is_told=is_told, reads=bool(self._doubts.reads))
+        if made.reads and not self._doubts.reads:
+            self._doubts = replace(self._doubts, reads=("what other lines read",))
+        return self._left(made.found), made.is_told
+
+    def _mixed(self) -> list[bool]:
+        """Whether rules by rows and by elements are left, for each part."""
+        assert self._found is not None
+        return [{one.of for one in rules if one.power} == {ROWS, SIZE} for rules in self._found.subjects]
+
+    def _by_length(self, output: Any, target: Any) -> None:
+        """Leave the rules that other lengths leave, if microbatches have different lengths."""
+        assert self._found is not None
+        mixed = self._mixed()
+        try:
+            told = lengths_of(self.loss_fn, output, target, self._comparing.device)
+        except Exception:
+            told = None
+        each = [""] * len(mixed) if told is None else [*told[0], told[1]][: len(mixed)]
+        if told is not None and not self._found.parts:
+            each = [told[1]]
+        kept = []
+        for rules, is_mixed, by in zip(self._found.subjects, mixed, each, strict=True):
+            if is_mixed and not by:
+                raise uneven("takes shapes as numbers, and what it counts of another length is not known")
+            kept.append(tuple(one for one in rules if not is_mixed or not one.power or one.of == by))
+        rest = None if self._found.rest is None else kept[-1]
+        self._found = self._left(replace(self._found, parts=tuple(kept[: len(self._found.parts)]), rest=rest))
+
+    def _narrow(
+        self, output: Any, microbatch: int, targets: Sequence[Any], rows: Sequence[int], counted: Counted
+    ) -> None:
+        """Where rules that are left disagree, compare the output's rows with other microbatches' targets too."""
+        assert self._found is not None
+        varying = counted.varying()
+        if varying - self._varied or not all(counted.are_alike(each) for each in self._found.subjects):
+            is_told = False
+            for order in counted.orders(varying) or [list(range(len(targets)))]:
+                joint = _joint(output, microbatch, targets, rows, order)
+                found = None if joint is None else self._comparing.rules_of(joint)
+                if found is not None:
+                    is_told = True
+                    self._found = self._left(self._found.within(found))
+            if not is_told and not all(counted.are_alike(each) for each in self._found.subjects):
+                raise not_compared("its microbatches count differently, and their targets cannot be joined to tell how")
+        self._varied |= varying
 
 
-def uneven(why: str) -> ModelError:
-    """Return the error of a loss that cannot be weighed for microbatches of different lengths."""
-    return ModelError(
-        f"loss_fn {why}",
-        expected="a mean over the target's elements or labels, for microbatches of different lengths",
-        fix="pass loss_weight=, what a microbatch's target counts",
-    )
+def _parameters(seen: Watched) -> list[nn.Parameter]:
+    """Return the parameters that a loss was seen to use."""
+    used = (one.constant for one in seen.graph.values)
+    return [one for one in used if isinstance(one, nn.Parameter) and one.requires_grad]
 
 
-def size_of(target: Any) -> int:
-    """Return how many elements a target has.
-
-    >>> size_of((torch.ones(2, 3), torch.ones(2)))
-    6
-    """
-    return next((one.numel() for one in pack(target)[0] if one.dim()), 1)
+def _joint(
+    output: Any, microbatch: int, targets: Sequence[Any], rows: Sequence[int], order: Sequence[int] | None = None
+) -> Joint | None:
+    """Return rows of all microbatches' targets, in an order, with as many of one's output."""
+    listed = range(len(targets)) if order is None else order
+    return with_all(output, rows[microbatch], [targets[at] for at in listed], [rows[at] for at in listed])
 
 
 def _quiet(count: Tensor) -> Count:

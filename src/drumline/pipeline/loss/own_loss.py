@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,13 +13,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from drumline.core.errors import DrumlineError, ModelError
-from drumline.pipeline.loss.fn_loss import size_of
+from drumline.pipeline.loss.targets import size_of
 from drumline.pipeline.model.blocks import evaluating
 from drumline.runtime.batch import num_rows
-from drumline.runtime.blocks.script import OwnLossParts, Script
+from drumline.runtime.blocks.script import OwnLossParts, Script, loss_of
 from drumline.runtime.follow.inputs import Inputs, Kind
-from drumline.runtime.loss.counts import Across, Weighing, labels_counted, mixed_by, weighed
-from drumline.runtime.loss.terms import name_of
+from drumline.runtime.loss.calls import name_of
+from drumline.runtime.loss.counts import Across, Count, Weighing, labels_counted, mixed_by, weighed
+from drumline.runtime.loss.terms import Walk
 
 _PROBE = 37  # rows of the probe batch: a prime, so that no other size is a multiple of it by chance
 _WEIGHT = "loss_weight=, the weight of a microbatch: lambda inputs: len(inputs.kwargs['input_ids'])"
@@ -109,6 +111,7 @@ class OwnShares:
         self.across: Across | None = None  # what all lines of a mesh count together
         self._looked_at = False
         self._apart: set[int] = set()  # the parts that mix the rows of a microbatch
+        self._degrees: list[int] = []  # of each part: to which power of the rows the numbers go that divide it
 
     def recut(self, num_last: int) -> None:
         """Have so many blocks in the last stage."""
@@ -126,7 +129,10 @@ class OwnShares:
                 [[float(one)] for one in rows], rows, across=self.across
             )  # no loss: the code that needs it raises
         self._look(losses[0], kinds[0][0], rows[0])
-        counts = [loss.counts.of(tensors, self.piece) for loss, (_, tensors) in zip(losses, kinds, strict=True)]
+        counts = [
+            self._divided(loss, loss.counts.of(tensors, self.piece))
+            for loss, (_, tensors) in zip(losses, kinds, strict=True)
+        ]
         made = self._weighed(counts, rows, others=bool(losses[0].walk.others))
         if made.factors and min(losses[0].pieces) < self._first:
             raise ModelError(
@@ -154,6 +160,7 @@ class OwnShares:
         if self._looked_at:
             return
         walk = loss.walk
+        self._degrees = [0] * len(walk.terms)
         if not walk.terms:
             raise ModelError(
                 f"the model's loss comes from {', '.join(walk.others[:3]) or 'nothing that was traced'}, so Drumline"
@@ -161,7 +168,11 @@ class OwnShares:
                 expected="a sum of means and sums over rows or tokens",
                 fix=f"pass {_WEIGHT}; or pass loss_fn=",
             )
-        mixers = self._mixers(loss, kind, rows) if mixed_by(walk) else {}
+        has_numbers = walk.has_numbers or any(walk.numbers(term) for term in walk.terms)
+        other = self._with_rows(kind, rows) if mixed_by(walk) or has_numbers else None
+        mixers = self._mixers(loss, other) if mixed_by(walk) else {}
+        if other is not None:
+            self._degrees = self._degrees_of(walk, other, rows)
         pairs = [name for name, degree in mixers.values() if degree > 1]
         if pairs or len(mixers) == len(walk.terms):
             raise ModelError(
@@ -178,21 +189,71 @@ class OwnShares:
             )
         self._looked_at = True
 
-    def _mixers(self, loss: OwnLossParts, kind: Kind, rows: int) -> dict[int, tuple[str, int]]:
-        """Return the parts that mix rows, found on a batch with more rows: the call and the degree of each.
+    def _divided(self, loss: OwnLossParts, counts: list[Count | None]) -> list[Count | None]:
+        """Return what the parts count, if they are divided or multiplied by numbers that grow with the rows.
 
-        Degree 1 reduces rows to a few numbers, degree 2 compares each row with each.
+        A sum divided by its rows is a mean over rows, and a mean multiplied by its rows is a sum.
         """
+        made = list(counts)
+        for at, degree in enumerate(self._degrees):
+            term = loss.walk.terms[at]
+            if degree == 1 and counts[at] is None:
+                made[at] = 1 / abs(term.factor)
+            elif degree == -1 and isinstance(counts[at], int):
+                made[at] = None
+            elif degree:
+                raise ModelError(
+                    f"the model's loss multiplies a mean by {term.factor:g}, which depends on the number of rows",
+                    expected="a sum of means and sums over rows or tokens",
+                    fix=f"write it without that number; or pass {_WEIGHT}",
+                )
+        return made
+
+    def _with_rows(self, kind: Kind, rows: int) -> OwnLossParts | None:
+        """Trace the model's loss on a batch with more rows; None if that cannot be done."""
         metas = tuple(
             one._replace(shape=torch.Size((_PROBE, *one.shape[1:]))) if one.shape[:1] == (rows,) else one
             for one in kind.metas
         )
+        probe = kind._replace(metas=metas)
+        try:
+            return loss_of(self.script.graph(probe), probe, [0])
+        except DrumlineError:
+            return None
+
+    def _degrees_of(self, walk: Walk, other: OwnLossParts, rows: int) -> list[int]:
+        """Return by which power of the rows each part is divided besides what its call says."""
+        found = []
+        for one, two in zip(walk.terms, other.walk.terms, strict=False):
+            # A mean over elements has as many more of them as there are rows.
+            ratio = abs(one.factor / two.factor)
+            inside = [walk.numbers(one), other.walk.numbers(two)]
+            if inside[0] != inside[1] and ratio == 1.0:
+                raise ModelError(
+                    "a number that depends on the rows goes into the model's loss, before it is added up",
+                    expected="a sum of means and sums over rows or tokens",
+                    fix=f"write it without that number; or pass {_WEIGHT}",
+                )
+            degree = 0 if rows == _PROBE else round(math.log(ratio) / math.log(_PROBE / rows))
+            if abs(ratio - (_PROBE / rows) ** degree) > 1e-6 * ratio:
+                raise ModelError(
+                    f"the model's loss is multiplied by {one.factor:g} for {rows} rows, {two.factor:g} for {_PROBE}",
+                    expected="a number that does not depend on the rows, or one divided by them",
+                    fix=f"write it as a mean or a sum; or pass {_WEIGHT}",
+                )
+            found.append(degree)
+        return [*found, *[0] * (len(walk.terms) - len(found))]
+
+    def _mixers(self, loss: OwnLossParts, more: OwnLossParts | None) -> dict[int, tuple[str, int]]:
+        """Return the parts that mix rows, found on a batch with more rows: the call and the degree of each.
+
+        Degree 1 reduces rows to a few numbers, degree 2 compares each row with each.
+        """
         walk, calls = loss.walk, loss.walk.graph.calls
         every = range(len(walk.terms))
-        try:
-            other = self.script.graph(kind._replace(metas=metas))
-        except DrumlineError:
+        if more is None:
             return dict.fromkeys(every, ("an untraced path", 1))
+        other = more.walk.graph
         if [name_of(one) for one in other.calls] != [name_of(one) for one in calls]:
             return dict.fromkeys(every, ("a path that depends on the number of rows", 1))
         degrees = [_degree(value.num_bytes) for value in other.values]

@@ -125,7 +125,7 @@ class Mover:
                 )
         if run.updates.divided is not None or run.holdings.shards is not None:
             raise UsageError("repartition: lines of the mesh divide state", expected="zero=0: pieces cannot move")
-        if run.check.is_pending and not run.crew.alone:
+        if run.check.is_pending and not run.check.is_chain and not run.crew.alone:
             raise UsageError(
                 "repartition: the first step has not run",
                 expected="a step before it, which is checked against the whole model",

@@ -32,6 +32,7 @@ from drumline.pipeline.verify.agreement import (
 )
 from drumline.runtime.channel.rank_names import BY_NUMBER, RankNames
 
+_MANY = 8
 _NUM_RECENT = 16
 
 
@@ -206,6 +207,8 @@ class Ledger:
         self._refused: Tally | None = None
         self._stop: tuple[int, str] | None = None  # the first checked step with which a rank told that it was asked to
         self.awaits: Callable[[], None] | None = None  # what else to wait for when all steps are checked
+        self._followed: list[int] = []  # checked steps in which a rank traced the model, for another kind or again
+        self._num_followed = 0
 
     def add(self, tally: Tally, *, trained: bool, alone: bool) -> None:
         """Add a finished step; ranks that are `alone` in one process share a clock."""
@@ -251,6 +254,17 @@ class Ledger:
         told = ((one.number, one.stop) for one in self._open if one.number <= until)
         return next((why for number, why in (*known, *told) if why and number <= until), "")
 
+    def has_followed(self, until: int) -> bool:
+        """Whether the model was traced in a step up to a number, the same on all ranks; each is told once.
+
+        Of more than eight such steps, only every one that doubles their number is told.
+        """
+        now = [one for one in self._followed if one <= until]
+        self._followed = [one for one in self._followed if one > until]
+        numbers = range(self._num_followed + 1, self._num_followed + 1 + len(now))
+        self._num_followed += len(now)
+        return any(one <= _MANY or not one & (one - 1) for one in numbers)
+
     def settle(self, *, until: int | None, gradients_left: Callable[[], bool]) -> None:
         """Check all steps, or those up to a number, and raise if one failed."""
         if until is None and self._refused is not None and gradients_left():
@@ -259,6 +273,8 @@ class Ledger:
             if self._stop is None and (why := self._open[0].stop):
                 self._stop = self._open[0].number, why
             self._refused = self._open.pop(0)
+            if any(one.train and one.followed for one in self._refused.told):
+                self._followed.append(self._refused.number)
             self._refused.check()
             self.unused.hear(self._refused.unreached)
             self._refused = None

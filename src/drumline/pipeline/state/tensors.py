@@ -1,7 +1,8 @@
 """The model tensors that this process's ranks hold, each once: named, kept equal, stored and loaded.
 
-A tensor that several blocks hold has several names in the unsplit model. One rank owns it and stores it once. So the
-ranks' states, merged, are the model's, with every tensor once. Loading accepts any of its names.
+A tensor that several blocks hold has several names in the unsplit model. One rank owns it. Files store it once, by its
+first name; the state that a user gets has it under all of its names, as torch's has, so that the ranks' states, merged,
+are the model's. Loading accepts any of its names.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ class Holdings(Observer):
         return {name: one for name, one in each.items() if one is not None}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this process stores: the parameters and persistent buffers that its ranks own."""
+        """Return what this process stores: the parameters and persistent buffers that its ranks own, each once."""
         stored: dict[str, Any] = {}
         with self.whole():
             for executor in self.executors:
@@ -173,9 +174,12 @@ class Holdings(Observer):
         return stored
 
     def whole_state_dict(self) -> dict[str, Any]:
-        """Return the same with whole tensors, where lines hold parts of them; all lines call it alike."""
-        stored, slices = self.state_dict(), self.slices()
-        return {name: put_together(one, slices.get(name), self.crew.axes) for name, one in stored.items()}
+        """Return the same under all names, and whole where lines hold parts of a tensor; all lines call it alike."""
+        stored, slices, found = self.state_dict(), self.slices(), {}
+        for name, one in stored.items():
+            whole = put_together(one, slices.get(name), self.crew.axes)
+            found.update(dict.fromkeys(self.ties.stored_as(name), whole))
+        return found
 
     def _plain(self, value: Any) -> Any:
         """Return what a state has of a tensor: the tensor itself, or a copy of one that lasts only for a moment."""

@@ -70,14 +70,19 @@ def _on_the_way(tensors: Sequence[Tensor]) -> Callable[[], list[bytes]]:
     """Start one copy of elements of a device's tensors to the host; the returned function waits only for that."""
     with torch.no_grad():
         picked = [_picked(one.detach()).view(torch.uint8) for one in tensors]
-        host = torch.cat(picked).to("cpu", non_blocking=True)
+        joined = torch.cat(picked)
+    sizes = [one.numel() for one in picked]
     module = torch.get_device_module(tensors[0].device)
+    if not hasattr(module, "Event"):  # a device without streams: nothing is on the way
+        host = joined.to("cpu")
+        return lambda: [one.numpy().tobytes() for one in torch.split(host, sizes)]
+    host = joined.to("cpu", non_blocking=True)
     event = module.Event()
     event.record(module.current_stream(tensors[0].device))
 
     def arrived() -> list[bytes]:
         event.synchronize()
-        return [one.numpy().tobytes() for one in torch.split(host, [one.numel() for one in picked])]
+        return [one.numpy().tobytes() for one in torch.split(host, sizes)]
 
     return arrived
 

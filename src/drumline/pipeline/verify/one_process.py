@@ -18,11 +18,13 @@ from drumline.core import rules
 from drumline.core.errors import DrumlineError, ModelError
 from drumline.core.program import Program
 from drumline.pipeline.assembly import device_of
-from drumline.pipeline.loss.fn_loss import size_of
 from drumline.pipeline.loss.own_loss import OwnWeight, own_loss
+from drumline.pipeline.loss.targets import size_of
 from drumline.pipeline.model.blocks import blocks_for, example_inputs
 from drumline.pipeline.model.sources import Material
-from drumline.pipeline.verify.plain import Plain, undisturbed
+from drumline.pipeline.verify.batches import can_turn, turned
+from drumline.pipeline.verify.keeping import undisturbed
+from drumline.pipeline.verify.plain import Plain
 from drumline.plan.cut.peaks import held_by
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.batch import num_rows, shares
@@ -101,6 +103,7 @@ class OneProcess:
         self._batch = moved(example_inputs(material.model, material.batch), device)
         self._own = material.loss_fn is None
         self._target = self._batch if self._own else moved(material.target, device)
+        self.turns = can_turn(self._batch, self._target)  # whether every step gets other rows in its microbatches
         self._apart = has_microbatches(self._target)
         self._loss_fn = material.loss_fn
         model = material.model
@@ -134,7 +137,10 @@ class OneProcess:
     def _run(self) -> Tensor:
         """Add the gradients of all microbatches, in the order in which the program's stages add theirs."""
         program = self._program
-        inputs, targets = self._cut(self._batch, "the batch"), self._cut(self._target, "the target")
+        batch, target = self._batch, self._target
+        if self.turns:
+            batch, target = (turned(one, self._randomness.step) for one in (batch, target))
+        inputs, targets = self._cut(batch, "the batch"), self._cut(target, "the target")
         parts = shares([self._counted(value, target) for value, target in zip(inputs, targets, strict=True)])
         orders = [accumulation_order(program, stage) for stage in range(program.num_stages)]
         in_order = self._num_parts > 1 or all(order == sorted(order) for order in orders)

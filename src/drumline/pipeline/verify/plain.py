@@ -10,23 +10,31 @@ The hooks only seed. A model that is a list of blocks has no forward: its blocks
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from drumline.pipeline.model.blocks import is_chain
 from drumline.runtime.blocks.cut import Model, blocks_of
 from drumline.runtime.randomness import Randomness
 
-_TORCHS_OWN = {
-    "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
-    "_backward_pre_hooks",
-}  # fmt: skip
-_CONTAINERS = (list, deque, dict, set)
+
+class ByItself(Protocol):
+    """A model that runs without a pipeline, here or by blocks of several ranks."""
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All modules of it that run here."""
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return their parameters by all of their names."""
+
+    def seeding(self, microbatch: int, randomness: Randomness) -> AbstractContextManager[Callable[[Any], Any]]:
+        """Yield a function that runs the model on a microbatch with seeded blocks."""
 
 
 class Plain:
@@ -42,10 +50,11 @@ class Plain:
     def __init__(self, model: Model, names: Sequence[str]) -> None:
         self.model = model
         self.names = list(names)
+        self.is_chain = is_chain(model)  # as it was when it was cut
         self._starts: dict[nn.Module, dict[int, str]] = {}  # names of blocks, by module and number of the call
         if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):
             return
-        if is_chain(model):
+        if self.is_chain:
             seen: Counter[nn.Module] = Counter()
             for block in blocks_of(model):
                 seen[block.module] += 1
@@ -112,52 +121,4 @@ class Plain:
             return value
         assert isinstance(self.model, nn.Module)
         randomness.apply(microbatch, self.names[0])
-        return self.model(value) if is_chain(self.model) else self.model(*value.args, **value.kwargs)
-
-
-@contextmanager
-def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Restore buffers, modes and attributes of modules afterwards."""
-    tables = [(module, dict(module._buffers)) for module in modules]
-    values = {id(one): (one, one.detach().clone()) for _, table in tables for one in table.values() if one is not None}
-    attributes = [({name: one for name, one in vars(module).items() if name not in _TORCHS_OWN}) for module in modules]
-    inside = [_contents(one) for each in attributes for one in each.values() if type(one) in _CONTAINERS]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for one, before in values.values():
-                if not _same_bits(one, before):
-                    one.copy_(before)
-        for module, table in tables:
-            module._buffers.clear()
-            module._buffers.update(table)
-        for module, before_it in zip(modules, attributes, strict=True):
-            for name in [name for name in vars(module) if name not in before_it and name not in _TORCHS_OWN]:
-                del module.__dict__[name]
-            module.__dict__.update(before_it)
-        for put_back in inside:
-            put_back()
-
-
-def _same_bits(buffer: Tensor, before: Tensor) -> bool:
-    return buffer.shape == before.shape and buffer.device == before.device and torch.equal(buffer, before)
-
-
-def _contents(value: Any) -> Callable[[], None]:
-    """Return a function that restores the contents of a list, dict or set."""
-    if type(value) in (list, deque):
-        items = list(value)
-
-        def put_back() -> None:
-            value.clear()
-            value.extend(items)
-
-        return put_back
-    content = value.copy()
-
-    def refill() -> None:
-        value.clear()
-        value.update(content)
-
-    return refill
+        return self.model(value) if self.is_chain else self.model(*value.args, **value.kwargs)

@@ -1,4 +1,6 @@
-"""One microbatch through the model by itself, forward and backward, with nothing left behind: what pieces must equal.
+"""Microbatches through the model by itself, with nothing left behind: what pieces must equal.
+
+    forward 0, backward 0, forward 1, backward 1      as plain training runs them; only a pipeline interleaves them
 
 None of its gradients stays in the model. As each is made, its sketch is taken and its memory freed, which the next one
 uses again; only those that are wanted in full leave for the host. There they are taken, not copied, unless others hold
@@ -10,16 +12,17 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
-from drumline.pipeline.verify.plain import Plain, undisturbed
+from drumline.pipeline.verify.keeping import undisturbed
+from drumline.pipeline.verify.plain import ByItself
 from drumline.runtime.gradients.sketch import sketch
 from drumline.runtime.loss.sheet import Factors
 from drumline.runtime.precision import Precision
@@ -54,11 +57,12 @@ class Wanted:
     sketches: dict[nn.Parameter, Tensor]
     drew: bool  # whether it drew random numbers of torch's, if anybody listened
     drew_elsewhere: bool  # whether it drew some of Python's or numpy's, which nobody seeds
+    loss_drew: bool = False  # whether the loss function drew some, which are others in every order of microbatches
 
 
-def plain_step(
-    plain: Plain,
-    given: Slice,
+def plain_steps(
+    plain: ByItself,
+    each: Sequence[Slice],
     loss_fn: Callable[[Any, Any], Tensor | None],
     *,
     wanted: Collection[nn.Parameter],
@@ -67,49 +71,61 @@ def plain_step(
     randomness: Randomness,
     precision: Precision,
     scale: float = 1.0,
-    multiplying: AbstractContextManager[object] | None = None,
+    multiplying: Callable[[Slice], AbstractContextManager[object]] = lambda _: nullcontext(),
     listens: bool = False,
-) -> Wanted:
-    """Run the microbatch, and return the gradients of the parameters that are `wanted`, with the loss times its share.
+    others: Iterable[nn.Parameter] = (),
+    keeping: Any = None,
+) -> list[Wanted]:
+    """Run microbatches one after another, and return what the model by itself makes of each.
 
-    Of those to be `sketched`, the gradients' sketches are returned.
-
-    Whether it draws random numbers is told if one `listens`.
+    These are the gradients of the parameters that are `wanted`, with the loss times its share, and sketches of those to
+    be `sketched`. What blocks keep of one microbatch the next one finds, and nobody afterwards. Whether it draws random
+    numbers is told if one `listens`. `others` are parameters outside of the model, such as those of a loss. The user's
+    own loss may be `keeping` something too.
 
     >>> model = nn.Linear(2, 1, bias=False)
-    >>> seen = plain_step(
-    ...     Plain([model], ["0"]), Slice(0, torch.ones(3, 2), None, 1.0), lambda output, _: output.sum(),
+    >>> from drumline.pipeline.verify.plain import Plain
+    >>> [seen] = plain_steps(
+    ...     Plain([model], ["0"]), [Slice(0, torch.ones(3, 2), None, 1.0)], lambda output, _: output.sum(),
     ...     wanted=[model.weight], device=torch.device("cpu"), randomness=Randomness(0, torch.device("cpu")),
     ...     precision=Precision(),
     ... )
     >>> seen.gradients[model.weight], model.weight.grad
     (tensor([[3., 3.]]), None)
     """
-    found = _Collected(frozenset(wanted), frozenset(sketched))
+    found, made = _Collected(frozenset(wanted), frozenset(sketched)), []
     chance = HostChance()
-    inputs, target = moved(given.inputs, device), moved(given.target, device)
-    inputs = mapped(inputs, lambda one: one.detach().clone())  # a model may change them in place
     modules = plain.modules
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_on(device, modules))
-        stack.enter_context(undisturbed(modules))
-        stack.enter_context(found.collecting(plain))
+        stack.enter_context(undisturbed(modules, keeping))
+        stack.enter_context(found.collecting([*plain.named_parameters().values(), *others]))
         stack.enter_context(randomness.kept_aside())
         stack.enter_context(chance.kept())
-        run = stack.enter_context(plain.seeding(given.microbatch, randomness))
-        with randomness.listening() if listens else nullcontext(()) as drawing, precision.autocast:
-            with multiplying or nullcontext():
-                output = run(inputs)
-            loss = loss_fn(output, target)
-            assert loss is not None, "a step that trains has a loss"
-            loss = precision.full(loss)
-        share = given.share if given.seen_share is None else given.seen_share()
-        if loss.requires_grad:
-            weight = torch.as_tensor(share * scale, dtype=loss.dtype, device=loss.device)
-            torch.autograd.backward(loss, weight)
-    on_host = mapped(output, lambda one: one.detach().cpu())
-    return Wanted(on_host, loss.detach().cpu(), share, found.gradients, found.sketches, bool(drawing), chance.moved)
+        for given in each:
+            found.begin()
+            inputs, target = moved(given.inputs, device), moved(given.target, device)
+            inputs = mapped(inputs, lambda one: one.detach().clone())  # a model may change them in place
+            with plain.seeding(given.microbatch, randomness) as run:
+                with randomness.listening() if listens else nullcontext(()) as drawing, precision.autocast:
+                    with multiplying(given):
+                        output = run(inputs)
+                    before = randomness.states()
+                    loss = loss_fn(output, target)
+                    loss_drew = randomness.has_moved(before)
+                    assert loss is not None, "a step that trains has a loss"
+                    loss = precision.full(loss)
+                share = given.share if given.seen_share is None else given.seen_share()
+                if loss.requires_grad:
+                    weight = torch.as_tensor(share * scale, dtype=loss.dtype, device=loss.device)
+                    torch.autograd.backward(loss, weight)
+            on_host = mapped(output, lambda one: one.detach().cpu())
+            loss = loss.detach().cpu()
+            drew = bool(drawing), False, loss_drew
+            made.append(Wanted(on_host, loss, share, found.gradients, found.sketches, *drew))
+            del output
+    return [replace(one, drew_elsewhere=True) for one in made] if chance.moved else made
 
 
 class _Collected:
@@ -117,6 +133,10 @@ class _Collected:
 
     def __init__(self, wanted: frozenset[nn.Parameter], sketched: frozenset[nn.Parameter]) -> None:
         self.wanted, self.sketched = wanted, sketched
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin with another microbatch."""
         self.gradients: dict[nn.Parameter, Tensor] = {}
         self.sketches: dict[nn.Parameter, Tensor] = {}
 
@@ -131,13 +151,14 @@ class _Collected:
         if one in self.wanted:
             copy = _is_shared(gradient)  # asked before `detach`, which shares the memory too
             made = gradient.detach().to("cpu", copy=copy)
+            made = made if made.layout is torch.strided else made.to_dense()
             self.gradients[one] = self.gradients[one] + made if one in self.gradients else made
         one.grad = None
 
     @contextmanager
-    def collecting(self, plain: Plain) -> Iterator[None]:
+    def collecting(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         """Take what a backward makes, and give back the gradients of before."""
-        parameters = list(dict.fromkeys(plain.named_parameters().values()))
+        parameters = list(dict.fromkeys(parameters))
         before = [(one, one.grad, one._post_accumulate_grad_hooks) for one in parameters]
         handles = []
         try:

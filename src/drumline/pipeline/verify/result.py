@@ -36,6 +36,7 @@ class Verification:
     bubble: float
     mesh: str = ""  # such as "pp2 x dp2"; empty without one
     zero: int = 0
+    batches_differ: bool = False  # whether each step had another batch
 
     @property
     def gradient_difference(self) -> float:
@@ -89,6 +90,7 @@ class Verification:
             "stages": self.num_stages,
             "microbatches": self.num_microbatches,
             "steps": self.num_steps,
+            "batches_differ": self.batches_differ,
             "transport": self.transport,
             **({"mesh": self.mesh, "zero": self.zero} if self.mesh else {}),
             **{name: one if math.isfinite(one) else None for name, one in numbers.items()},

@@ -217,7 +217,7 @@ def train_config(
             "memory": {
                 "zero": zero_of(layout),
                 "recompute": layout.recompute,
-                "sequence_parallel": layout.sequence_parallel,
+                "sequence_parallel": layout.sequence_parallel and layout.tensor > 1,
             },
             # What plans count with: 2 bytes for a weight, 4 for its gradient, 12 for copy and state.
             "precision": {

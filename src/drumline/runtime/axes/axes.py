@@ -99,6 +99,8 @@ class Axes:
             for names in combinations(several, count):
                 self._groups[names] = self._new_group(names)
 
+    most_counts = _MOST_COUNTS  # parts of a loss, and its rows
+
     @property
     def is_mesh(self) -> bool:
         """Whether there are several lines."""
@@ -254,18 +256,35 @@ class Axes:
                 expected=f"at most {_MOST_COUNTS - 1}, in a mesh of several lines",
             )
         stays = any(isinstance(one, Tensor) and not one.is_cpu for one in counts)
-        filled = [*counts, *[0.0] * (_MOST_COUNTS - len(counts)), float(len(counts))]
-        given = torch.stack([torch.as_tensor(one, dtype=torch.float64, device=device).reshape(()) for one in filled])
-        total = self.summed(given, *DATA)
+        total = self._first_of_step(counts, len(counts), device)
         if stays:
             return list(total[: len(counts)].unbind())
-        *found, lengths = total.tolist()
-        if lengths != len(counts) * self.size(*DATA):
+        self._check_first(total, len(counts))
+        return total[: len(counts)].tolist()
+
+    def agree_on_call(self, kind: int, device: torch.device) -> None:
+        """Raise on all lines that see other tokens unless they are in the same kind of step, a number above 16."""
+        self._check_first(self._first_of_step((), kind, device), kind)
+
+    def _first_of_step(self, counts: Sequence[Any], kind: int, device: torch.device) -> Tensor:
+        """Return the sums of what lines exchange first in a step.
+
+        It has the same form in every kind of step, so that lines that are in different ones learn it here: a backend
+        may kill the process where lines send different forms.
+        """
+        filled = [*counts, *[0.0] * (_MOST_COUNTS - len(counts)), float(kind), float(kind) ** 2]
+        given = torch.stack([torch.as_tensor(one, dtype=torch.float64, device=device).reshape(()) for one in filled])
+        return self.summed(given, *DATA)
+
+    def _check_first(self, total: Tensor, kind: int) -> None:
+        size = self.size(*DATA)
+        if total[_MOST_COUNTS:].tolist() != [kind * size, kind**2 * size]:  # only if all kinds are equal
             raise MismatchError(
-                f"{self.described()}: the lines' losses have different numbers of parts",
-                expected="the same kind of batch on every line",
+                f"{self.described()}: other lines of the mesh make another kind of step",
+                expected="the same call on every line (step or eval_step), the same program, a target on all lines or "
+                "on none, and losses with as many parts",
+                fix="decide these by what all lines know, not by a line's own part of the batch",
             )
-        return found[: len(counts)]
 
     def wait(self, work: Work, what: str, names: Sequence[str]) -> None:
         """Return when a collective along these axes has ended; raise if a rank failed, or after the timeout.

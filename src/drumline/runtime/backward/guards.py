@@ -89,7 +89,7 @@ def refuse_foreign(
                 f"{one_of} uses a parameter of shape {tuple(leaf.shape)} that it does not hold",
                 expected="every parameter, tied or not, to be an attribute of the module that uses it",
                 fix="tie it explicitly: head.weight = embedding.weight; if another block computes a tensor from it, "
-                "return that tensor from the block",
+                "return that tensor from the block; for a penalty on all weights, use the optimizer's weight_decay",
             )
         if getattr(leaf, "is_beginning", False):
             raise ModelError(

@@ -46,9 +46,15 @@ def add_gradients(roots: Sequence[GradientEdge], gradients: Sequence[Tensor]) ->
 
 
 def gradients_at(
-    places: Sequence[GradientEdge | Tensor], roots: Sequence[GradientEdge], gradients: Sequence[Tensor]
+    places: Sequence[GradientEdge | Tensor],
+    roots: Sequence[GradientEdge],
+    gradients: Sequence[Tensor],
+    *,
+    keep: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients at `places`, None if none arrives, computing only what leads to them.
+
+    With `keep`, the graph stays for more gradients.
 
     >>> from torch.autograd.graph import get_gradient_edge
     >>> x, w = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
@@ -56,7 +62,7 @@ def gradients_at(
     (tensor([3., 3.]), None)
     """
     found: tuple[Tensor | None, ...] = _run(
-        tuple(roots), tuple(gradients), False, False, tuple(places), allow_unreachable=True, accumulate_grad=False
+        tuple(roots), tuple(gradients), keep, False, tuple(places), allow_unreachable=True, accumulate_grad=False
     )
     return found
 

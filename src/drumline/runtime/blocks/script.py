@@ -23,9 +23,10 @@ from drumline.runtime.blocks.value_names import Names, by_name, described, kind_
 from drumline.runtime.follow.inputs import Inputs, Kind
 from drumline.runtime.follow.skeleton import Skeleton
 from drumline.runtime.follow.tracing import trace
+from drumline.runtime.loss.calls import loss_place
 from drumline.runtime.loss.counts import Counts
 from drumline.runtime.loss.sheet import Sheet, scale
-from drumline.runtime.loss.terms import Walk, loss_place
+from drumline.runtime.loss.terms import Walk
 from drumline.runtime.values import refuse_objects
 from drumline.runtime.watch.watch import Watch
 

@@ -1,24 +1,17 @@
 """Check gradients at the end of a step: their global norm, and whether they are finite.
 
 The per-parameter norms of all ranks are reduced in the order of the unsplit model.
-
-A witness sees what one microbatch of a step did on one rank: its part of each gradient, and the output passed to the
-loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import UsageError
-from drumline.runtime.gradients.sketch import distances, sketch
-from drumline.runtime.patches import put_in
-from drumline.runtime.stage import Stage
-from drumline.runtime.values import mapped
 
 
 def check(max_norm: Any, norm_type: Any) -> None:
@@ -113,47 +106,3 @@ def all_finite(tensors: Sequence[Tensor]) -> bool | Tensor:
     # On a host, a sum is the cheapest pass that shows any NaN or infinity; if it overflows, check every element.
     sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors])
     return bool(sums.isfinite().all()) or all(bool(tensor.isfinite().all()) for tensor in tensors)
-
-
-class Witness:
-    """Watches a rank's stages at one microbatch; the step runs as usual.
-
-    A gradient whose sketch is as `expected`, within its limit, is noted as `near`. Others are copied in full.
-    """
-
-    def __init__(self, microbatch: int) -> None:
-        self.microbatch = microbatch
-        self.expected: dict[nn.Parameter, tuple[Tensor, float]] = {}  # sketches, and how far others may be from them
-        self.near: set[nn.Parameter] = set()
-        self.gradients: dict[nn.Parameter, Tensor] = {}
-        self.output: Any = None
-
-    def adding(self, stage: Stage, run: Callable[..., Any], *given: Any) -> Any:
-        """Run a function that adds to a stage's gradients, and record what it added."""
-        before = {one: None if one.grad is None else one.grad.detach().clone() for one in stage.parameters}
-        made = run(*given)
-        added = {}
-        for one, earlier in before.items():
-            if one.grad is not None:
-                added[one] = one.grad.detach() if earlier is None else one.grad.detach() - earlier
-        known = [one for one in added if one in self.expected]
-        apart = distances([sketch(added[one]) for one in known], [self.expected[one][0] for one in known])
-        self.near.update(one for one, far in zip(known, apart, strict=True) if far <= self.expected[one][1])
-        for one, gradient in added.items():
-            if one not in self.near:
-                copy = gradient.to("cpu", copy=True)  # the host has room for it until the step ends
-                self.gradients[one] = self.gradients[one] + copy if one in self.gradients else copy
-        return made
-
-    def listening(self, stage: Stage, run: Callable[..., Any], *given: Any) -> Any:
-        """Run a stage's forward, and record the input of its loss."""
-        loss = stage.loss
-        if loss is None:
-            return run(*given)
-
-        def noted(output: Any, target: Any) -> Tensor | None:
-            self.output = mapped(output, lambda one: one.detach().to("cpu", copy=True))
-            return loss(output, target)
-
-        with put_in([(vars(stage), "loss", noted)]):
-            return run(*given)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from drumline.runtime.gradients.guard import guard
 from drumline.runtime.loss.terms import Walk
 from drumline.runtime.values import pack
 
@@ -49,7 +50,12 @@ class Scaled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the call, and multiply its result."""
-        return _multiplied(self.function, args, kwargs, self.sheet.factor(self.part))
+        factor = self.sheet.factor(self.part)
+        made = _multiplied(self.function, args, kwargs, factor)
+        # The only part, of which nobody on the host may know whether it counts anything.
+        if factor is None and isinstance(made, Tensor) and not made.dim() and not made.is_cpu:
+            guard(pack((args, kwargs))[0], made)
+        return made
 
 
 def stay_out_of_compiled_code() -> None:
@@ -77,15 +83,17 @@ class Multiplying(TorchFunctionMode):
     blocks and in their hooks are not in the graph and do not count.
     """
 
-    def __init__(self, walk: Walk, factors: Factors, model: nn.Module) -> None:
+    def __init__(self, walk: Walk, factors: Factors, model: nn.Module | None = None) -> None:
         super().__init__()
         calls = walk.graph.calls
-        self._blocks = [model.get_submodule(name) for name in dict.fromkeys(one.block for one in calls) if name]
+        named = [] if model is None else [name for name in dict.fromkeys(one.block for one in calls) if name]
+        self._blocks = [model.get_submodule(name) for name in named if model is not None]
         self._depth = 0
         self._handles: list[RemovableHandle] = []
         self._calls: dict[Any, int] = {}
         self._parts: dict[tuple[Any, int], float | Tensor] = {}
-        by_call = dict(zip((term.call for term in walk.terms), factors, strict=True))
+        terms = [term.call for term in walk.terms]
+        by_call = dict(zip(terms if len(terms) == len(factors) else dict.fromkeys(terms), factors, strict=True))
         before: dict[Any, int] = {}
         for at, call in enumerate(calls):
             function = call.function.function if isinstance(call.function, Scaled) else call.function

@@ -11,15 +11,15 @@ losses, `mean`, `sum`, or a sum divided by a count of the inputs. Anything else 
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.nn import functional
 
 from drumline.runtime.blocks.graph import Call, CallGraph
-from drumline.runtime.values import unpack
+from drumline.runtime.loss.calls import BY_LABEL, Labels, Ref, arguments_of, bound, name_of
 
 _PASSED_ON = {
     "to", "float", "double", "half", "bfloat16", "type", "type_as", "clone", "contiguous", "squeeze", "view", "reshape",
@@ -31,9 +31,19 @@ _SUMS = {
 }  # fmt: skip
 _PRODUCTS = {"mul", "__mul__", "__rmul__", "mul_", "__imul__", "multiply"}
 _QUOTIENTS = {"div", "__truediv__", "true_divide", "div_", "__itruediv__", "divide"}
+_LINEAR = {
+    "flatten",
+    "masked_fill",
+    "__getitem__",
+    "masked_select",
+    "sum",
+    "transpose",
+    "permute",
+    "unsqueeze",
+    "where",
+}
 _COUNTS = _PASSED_ON | _PRODUCTS | {"add", "__add__", "__radd__", "clamp", "clamp_min", "maximum", "max", "clip"}
 _SCALAR = 8  # most bytes of one number
-_BY_LABEL = (functional.cross_entropy, functional.nll_loss)
 _BY_ELEMENT = (
     functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss,
     functional.binary_cross_entropy, functional.binary_cross_entropy_with_logits, functional.kl_div,
@@ -45,22 +55,6 @@ _BY_ELEMENT = (
 
 
 @dataclass(frozen=True, slots=True)
-class Ref:
-    """Represents one of a graph's values among a call's arguments."""
-
-    value: int
-
-
-@dataclass(frozen=True, slots=True)
-class Labels:
-    """What a loss over labels counts: those that are not ignored, weighted by class if there are class weights."""
-
-    target: int
-    ignored: int
-    weight: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Term:
     """One part of a loss: the call that computes it, and what it is a mean over; a sum if nothing."""
 
@@ -69,24 +63,12 @@ class Term:
     divided: int | None = None  # the count by which a sum is divided
     num_bytes: int | None = None  # of the elements that it averages
     data: tuple[int, ...] = ()  # the values from which it is computed
+    factor: float = 1.0  # the product of the numbers that it is multiplied by on the way to the loss
 
     @property
     def is_sum(self) -> bool:
         """Whether the microbatches' values are simply added."""
         return self.labels is None and self.divided is None and self.num_bytes is None
-
-
-def name_of(call: Call) -> str:
-    """Return the name of the called function."""
-    name: str = call.block or getattr(call.function, "__name__", str(call.function))
-    return name
-
-
-def arguments_of(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call, with `Ref`s for tensors."""
-    refs: Any = [Ref(value) for value in call.takes]
-    args, kwargs = unpack(refs, call.form)
-    return args, kwargs
 
 
 class Walk:
@@ -104,18 +86,30 @@ class Walk:
             for value in call.changes:
                 self.changes.setdefault(value, []).append(at)
         self._changed_storages = {graph.values[value].storage for value in self.changes}
-        self._has_constant = False
+        self.has_constant = False
         self.terms: list[Term] = []
         self.others: list[str] = []
+        self.has_numbers = False  # whether anything was multiplied or divided by a number, which may be that of rows
+        self._factor = 1.0  # on the way from the loss to where the walk is
         self._value(loss)
-        if self._has_constant and any(one.is_sum for one in self.terms):
+        if self.has_constant and any(one.is_sum for one in self.terms):
             self.others.append("a constant beside a sum")  # would be added once per microbatch
 
-    def _value(self, value: int) -> None:
+    def _value(self, value: int, factor: float = 1.0) -> None:
+        before = self._factor
+        self._factor *= factor * self._multiplied_in_place(value)
+        self._follow(value)
+        self._factor = before
+
+    def _multiplied_in_place(self, value: int) -> float:
+        calls = (self.graph.calls[at] for at in self.changes.get(value, ()))
+        return math.prod(self._number_in(one) for one in calls if name_of(one) in _PRODUCTS | _QUOTIENTS)
+
+    def _follow(self, value: int) -> None:
         for at in self.changes.get(value, ()):
             self._changed(at, value)
         if value not in self.changes and self.is_fixed(value):
-            self._has_constant = True  # a penalty on parameters
+            self.has_constant = True  # a penalty on parameters
             return
         made = self.graph.made_at.get(value, -1)
         if made >= 0:
@@ -139,26 +133,71 @@ class Walk:
         name = name_of(call)
         term = None if call.block else self._term(at)
         if term is not None:
-            self.terms.append(term)
+            inside = math.prod(self._inside(one) for one in term.data[:1])
+            self.terms.append(replace(term, factor=self._factor * inside))
         elif call.block:
             self.others.append(name)
         elif name in _PASSED_ON or name in _SUMS or (name in ("mean", "sum") and self._is_of_losses(call)):
             for one in call.takes:
-                self._value(one)
+                self._value(one, 1 / len(self._stacked(call)) if name == "mean" else 1.0)
         elif name in _PRODUCTS | _QUOTIENTS:
             varying = [one for one in call.takes if not self.is_fixed(one)]
             if len(varying) == 1 and (name in _PRODUCTS or call.takes[0] == varying[0]):
-                self._value(varying[0])
+                self._value(varying[0], self._number_in(call))
             else:
                 self.others.append(name)
         else:
             self.others.append(name)
 
+    def _number_in(self, call: Call) -> float:
+        """Return the number by which a call multiplies, whatever it divides by too; 1 for one that is not known."""
+        args, kwargs = arguments_of(call)
+        numbers = []
+        for one in (*args, *kwargs.values()):
+            if isinstance(one, Ref):
+                one = self._number_of(one.value)
+            if isinstance(one, int | float) and not isinstance(one, bool) and one:
+                numbers.append(float(one))
+        self.has_numbers |= bool(numbers)
+        product = math.prod(numbers)
+        return 1 / product if name_of(call) in _QUOTIENTS else product
+
+    def _inside(self, value: int) -> float:
+        """Return the number that all elements are multiplied by before a part adds them up."""
+        factor = 1.0
+        while (made := self.graph.made_at.get(value, -1)) >= 0 and value not in self.changes:
+            call = self.graph.calls[made]
+            name = name_of(call)
+            varying = [one for one in call.takes if not self.is_known(one) and not self.is_fixed(one)]
+            if len(varying) != 1 or name not in _PASSED_ON | _PRODUCTS | _QUOTIENTS | _LINEAR:
+                break
+            if name in _PRODUCTS | _QUOTIENTS:
+                factor *= self._number_in(call)
+            value = varying[0]
+        return factor
+
+    def numbers(self, term: Term) -> list[float]:
+        """Return the numbers by which elements are multiplied on the way to a part."""
+        calls = sorted(set(self.data_calls(term)))
+        named = [self.graph.calls[at] for at in calls]
+        return [self._number_in(one) for one in named if name_of(one) in _PRODUCTS | _QUOTIENTS]
+
+    def _number_of(self, value: int) -> Any:
+        """Return the number that was made a tensor of: torch.tensor(len(labels))."""
+        made = self.graph.made_at.get(value, -1)
+        if made < 0 or self.graph.calls[made].takes or value in self.changes:
+            return None
+        return next((one for one in arguments_of(self.graph.calls[made])[0] if isinstance(one, int | float)), None)
+
+    def _stacked(self, call: Call) -> tuple[int, ...]:
+        """Return the losses over which a mean is taken."""
+        return self.graph.calls[self.graph.made_at[call.takes[0]]].takes
+
     def _term(self, at: int) -> Term | None:
         """Return the term that a call computes, if it says what it is a mean or a sum of."""
         call = self.graph.calls[at]
         name = name_of(call)
-        if call.function in _BY_LABEL or call.function in _BY_ELEMENT:
+        if call.function in BY_LABEL or call.function in _BY_ELEMENT:
             return self._of_torch(at, call)
         if name in ("mean", "sum") and call.takes and not self._is_of_losses(call):
             data = (call.takes[0],)
@@ -200,7 +239,7 @@ class Walk:
     def _of_torch(self, at: int, call: Call) -> Term | None:
         """Return the term of one of torch's losses."""
         assert call.function is not None
-        given = _bound(call.function, call)
+        given = bound(call.function, call)
         if given is None or given.get("size_average") is not None or given.get("reduce") is not None:
             return None
         data = tuple(one for one in call.takes if not self.is_known(one) and not self.is_fixed(one))
@@ -253,33 +292,3 @@ class Walk:
                 yield made
                 todo += self.graph.calls[made].takes
             yield from self.changes.get(value, ())
-
-
-def _bound(function: Callable[..., Any], call: Call) -> dict[str, Any] | None:
-    args, kwargs = arguments_of(call)
-    try:
-        bound = inspect.signature(function).bind(*args, **kwargs)
-    except (TypeError, ValueError):
-        return None
-    bound.apply_defaults()
-    return dict(bound.arguments)
-
-
-def loss_place(form: Any) -> int | None:
-    """Return which of an output's tensors is its loss: the one named `loss`, the only one, or the first of a tuple.
-
-    >>> loss_place(("dict", ("logits", "loss"), 0, 1)), loss_place(None), loss_place(("tuple", 0, 1))
-    (1, 0, 0)
-    """
-    if form is None:
-        return 0
-    if isinstance(form, tuple):
-        kind, *parts = form
-        if kind in ("fields", "mapping", "dict"):
-            names, values = (parts[0], parts[1:]) if kind == "dict" else (parts[1], parts[2:])
-            place = dict(zip(names, values, strict=True)).get("loss")
-            return place if isinstance(place, int) else None
-        if kind in ("tuple", "list", "named"):
-            first = parts[1] if kind == "named" else parts[0] if parts else None
-            return first if isinstance(first, int) else None
-    return None

@@ -40,7 +40,7 @@ _LIBRARIES = LIBRARIES | {"drumline"}
 
 
 class Surroundings:
-    """The variables that some modules' code may read, and their states.
+    """The variables that the code of some modules and functions may read, and their states.
 
     >>> __name__ = "mine"  # not a part of this library
     >>> scale = [1.0]
@@ -54,17 +54,23 @@ class Surroundings:
     False
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], functions: Iterable[Any] = ()) -> None:
         self._readers: dict[tuple[int, str], Reader] = {}
         self._seen: set[int] = set()
         self._caches: dict[int, Any] = {}  # functions with a memory (functools.cache)
         for module in modules:
             for function in _functions_of(module):
                 self._follow(function)
+        for function in functions:
+            self._follow(_plain(function))
 
     def now(self) -> list[Any]:
         """Return the states of all of them."""
         return [fingerprint(read()) for read in self._readers.values()]
+
+    def variables(self) -> list[tuple[Any, Callable[[Any], None]]]:
+        """Return the value of each of them, with a function that sets it where the code may have set another."""
+        return [(read(), _setter(read)) for read in self._readers.values()]
 
     def changed(self, before: Sequence[Any]) -> str:
         """Return the name of a variable that has changed, if any."""
@@ -140,6 +146,21 @@ def _plain(value: Any) -> Any:
     return value.__func__ if isinstance(value, MethodType | staticmethod | classmethod) else value
 
 
+def _setter(read: Reader) -> Callable[[Any], None]:
+    """Return a function that gives a variable a value again: a global one, or one of a closure."""
+
+    def put(value: Any) -> None:
+        if not isinstance(read, partial) or value is MISSING or read() is value:
+            return
+        place = read.args[0]
+        if read.func is content_of:
+            place.cell_contents = value
+        elif isinstance(space := getattr(read.func, "__self__", None), dict) and space is not sys.modules:
+            space[place] = value
+
+    return put
+
+
 def _is_watched(value: Any) -> bool:
     return type(value) in PLAIN or isinstance(value, Tensor | tuple) or can_change(value)
 
@@ -188,6 +209,15 @@ _HOOKS = (*FORWARD, *BACKWARD)
 _GLOBAL: list[dict[int, Any]] = [getattr(nn.modules.module, f"_global{kind}") for kind in _HOOKS]
 
 Table = dict[str, Tensor | None]
+
+
+def global_hooks() -> list[Any]:
+    """Return which hooks run on all modules.
+
+    >>> global_hooks() == global_hooks()
+    True
+    """
+    return [len(one) and list(one) for one in _GLOBAL]
 
 
 class Watch:
@@ -245,7 +275,7 @@ class Watch:
     def _now(self) -> tuple[list[bool], list[Any]]:
         """Return the modules' modes, and all else that is looked after."""
         modes: list[bool] = []
-        found: list[Any] = [len(one) and list(one) for one in _GLOBAL]
+        found: list[Any] = global_hooks()
         found += [code_of(module) for name, _, module in self._alive() if name in self._inside]
         for _, _, module in self._alive():
             own = module.__dict__

@@ -84,13 +84,17 @@ class Ties:
     def __init__(self, cuts: Sequence[Sequence[Block]], placement: Placement, model: object = None) -> None:
         self.placement = placement
         self._known: dict[int, list[str]] = {}  # the model's own names; blocks may lack some of them
+        self._unsaved: set[str] = set()  # names of buffers that no state has
         if isinstance(model, nn.Module):
             for name, one in named_tensors(model):
                 self._known.setdefault(id(one), []).append(name)
+            self._unsaved.update(place.name for place in places_in(Block("", model)) if not place.saved)
         found: dict[int, list[tuple[int, Place]]] = {}
         for number, block in enumerate(block for blocks in cuts for block in blocks):
             for place in places_in(block):
                 found.setdefault(id(place.tensor), []).append((number, place))
+                if not place.saved:
+                    self._unsaved.add(place.name)
         self._uses = [self._use(where) for where in found.values()]
         self._lay_out([len(blocks) for blocks in cuts])
 
@@ -161,6 +165,16 @@ class Ties:
         """Return the first name of a tensor."""
         held = self._by_name.get(name)
         return name if held is None else held.name
+
+    def stored_as(self, name: str) -> tuple[str, ...]:
+        """Return the names under which the unsplit model's state has a tensor: all of a tied one's, as in torch.
+
+        >>> layer = nn.Linear(2, 2, bias=False)
+        >>> Ties([[Block("0", layer)], [Block("1", layer)]], Placement.linear(2)).stored_as("1.weight")
+        ('0.weight', '1.weight')
+        """
+        held = self._by_name.get(name)
+        return (name,) if held is None else tuple(one for one in held.names if one not in self._unsaved)
 
     def home(self, name: str, stage: int) -> int:
         """Return the owner of a tensor that a stage holds under this name."""

@@ -71,7 +71,7 @@ def _readings(key: Key | None, value: str, text: str) -> Iterator[Any]:
             yield read["value"] if is_wanted else value
     except (ValueError, RecursionError):
         pass
-    if key is None or key.inner is str:
+    if key is None or key.takes_text:
         yield value
         return
     raise UsageError(f"--set is {text[:80]!r}", expected=f"{key.expected}, as TOML writes it")

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from functools import cache
-from typing import Any, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from drumline.train.config import settings
 
@@ -152,7 +153,13 @@ _PIPELINE: dict[str, tuple[Rule, str]] = {
     "timeout": (SECONDS, "seconds that a rank waits for another before it gives up"),
     "compile": (FREE, "whether stages run through torch.compile"),
     "capture": (FREE, "whether ranks launch CUDA graphs"),
-    "check_model": (FREE, "whether the first step is checked against one process"),
+    "check_model": (
+        Rule(
+            'true, false, "first", or a whole number of 1 or more',
+            lambda value: isinstance(value, bool) or value == "first" or (isinstance(value, int) and value >= 1),
+        ),
+        "which steps are checked against one process: the first and a few later ones, the first, or every so many",
+    ),
 }
 _MEMORY: dict[str, tuple[Rule, str]] = {
     "recompute": (
@@ -293,6 +300,11 @@ class Key:
     def inner(self) -> Any:
         """The kind of a value that is set."""
         return next(one for one in get_args(self.kind) if one is not type(None)) if self.is_optional else self.kind
+
+    @property
+    def takes_text(self) -> bool:
+        """Whether a value may be a string."""
+        return self.inner is str or (get_origin(self.inner) in (Union, UnionType) and str in get_args(self.inner))
 
     @property
     def kind_word(self) -> str:

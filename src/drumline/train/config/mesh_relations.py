@@ -76,6 +76,14 @@ def _heads_are_divided(judged: Judged) -> Iterator[Problem]:
         )  # fmt: skip
 
 
+@relation("memory.sequence_parallel", "mesh.tensor")
+def _tokens_are_divided(judged: Judged) -> Iterator[Problem]:
+    if judged.settings.memory.sequence_parallel and judged.settings.mesh.tensor == 1:
+        yield judged.problem(
+            "memory.sequence_parallel", "is true, and mesh.tensor is 1", "false", "raise mesh.tensor, or leave it out"
+        )
+
+
 @relation("mesh.context", "batch.sequence", "lengths.how", "evaluation.sample_every")
 def _sequences_divide(judged: Judged) -> Iterator[Problem]:
     settings, context = judged.settings, judged.settings.mesh.context

@@ -149,8 +149,9 @@ def _plain(value: Any) -> Any:
     """Return what a dataclass was given beyond its defaults; other values as they are."""
     if is_dataclass(value) and not isinstance(value, type):
         default = type(value)()
-        named = ((one.name, getattr(value, one.name)) for one in fields(value))
-        return {name: _plain(one) for name, one in named if one != getattr(default, name)}
+        named = [(one.name, getattr(value, one.name), getattr(default, one.name)) for one in fields(value)]
+        # A 1 is not what True is, although they are equal.
+        return {name: _plain(one) for name, one, usual in named if one != usual or type(one) is not type(usual)}
     return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 

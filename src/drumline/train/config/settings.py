@@ -146,7 +146,7 @@ class PipelineSettings:
     timeout: float = 300.0
     compile: bool = False
     capture: bool = False
-    check_model: bool = True
+    check_model: bool | int | str = True  # or "first", or a number of steps between two checks
 
 
 @dataclass(frozen=True, slots=True)

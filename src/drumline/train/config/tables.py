@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args, get_origin
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 from drumline.core.errors import nearest
 from drumline.core.parsed import shown
@@ -169,12 +171,22 @@ def _taken(kind: Any, value: Any) -> Any:
         if not isinstance(value, Mapping) or not is_plain(value):
             raise Wrong
         return _as_read(value)
+    if get_origin(kind) in (Union, UnionType):
+        return next(_each_taken(get_args(kind), value))
     if kind is float and type(value) in (int, float) and math.isfinite(value):
         return float(value)
     if kind is int and type(value) is int and value in _WHOLE:
         return value
     if (kind is bool and type(value) is bool) or (kind is str and type(value) is str and _is_text(value)):
         return value
+    raise Wrong
+
+
+def _each_taken(kinds: Sequence[Any], value: Any) -> Iterator[Any]:
+    """Yield a value in each of some kinds that it is of; raise where it is of none."""
+    for kind in kinds:
+        with suppress(Wrong):
+            yield _taken(kind, value)
     raise Wrong
 
 

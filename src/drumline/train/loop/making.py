@@ -181,7 +181,7 @@ def pipeline_arguments(
         found |= {
             "mesh": settings.mesh.axes,
             "zero": settings.memory.zero,
-            "sequence_parallel": settings.memory.sequence_parallel and settings.mesh.tensor > 1,
+            "sequence_parallel": settings.memory.sequence_parallel,
         }
     if settings.adapt.on:
         found["adapt"] = {name: value for name, value in asdict(settings.adapt).items() if name != "on"}

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.core.errors import ModelError
+from drumline.core.errors import DrumlineError, ModelError
 from drumline.runtime.axes.axes import Axes
 from drumline.runtime.axes.reduce import share_values
 from drumline.runtime.axes.slices import Slice, slice_of
 from drumline.runtime.axes.tensor import passing
 from drumline.runtime.axes.tensor.divide import Divided, divided_by, head_counts
+from drumline.runtime.axes.tensor.explained import refusal
 from drumline.runtime.axes.tensor.pairs import refuse_unpaired
 from drumline.runtime.axes.tensor.passing import AXIS, is_traced
 from drumline.runtime.axes.tensor.sequence import Sequenced, mark_partial
@@ -60,6 +61,8 @@ class TensorParallel:
         self._last: tuple[Tensor, int, Tensor] | None = None  # the last input of layers by columns, and its copy
         self._unseen: set[nn.Module] = set()  # layers by rows before which it is not known that nothing is drawn
         self._states: list[Tensor] = []
+        self._makers = {one.module: one for one in self.found if _makes_part(one) or isinstance(one.style, Stacked)}
+        self._behind: Divided | None = None  # the last of them that ran, while its part is on its way
 
     @property
     def is_partial(self) -> bool:
@@ -201,6 +204,7 @@ class TensorParallel:
         given = given_in(args, kwargs)
         if is_traced(given):
             return None
+        self._behind = self._makers.get(module, self._behind)
         if self._unseen and not self._states:
             self._states = generator_states(given.device)
         if self._is_inside or not given.requires_grad or not torch.is_grad_enabled():
@@ -214,6 +218,7 @@ class TensorParallel:
         """Let the gradients of all inputs be summed, those of a router's weights too."""
         if not self.is_on:
             return None
+        self._behind = self._makers.get(module)
         return mapped((args, kwargs), self._copied)
 
     def _copied(self, given: Tensor) -> Tensor:
@@ -221,11 +226,25 @@ class TensorParallel:
         return passing.copied(given, self.axes) if needed else given
 
     def _after_stack(self, module: nn.Module, args: Any, made: Tensor) -> Any:
+        self._behind = None
         return passing.summed(made, self.axes) if self.is_on else None
 
     def _before_once(self, module: nn.Module, args: Any) -> Any:
         """Divide what all lines keep alike, since their outputs are added up."""
         return (args[0] / self.axes.size(AXIS), *args[1:]) if self.is_on else None
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Say what tp has to do with an error of a forward that sees a part of its features."""
+        self._behind = None
+        try:
+            yield
+        except (DrumlineError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if self._behind is None:
+                raise
+            raise refusal(self._behind, self._makers.values(), self.axes.size(AXIS), error) from error
 
     @property
     def _is_inside(self) -> bool:
@@ -246,7 +265,7 @@ class TensorParallel:
 
     def _region_ended(self, module: nn.Module, made: Tensor) -> None:
         """Forget the shared input, and refuse random numbers drawn for parts: each line would draw its own."""
-        self._last = None
+        self._last = self._behind = None
         states, self._states = self._states, []
         if module in self._unseen and module.training and states:
             drew = any(not torch.equal(*pair) for pair in zip(states, generator_states(made.device), strict=True))

@@ -1,0 +1,316 @@
+"""Ask the model by itself: microbatches of a step run through it before the step, and witnesses watch the step.
+
+a card of every rank     whether it has the batch, and the whole model with the values that ranks train
+all of them have         each runs the whole model
+else                     they run it together, each its own blocks: see reference.py
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drumline.pipeline.check.lines import LineParts
+from drumline.pipeline.check.places import Home, Places
+from drumline.pipeline.check.reference import Reference
+from drumline.pipeline.check.relay import GaveUp, Relay
+from drumline.pipeline.check.row import Row
+from drumline.pipeline.check.sample import Sample
+from drumline.pipeline.check.sketched import Expected
+from drumline.pipeline.check.verdict import FLOOR, allowed_off
+from drumline.pipeline.crew import Crew
+from drumline.pipeline.engine import Engine
+from drumline.pipeline.intake import Intake
+from drumline.pipeline.state.tensors import Holdings
+from drumline.pipeline.verify.agreement import Given, agree_on_batch, first_difference, samples_of
+from drumline.pipeline.verify.plain import ByItself
+from drumline.pipeline.verify.plain_step import Slice, Wanted, plain_steps
+from drumline.runtime.blocks.cut import Block
+from drumline.runtime.executor import Executor
+from drumline.runtime.gradients.sketch import sketch
+from drumline.runtime.gradients.witness import Witness
+from drumline.runtime.step import Step
+
+_FINE = 1e-3  # what is allowed in float32 is less
+
+
+@dataclass(frozen=True, slots=True)
+class _Card:
+    """What a rank has to begin with."""
+
+    has_batch: bool
+    samples: dict[str, bytes]
+    is_whole: bool
+    here: Places
+    given: Given
+    factor: float
+
+
+@dataclass(slots=True)
+class Take:
+    """One microbatch, and what the model by itself made of it."""
+
+    given: Slice
+    wanted: Wanted | None = None
+    expected: Expected | None = None  # of its gradients
+    again: Wanted | None = None  # what the model made when it was run once more
+    totals: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # of experts that tokens of all lines go through
+    ratio: float = 1.0  # what it counts more in the step than was known before
+    counts: bool = True  # whether it is a part of the loss: some losses must be seen before this is known
+
+
+@dataclass
+class Asking:
+    """What the model by itself makes of `num_microbatches` of a step. `model` is the user's, while it lives."""
+
+    reference: Reference
+    crew: Crew
+    intake: Intake
+    engine: Engine
+    holdings: Holdings
+    parts: LineParts
+    num_microbatches: int
+    model: nn.Module | None
+
+    def __post_init__(self) -> None:
+        self.reason = ""  # why it is not checked
+        self.seconds = 0.0
+        self.takes: list[Take] = []
+        self.by_itself: ByItself | None = None
+        self.relay: Relay | None = None
+        # Of what several ranks hold: what each sees its own uses of, and what each sees more uses of than its own.
+        self.in_parts: set[str] = set()
+        self.unsure: set[str] = set()
+        self.named: dict[str, nn.Parameter] = {}  # the model's own
+        self.held: list[tuple[Executor, dict[str, nn.Parameter]]] = []  # what the stages here train
+
+    # ---- before the step ---------------------------------------------------------------------------------------------
+
+    def before(self, step: Step, called: Any, target: Any, factor: float, whole: tuple[Any, Any] | None) -> None:
+        """Run microbatches through the model by itself, and have the step watched; all ranks call it.
+
+        `factor` is what the step will multiply the loss's gradient by. `whole` are batch and target with whole
+        sequences, if lines of a mesh have parts of them.
+        """
+        started = time.perf_counter()
+        self.held = [(one, dict(self.holdings.named_on(one, pieces=False))) for one in self.engine.executors]
+        with self._whole() as parts:
+            self._ask(step, called, target, factor, whole)
+        for take in self.takes:
+            take.wanted = parts(take.wanted)
+        if self.parts.is_on:
+            self.named = self._own()
+        for take in self.takes:
+            if take.wanted is not None:
+                take.expected = Expected.of(take.wanted.sketches, self.allowed, self.rounding)
+        for executor, held in self.held:
+            executor.witnesses = [self._witness(executor, held, take) for take in self.takes]
+        self.seconds = time.perf_counter() - started
+
+    def _witness(self, executor: Executor, held: Mapping[str, nn.Parameter], take: Take) -> Witness:
+        if take.expected is None:  # nothing is compared here, and other ranks compare what they share with this one
+            shared = {one.name for one in self.engine.assembly.ties.tensors if one.is_copied}
+            only = {one for name, one in held.items() if name in shared or self.parts.is_settled_later(one)}
+            return Witness(take.given.microbatch, only)
+        witness = Witness(take.given.microbatch)
+        limits = take.expected.limits()
+        uses = Counter(one for stage in executor.stages.values() for one in stage.parameters)
+        for name, one in held.items():
+            own = self.named.get(name)
+            # Else it sees parts of a sum.
+            is_whole = uses[one] == 1 and not self.parts.is_settled_later(one)
+            if own is not None and own in limits and is_whole:
+                witness.expected[one] = take.expected.sketches[own], limits[own]
+        return witness
+
+    @contextmanager
+    def _whole(self) -> Iterator[Callable[[Wanted | None], Wanted | None]]:
+        """Have the model as one process has it inside; what is given turns what was wanted of it into that of parts."""
+        if not self.parts.is_on or self.reference.whole is None:
+            yield lambda wanted: wanted
+            return
+        wholes: dict[str, nn.Parameter] = {}
+        lines = self.parts
+
+        def parts(wanted: Wanted | None) -> Wanted | None:
+            if wanted is None:
+                return None
+            own, gradients = self._own(), wanted.gradients
+            each = {own[name]: gradients[one] for name, one in wholes.items() if one in gradients}
+            # Those of experts stay whole until all lines have added up theirs.
+            each = {one: whole if lines.is_summed(one) else lines.part_of(one, whole) for one, whole in each.items()}
+            compared = {one: sketch(part) for one, part in each.items() if not lines.is_summed(one)}
+            return replace(wanted, gradients=each, sketches=compared)
+
+        with lines.whole():
+            yield parts
+            wholes.update(self.reference.whole.named_parameters())
+
+    def _own(self) -> dict[str, nn.Parameter]:
+        """Return the model's parameters by name; of those that are held here, what is held."""
+        plain = self.reference.whole
+        named = {} if plain is None else plain.named_parameters()
+        return named | {name: one for _, held in self.held for name, one in held.items()}
+
+    @property
+    def _blocks(self) -> list[Block]:
+        """The blocks of this process."""
+        return [block for stage in self.engine.stages() for block in stage.blocks]
+
+    def _ask(self, step: Step, called: Any, target: Any, factor: float, sequences: tuple[Any, Any] | None) -> None:
+        """Choose microbatches, and run them through the model by itself."""
+        number, reference = step.number, self.reference
+        program = self.engine.assembly.program
+        copies = [program.placement.rank_of(0, at) for at in range(program.num_microbatches)]
+        sample = Sample(
+            self.crew, self.intake, self.parts, number, called, target, sequences, copies, self.num_microbatches
+        )
+        local = sample.cut()
+        named = {} if reference.whole is None else reference.whole.named_parameters()
+        here, mine = Places.of(self._blocks), self._samples(named)
+        is_whole = reference.is_current and reference.fits(self.engine.assembly.device)
+        own = Given.of(None, None) if self.crew.alone else Given.of(called, target)  # ranks here share one batch
+        told = self.crew.collect("check", _Card(local is not None, mine, is_whole, here, own, factor))
+        # Before differences are put down to the model.
+        agree_on_batch([one.given for one in told], number, self.crew.called)
+        given = local if local is not None and all(one.has_batch for one in told) else None
+        given = given or sample.passed_on(self.engine.ends)
+        self.takes = [Take(one) for one in given]
+        if len({one.factor for one in told}) > 1:
+            self.reason = "ranks scale the loss differently"  # which they tell each other after the step
+        elif all(one.is_whole for one in told) and not _are_stale(named, [one.samples for one in told]):
+            self.by_itself, self.named = reference.whole, named
+        elif self.parts.is_on and reference.is_chain:
+            self.reason = "each rank has only its own stages in memory"
+        else:
+            self._prepare_relay(told)
+        self.named = self.named | self._of_loss()
+        if not self.reason:
+            made = self.run(step.draw, factor)
+            for take, wanted in zip(self.takes, made, strict=True):
+                take.wanted = wanted
+
+    def _samples(self, named: Mapping[str, nn.Parameter]) -> dict[str, bytes]:
+        """Return some numbers of what is trained here and may be another in the model as this process has it."""
+        if not self.reference.is_current:
+            return {}
+        mine = {name: one for executor, _ in self.held for name, one in self.holdings.named_on(executor, pieces=False)}
+        if self.crew.alone:  # what is the model's own parameter cannot be another than that
+            mine = {name: one for name, one in mine.items() if named.get(name) is not one}
+        return samples_of(mine)
+
+    def _of_loss(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of the loss, by the names that the last stage has for them."""
+        loss = self.intake.loss_fn
+        named = loss.named_parameters(prefix="loss_fn") if isinstance(loss, nn.Module) else ()
+        return dict(named)
+
+    def _prepare_relay(self, told: Sequence[_Card]) -> None:
+        """Have the model run by ranks that have only their own blocks of it."""
+        reference, assembly = self.reference, self.engine.assembly
+        order = [(name, frozenset(at for at, one in enumerate(told) if name in one.here.blocks))
+                 for name in reference.places.blocks]  # fmt: skip
+        homes = Counter({name: len(ranks) for name, ranks in order})
+        for tensor in assembly.ties.tensors:
+            used = {one for one in homes for name in tensor.names if name.startswith(f"{one}.")}
+            is_between = any(name in reference.places.between for name in tensor.names)
+            holders = [one.here.blocks for one in told if used & set(one.here.blocks)]
+            if all(used <= set(one) for one in holders):
+                continue  # who has it sees all of its uses
+            if is_between or any(homes[one] > 1 for one in used):
+                self.unsure.update(tensor.names)
+            else:
+                self.in_parts.update(tensor.names)
+        here, device, randomness = Places.of(self._blocks), assembly.device, assembly.randomness
+        held = {name: one for _, held in self.held for name, one in held.items()}
+        if reference.is_chain:
+            self.relay = Relay(self.crew, None, reference.places, here, device, randomness)
+            modules = {block.name: block.module for block in self._blocks if block.name in here.blocks}
+            self.by_itself, self.named = Row(self.relay, order, modules), held
+            return
+        plain = reference.relayed(self.model)
+        missing = any(self.crew.collect("check model", plain is None))
+        if plain is None or missing:
+            self.reason = "the model was let go, and could not be copied"
+            return
+        assert isinstance(plain.model, nn.Module)
+        home = None if reference.is_current and not _has_values(plain) else Home.of(self._blocks)
+        self.relay = Relay(self.crew, plain.model, reference.places, here, device, randomness, home)
+        self.by_itself, self.named = plain, plain.named_parameters() | held
+
+    def run(self, draw: int, factor: float, *, in_full: Collection[nn.Parameter] = ()) -> Sequence[Wanted | None]:
+        """Run all microbatches through the model by itself; None if they cannot be compared."""
+        assert self.by_itself is not None
+        nothing, assembly = [None] * len(self.takes), self.engine.assembly
+        assembly.randomness.step = draw
+        self.engine.seed_lines()
+        mine = dict.fromkeys(self.named[name] for _, held in self.held for name in held if name in self.named)
+        if self.parts.is_on:  # parts are cut out of whole gradients
+            in_full = [one for one in mine if one.requires_grad]
+        try:
+            with nullcontext() if self.relay is None else self.relay.running():
+                made = plain_steps(
+                    self.by_itself,
+                    [take.given for take in self.takes],
+                    self.intake.loss,
+                    wanted=in_full,
+                    sketched=[one for one in mine if one.requires_grad],
+                    device=assembly.device,
+                    randomness=assembly.randomness,
+                    precision=assembly.precision,
+                    scale=factor,
+                    multiplying=lambda given: self.intake.multiplying(given.inputs, given.factors),
+                    listens=assembly.compiler is not None or self.parts.divides_sequences,
+                    others=[*mine, *self._of_loss().values()],
+                    keeping=self.intake.loss_fn,
+                )
+        except GaveUp as error:
+            self.reason = f"each rank has only its own stages in memory, and they could not run it together: {error}"
+            return nothing
+        except torch.OutOfMemoryError:
+            self.reason = "there is no memory for the whole model"
+            return nothing
+        if any(one.drew_elsewhere for one in made):
+            self.reason = "the model draws random numbers of Python's or numpy's, which no rank seeds"
+        elif any(one.drew for one in made) and self.parts.divides_sequences:
+            self.reason = "the model draws random numbers, which are others for each part of a sequence"
+        elif any(one.drew for one in made):
+            self.reason = "the model draws random numbers, which are others once it is compiled"
+        elif any(one.loss_drew for one in made):
+            self.reason = "the loss function draws random numbers, which are others in the model by itself"
+        return nothing if self.reason else made
+
+    @cached_property
+    def allowed(self) -> float:
+        """How far the two may be apart."""
+        allowed = allowed_off(self.engine.assembly, {one.dtype for one in self.engine.parameters()})
+        # Parts are added up in another order than the whole, and rounded in between: in low precision that shows.
+        return 4 * allowed if self.parts.is_on and allowed > _FINE else allowed
+
+    @property
+    def rounding(self) -> float:
+        """What is rounding, of all gradients' norm.
+
+        In bfloat16, small gradients such as those of keys are by themselves up to three times their size off those in
+        float64: by 3e-4 of all. Parts are rounded in other places than the whole, so that these tell nothing.
+        """
+        return self.allowed / 128 if self.parts.is_on and self.allowed > _FINE else FLOOR
+
+
+def _are_stale(named: Mapping[str, nn.Parameter], told: Sequence[Mapping[str, bytes]]) -> bool:
+    """Whether the model here is not what the ranks have between them."""
+    everything = {name: value for one in told for name, value in one.items() if name in named}
+    return first_difference([everything, samples_of({name: named[name] for name in everything})]) is not None
+
+
+def _has_values(plain: ByItself) -> bool:
+    """Whether all of a model is in memory, of whatever age."""
+    return not any(one.is_meta for one in plain.named_parameters().values())

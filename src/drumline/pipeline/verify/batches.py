@@ -1,0 +1,61 @@
+"""Another batch for every step of `verify`, from the one that a user's function returns.
+
+    step 0   rows 0 1 2 3 4 5 6 7
+    step 1   rows 7 0 1 2 3 4 5 6      every microbatch has other rows, of shapes and values that the model takes
+
+What a model keeps of an earlier step, or what was traced of its first inputs, then shows. `Microbatches` trade places.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drumline.runtime.microbatches import Microbatches, has_microbatches
+from drumline.runtime.values import mapped, pack
+
+
+def can_turn(*values: Any) -> bool:
+    """Whether rows of all values can trade places: each tensor has one for every row of the batch.
+
+    >>> can_turn(torch.ones(4, 2), {"labels": torch.ones(4)}), can_turn(torch.ones(4, 2), torch.ones(3))
+    (True, False)
+    """
+    apart = {has_microbatches(one) for one in values if one is not None}
+    if True in apart:
+        return len(apart) == 1
+    sizes = {one.shape[0] if one.dim() else 0 for value in values for one in pack(value)[0]}
+    return len(sizes) == 1 and sizes.pop() > 1
+
+
+def turned(value: Any, step: int) -> Any:
+    """Return a batch or a target as a step gets it.
+
+    >>> turned(torch.arange(4), 1), turned(Microbatches(["a", "b"]), 3)
+    (tensor([3, 0, 1, 2]), Microbatches(['b', 'a']))
+    """
+    if not step or value is None:
+        return value
+    return _traded(value, step) if has_microbatches(value) else mapped(value, lambda one: _rolled(one, step))
+
+
+def _rolled(tensor: Tensor, step: int) -> Tensor:
+    rolled: Tensor = torch.roll(tensor, step, 0)
+    return rolled
+
+
+def _traded(value: Any, step: int) -> Any:
+    if isinstance(value, Microbatches):
+        at = -step % len(value)
+        return Microbatches([*value[at:], *value[:at]])
+    if isinstance(value, dict):
+        return {key: _traded(one, step) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        made = [_traded(one, step) for one in value]
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{one.name: _traded(getattr(value, one.name), step) for one in fields(value)})
+    return value

@@ -1,0 +1,131 @@
+"""A witness sees what one microbatch of a step did on one rank: its part of each gradient, and the loss's input.
+
+    backward of the first microbatch      gradients appear: each is sketched where it is
+    backward of a later one               gradients so far are put aside; what appears is sketched, added and freed
+
+So no gradient is kept twice, and all sums have the bits that they have without a witness.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drumline.runtime.backward.tape import accumulate
+from drumline.runtime.gradients.sketch import distances, sketch
+from drumline.runtime.patches import put_in
+from drumline.runtime.stage import Stage
+from drumline.runtime.values import mapped
+
+Added = dict[nn.Parameter, Tensor]
+
+
+class Witness:
+    """Watches a rank's stages at one microbatch; the step runs as usual.
+
+    A gradient whose sketch is as `expected`, within its limit, is noted as `near`. Others are copied in full; if `only`
+    is given, those in it.
+    """
+
+    def __init__(self, microbatch: int, only: Collection[nn.Parameter] | None = None) -> None:
+        self.microbatch = microbatch
+        self.only = only
+        self.expected: dict[nn.Parameter, tuple[Tensor, float]] = {}  # sketches, and how far others may be from them
+        self.near: set[nn.Parameter] = set()
+        self.gradients: dict[nn.Parameter, Tensor] = {}
+        self.output: Any = None
+
+    def adding(self, stage: Stage, run: Callable[..., Any], *given: Any) -> Any:
+        """Run a function that adds to a stage's gradients, and record what it added."""
+        with _putting_aside(stage, self._note) as added:
+            made = run(*given)
+            self._note(added())
+        return made
+
+    def weighing(self, stage: Stage, microbatch: int) -> None:
+        """Run W of a microbatch, and record what it adds."""
+        pairs = stage.weight_gradients(microbatch)
+        added: Added = {}
+        for one, gradient in pairs:
+            added[one] = _dense(added[one]) + _dense(gradient) if one in added else gradient.detach()
+        self._note(added)
+        accumulate(pairs)
+
+    def _note(self, added: Mapping[nn.Parameter, Tensor]) -> None:
+        known = [one for one in added if one in self.expected]
+        apart = distances([sketch(added[one]) for one in known], [self.expected[one][0] for one in known])
+        self.near.update(one for one, far in zip(known, apart, strict=True) if far <= self.expected[one][1])
+        for one, gradient in added.items():
+            if one not in self.near and (self.only is None or one in self.only):
+                copy = _dense(gradient).to("cpu", copy=True)  # the host has room for it until the step ends
+                self.gradients[one] = self.gradients[one] + copy if one in self.gradients else copy
+
+    def listening(self, stage: Stage, run: Callable[..., Any], *given: Any) -> Any:
+        """Run a stage's forward, and record the input of its loss."""
+        loss = stage.loss
+        if loss is None:
+            return run(*given)
+
+        def noted(output: Any, target: Any) -> Tensor | None:
+            self.output = mapped(output, lambda one: one.detach().to("cpu", copy=True))
+            return loss(output, target)
+
+        with put_in([(vars(stage), "loss", noted)]):
+            return run(*given)
+
+
+@contextmanager
+def _putting_aside(stage: Stage, note: Callable[[Added], None]) -> Iterator[Callable[[], Added]]:
+    """Note each gradient that grows inside as soon as it is there, then add it to the one so far, and free it.
+
+    Yield a function that returns what was not noted.
+
+    Gradients that grow more than once in a backward, or that hooks look at, stay where they are: a copy is subtracted.
+    """
+    grows = Counter(one for segment in stage.segments for one in (*segment.parameters, *segment.lent))
+    aside: dict[nn.Parameter, Tensor] = {}
+    copies: dict[nn.Parameter, Tensor | None] = {}
+    for one in grows:
+        earlier = one.grad
+        hooks = getattr(one, "_post_accumulate_grad_hooks", None)
+        if earlier is not None and (hooks or grows[one] > 1 or earlier.layout is not torch.strided):
+            copies[one] = earlier.detach().clone()
+        elif earlier is not None:
+            aside[one] = earlier
+            one.grad = None
+        else:
+            copies[one] = None
+
+    def add(one: Tensor) -> None:
+        assert isinstance(one, nn.Parameter)
+        earlier, new = aside.pop(one, None), one.grad
+        if earlier is not None and new is not None:
+            note({one: new.detach()})
+            one.grad = earlier.add_(new) if new.layout is torch.strided else earlier + new
+
+    handles = [one.register_post_accumulate_grad_hook(add) for one in aside]  # type: ignore[no-untyped-call]
+
+    def added() -> Added:
+        found: Added = {}
+        for one, earlier in copies.items():
+            if one.grad is not None:
+                found[one] = one.grad.detach() if earlier is None else _dense(one.grad.detach()) - _dense(earlier)
+        return found
+
+    try:
+        yield added
+    finally:
+        for handle in handles:
+            handle.remove()
+        for one, earlier in aside.items():  # nothing was added to these
+            one.grad = earlier
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """Return a gradient that can be added to any other."""
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()

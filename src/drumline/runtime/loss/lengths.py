@@ -1,0 +1,83 @@
+"""Whether a loss is a mean over elements or over rows, which only other lengths can tell.
+
+full    (rows, 8 places)    gradient g at the first four places
+short   (rows, 4 places)    a mean over elements: 2 g there; a mean over rows, or a sum: g
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drumline.runtime.loss.draws import Draws
+from drumline.runtime.loss.rules import ROWS, SIZE
+from drumline.runtime.loss.sides import Share, side_of
+from drumline.runtime.loss.state import untouched
+from drumline.runtime.values import mapped, pack
+
+_NEAR = 0.05
+
+
+def lengths_of(
+    loss_fn: Callable[..., Any], output: Any, target: Any, device: torch.device
+) -> tuple[list[str], str] | None:
+    """Return of each part of a loss, and of all of it, whether it averages over elements, over rows, or "".
+
+    None if the output and the target have no length in common that can be shortened.
+    """
+    length = next((one.shape[1] for one in pack(target)[0] if one.dim() > 1), 0)
+    if length < 2:
+        return None
+    short = length // 2
+    outputs, targets = ([_dim(one, length) for one in pack(value)[0]] for value in (output, target))
+    if not any(one is not None for one in outputs):
+        return None
+    wanted = [one.is_floating_point() for one in pack(output)[0]]
+    sides = []
+    for each in (length, short):
+        given = _shortened(output, outputs, each), _shortened(target, targets, each)
+        with untouched(loss_fn), Draws(device).of(0, 1, 1):
+            side = side_of(loss_fn, *given, wanted)
+        if side is None:
+            return None
+        sides.append(side)
+    full, part = sides
+    if full.names != part.names:
+        return None
+    dims = [dim for dim, wants in zip(outputs, wanted, strict=True) if wants]
+    ratio = length / short
+    terms = [_told(one, other, dims, short, ratio) for one, other in zip(full.terms, part.terms, strict=True)]
+    return terms, _told(full.rest if full.terms else full.whole, part.rest if part.terms else part.whole, dims, short,
+                        ratio)  # fmt: skip
+
+
+def _told(full: Share, part: Share, dims: Sequence[int | None], short: int, ratio: float) -> str:
+    products = squares = others = 0.0
+    for one, other, dim in zip(full.gradient, part.gradient, dims, strict=True):
+        if one is None or other is None:
+            continue
+        kept = (one if dim is None else one.narrow(dim, 0, short)).double()
+        products += float((kept * other.double()).sum())
+        squares += float(kept.square().sum())
+        others += float(other.double().square().sum())
+    if not squares or not others or products < (1 - _NEAR) * (squares * others) ** 0.5:
+        return ""
+    found = products / squares
+    return ROWS if abs(found - 1) < _NEAR else SIZE if abs(found / ratio - 1) < _NEAR else ""
+
+
+def _dim(tensor: Tensor, length: int) -> int | None:
+    return next((at for at, size in enumerate(tensor.shape) if at and size == length), None)
+
+
+def _shortened(value: Any, dims: Sequence[int | None], length: int) -> Any:
+    each = iter(dims)
+
+    def cut(one: Tensor) -> Tensor:
+        dim = next(each)
+        return (one if dim is None else one.narrow(dim, 0, length)).detach().clone()
+
+    return mapped(value, cut)

@@ -1,0 +1,185 @@
+"""A loss function while it runs: its calls into torch form a graph like that of a traced model.
+
+The graph shows which numbers are added up to the loss, which masks and counts come from the targets alone, and which
+numbers the function reads on the host, where nobody can follow them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from drumline.runtime.blocks.graph import Call, CallGraph, Value, may_draw
+from drumline.runtime.values import found_in, pack, tensors_in
+
+_READS = {
+    "tolist", "item", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__",
+    "__complex__", "equal", "is_nonzero",
+}  # fmt: skip
+_CHOOSES = {"masked_select", "index_select", "take", "__getitem__"}  # by their second argument
+_SORTS = {"topk", "kthvalue", "nonzero", "sort", "argsort", "msort"}
+
+
+@dataclass(slots=True)
+class Watched:
+    """What was seen of one call of a loss function."""
+
+    loss: Any
+    graph: CallGraph
+    num_outputs: int  # how many of the graph's inputs belong to the output
+    tensors: list[Tensor]  # by the numbers of values
+    # Of results with one element: the place in the graph and the value, as they were when made.
+    scalars: dict[int, tuple[GradientEdge, Tensor]]
+    reads: list[tuple[str, int]]  # what was read on the host, and of which value
+
+    @property
+    def targets(self) -> list[int]:
+        """The inputs that belong to the target."""
+        return self.graph.inputs[self.num_outputs :]
+
+
+def watched(loss_fn: Callable[..., Any], output: Any, target: Any) -> Watched:
+    """Call a loss function, and return its value and its calls.
+
+    >>> from torch.nn.functional import mse_loss
+    >>> seen = watched(mse_loss, torch.zeros(2), torch.ones(2))
+    >>> seen.loss, [call.function.__name__ for call in seen.graph.calls], seen.graph.outputs
+    (tensor(1.), ['mse_loss'], (2,))
+    """
+    watch = _Watch()
+    outputs, _ = pack(output)
+    for tensor in (*outputs, *pack(target)[0]):
+        if id(tensor) not in watch.numbers:
+            watch.graph.inputs.append(watch.new(tensor))
+    with watch:
+        loss = loss_fn(output, target)
+    if isinstance(loss, Tensor):
+        watch.graph.outputs = (watch.number(loss),)
+    count = len({id(one) for one in outputs})
+    return Watched(loss, watch.graph, count, watch.kept, watch.scalars, watch.reads)
+
+
+class _Watch(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = CallGraph()
+        self.numbers: dict[int, int] = {}
+        self.kept: list[Tensor] = []  # by number, and kept alive, so that no id is reused
+        self.scalars: dict[int, tuple[GradientEdge, Tensor]] = {}
+        self.reads: list[tuple[str, int]] = []
+
+    def new(self, tensor: Tensor, constant: Any = None) -> int:
+        number = len(self.graph.values)
+        self.graph.values.append(Value(tensor.nbytes, number, constant=constant))
+        self.numbers[id(tensor)] = number
+        self.kept.append(tensor)
+        return number
+
+    def number(self, tensor: Tensor) -> int:
+        """Return the value of a tensor; one that existed before is a constant."""
+        found = self.numbers.get(id(tensor))
+        return self.new(tensor, constant=tensor) if found is None else found
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        given = tensors_in((args, named))
+        versions = [one._version for one in given]
+        made = func(*args, **named)
+        with torch._C.DisableTorchFunction():
+            name = getattr(func, "__name__", "")
+            if name in _READS:
+                self.reads += [(name, self.number(one)) for one in given]
+            changed = [one for one, before in zip(given, versions, strict=True) if one._version != before]
+            fresh = [(path, one) for path, one in found_in(made) if id(one) not in self.numbers]
+            if changed or fresh:
+                self._note(func, args, named, changed, fresh)
+        return made
+
+    def _note(self, func: Any, args: Any, kwargs: Any, changed: list[Tensor], fresh: Any) -> None:
+        tensors, form = pack((args, kwargs))
+        takes = tuple(self.number(one) for one in tensors)
+        makes = tuple((path, self.new(one)) for path, one in fresh if id(one) not in self.numbers)
+        changes = tuple(self.numbers[id(one)] for one in changed)
+        self.graph.calls.append(Call(func, "", form, takes, makes, changes))
+        for _, number in makes:
+            one = self.kept[number]
+            if one.requires_grad and one.numel() == 1:
+                self.scalars[number] = get_gradient_edge(one), one.detach().clone()
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The values of a loss that come from the targets alone, even if they were changed in place on the way."""
+
+    values: frozenset[int]
+    calls: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by value: the calls that change it
+
+    @staticmethod
+    def of(graph: CallGraph, inputs: Collection[int]) -> Known:
+        """Follow what plain functions make of the targets."""
+        found, changes = set(inputs), dict[int, tuple[int, ...]]()
+        for at, call in enumerate(graph.calls):
+            fits = not may_draw(call.function) and all(one in found or not graph.is_carried(one) for one in call.takes)
+            if fits:
+                found.update(one for _, one in call.makes)
+                for one in call.changes:
+                    changes[one] = (*changes.get(one, ()), at)
+            else:
+                found.difference_update(call.changes)
+        return Known(frozenset(found), changes)
+
+    def calls_for(self, graph: CallGraph, wanted: Collection[int]) -> list[int]:
+        """Return the calls that compute some values, in order, those that change them in place too."""
+        seen: set[int] = set()
+        calls: set[int] = set()
+        todo = list(wanted)
+        while todo:
+            value = todo.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            here = set(self.calls.get(value, ()))
+            if graph.is_carried(value) and graph.made_at[value] >= 0:
+                here.add(graph.made_at[value])
+            todo += [
+                one for at in here for one in (*graph.calls[at].takes, *(each for _, each in graph.calls[at].makes))
+            ]
+            calls |= here
+        return sorted(calls)
+
+
+def reads_targets(seen: Watched, known: Known) -> list[str]:
+    """Return how the function reads numbers of its targets on the host, where nobody can follow them.
+
+    A loss that is read, to be logged, is none of the targets. What a function decides by its outputs is.
+    """
+    found = [
+        name
+        for name, value in seen.reads
+        if value in known.values or name in ("__bool__", "__contains__", "equal", "is_nonzero")
+        or (seen.tensors[value].numel() > 1 and seen.graph.is_carried(value))
+    ]  # fmt: skip
+    return list(dict.fromkeys(found))
+
+
+def picks_by_outputs(seen: Watched, known: Known) -> list[str]:
+    """Return the calls that choose what counts by the model's outputs."""
+    found = []
+    for call in seen.graph.calls:
+        name = getattr(call.function, "__name__", "")
+        unknown = [one for one in call.takes if one not in known.values and seen.graph.is_carried(one)]
+        if name in _CHOOSES:
+            unknown = [one for one in unknown if one in call.takes[1:]]
+        elif name not in _SORTS or (call.takes and seen.tensors[call.takes[0]].dim() != 1):  # inside of rows
+            continue
+        if unknown:
+            found.append(name)
+    return list(dict.fromkeys(found))

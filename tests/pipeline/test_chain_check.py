@@ -1,0 +1,278 @@
+"""Lists of blocks are checked and watched like any other model: right, or refused before an optimizer steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import chain_tricks
+from chain_tricks import RIGHT, TRICKS, WIDTH, Step, row
+from drumline.core.errors import ModelError
+from drumline.pipeline.launch.launch import launch
+from drumline.pipeline.pipeline import Pipeline
+from some import some
+
+pytestmark = pytest.mark.torch
+MICROBATCHES = 4
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    """Empty what models keep outside of themselves."""
+    yield
+    chain_tricks.MEMORY.clear()
+    chain_tricks.SKIPS.clear()
+
+
+def data(step: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, WIDTH, generator=generator), torch.randn(8, WIDTH, generator=generator)
+
+
+def made(make: Any) -> Any:
+    torch.manual_seed(0)
+    return make()
+
+
+def pipeline(model: Any, **settings: Any) -> Pipeline:
+    given: dict[str, Any] = {"loss_fn": functional.mse_loss, "num_microbatches": MICROBATCHES, "num_ranks": 2}
+    return Pipeline(model, **{**given, "device": "cpu", "transport": "in-process", "balance": "even", **settings})
+
+
+def plain(model: Any, steps: int = 1) -> list[dict[str, Tensor]]:
+    """Return the gradients of every step by a plain loop over microbatches."""
+    blocks = list(model.values() if isinstance(model, dict) else model)
+    whole = model if isinstance(model, nn.Sequential) else nn.Sequential(*blocks)
+    named = {
+        f"{name}.{key}": one
+        for name, block in zip(model if isinstance(model, dict) else map(str, range(len(blocks))), blocks, strict=True)
+        for key, one in block.named_parameters()
+    }
+    found = []
+    for step in range(steps):
+        whole.zero_grad()
+        for x, y in zip(*(one.chunk(MICROBATCHES) for one in data(step)), strict=True):
+            torch.autograd.backward(functional.mse_loss(whole(x), y) / MICROBATCHES)
+        found.append({name: one.grad.clone() for name, one in named.items() if one.grad is not None})
+    return found
+
+
+def stepped(pipe: Pipeline, step: int = 0) -> dict[str, Tensor]:
+    pipe.zero_grad()
+    x, y = data(step)
+    pipe.step(x, target=y)
+    return {name: one.grad.clone() for name, one in pipe.named_parameters() if one.grad is not None}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("name", TRICKS)
+def test_a_trick_is_refused_before_an_optimizer_steps(name: str, schedule: str) -> None:
+    pipe = pipeline(made(TRICKS[name]), schedule=schedule)
+    before = {name: one.detach().clone() for name, one in pipe.named_parameters()}
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+    with pytest.raises(ModelError):
+        stepped(pipe)
+    with pytest.raises(ModelError):
+        optimizer.step()
+    assert all(torch.equal(one, before[name]) for name, one in some(pipe.named_parameters()))
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_passes_with_the_gradients_of_a_plain_loop(name: str) -> None:
+    wanted = plain(made(RIGHT[name]), steps=3)
+    pipe = pipeline(made(RIGHT[name]), check_model=1)
+    for step, gradients in some(enumerate(wanted)):
+        found = stepped(pipe, step)
+        assert pipe.checked is not None
+        assert (pipe.checked.wrong, pipe.checked.unchecked, pipe.checked.step) == ((), "", step)
+        if name != "dropout":  # of which every pipeline seeds its own
+            for key, one in some(found.items()):
+                torch.testing.assert_close(one, gradients[key], msg=f"{key} in step {step}")
+
+
+@pytest.mark.parametrize("schedule", ["dualpipe", "chimera"])
+def test_of_two_copies_each_is_checked(schedule: str) -> None:
+    """The second copy of a stage runs a microbatch of its own, and a fault of it alone is found."""
+    pipe = pipeline(made(RIGHT["plain"]), schedule=schedule)
+    stepped(pipe)
+    assert pipe.checked is not None
+    assert (pipe.checked.num_microbatches, pipe.checked.wrong) == (2, ())
+    spoiled = pipeline(made(RIGHT["plain"]), schedule=schedule)
+    second = [one for one in spoiled._engine.executors if 0 in one.stages][-1]
+    module: Any = second.stages[0].blocks[0].module
+    assert module is not next(one for one in spoiled._engine.executors if 0 in one.stages).stages[0].blocks[0].module
+    module.after = lambda x: x * 1.01
+    with pytest.raises(ModelError, match="returns something else than by itself"):
+        stepped(spoiled)
+
+
+def test_recomputation_is_on_where_it_will_be() -> None:
+    """A block that is another each time it runs is right until it is recomputed."""
+    make = RIGHT["a generator"]
+    stepped(pipeline(made(make)))
+    with pytest.raises(ModelError, match="the model, run block by block, returns something else than by itself"):
+        stepped(pipeline(made(make), checkpoint="full"))
+
+
+def test_the_second_microbatch_is_compared_too() -> None:
+    calls = itertools.count()
+
+    class Second(Step):
+        def forward(self, x: Tensor) -> Any:
+            made: Tensor = super().forward(x)
+            return made * 1.01 if next(calls) == 3 else made  # the step's second microbatch, behind two by itself
+
+    with pytest.raises(ModelError, match="returns something else than by itself"):
+        stepped(pipeline(row(Step(), Second(), Step(), Step()), schedule="gpipe"))
+
+
+def appended(model: Any) -> None:
+    model.append(Step())
+
+
+def exchanged(model: Any) -> None:
+    model[1] = Step()
+
+
+def removed(model: Any) -> None:
+    del model[3]
+
+
+def given_a_forward(model: Any) -> None:
+    model.forward = lambda x: x
+
+
+def given_a_class(model: Any) -> None:
+    model.__class__ = chain_tricks.Called
+
+
+@pytest.mark.parametrize("kind", ["plain", "a list", "a module list"])
+@pytest.mark.parametrize("change", [appended, exchanged, removed])
+def test_blocks_that_change_after_the_start_are_refused(change: Any, kind: str) -> None:
+    model = made(RIGHT[kind])
+    pipe = pipeline(model)
+    stepped(pipe)
+    change(model)
+    with pytest.raises(ModelError, match=r"replaced, added or removed after the pipeline was created.*new pipeline"):
+        stepped(pipe)
+
+
+@pytest.mark.parametrize("change", [given_a_forward, given_a_class])
+def test_what_the_whole_does_is_watched(change: Any) -> None:
+    model = made(RIGHT["plain"])
+    pipe = pipeline(model)
+    stepped(pipe)
+    change(model)
+    with pytest.raises(ModelError, match="exchanged after the pipeline was created, and no stage would run it"):
+        stepped(pipe)
+
+
+def test_a_hook_on_all_modules_makes_the_next_step_be_checked() -> None:
+    pipe = pipeline(made(RIGHT["plain"]))
+    stepped(pipe)
+    handle = nn.modules.module.register_module_forward_hook(  # the whole model's output too, which no stage runs
+        lambda module, given, output: output * 2 if isinstance(module, nn.Sequential) else None
+    )
+    try:
+        with pytest.raises(ModelError, match="returns something else than by itself in step 1"):
+            stepped(pipe)
+    finally:
+        handle.remove()
+
+
+def test_the_parameters_of_a_loss_are_compared_and_left_alone() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, output: Tensor, target: Tensor) -> Any:
+            return (self.scale * (output - target)).square().mean()
+
+    torch.manual_seed(0)
+    pipe, unchecked = (pipeline(made(RIGHT["plain"]), loss_fn=Loss(), check_model=one) for one in (True, False))
+    found, wanted = stepped(pipe), stepped(unchecked)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(one, wanted[name]) for name, one in some(found.items()))
+    assert pipe.checked is not None
+    assert pipe.checked.num_parameters == 9
+
+
+def test_what_a_loss_keeps_is_put_back() -> None:
+    """A loss that scales by what it has seen, in a module, a closure or an object, goes on as without a check."""
+
+    class Seen(nn.Module):
+        mean: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.ones(()))
+
+        def forward(self, output: Tensor, target: Tensor) -> Any:
+            loss = functional.mse_loss(output, target)
+            scaled = loss / self.mean.clone()
+            self.mean.mul_(0.9).add_(loss.detach(), alpha=0.1)
+            return scaled
+
+    class Called:
+        def __init__(self) -> None:
+            self.calls = 1
+
+        def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+            self.calls += 1
+            return functional.mse_loss(output, target) / self.calls
+
+    def closure() -> Any:
+        calls = [1]
+
+        def loss(output: Tensor, target: Tensor) -> Tensor:
+            calls[0] += 1
+            return functional.mse_loss(output, target) / calls[0]
+
+        return loss
+
+    for make in (Seen, Called, closure):
+        found = [stepped(pipeline(made(RIGHT["plain"]), loss_fn=make(), check_model=one)) for one in (True, False)]
+        assert all(torch.equal(one, found[1][name]) for name, one in some(found[0].items())), make
+
+
+def test_what_blocks_keep_past_a_process_is_found_on_ranks_of_their_own() -> None:
+    for error in some(launch(_past_the_process, num_ranks=2, timeout=120)):
+        assert "the model, run block by block, returns something else than by itself" in error
+
+
+def _past_the_process() -> str:
+    memory: dict[str, Tensor] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        memory["skip"] = x.detach()
+        return x
+
+    torch.manual_seed(0)
+    model = row(Step(after=keep), Step(), Step(), Step(before=lambda x: x + memory.get("skip", 0.0)))
+    pipe = pipeline(model, num_ranks=None, transport="auto", timeout=60)
+    try:
+        stepped(pipe)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def test_a_microbatch_that_turns_out_to_count_nothing_is_not_compared() -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        mask = (target != 0).float()
+        loss: Tensor = ((output - target).square() * mask).sum() / mask.sum()
+        return loss
+
+    x, y = data()
+    y[2:4] = 0.0  # the second microbatch
+    pipe = pipeline(made(RIGHT["plain"]), loss_fn=loss_fn)
+    pipe.step(x, target=y)
+    assert pipe.checked is not None
+    assert (pipe.checked.num_parameters, pipe.checked.wrong, pipe.checked.unchecked) == (8, (), "")
