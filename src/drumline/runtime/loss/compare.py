@@ -21,7 +21,7 @@ import torch
 
 from drumline.runtime.loss.draws import Draws
 from drumline.runtime.loss.rows import Places, Rows, chosen_rows
-from drumline.runtime.loss.sides import Share, Side, norm_of, side_of
+from drumline.runtime.loss.sides import Share, Side, dot, norm_of, side_of
 from drumline.runtime.loss.state import untouched
 from drumline.runtime.values import pack
 
@@ -126,14 +126,14 @@ class Comparison:
             (first, end), (dim, inside) = self.bounds[number], place
             full, one = whole.gradient[at], part.gradient[at]
             rows = None if full is None else full.narrow(dim, first * inside, (end - first) * inside)
-            size = 0.0 if rows is None else norm_of(rows) ** 2
-            square = 0.0 if one is None else norm_of(one) ** 2
+            size = 0.0 if rows is None else dot(rows, rows)
+            square = 0.0 if one is None else dot(one, one)
             if rows is None or one is None or not square or not size:
                 self._fits[key] = 0.0, size, square, size
             else:
-                large, small = math.sqrt(size), math.sqrt(square)  # divided first: products of large ones overflow
-                best = float(((rows / large) * (one / small)).sum(dtype=torch.float64).real) * large / small
-                self._fits[key] = best, norm_of(rows - one * best) ** 2, square, size
+                product = dot(rows, one)
+                left = max(size - product * (product / square), 0.0)
+                self._fits[key] = product / square, left, square, size
             self._kept.append(part)  # so that no other gets its id
         return self._fits[key]
 
@@ -158,8 +158,9 @@ def compare(
     shrinks: bool = True,
     turn: int = 0,
     order: Sequence[int] | None = None,
+    most: int | None = None,
 ) -> Comparison | None:
-    """Compare a loss of rows with those of parts of them; None if it is no number.
+    """Compare a loss of rows, at `most` so many, with those of parts of them; None if it is no number.
 
     `attempt` chooses another dimension as that of rows, if several could be. Without `shrinks`, copies are equal.
     Every `turn` draws other random numbers. `order` is that of the rows, of which the first ones are one part.
@@ -169,7 +170,7 @@ def compare(
     >>> found.fits(found.shares(None), [0.2, 0.8]), found.fits(found.shares(None), [1, 1]), found.sizes
     (True, False, [1, 4])
     """
-    chosen = chosen_rows(output, target, rows, attempt, shrinks=shrinks)
+    chosen = chosen_rows(output, target, rows, attempt, shrinks=shrinks, most=most)
     if order is not None:
         chosen = chosen.ordered(order)
     trained = [one.requires_grad for one in pack(output)[0]]
@@ -193,14 +194,14 @@ def _compared(loss_fn: Callable[..., Any], chosen: Rows, trained: Sequence[bool]
     # A third, so that neither part is a multiple of the other if there are enough rows.
     cut = max(chosen.rows // 3, 1)
     bounds = ((0, cut), (cut, chosen.rows))
-    sides = []
+    sides: list[Side] = []
     for first, end in ((0, chosen.rows), *bounds):
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")  # the real call tells them
             stack.enter_context(untouched(loss_fn))
             drawing = draws.of(first, end, chosen.rows)
-            side = side_of(loss_fn, *chosen.part(first, end), wanted, drawing)
+            side = side_of(loss_fn, *chosen.part(first, end), wanted, drawing, sides[0] if sides else None)
         if side is None:
             return None
         sides.append(side)
