@@ -18,7 +18,6 @@ from drumline.runtime.loss.compare import Comparison
 from drumline.runtime.loss.sides import Share, Side, own_terms
 from drumline.runtime.loss.tallies import Tally, counted_in, place_of, tallies_of
 from drumline.runtime.loss.terms import Term, Walk
-from drumline.runtime.loss.watching import picks_by_outputs, reads_targets
 
 ROWS, SIZE = "rows", "size"
 _SELECTS = {
@@ -118,13 +117,12 @@ def _both(one: Sequence[Rule], other: Sequence[Rule]) -> tuple[Rule, ...]:
 def found_in(comparison: Comparison) -> Found:
     """Return the rules that a comparison leaves; those of each part, or if these leave none, of the loss as one."""
     whole = comparison.whole
-    known = whole.known
     tallies, counts = _tallied(comparison)
-    hidden = bool(reads_targets(whole.seen, known))
+    hidden = bool(whole.reads)
     terms = own_terms(whole.walk) if comparison.tells_apart else []
     one = universe(len(tallies))
     if terms:
-        parts, trusted = [], not hidden and not picks_by_outputs(whole.seen, known)
+        parts, trusted = [], not hidden and not whole.picks
         for at, term in enumerate(terms):
             first = _said(term, tallies)
             selects = _selects(whole.walk, term)
@@ -224,4 +222,4 @@ class Doubts:
     @staticmethod
     def of(side: Side) -> Doubts:
         """Look at the calls of a loss."""
-        return Doubts(tuple(reads_targets(side.seen, side.known)), tuple(picks_by_outputs(side.seen, side.known)))
+        return Doubts(side.reads, side.picks)

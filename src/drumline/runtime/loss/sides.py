@@ -20,8 +20,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from drumline.runtime.backward.tape import gradients_at
 from drumline.runtime.loss.calls import name_of
+from drumline.runtime.loss.counts import mixed_by
 from drumline.runtime.loss.terms import Term, Walk
-from drumline.runtime.loss.watching import Known, Watched, watched
+from drumline.runtime.loss.watching import Known, Watched, picks_by_outputs, reads_targets, watched
 from drumline.runtime.values import mapped, pack, unpack
 
 _MOST_TERMS = 8
@@ -29,6 +30,7 @@ _AT_ONCE = 2**20  # numbers that are made double at a time
 _NEGLIGIBLE = 1e-5
 
 Gradient = tuple[Tensor | None, ...]  # of the outputs' tensors
+Drawing = AbstractContextManager[AbstractContextManager[object] | None]  # yields a mode for calls that draw
 
 
 @dataclass(frozen=True)
@@ -55,26 +57,24 @@ class Share:
 
 
 def norm_of(tensor: Tensor) -> float:
-    """Return the norm of a tensor, exact to many digits: torch's own of float32 is off by 1e-4 where all are alike.
+    """Return the norm of a tensor; of float32 it may be off by 1e-4."""
+    found = float(torch.linalg.vector_norm(tensor.detach()))
+    return found if math.isfinite(found) else float(torch.linalg.vector_norm(tensor.detach().double()))
 
-    >>> norm_of(torch.full((4, 4), 0.5))
-    2.0
+
+def products(one: Tensor, other: Tensor) -> tuple[float, float, float]:
+    """Return the square of one, the product of both and the square of the other, in double precision.
+
+    >>> products(torch.tensor([1e30, 2.0]), torch.tensor([0.0, 3.0]))[1:]
+    (6.0, 9.0)
     """
-    return math.sqrt(dot(tensor, tensor))
-
-
-def dot(one: Tensor, other: Tensor) -> float:
-    """Return the sum of products, in double precision, with little memory.
-
-    >>> dot(torch.tensor([1e30, 2.0]), torch.tensor([0.0, 3.0]))
-    6.0
-    """
-    flat = [_real(each).reshape(-1) for each in ((one,) if one is other else (one, other))]
-    total = 0.0
-    for at in range(0, flat[0].numel(), _AT_ONCE):
-        parts = [each[at : at + _AT_ONCE].double() for each in flat]
-        total += float(torch.dot(parts[0], parts[-1]))
-    return total
+    flat = [_real(each).reshape(-1) for each in (one, other)]
+    total = [0.0, 0.0, 0.0]
+    for at in range(0, flat[0].numel(), _AT_ONCE):  # with little memory
+        a, b = (each[at : at + _AT_ONCE].double() for each in flat)
+        found = torch.stack([a @ a, a @ b, b @ b]).tolist()
+        total = [before + each for before, each in zip(total, found, strict=True)]
+    return total[0], total[1], total[2]
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -104,6 +104,21 @@ class Side:
         """What comes from the targets alone."""
         return Known.of(self.seen.graph, self.seen.targets)
 
+    @cached_property
+    def reads(self) -> tuple[str, ...]:
+        """How it reads its targets on the host."""
+        return tuple(reads_targets(self.seen, self.known))
+
+    @cached_property
+    def picks(self) -> tuple[str, ...]:
+        """The calls by which it picks what counts by its outputs."""
+        return tuple(picks_by_outputs(self.seen, self.known))
+
+    @cached_property
+    def is_clear(self) -> bool:
+        """Whether its calls show all that it does, row by row, so that few rows tell as much as many."""
+        return self.is_told and not (self.reads or self.picks or mixed_by(self.walk))
+
 
 def own_terms(walk: Walk) -> list[Term]:
     """Return the parts of a loss, each once; none if they are too many to be told apart."""
@@ -116,7 +131,7 @@ def side_of(
     output: Any,
     target: Any,
     wanted: Sequence[bool],
-    drawing: AbstractContextManager[object] | None = None,
+    drawing: Drawing | None = None,
     like: Side | None = None,
 ) -> Side | None:
     """Run a loss on rows, of which it gets copies, and take it apart; None if it is no number.
@@ -128,9 +143,13 @@ def side_of(
     leaves = [one.detach().requires_grad_() for one, wants in zip(tensors, wanted, strict=True) if wants]
     with torch.enable_grad():
         each = iter(leaves)  # a loss may change its copies in place
-        given = unpack([(next(each) if wants else one).clone() for one, wants in zip(tensors, wanted, strict=True)], form)
-        with drawing or nullcontext():
-            seen = watched(loss_fn, given, mapped(target, Tensor.clone), None if like is None else like.seen.graph)
+        given = unpack(
+            [(next(each) if wants else one).clone() for one, wants in zip(tensors, wanted, strict=True)], form
+        )
+        with drawing or nullcontext() as mode:
+            seen = watched(
+                loss_fn, given, mapped(target, Tensor.clone), None if like is None else like.seen.graph, mode
+            )
         if not isinstance(seen.loss, Tensor) or seen.loss.dim() or not seen.loss.is_floating_point():
             return None
         if like is not None and seen.is_again:

@@ -7,6 +7,7 @@ numbers the function reads on the host, where nobody can follow them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,17 +46,24 @@ class Watched:
         return self.graph.inputs[self.num_outputs :]
 
 
-def watched(loss_fn: Callable[..., Any], output: Any, target: Any, like: CallGraph | None = None) -> Watched:
+def watched(
+    loss_fn: Callable[..., Any],
+    output: Any,
+    target: Any,
+    like: CallGraph | None = None,
+    drawing: AbstractContextManager[object] | None = None,
+) -> Watched:
     """Call a loss function, and return its value and its calls.
 
-    If these are those of another run, `like`, they are taken from there, which is quicker.
+    If these are those of another run, `like`, they are taken from there, which is quicker. Calls that may draw random
+    numbers run inside of `drawing`.
 
     >>> from torch.nn.functional import mse_loss
     >>> seen = watched(mse_loss, torch.zeros(2), torch.ones(2))
     >>> seen.loss, [call.function.__name__ for call in seen.graph.calls], seen.graph.outputs
     (tensor(1.), ['mse_loss'], (2,))
     """
-    watch = _Watch(like)
+    watch = _Watch(like, drawing)
     outputs, _ = pack(output)
     for tensor in (*outputs, *pack(target)[0]):
         if id(tensor) not in watch.numbers:
@@ -72,8 +80,9 @@ def watched(loss_fn: Callable[..., Any], output: Any, target: Any, like: CallGra
 
 
 class _Watch(TorchFunctionMode):
-    def __init__(self, like: CallGraph | None = None) -> None:
+    def __init__(self, like: CallGraph | None, drawing: AbstractContextManager[object] | None) -> None:
         super().__init__()
+        self.drawing = drawing
         self.graph = CallGraph()
         self.like = [] if like is None else like.calls
         self.numbers: dict[int, int] = {}
@@ -99,7 +108,11 @@ class _Watch(TorchFunctionMode):
         named = dict(kwargs or {})
         given = tensors_in((args, named))
         versions = [one._version for one in given]
-        made = func(*args, **named)
+        if self.drawing is not None and ("generator" in named or may_draw(func)):
+            with self.drawing:
+                made = func(*args, **named)
+        else:
+            made = func(*args, **named)
         with torch._C.DisableTorchFunction():
             name = getattr(func, "__name__", "")
             if name in _READS:
