@@ -5,6 +5,7 @@ The reference is `loss_fn(model(batch), target).backward()` in one process.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import warnings
@@ -16,8 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as nf
 
 from drumline.core.errors import DrumlineError, ModelError
+from drumline.pipeline.loss import comparing
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.loss import rows
+from drumline.runtime.loss.compare import compare
+from drumline.runtime.loss.rules import MEAN, SUM, found_in
 from losses import MIXED, NAMED, RIGHT, ROWS, WIDTH, Output, classes, noisy, numbers
 
 pytestmark = pytest.mark.torch
@@ -240,3 +244,33 @@ def test_a_models_own_loss_that_is_divided_by_its_rows(name: str) -> None:
         mine = dict(pipe.named_parameters())
         for key, one in plain.named_parameters():
             torch.testing.assert_close(mine[key].grad, one.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sum_of_many_equal_gradients_is_no_refusal() -> None:
+    # float32's own norm of 131,072 equal numbers is off by 4e-5, which once made a sum no sum.
+    output, target = (torch.randn(128, 1024, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
+
+    def loss_fn(o: Tensor, t: Tensor) -> Tensor:
+        return nf.mse_loss(o, t) + 1e-3 * o.abs().sum()
+
+    found = compare(loss_fn, output, target, 128, torch.device("cpu"))
+    assert found is not None
+    assert found_in(found).parts == ((MEAN,), (SUM,))
+
+
+@pytest.mark.parametrize(("name", "most"), [("sum / len", 8), ("mean + sum", 8), ("var(0)", 30), ("hardest half", 30)])
+def test_few_rows_are_compared_only_if_the_calls_show_all(
+    name: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers_of_rows = []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        made = compare(*args, **kwargs)
+        numbers_of_rows.append(0 if made is None else made.rows.rows)
+        return made
+
+    monkeypatch.setattr(comparing, "compare", noted)
+    pipe = pipeline(body(), {**NAMED, **MIXED}[name][0], num_microbatches=2)
+    with contextlib.suppress(ModelError):
+        pipe.step(torch.randn(60, 5), target=torch.randn(60, WIDTH))
+    assert max(numbers_of_rows) == most

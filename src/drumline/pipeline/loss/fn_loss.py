@@ -142,7 +142,12 @@ class FnWeight:
             output, target, rows[microbatch], partial(_joint, output, microbatch, targets, rows)
         )
         self._is_compared = True
-        if answer.found is None or not answer.found.is_plain or sizes is not None:
+        if answer.made is not None and sizes is None:
+            all_rows = _kind(answer.made.rows.output) == _kind(output)
+            counts_nothing = answer.found is not None and not answer.found.num_tallies
+            if all_rows or (counts_nothing and answer.made.has_same_calls):
+                self._note(answer.made.whole.seen, output, target)
+        if answer.found is None or answer.found.num_tallies or sizes is not None:
             self._watch_all(output, microbatch, targets, rows)
         if answer.found is None or answer.made is None:
             found = self._by_its_calls(output, target, answer.why)
@@ -224,9 +229,13 @@ class FnWeight:
                 self._watch(resized(output, rows[microbatch], wanted), target)
 
     def _watch(self, output: Any, target: Any) -> None:
+        if (_kind(output), _kind(target)) not in self._seen:
+            self._note(self._comparing.dry(output, target), output, target)
+
+    def _note(self, watched: Watched | None, output: Any, target: Any) -> None:
+        """Note what was seen of the function on this kind of output and target."""
         kind = _kind(output), _kind(target)
-        watched = None if kind in self._seen else self._comparing.dry(output, target)
-        if watched is None or not isinstance(watched.loss, Tensor) or watched.loss.dim():
+        if kind in self._seen or watched is None or not isinstance(watched.loss, Tensor) or watched.loss.dim():
             return
         self.lent = _parameters(watched)
         walk = Walk(watched.graph, watched.graph.outputs[0], watched.targets)

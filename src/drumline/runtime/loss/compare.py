@@ -12,16 +12,15 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from drumline.runtime.loss.draws import Draws
 from drumline.runtime.loss.rows import Places, Rows, chosen_rows
-from drumline.runtime.loss.sides import Share, Side, norm_of, side_of
+from drumline.runtime.loss.sides import Share, Side, norm_of, products, side_of
 from drumline.runtime.loss.state import untouched
 from drumline.runtime.values import pack
 
@@ -63,6 +62,11 @@ class Comparison:
     def tells(self) -> bool:
         """Whether there is a gradient by which weights can be told."""
         return all(one.whole.norm > 0 for one in (self.whole, *self.parts) if one.whole.is_finite)
+
+    @property
+    def has_same_calls(self) -> bool:
+        """Whether it makes the same calls whatever the number of rows is."""
+        return all(one.seen.is_again for one in self.parts)
 
     @property
     def tells_apart(self) -> bool:
@@ -126,14 +130,13 @@ class Comparison:
             (first, end), (dim, inside) = self.bounds[number], place
             full, one = whole.gradient[at], part.gradient[at]
             rows = None if full is None else full.narrow(dim, first * inside, (end - first) * inside)
-            size = 0.0 if rows is None else norm_of(rows) ** 2
-            square = 0.0 if one is None else norm_of(one) ** 2
-            if rows is None or one is None or not square or not size:
-                self._fits[key] = 0.0, size, square, size
+            if rows is None or one is None:
+                size = 0.0 if rows is None else norm_of(rows) ** 2
+                self._fits[key] = 0.0, size, 0.0 if one is None else norm_of(one) ** 2, size
             else:
-                large, small = math.sqrt(size), math.sqrt(square)  # divided first: products of large ones overflow
-                best = float(((rows / large) * (one / small)).sum(dtype=torch.float64).real) * large / small
-                self._fits[key] = best, norm_of(rows - one * best) ** 2, square, size
+                size, product, square = products(rows, one)
+                best = product / square if square else 0.0
+                self._fits[key] = best, max(size - best * product, 0.0), square, size
             self._kept.append(part)  # so that no other gets its id
         return self._fits[key]
 
@@ -158,8 +161,9 @@ def compare(
     shrinks: bool = True,
     turn: int = 0,
     order: Sequence[int] | None = None,
+    most: int | None = None,
 ) -> Comparison | None:
-    """Compare a loss of rows with those of parts of them; None if it is no number.
+    """Compare a loss of rows, at `most` so many, with those of parts of them; None if it is no number.
 
     `attempt` chooses another dimension as that of rows, if several could be. Without `shrinks`, copies are equal.
     Every `turn` draws other random numbers. `order` is that of the rows, of which the first ones are one part.
@@ -169,20 +173,22 @@ def compare(
     >>> found.fits(found.shares(None), [0.2, 0.8]), found.fits(found.shares(None), [1, 1]), found.sizes
     (True, False, [1, 4])
     """
-    chosen = chosen_rows(output, target, rows, attempt, shrinks=shrinks)
+    chosen = chosen_rows(output, target, rows, attempt, shrinks=shrinks, most=most)
     if order is not None:
         chosen = chosen.ordered(order)
     trained = [one.requires_grad for one in pack(output)[0]]
     if _is_low(chosen, device):  # in full precision if it can be, where weights are told better
         try:
             with torch.autocast(device.type, enabled=False):
-                return _compared(loss_fn, chosen.full(), trained, Draws(device, turn))
+                return _compared(loss_fn, chosen.full(), trained, device, turn)
         except Exception:  # it needs the precision that it gets
             pass
-    return _compared(loss_fn, chosen, trained, Draws(device, turn))
+    return _compared(loss_fn, chosen, trained, device, turn)
 
 
-def _compared(loss_fn: Callable[..., Any], chosen: Rows, trained: Sequence[bool], draws: Draws) -> Comparison | None:
+def _compared(
+    loss_fn: Callable[..., Any], chosen: Rows, trained: Sequence[bool], device: torch.device, turn: int
+) -> Comparison | None:
     tensors = pack(chosen.output)[0]
     wanted = [
         (one.is_floating_point() or one.is_complex()) and (has or not any(trained))
@@ -193,14 +199,17 @@ def _compared(loss_fn: Callable[..., Any], chosen: Rows, trained: Sequence[bool]
     # A third, so that neither part is a multiple of the other if there are enough rows.
     cut = max(chosen.rows // 3, 1)
     bounds = ((0, cut), (cut, chosen.rows))
-    sides = []
-    for first, end in ((0, chosen.rows), *bounds):
-        with ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")  # the real call tells them
-            stack.enter_context(untouched(loss_fn))
-            drawing = draws.of(first, end, chosen.rows)
-            side = side_of(loss_fn, *chosen.part(first, end), wanted, drawing)
+    draws = Draws(device, turn)
+    run = partial(_side, loss_fn, chosen, wanted)
+    whole = run(draws, 0, chosen.rows, None)
+    if draws.is_missed:
+        draws = Draws(device, turn, everywhere=True)
+        whole = run(draws, 0, chosen.rows, None)
+    if whole is None:
+        return None
+    sides = [whole]
+    for first, end in bounds:
+        side = run(draws, first, end, whole)
         if side is None:
             return None
         sides.append(side)
@@ -208,6 +217,21 @@ def _compared(loss_fn: Callable[..., Any], chosen: Rows, trained: Sequence[bool]
     near = _near([one.dtype for one, wants in zip(tensors, wanted, strict=True) if wants], draws.device)
     near_value = max(near, _near([sides[0].seen.loss.dtype], draws.device))
     return Comparison(chosen, bounds, sides[0], tuple(sides[1:]), near, near_value, places, draws)
+
+
+def _side(
+    loss_fn: Callable[..., Any],
+    chosen: Rows,
+    wanted: Sequence[bool],
+    draws: Draws,
+    first: int,
+    end: int,
+    like: Side | None,
+) -> Side | None:
+    """Return a loss of some rows, leaving no trace."""
+    with warnings.catch_warnings(), untouched(loss_fn):
+        warnings.simplefilter("ignore")  # the real call tells them
+        return side_of(loss_fn, *chosen.part(first, end), wanted, draws.of(first, end, chosen.rows), like)
 
 
 def _is_low(chosen: Rows, device: torch.device) -> bool:

@@ -11,7 +11,7 @@ generators of torch, Python and numpy, and those that the loss has of its own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from drumline.runtime.randomness import HostChance, generator_states, seed_gener
 class Draws:
     """What a loss draws of all rows; its parts draw the same.
 
-    >>> draws = Draws(torch.device("cpu"))
+    >>> draws = Draws(torch.device("cpu"), everywhere=True)
     >>> with draws.of(0, 4, 4):
     ...     whole = torch.rand(4, 2)
     >>> with draws.of(1, 3, 4):
@@ -32,7 +32,7 @@ class Draws:
     True
     """
 
-    def __init__(self, device: torch.device, turn: int = 0) -> None:
+    def __init__(self, device: torch.device, turn: int = 0, *, everywhere: bool = False) -> None:
         self.device = device
         self._turn = turn  # others draw other numbers
         self._states = generator_states(device)
@@ -42,28 +42,39 @@ class Draws:
         self.unequal: list[str] = []  # draws that could not be made equal
         self._is_noted = False  # whether all rows have drawn
         self.host = False  # whether Python's or numpy's generators were used
+        self.everywhere = everywhere  # whether every call may draw, not only those whose names say so
+        self.is_missed = False  # whether all rows drew numbers in a call whose name does not say so
 
     @contextmanager
-    def of(self, first: int, end: int, rows: int) -> Iterator[None]:
-        """Draw for the rows from `first` to `end` of so many; first for all of them."""
+    def of(self, first: int, end: int, rows: int) -> Iterator[TorchDispatchMode | None]:
+        """Draw for the rows from `first` to `end` of so many; first for all of them.
+
+        It yields the mode in which calls must run that may draw; None if all of them do, or all rows drew nothing.
+        """
         is_whole = (first, end) == (0, rows) and not self._is_noted
-        if not is_whole and not self._made and not self.host:  # all rows drew nothing
-            yield
+        if not is_whole and not self._made and not self.host:
+            yield None
             return
         self._is_noted = True
         mode = _Noting(self) if is_whole else _Repeating(self, first, end, rows)
         if self._turn:
             seed_generators(self.device, self._turn)
         try:
-            with mode:
-                yield
+            with mode if self.everywhere else nullcontext():
+                yield None if self.everywhere else mode
         finally:
+            self.is_missed = is_whole and not self.everywhere and not self._made and self._has_moved()
             set_generator_states(self.device, self._states)
             for generator, state in self._own.items():
                 generator.set_state(state)
             if self._host.has_moved():
                 self.host = True
                 self._host.restore()
+
+    def _has_moved(self) -> bool:
+        if self._turn:  # they were seeded
+            return False
+        return any(not torch.equal(*both) for both in zip(generator_states(self.device), self._states, strict=True))
 
     def keep(self, generator: Any) -> None:
         """Remember a generator of the loss as it is before it is first used."""

@@ -39,8 +39,8 @@ def lengths_of(
     sides = []
     for each in (length, short):
         given = _shortened(output, outputs, each), _shortened(target, targets, each)
-        with untouched(loss_fn), Draws(device).of(0, 1, 1):
-            side = side_of(loss_fn, *given, wanted)
+        with untouched(loss_fn):
+            side = side_of(loss_fn, *given, wanted, Draws(device, everywhere=True).of(0, 1, 1))
         if side is None:
             return None
         sides.append(side)

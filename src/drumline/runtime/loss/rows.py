@@ -39,7 +39,7 @@ class Rows:
     targets: Places
 
     def part(self, first: int, end: int) -> tuple[Any, Any]:
-        """Return copies of some rows."""
+        """Return some rows, in the same memory."""
         return _taken(self.output, self.outputs, first, end), _taken(self.target, self.targets, first, end)
 
     def ordered(self, order: Sequence[int]) -> Rows:
@@ -53,8 +53,10 @@ class Rows:
         return replace(self, output=output, target=target)
 
 
-def chosen_rows(output: Any, target: Any, rows: int, attempt: int = 0, *, shrinks: bool = True) -> Rows:
-    """Return at least three rows, as many as can be afforded; few rows are repeated, shrunk a little.
+def chosen_rows(
+    output: Any, target: Any, rows: int, attempt: int = 0, *, shrinks: bool = True, most: int | None = None
+) -> Rows:
+    """Return at least three rows, `most` or as many as can be afforded; few rows are repeated, shrunk a little.
 
     >>> chosen_rows(torch.ones(1, 2), torch.ones(1), 1).output[:, 0].tolist()
     [1.0, 0.875, 0.75]
@@ -62,10 +64,12 @@ def chosen_rows(output: Any, target: Any, rows: int, attempt: int = 0, *, shrink
     outputs = _places(pack(output)[0], rows, attempt)
     targets: Places = tuple((0, 1) if one.dim() and one.shape[0] == rows else None for one in pack(target)[0])
     of_each = sum(one.nbytes for one, place in zip(pack(output)[0], outputs, strict=True) if place) // rows
-    most = AFFORDABLE // max(of_each, 1)
-    if most < 2:
+    affordable = AFFORDABLE // max(of_each, 1)
+    if affordable < 2:
         raise TooLarge(of_each)
-    most = min(most, max(rows, 3))
+    most = min(affordable, max(rows, 3), most or affordable)
+    if rows == most:
+        return Rows(*(mapped(one, Tensor.detach) for one in (output, target)), rows, outputs, targets)
     if rows > most:
         index = [round(at * (rows - 1) / (most - 1)) for at in range(most)]
     else:
@@ -146,5 +150,5 @@ def _taken(value: Any, places: Places, first: int, end: int) -> Any:
     made = []
     for one, place in zip(tensors, places, strict=True):
         rows = one if place is None else one.narrow(place[0], first * place[1], (end - first) * place[1])
-        made.append(rows.detach().clone())
+        made.append(rows.detach())
     return unpack(made, form)

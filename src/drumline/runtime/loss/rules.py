@@ -18,7 +18,6 @@ from drumline.runtime.loss.compare import Comparison
 from drumline.runtime.loss.sides import Share, Side, own_terms
 from drumline.runtime.loss.tallies import Tally, counted_in, place_of, tallies_of
 from drumline.runtime.loss.terms import Term, Walk
-from drumline.runtime.loss.watching import Known, picks_by_outputs, reads_targets
 
 ROWS, SIZE = "rows", "size"
 _SELECTS = {
@@ -118,13 +117,12 @@ def _both(one: Sequence[Rule], other: Sequence[Rule]) -> tuple[Rule, ...]:
 def found_in(comparison: Comparison) -> Found:
     """Return the rules that a comparison leaves; those of each part, or if these leave none, of the loss as one."""
     whole = comparison.whole
-    known = Known.of(whole.seen.graph, whole.seen.targets)
-    tallies, counts = _tallied(comparison, known)
-    hidden = bool(reads_targets(whole.seen, known))
+    tallies, counts = _tallied(comparison)
+    hidden = bool(whole.reads)
     terms = own_terms(whole.walk) if comparison.tells_apart else []
     one = universe(len(tallies))
     if terms:
-        parts, trusted = [], not hidden and not picks_by_outputs(whole.seen, known)
+        parts, trusted = [], not hidden and not whole.picks
         for at, term in enumerate(terms):
             first = _said(term, tallies)
             selects = _selects(whole.walk, term)
@@ -179,10 +177,10 @@ def _fitting(
     return tuple(found)
 
 
-def _tallied(comparison: Comparison, known: Known) -> tuple[list[Tally], list[list[float]]]:
+def _tallied(comparison: Comparison) -> tuple[list[Tally], list[list[float]]]:
     """Return what is counted of all rows, and how much of it in each part; only what adds up."""
     sides: list[Side] = [comparison.whole, *comparison.parts]
-    each = [tallies_of(one.seen, Known.of(one.seen.graph, one.seen.targets)) for one in sides]
+    each = [tallies_of(one.seen, one.known) for one in sides]
     if len({len(one) for one in each}) > 1:
         return [], []
     counts = [counted_in(side.seen, tallies) for side, tallies in zip(sides, each, strict=True)]
@@ -224,5 +222,4 @@ class Doubts:
     @staticmethod
     def of(side: Side) -> Doubts:
         """Look at the calls of a loss."""
-        known = Known.of(side.seen.graph, side.seen.targets)
-        return Doubts(tuple(reads_targets(side.seen, known)), tuple(picks_by_outputs(side.seen, known)))
+        return Doubts(side.reads, side.picks)

@@ -20,13 +20,17 @@ from torch.autograd.graph import get_gradient_edge
 
 from drumline.runtime.backward.tape import gradients_at
 from drumline.runtime.loss.calls import name_of
+from drumline.runtime.loss.counts import mixed_by
 from drumline.runtime.loss.terms import Term, Walk
-from drumline.runtime.loss.watching import Watched, watched
-from drumline.runtime.values import pack, unpack
+from drumline.runtime.loss.watching import Known, Watched, picks_by_outputs, reads_targets, watched
+from drumline.runtime.values import mapped, pack, unpack
 
 _MOST_TERMS = 8
+_AT_ONCE = 2**20  # numbers that are made double at a time
+_NEGLIGIBLE = 1e-5
 
 Gradient = tuple[Tensor | None, ...]  # of the outputs' tensors
+Drawing = AbstractContextManager[AbstractContextManager[object] | None]  # yields a mode for calls that draw
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,11 @@ class Share:
         """Whether it is a number; the mean over nothing is not."""
         return math.isfinite(self.value) and math.isfinite(self.norm)
 
+    @property
+    def is_zero(self) -> bool:
+        """Whether it is a sum of nothing: zero, without a gradient."""
+        return not self.value and not self.norm
+
     @cached_property
     def norm(self) -> float:
         """The norm of the gradient."""
@@ -48,12 +57,32 @@ class Share:
 
 
 def norm_of(tensor: Tensor) -> float:
-    """Return the norm of a tensor."""
+    """Return the norm of a tensor; of float32 it may be off by 1e-4."""
     found = float(torch.linalg.vector_norm(tensor.detach()))
     return found if math.isfinite(found) else float(torch.linalg.vector_norm(tensor.detach().double()))
 
 
-@dataclass(frozen=True, slots=True)
+def products(one: Tensor, other: Tensor) -> tuple[float, float, float]:
+    """Return the square of one, the product of both and the square of the other, in double precision.
+
+    >>> products(torch.tensor([1e30, 2.0]), torch.tensor([0.0, 3.0]))[1:]
+    (6.0, 9.0)
+    """
+    flat = [_real(each).reshape(-1) for each in (one, other)]
+    total = [0.0, 0.0, 0.0]
+    for at in range(0, flat[0].numel(), _AT_ONCE):  # with little memory
+        a, b = (each[at : at + _AT_ONCE].double() for each in flat)
+        found = torch.stack([a @ a, a @ b, b @ b]).tolist()
+        total = [before + each for before, each in zip(total, found, strict=True)]
+    return total[0], total[1], total[2]
+
+
+def _real(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Side:
     """A loss of some rows: all of it, its parts, and the rest."""
 
@@ -63,11 +92,32 @@ class Side:
     walk: Walk
     seen: Watched
     size: float  # about how large the numbers are that it adds up
+    is_told: bool  # whether the gradient of all of it is that of its parts
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """The calls that compute its parts, in order."""
         return [name_of(self.walk.graph.calls[one.call]) for one in own_terms(self.walk)]
+
+    @cached_property
+    def known(self) -> Known:
+        """What comes from the targets alone."""
+        return Known.of(self.seen.graph, self.seen.targets)
+
+    @cached_property
+    def reads(self) -> tuple[str, ...]:
+        """How it reads its targets on the host."""
+        return tuple(reads_targets(self.seen, self.known))
+
+    @cached_property
+    def picks(self) -> tuple[str, ...]:
+        """The calls by which it picks what counts by its outputs."""
+        return tuple(picks_by_outputs(self.seen, self.known))
+
+    @cached_property
+    def is_clear(self) -> bool:
+        """Whether its calls show all that it does, row by row, so that few rows tell as much as many."""
+        return self.is_told and not (self.reads or self.picks or mixed_by(self.walk))
 
 
 def own_terms(walk: Walk) -> list[Term]:
@@ -81,34 +131,42 @@ def side_of(
     output: Any,
     target: Any,
     wanted: Sequence[bool],
-    drawing: AbstractContextManager[object] | None = None,
+    drawing: Drawing | None = None,
+    like: Side | None = None,
 ) -> Side | None:
-    """Run a loss on rows that nobody else holds, and take it apart; None if it is no number.
+    """Run a loss on rows, of which it gets copies, and take it apart; None if it is no number.
 
-    `wanted` says of each of the output's tensors whether it has a gradient. The loss runs inside of `drawing`.
+    `wanted` says of each of the output's tensors whether it has a gradient. The loss runs inside of `drawing`. `like`
+    is the same loss of other rows: what is known from there is not looked for again.
     """
     tensors, form = pack(output)
-    leaves = [one.requires_grad_() for one, wants in zip(tensors, wanted, strict=True) if wants]
+    leaves = [one.detach().requires_grad_() for one, wants in zip(tensors, wanted, strict=True) if wants]
     with torch.enable_grad():
-        each = iter([one.clone() for one in leaves])  # a loss may change them in place
-        given = unpack([next(each) if wants else one for one, wants in zip(tensors, wanted, strict=True)], form)
-        with drawing or nullcontext():
-            seen = watched(loss_fn, given, target)
+        each = iter(leaves)  # a loss may change its copies in place
+        given = unpack(
+            [(next(each) if wants else one).clone() for one, wants in zip(tensors, wanted, strict=True)], form
+        )
+        with drawing or nullcontext() as mode:
+            seen = watched(
+                loss_fn, given, mapped(target, Tensor.clone), None if like is None else like.seen.graph, mode
+            )
         if not isinstance(seen.loss, Tensor) or seen.loss.dim() or not seen.loss.is_floating_point():
             return None
-        walk = Walk(seen.graph, seen.graph.outputs[0], seen.targets)
-        return _taken_apart(seen, walk, leaves)
+        if like is not None and seen.is_again:
+            return _taken_apart(seen, like.walk, leaves, is_told=like.is_told)
+        return _taken_apart(seen, Walk(seen.graph, seen.graph.outputs[0], seen.targets), leaves)
 
 
-def _taken_apart(seen: Watched, walk: Walk, leaves: Sequence[Tensor]) -> Side:
+def _taken_apart(seen: Watched, walk: Walk, leaves: Sequence[Tensor], *, is_told: bool = False) -> Side:
     loss = seen.loss
     value = float(loss.detach())
     nothing: Gradient = (None,) * len(leaves)
+    own = own_terms(walk)
     if not loss.requires_grad:
         share = Share(value, nothing)
-        return Side(share, (Share(0.0, nothing),) * len(own_terms(walk)), share, walk, seen, abs(value))
+        return Side(share, (Share(0.0, nothing),) * len(own), share, walk, seen, abs(value), is_told=False)
     end, one = [get_gradient_edge(loss)], [torch.ones_like(loss)]
-    made = [seen.graph.calls[term.call].makes for term in own_terms(walk)]
+    made = [seen.graph.calls[term.call].makes for term in own]
     places = [seen.scalars.get(each[0][1]) if each else None for each in made]
     edges = [place[0] for place in places if place is not None]
     factors = iter(gradients_at(edges, end, one, keep=True) if edges else ())
@@ -120,23 +178,26 @@ def _taken_apart(seen: Watched, walk: Walk, leaves: Sequence[Tensor]) -> Side:
             continue
         gradient = gradients_at(leaves, [place[0]], [factor.to(place[1].dtype)], keep=True)
         terms.append(Share(float(factor * place[1]), gradient))
-    is_all = len(edges) == len(places) == 1 and not walk.others and terms[0].gradient != nothing
-    total = Share(value, terms[0].gradient if is_all else gradients_at(leaves, end, one))
+    is_one = len(edges) == len(places) == 1 and not walk.others and terms[0].gradient != nothing
+    if is_one or is_told:
+        total = Share(value, _less(nothing, [each.gradient for each in terms], -1))
+        left = nothing
+    else:
+        total = Share(value, gradients_at(leaves, end, one))
+        left = _less(total.gradient, [each.gradient for each in terms])
     pairs = zip(total.gradient, leaves, strict=True)
     size = sum(norm_of(one) * norm_of(leaf) for one, leaf in pairs if one is not None)
-    rest = Share(
-        value - sum(each.value for each in terms),
-        nothing if is_all else _less(total.gradient, [each.gradient for each in terms]),
-    )
-    return Side(total, tuple(terms), rest, walk, seen, (size if math.isfinite(size) else 0.0) + abs(value))
+    rest = Share(value - sum(each.value for each in terms), left)
+    is_told = len(edges) == len(places) and not walk.others and rest.norm <= _NEGLIGIBLE * total.norm
+    return Side(total, tuple(terms), rest, walk, seen, (size if math.isfinite(size) else 0.0) + abs(value), is_told)
 
 
-def _less(whole: Gradient, parts: Sequence[Gradient]) -> Gradient:
+def _less(whole: Gradient, parts: Sequence[Gradient], sign: int = 1) -> Gradient:
+    """Return what is left of a gradient without those of parts; with the sign -1, these are added."""
     found = []
     for at, one in enumerate(whole):
-        for part in parts:
-            other = part[at]
+        for other in (part[at] for part in parts):
             if other is not None:
-                one = -other if one is None else one - other
+                one = (other if sign < 0 else -other) if one is None else one - other * sign
         found.append(one)
     return tuple(found)

@@ -54,6 +54,8 @@ class Tallies:
     def __init__(self, seen: Watched, known: Known) -> None:
         graph = seen.graph
         self.found = tallies_of(seen, known)
+        if not self.found:
+            return
         wanted = list(dict.fromkeys(one for tally in self.found for one in _values(tally)))
         graph.outputs = (*graph.outputs[:1], *wanted)  # or what only the host reads would be left out
         emitter = Emitter(graph)

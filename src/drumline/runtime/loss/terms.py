@@ -91,6 +91,8 @@ class Walk:
         self.others: list[str] = []
         self.has_numbers = False  # whether anything was multiplied or divided by a number, which may be that of rows
         self._factor = 1.0  # on the way from the loss to where the walk is
+        self._fixed: dict[int, bool] = {}  # what was asked before
+        self._known: dict[int, bool] = {}
         self._value(loss)
         if self.has_constant and any(one.is_sum for one in self.terms):
             self.others.append("a constant beside a sum")  # would be added once per microbatch
@@ -262,11 +264,15 @@ class Walk:
 
     def is_fixed(self, value: int) -> bool:
         """Whether a value is the same in all microbatches: a constant, a parameter, or computed from fixed inputs."""
-        return self._comes_from(value, self.fixed)
+        if value not in self._fixed:
+            self._fixed[value] = self._comes_from(value, self.fixed)
+        return self._fixed[value]
 
     def is_known(self, value: int) -> bool:
         """Whether plain functions compute a value from inputs that are known before the step runs."""
-        return self._comes_from(value, self.known | self.fixed)
+        if value not in self._known:
+            self._known[value] = self._comes_from(value, self.known | self.fixed)
+        return self._known[value]
 
     def _comes_from(self, value: int, allowed: Collection[int]) -> bool:
         if not self.graph.is_carried(value):

@@ -7,6 +7,7 @@ numbers the function reads on the host, where nobody can follow them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,7 @@ class Watched:
     # Of results with one element: the place in the graph and the value, as they were when made.
     scalars: dict[int, tuple[GradientEdge, Tensor]]
     reads: list[tuple[str, int]]  # what was read on the host, and of which value
+    is_again: bool = False  # whether its calls are those of another run, call by call
 
     @property
     def targets(self) -> list[int]:
@@ -44,15 +46,24 @@ class Watched:
         return self.graph.inputs[self.num_outputs :]
 
 
-def watched(loss_fn: Callable[..., Any], output: Any, target: Any) -> Watched:
+def watched(
+    loss_fn: Callable[..., Any],
+    output: Any,
+    target: Any,
+    like: CallGraph | None = None,
+    drawing: AbstractContextManager[object] | None = None,
+) -> Watched:
     """Call a loss function, and return its value and its calls.
+
+    If these are those of another run, `like`, they are taken from there, which is quicker. Calls that may draw random
+    numbers run inside of `drawing`.
 
     >>> from torch.nn.functional import mse_loss
     >>> seen = watched(mse_loss, torch.zeros(2), torch.ones(2))
     >>> seen.loss, [call.function.__name__ for call in seen.graph.calls], seen.graph.outputs
     (tensor(1.), ['mse_loss'], (2,))
     """
-    watch = _Watch()
+    watch = _Watch(like, drawing)
     outputs, _ = pack(output)
     for tensor in (*outputs, *pack(target)[0]):
         if id(tensor) not in watch.numbers:
@@ -62,13 +73,18 @@ def watched(loss_fn: Callable[..., Any], output: Any, target: Any) -> Watched:
     if isinstance(loss, Tensor):
         watch.graph.outputs = (watch.number(loss),)
     count = len({id(one) for one in outputs})
-    return Watched(loss, watch.graph, count, watch.kept, watch.scalars, watch.reads)
+    made = watch.graph
+    is_again = like is not None and (made.inputs, made.outputs) == (like.inputs, like.outputs)
+    is_again = is_again and list(map(id, made.calls)) == list(map(id, watch.like))
+    return Watched(loss, made, count, watch.kept, watch.scalars, watch.reads, is_again)
 
 
 class _Watch(TorchFunctionMode):
-    def __init__(self) -> None:
+    def __init__(self, like: CallGraph | None, drawing: AbstractContextManager[object] | None) -> None:
         super().__init__()
+        self.drawing = drawing
         self.graph = CallGraph()
+        self.like = [] if like is None else like.calls
         self.numbers: dict[int, int] = {}
         self.kept: list[Tensor] = []  # by number, and kept alive, so that no id is reused
         self.scalars: dict[int, tuple[GradientEdge, Tensor]] = {}
@@ -92,7 +108,11 @@ class _Watch(TorchFunctionMode):
         named = dict(kwargs or {})
         given = tensors_in((args, named))
         versions = [one._version for one in given]
-        made = func(*args, **named)
+        if self.drawing is not None and ("generator" in named or may_draw(func)):
+            with self.drawing:
+                made = func(*args, **named)
+        else:
+            made = func(*args, **named)
         with torch._C.DisableTorchFunction():
             name = getattr(func, "__name__", "")
             if name in _READS:
@@ -100,15 +120,19 @@ class _Watch(TorchFunctionMode):
             changed = [one for one, before in zip(given, versions, strict=True) if one._version != before]
             fresh = [(path, one) for path, one in found_in(made) if id(one) not in self.numbers]
             if changed or fresh:
-                self._note(func, args, named, changed, fresh)
+                self._note(func, (args, named), given, changed, fresh)
         return made
 
-    def _note(self, func: Any, args: Any, kwargs: Any, changed: list[Tensor], fresh: Any) -> None:
-        tensors, form = pack((args, kwargs))
-        takes = tuple(self.number(one) for one in tensors)
+    def _note(self, func: Any, arguments: Any, given: list[Tensor], changed: list[Tensor], fresh: Any) -> None:
+        takes = tuple(dict.fromkeys(self.number(one) for one in given))
         makes = tuple((path, self.new(one)) for path, one in fresh if id(one) not in self.numbers)
         changes = tuple(self.numbers[id(one)] for one in changed)
-        self.graph.calls.append(Call(func, "", form, takes, makes, changes))
+        at = len(self.graph.calls)
+        same = self.like[at] if at < len(self.like) else None
+        if same is None or (same.function, same.takes, same.makes, same.changes) != (func, takes, makes, changes):
+            tensors, form = pack(arguments)
+            same = Call(func, "", form, tuple(self.number(one) for one in tensors), makes, changes)
+        self.graph.calls.append(same)
         for _, number in makes:
             one = self.kept[number]
             if one.requires_grad and one.numel() == 1:
