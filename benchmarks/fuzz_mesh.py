@@ -1,9 +1,10 @@
 """Fuzz meshes: random meshes, schedules, losses, labels and dtypes, each against a plain loop of torch.
 
-    python benchmarks/fuzz_mesh.py --cases 2000 --json out/fuzz_mesh.json
+    python benchmarks/fuzz_mesh.py --cases 2000 --jobs 2 --lines out/fuzz_mesh.jsonl --json out/fuzz_mesh.json
 
 Every case trains two steps and compares losses, gradients, their norm and the state with the plain model on the same
-microbatches, in float64 to 1e-10 of the gradients' norm. It comes to one of these:
+microbatches: in float64 to 1e-10 of the gradients' norm, in other dtypes by measured rounding (see mesh_plain). Cases
+of one rank run here, over the in-process channel; others on as many processes. A case comes to one of these:
 
     equal      as in one process
     refused    by an error of Drumline's that the case foresees, before anything is computed
@@ -11,7 +12,8 @@ microbatches, in float64 to 1e-10 of the gradients' norm. It comes to one of the
     traceback  any other error
     died       a rank was killed, or no end within the time allowed
 
-All but the first two are failures. A failure prints the command that runs its case alone.
+All but the first two are failures. A failure prints the command that runs its case alone. `--lines` has a line of each
+case as it ends; cases of which the file has lines already are not run again.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
-from itertools import chain
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +36,15 @@ import torch
 import drumline as dl
 from drumline.core.errors import DrumlineError
 from measure import machine
-from mesh_cases import Case, drawn, plain
-from mesh_runs import all_run, run
+from mesh_cases import drawn
+from mesh_runs import all_run, line_of, read, write
 
 GOOD = ("equal", "refused")
-_CHUNK = 50  # cases of one start of ranks
+BAD = ("wrong", "traceback", "died")
+_CHUNK = 40  # cases of one start of ranks
 _SECONDS_TO_START, _SECONDS_EACH = 600.0, 60.0  # that ranks may take, for a case on average
 
-Verdict = tuple[str, str]  # what a case came to, and how
+Line = dict[str, Any]  # of a case, as files have it
 
 
 @dataclass(slots=True)
@@ -50,6 +54,7 @@ class Outcome:
     seed: int
     counts: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)  # by their reason
+    kinds: dict[str, Counter[str]] = field(default_factory=dict)  # what cases of each came to
     failures: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -58,139 +63,99 @@ class Outcome:
         """Whether nothing was found."""
         return not self.failures
 
-    def add(self, case: Case, verdict: Verdict) -> None:
+    def add(self, line: Line) -> None:
         """Count a case."""
-        self.counts[verdict[0]] += 1
-        if verdict[0] == "refused":
-            self.refusals[case.refusal] += 1
-        elif verdict[0] != "equal":
-            self.failures.append(f"{verdict[0]}: {verdict[1]}\n    {case.described()}\n    {case.again}")
+        outcome = line["outcome"]
+        self.counts[outcome] += 1
+        for kind in line["kinds"]:
+            self.kinds.setdefault(kind, Counter())[outcome] += 1
+        if outcome == "refused":
+            self.refusals[line["foreseen"]] += 1
+        elif outcome != "equal":
+            self.failures.append(f"case {line['case']} {outcome}: {line['how']}\n    {line['is']}\n    {line['again']}")
 
 
-def fuzz(seed: int, numbers: Sequence[int], say: Callable[[str], None] = lambda text: None) -> Outcome:
-    """Run these cases, those with the same number of ranks together."""
+def fuzz(
+    seed: int,
+    numbers: Sequence[int],
+    *,
+    jobs: int = 1,
+    lines: Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Outcome:
+    """Run these cases, those with the same number of ranks together, by so many processes."""
     outcome, begun = Outcome(seed), time.perf_counter()
-    cases = [drawn(seed, number) for number in numbers]
-    for ranks in sorted({case.ranks for case in cases}):
-        for case, verdict in _of_ranks(seed, ranks, [case for case in cases if case.ranks == ranks]):
-            before = len(outcome.failures)
-            outcome.add(case, verdict)
-            for text in outcome.failures[before:]:
-                say(f"case {case.number} {text}")
-            if sum(outcome.counts.values()) % 100 == 0:
-                say(f"{sum(outcome.counts.values())} cases: {dict(outcome.counts)}")
+    known = [] if lines is None else [one for one in read(lines) if one["seed"] == seed and one["case"] in numbers]
+    left = set(numbers) - {one["case"] for one in known}
+    for at, line in enumerate(_every(known, seed, sorted(left), jobs, lines), 1):
+        before = len(outcome.failures)
+        outcome.add(line)
+        for text in outcome.failures[before:]:
+            say(text)
+        if at % 100 == 0:
+            say(f"{at} cases: {dict(outcome.counts)}")
     outcome.seconds = time.perf_counter() - begun
     return outcome
 
 
-def _of_ranks(seed: int, ranks: int, cases: list[Case]) -> Iterator[tuple[Case, Verdict]]:
-    if ranks == 1:
-        for case in cases:
-            yield case, judged(case, [run(case)])
+def _every(known: list[Line], seed: int, numbers: list[int], jobs: int, lines: Path | None) -> Iterator[Line]:
+    yield from known
+    cases = [drawn(seed, number) for number in numbers]
+    chunks = []
+    for ranks in sorted({case.ranks for case in cases}):
+        own = [case.number for case in cases if case.ranks == ranks]
+        chunks += [(seed, ranks, own[at : at + _CHUNK], lines) for at in range(0, len(own), _CHUNK)]
+    if jobs == 1:
+        for chunk in chunks:
+            yield from _of_ranks(*chunk)
         return
-    left = list(cases)
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_one_thread) as pool:
+        for done in as_completed([pool.submit(_of_ranks, *chunk) for chunk in chunks]):
+            yield from done.result()
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def _of_ranks(seed: int, ranks: int, numbers: list[int], lines: Path | None) -> list[Line]:
+    """Run cases of so many ranks; where these die, the case that they were in is left out, and others go on."""
+    left, found = numbers, list[Line]()
     while left:
-        chunk, left = left[:_CHUNK], left[_CHUNK:]
         with tempfile.TemporaryDirectory() as folder:
-            started = Path(folder, "started")
-            numbers = [case.number for case in chunk]
-            try:
-                found = dl.launch(
-                    all_run,
-                    seed,
-                    numbers,
-                    started,
-                    num_ranks=ranks,
-                    timeout=_SECONDS_TO_START + _SECONDS_EACH * len(chunk),
-                )
-            except DrumlineError as error:
-                at = numbers.index(int(started.read_text())) if started.exists() else 0
-                yield chunk[at], ("died", str(error))
-                # Those before it ran without anybody hearing of it.
-                left = chunk[:at] + chunk[at + 1 :] + left
-                continue
-        for at, case in enumerate(chunk):
-            yield case, judged(case, [rank[at] for rank in found])
+            own = Path(folder, "lines")
+            files = [own] if lines is None else [own, lines.absolute()]
+            error = _launched(seed, ranks, left, files)
+            ended = read(own)
+            found += ended
+            left = left[len(ended) :]
+            if error and left:
+                died = line_of(drawn(seed, left.pop(0)), "died", error, 0.0)
+                write(files, died)
+                found.append(died)
+    return found
 
 
-def judged(case: Case, ranks: Sequence[dict[str, Any]]) -> Verdict:
-    """Return what a case came to, from what its ranks tell."""
-    errors = [rank["error"] for rank in ranks if "error" in rank]
-    for kind in ("hang", "traceback", "WaitTimeout"):
-        for name, text in errors:
-            if name == kind:
-                return "traceback" if kind == "traceback" else "died", text
-    if errors:
-        text = next((text for name, text in errors if name != "RankFailed"), errors[0][1])
-        is_early = not any(rank["losses"] for rank in ranks) and len(errors) == len(ranks)
-        if any(one in text for one in case.refusals) and is_early:
-            return "refused", text
-        return "wrong", f"refused: {text}"
-    if case.refusal:
-        return "wrong", f"not refused, expected {case.refusal!r}"
-    off = difference(case, ranks, plain(case))
-    return ("wrong", off) if off else ("equal", "")
-
-
-def difference(case: Case, ranks: Sequence[dict[str, Any]], wanted: dict[str, Any]) -> str:
-    """Return the first thing in which a case differs from plain torch, empty if there is none."""
-    every = chain(
-        *(_in_losses(step, case.near, ranks, wanted) for step in range(2)),
-        *(_in_gradients(step, case.near, ranks, wanted) for step in range(2)),
-        _in_the_end(case, ranks, wanted),
-    )
-    return next(every, "")
-
-
-def _in_losses(step: int, near: float, ranks: Sequence[dict[str, Any]], wanted: dict[str, Any]) -> Iterator[str]:
-    for at, rank in enumerate(ranks):
-        loss, other = rank["losses"][step], wanted["losses"][step]
-        if not abs(loss - other) <= near * max(abs(other), 1.0):
-            yield f"step {step}: the loss on rank {at} is {loss!r}, and {other!r} in plain torch"
-        if loss != ranks[0]["losses"][step]:
-            yield f"step {step}: ranks 0 and {at} have different losses"
-
-
-def _in_gradients(step: int, near: float, ranks: Sequence[dict[str, Any]], wanted: dict[str, Any]) -> Iterator[str]:
-    known = wanted["gradients"][step]
-    size = norm(known)
-    for at, rank in enumerate(ranks):
-        for name, one in rank["gradients"][step].items():
-            if name not in known:
-                yield f"step {step}: {name} has a gradient on rank {at}, and none in plain torch"
-            elif not (off := float((one - known[name]).norm())) <= near * size:
-                yield f"step {step}: the gradient of {name} on rank {at} is off by {off / size:.3g} of all"
-    if missing := known.keys() - {name for rank in ranks for name in rank["gradients"][step]}:
-        yield f"step {step}: no gradient of {', '.join(sorted(missing))}"
-
-
-def _in_the_end(case: Case, ranks: Sequence[dict[str, Any]], wanted: dict[str, Any]) -> Iterator[str]:
-    numbers = {"norm": norm(wanted["gradients"][1])}
-    if case.evaluates:
-        numbers["evaluated"] = wanted["evaluated"]
-    for at, rank in enumerate(ranks):
-        for what, one in numbers.items():
-            if not abs(rank[what] - one) <= case.near * max(abs(one), 1.0):
-                yield f"{what} on rank {at} is {rank[what]!r}, and {one!r} in plain torch"
-    state = {name: one for rank in ranks for name, one in rank["state"].items()}
-    if state.keys() != wanted["state"].keys():
-        yield f"the state differs in {', '.join(sorted(state.keys() ^ wanted['state'].keys()))}"
-    scale = norm(wanted["state"])
-    for name, one in state.items():
-        other = wanted["state"].get(name, one)
-        if not float((one.double() - other.double()).norm()) <= case.near * scale:
-            yield f"the state's {name} is off"
-
-
-def norm(tensors: dict[str, torch.Tensor]) -> float:
-    """Return the norm of all of them together."""
-    return float(torch.stack([one.double().norm() for one in tensors.values()]).norm())
+def _launched(seed: int, ranks: int, numbers: list[int], files: list[Path]) -> str:
+    """Run cases until all have ended or ranks die; return how they died."""
+    if ranks == 1:
+        all_run(seed, numbers, files)
+        return ""
+    limit = _SECONDS_TO_START + _SECONDS_EACH * len(numbers)
+    try:
+        dl.launch(all_run, seed, numbers, files, num_ranks=ranks, timeout=limit)
+    except DrumlineError as error:
+        return str(error)
+    return ""
 
 
 def table(outcome: Outcome) -> str:
-    """Return how many cases came to what, and why some were refused."""
-    lines = [f"{'outcome':<12}{'cases':>8}"]
-    lines += [f"{name:<12}{outcome.counts[name]:>8}" for name in (*GOOD, "wrong", "traceback", "died")]
+    """Return how many cases came to what, by the axes that they have, and why some were refused."""
+    columns = (*GOOD, *BAD)
+    lines = [f"{'cases with':<30}" + "".join(f"{name:>11}" for name in columns)]
+    for kind, counts in sorted(outcome.kinds.items()):
+        lines.append(f"{kind:<30}" + "".join(f"{counts[name]:>11}" for name in columns))
+    lines.append(f"{'all':<30}" + "".join(f"{outcome.counts[name]:>11}" for name in columns))
     lines += ["", *(f"{count:>6} refused: {reason}" for reason, count in outcome.refusals.most_common())]
     return "\n".join([*lines, "", f"{outcome.seconds:.0f} s"])
 
@@ -199,21 +164,28 @@ def main() -> int:
     """Fuzz, print a table, and end with 1 if anything was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=2000, help="how many (default 2000)")
-    parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
     parser.add_argument("--first", type=int, default=0, help="number of the first case, to repeat one (default 0)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, too")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each with its own cases (default 1)")
+    parser.add_argument("--lines", type=Path, metavar="FILE", help="append a JSON line of each case as it ends")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary there, too")
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    if args.jobs < 1:
+        parser.error(f"--jobs is {args.jobs}; expected at least 1")
+    _one_thread()
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
     say(f"seed {args.seed}")
-    outcome = fuzz(args.seed, range(args.first, args.first + args.cases), say)
+    numbers = range(args.first, args.first + args.cases)
+    outcome = fuzz(args.seed, numbers, jobs=args.jobs, lines=args.lines, say=say)
     print(f"{machine()}; seed {args.seed}\n")
     print(table(outcome))
+    for text in outcome.failures:
+        print(f"\n{text}")
     if args.json is not None:
-        args.json.write_text(json.dumps(asdict(outcome), indent=1))
+        args.json.write_text(json.dumps(asdict(outcome), indent=1), encoding="utf-8")
     return 0 if outcome.is_clean else 1
 
 

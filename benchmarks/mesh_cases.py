@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from drumline.schedules import generate, schedules
 from mesh_models import IGNORED, LOSSES, PLAN, WORDS, Loss, model
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-NEAR = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 4e-2}
-_ROUTED = 1e-6  # experts weigh tokens in float32
+_NEAR, _ROUTED = 1e-10, 1e-6  # experts weigh tokens in float32
+_RATE = 0.1  # of a mean
 _OWN = ("", "", "one", "two")
 # By the number of processes; one process runs all ranks of a pipeline in turn, without a mesh.
 MESHES: dict[int, list[dict[str, int]]] = {
@@ -73,11 +72,16 @@ class Case:
         return LOSSES["cross-entropy" if self.own else self.loss]
 
     @property
-    def near(self) -> float:
-        """How far results may be from those of plain torch, of their size."""
-        routed = _ROUTED if self.kind == "experts" else 0.0
-        low = NEAR["bfloat16"] if self.options.get("precision") else 0.0
-        return max(NEAR[self.dtype], self.function.near, routed, low)
+    def near(self) -> float | None:
+        """How far results may be from those of plain torch, of their size; None where rounding must be measured."""
+        if self.dtype != "float64":
+            return None
+        return max(_NEAR, self.function.near, _ROUTED if self.kind == "experts" else 0.0)
+
+    @property
+    def rate(self) -> float:
+        """The learning rate: smaller for a sum, which would leave every bound behind."""
+        return _RATE / (sum(self.rows[0]) * self.length * WORDS) if self.function.count is None else _RATE
 
     def counted(self, step: int) -> float:
         """Return what the loss averages over in a step, in all; 1 of a sum."""
@@ -99,6 +103,19 @@ class Case:
         """The command that runs this case alone."""
         return f"python benchmarks/fuzz_mesh.py --seed {self.seed} --first {self.number} --cases 1"
 
+    @property
+    def kinds(self) -> list[str]:
+        """By what cases are counted: the axes of the mesh, and what else of it may be wrong by itself."""
+        options = self.options
+        found = [name for name, size in self.mesh.items() if size > 1] or ["one rank"]
+        found += [f"zero={options['zero']}"] if options.get("zero") else []
+        found += ["sequence parallel"] if options.get("sequence_parallel") else []
+        found += [f"{self.dtype}, precision" if "precision" in options else self.dtype]
+        counts = self.function.is_labels and any("empty" in one or "one" in one for one in self.patterns)
+        found += ["empty microbatches or lines"] if counts else []
+        found += ["short batches"] if len({one for each in self.rows for one in each}) > 1 else []
+        return found
+
     def described(self) -> str:
         """Return the case in a line."""
         mesh = " x ".join(f"{name}{size}" for name, size in self.mesh.items())
@@ -107,10 +124,11 @@ class Case:
         what += [f"own loss {self.own}" if self.own else self.loss, self.dtype, f"kv heads {self.groups}"]
         return f"{mesh}; {', '.join(what)}; {given}; rows {self.rows} x {self.length}; {' then '.join(self.patterns)}"
 
-    def model(self, *, plain: bool) -> Any:
-        """Return the model, or its plain twin."""
+    def model(self, *, plain: bool, exact: bool = False) -> Any:
+        """Return the model, or its plain twin; `exact` has the same values in float64."""
         given: dict[str, Any] = {"tied": self.tied, "frozen": self.frozen, "groups": self.groups, "own": self.own}
-        return model(self.kind, DTYPES[self.dtype], plain=plain, **given)
+        made = model(self.kind, DTYPES[self.dtype], plain=plain, **given)
+        return made.double() if exact else made
 
     def microbatches(self, step: int) -> list[list[tuple[Tensor, Tensor]]]:
         """Return the microbatches of every line: tokens, and labels or numbers."""
@@ -191,7 +209,8 @@ def _refusals(case: Case) -> list[tuple[str, bool]]:
         ("tokens are divided over cp", bool(case.length % mesh.get("cp", 1))),
         ("is divided by 2 (tp) along dimension 1",
          bool(options.get("sequence_parallel")) and bool(case.length // mesh.get("cp", 1) % 2)),
-        ("rows for" if min(case.rows[0]) > 1 else "row for", min(case.rows[0]) < case.num_microbatches),
+        ("has an empty tensor" if case.apart else "rows for" if min(case.rows[0]) > 1 else "row for",
+         min(case.rows[0]) < case.num_microbatches),
         ("is NaN or infinite", counted == 0.0 and case.num_microbatches == 1 and mesh.keys() <= {"pp", "tp"}),
         ("loss weights are", counted == 0.0),
     ]  # fmt: skip
@@ -261,49 +280,6 @@ def _schedule(num_ranks: int, chance: random.Random, *, few: bool) -> dict[str, 
         if program.num_stages <= (4 if few else 8) and not program.num_updates:
             more = {} if each is None else {"stages_per_rank": each}
             return {"schedule": name, "num_microbatches": count, **more}
-
-
-def plain(case: Case) -> dict[str, Any]:
-    """Run the case with plain torch: one process, a loop over the microbatches of all lines."""
-    made = case.model(plain=True)
-    optimizer = torch.optim.SGD([one for one in made.parameters() if one.requires_grad], lr=0.1)
-    low = torch.autocast("cpu", torch.bfloat16, enabled="precision" in case.options)
-    losses, gradients = [], []
-    for step in range(2):
-        every = [one for line in case.microbatches(step) for one in line]
-        with low:
-            loss = _whole(case, made, every)
-        torch.autograd.backward(loss)
-        losses.append(float(loss.detach()))
-        gradients.append(
-            {name: one.grad.double().clone() for name, one in made.named_parameters() if one.grad is not None}
-        )
-        if case.updates and not step:
-            optimizer.step()
-            optimizer.zero_grad()
-    found = {"losses": losses, "gradients": gradients, "state": dict(made.state_dict())}
-    if case.evaluates:
-        with torch.no_grad(), low:
-            found["evaluated"] = float(_whole(case, made, [one for line in case.microbatches(1) for one in line]))
-    return found
-
-
-def _whole(case: Case, made: Any, every: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the loss of all microbatches: that of all rows together, or added up where lengths differ."""
-    run = partial(_loss, case, made)
-    if not case.apart:
-        return run(*(torch.cat(each) for each in zip(*every, strict=True)))
-    count = case.function.count
-    if count is None:
-        return torch.stack([run(x, y) for x, y in every]).sum()
-    counts = [count(y) for _, y in every]
-    parts = [run(x, y) * (number / sum(counts)) for (x, y), number in zip(every, counts, strict=True) if number]
-    return torch.stack(parts).sum()
-
-
-def _loss(case: Case, made: Any, x: Tensor, y: Tensor) -> Tensor:
-    loss: Tensor = made(x, labels=y)["loss"] if case.own else case.function.function(made(x), y)
-    return loss
 
 
 def example(case: Case) -> Tensor:

@@ -1,12 +1,14 @@
-"""What the ranks of the mesh fuzzer do: run one case after the other, and tell what came of each.
+"""What the ranks of the mesh fuzzer do: run one case after the other; rank 0 judges each and writes a line of it.
 
 A case runs in processes that other cases have run in, because starting some takes longer than most cases. A rank that
-dies takes the cases behind it along: `started` says where it was.
+dies takes the cases behind it along: the lines say where it was.
 """
 
 from __future__ import annotations
 
+import json
 import signal
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ import drumline as dl
 from drumline.core.errors import DrumlineError
 from drumline.runtime.axes.slices import put_together, slice_of
 from mesh_cases import Case, drawn, example
+from mesh_judge import judged
 
 WAIT = 120.0  # seconds for another rank
 _LONGEST = 400.0  # for a case
@@ -31,16 +34,37 @@ class _Hang(BaseException):
     """A case took too long."""
 
 
-def all_run(seed: int, numbers: Sequence[int], started: Path | None = None) -> list[dict[str, Any]]:
-    """Run cases on this rank, and return what came of each."""
-    found = []
+def all_run(seed: int, numbers: Sequence[int], lines: Sequence[Path]) -> None:
+    """Run cases on this rank, and have a line of each appended to files as it ends."""
     for number in numbers:
-        if started is not None and dist.get_rank() == 0:
-            started.write_text(str(number), encoding="utf-8")
-        found.append(run(drawn(seed, number)))
-        if dist.is_initialized():
-            dist.barrier()  # a rank that fails late must not make others wait in the next case
-    return found
+        case, began = drawn(seed, number), time.perf_counter()
+        told: list[Any] = [run(case)]
+        if dist.is_initialized() and case.ranks > 1:
+            # A rank that fails late must not make others wait in the next case.
+            own, told = told[0], [None] * case.ranks
+            dist.all_gather_object(told, own)
+        if case.ranks == 1 or dist.get_rank() == 0:
+            write(lines, line_of(case, *judged(case, told), time.perf_counter() - began))
+
+
+def line_of(case: Case, outcome: str, how: str, seconds: float) -> dict[str, Any]:
+    """Return what is written of a case."""
+    return {
+        "seed": case.seed, "case": case.number, "outcome": outcome, "how": how, "foreseen": case.refusal,
+        "kinds": case.kinds, "seconds": round(seconds, 3), "is": case.described(), "again": case.again,
+    }  # fmt: skip
+
+
+def write(files: Sequence[Path], line: dict[str, Any]) -> None:
+    """Append a line to files."""
+    for one in files:
+        with one.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file; none if there is none."""
+    return [json.loads(one) for one in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 
 
 def run(case: Case) -> dict[str, Any]:
@@ -83,7 +107,7 @@ def _run(case: Case, found: dict[str, Any]) -> None:
         x = example(case)
         given["example"] = {"x": x, "labels": x} if case.own else x
     with dl.Pipeline(case.model(plain=False), device="cpu", timeout=WAIT, unused="ignore", **given) as pipe:
-        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=case.rate)
         for step in range(2):
             loss = _stepped(case, pipe, step, pipe.step)
             pipe.settle()

@@ -26,6 +26,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "ep and cp": {"mesh": {"ep": 2, "cp": 2}},
     "ep and tp": {"mesh": {"ep": 2, "tp": 2}, "tensor_parallel": PLAN},
 }
+LOW = {"cp": CP, "ep": EP, "tp": TP, "ep and tp": {"ep": 2, "tp": 2}}  # in bfloat16, by measured rounding
 if not ALL:
     del RIGHT["cp"], RIGHT["ep"], RIGHT["ep and cp"]  # which the others have in company
 
@@ -79,9 +80,17 @@ def made(kind: type[Decoder]) -> Decoder:
 class Louder(parallel._Divided):
     """Experts whose outputs come back a little larger than they left."""
 
+    by = 1.01
+
     def after(self, module: nn.Module, args: Any, made: Tensor) -> Any:
         there = self._call is not None
-        return super().after(module, args, made * 1.01 if there else made)
+        return super().after(module, args, made * self.by if there else made)
+
+
+class MuchLouder(Louder):
+    """Enough for bfloat16."""
+
+    by = 1.3
 
 
 def all_stepped() -> dict[str, tuple[int, str, str]]:
@@ -91,9 +100,16 @@ def all_stepped() -> dict[str, tuple[int, str, str]]:
     found["dropout, cp"] = stepped(made(Dropping), mesh=CP)
     chain = nn.Sequential(nn.Embedding(12, 8), dl.MoE(8, 8, num_experts=4), nn.Linear(8, 12))
     found["chain"] = stepped(chain, mesh=EP)
+    for name, mesh in LOW.items():
+        plan = {"tensor_parallel": PLAN} if "tp" in mesh else {}
+        found[f"bf16, {name}"] = stepped(decoder().bfloat16(), mesh=mesh, **plan)
+    found["own positions, bf16"] = stepped(made(NoPlaces).bfloat16(), mesh=CP)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel, "_Divided", Louder)
         found["louder"] = stepped(decoder(), mesh=EP)
+        patch.setattr(parallel, "_Divided", MuchLouder)
+        found["louder, bf16"] = stepped(decoder().bfloat16(), mesh=EP)
+        found["louder, autocast"] = stepped(decoder(), mesh=EP, precision="bf16")
     return found
 
 
@@ -107,14 +123,16 @@ def test_every_parameter_is_compared(ranks: list[dict[str, tuple[int, str, str]]
     for rank in some(ranks):
         for name in some(RIGHT):
             assert rank[name] == (whole, "", ""), name
+        for name in some(LOW):
+            assert rank[f"bf16, {name}"] == (whole, "", ""), name
         assert rank["dropout, dp"] == (whole, "", "")
         assert rank["chain"] == (6, "", "")
 
 
 def test_what_lines_get_wrong_is_found(ranks: list[dict[str, tuple[int, str, str]]]) -> None:
     for rank in some(ranks):
-        assert "returns something else than by itself" in rank["own positions"][2]
-        assert "returns something else than by itself" in rank["louder"][2]
+        for name in ("own positions", "own positions, bf16", "louder", "louder, bf16", "louder, autocast"):
+            assert "returns something else than by itself" in rank[name][2], name
 
 
 def test_random_numbers_of_parts_of_sequences_are_not_compared(ranks: list[dict[str, tuple[int, str, str]]]) -> None:

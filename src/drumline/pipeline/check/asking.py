@@ -22,10 +22,11 @@ from drumline.pipeline.check.lines import LineParts
 from drumline.pipeline.check.places import Home, Places
 from drumline.pipeline.check.reference import Reference
 from drumline.pipeline.check.relay import GaveUp, Relay
+from drumline.pipeline.check.rounding import Nudged, Rounding
 from drumline.pipeline.check.row import Row
 from drumline.pipeline.check.sample import Sample
 from drumline.pipeline.check.sketched import Expected
-from drumline.pipeline.check.verdict import FLOOR, allowed_off
+from drumline.pipeline.check.verdict import allowed_off
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.engine import Engine
 from drumline.pipeline.intake import Intake
@@ -52,6 +53,7 @@ class _Card:
     here: Places
     given: Given
     factor: float
+    is_coarse: bool  # whether what it trains is of low precision
 
 
 @dataclass(slots=True)
@@ -61,6 +63,8 @@ class Take:
     given: Slice
     wanted: Wanted | None = None
     expected: Expected | None = None  # of its gradients
+    nudged: Wanted | None = None  # what the model made when all it computed was nudged a little, if that was measured
+    rounding: Rounding = field(default_factory=Rounding)
     again: Wanted | None = None  # what the model made when it was run once more
     totals: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # of experts that tokens of all lines go through
     ratio: float = 1.0  # what it counts more in the step than was known before
@@ -84,6 +88,7 @@ class Asking:
         self.reason = ""  # why it is not checked
         self.seconds = 0.0
         self.takes: list[Take] = []
+        self.measures = False  # whether rounding is measured
         self.by_itself: ByItself | None = None
         self.relay: Relay | None = None
         # Of what several ranks hold: what each sees its own uses of, and what each sees more uses of than its own.
@@ -105,12 +110,13 @@ class Asking:
         with self._whole() as parts:
             self._ask(step, called, target, factor, whole)
         for take in self.takes:
-            take.wanted = parts(take.wanted)
+            take.wanted, take.nudged = parts(take.wanted), parts(take.nudged)
+            take.rounding = Rounding.between(take.wanted, take.nudged)
         if self.parts.is_on:
             self.named = self._own()
         for take in self.takes:
             if take.wanted is not None:
-                take.expected = Expected.of(take.wanted.sketches, self.allowed, self.rounding)
+                take.expected = Expected.of(take.wanted.sketches, self.allowed, take.rounding.gradients)
         for executor, held in self.held:
             executor.witnesses = [self._witness(executor, held, take) for take in self.takes]
         self.seconds = time.perf_counter() - started
@@ -178,7 +184,10 @@ class Asking:
         here, mine = Places.of(self._blocks), self._samples(named)
         is_whole = reference.is_current and reference.fits(self.engine.assembly.device)
         own = Given.of(None, None) if self.crew.alone else Given.of(called, target)  # ranks here share one batch
-        told = self.crew.collect("check", _Card(local is not None, mine, is_whole, here, own, factor))
+        is_coarse = self.allowed > _FINE
+        told = self.crew.collect("check", _Card(local is not None, mine, is_whole, here, own, factor, is_coarse))
+        # Parts are added up in another order than the whole, and rounded in between: in low precision that shows.
+        self.measures = self.parts.is_on and any(one.is_coarse for one in told)
         # Before differences are put down to the model.
         agree_on_batch([one.given for one in told], number, self.crew.called)
         given = local if local is not None and all(one.has_batch for one in told) else None
@@ -197,6 +206,11 @@ class Asking:
             made = self.run(step.draw, factor)
             for take, wanted in zip(self.takes, made, strict=True):
                 take.wanted = wanted
+        if self.measures and all(self.crew.collect("check rounding", not self.reason)):
+            with Nudged():
+                nudged = self.run(step.draw, factor)
+            for take, wanted in zip(self.takes, nudged, strict=True):
+                take.nudged, take.wanted = wanted, None if self.reason else take.wanted
 
     def _samples(self, named: Mapping[str, nn.Parameter]) -> dict[str, bytes]:
         """Return some numbers of what is trained here and may be another in the model as this process has it."""
@@ -291,18 +305,7 @@ class Asking:
     @cached_property
     def allowed(self) -> float:
         """How far the two may be apart."""
-        allowed = allowed_off(self.engine.assembly, {one.dtype for one in self.engine.parameters()})
-        # Parts are added up in another order than the whole, and rounded in between: in low precision that shows.
-        return 4 * allowed if self.parts.is_on and allowed > _FINE else allowed
-
-    @property
-    def rounding(self) -> float:
-        """What is rounding, of all gradients' norm.
-
-        In bfloat16, small gradients such as those of keys are by themselves up to three times their size off those in
-        float64: by 3e-4 of all. Parts are rounded in other places than the whole, so that these tell nothing.
-        """
-        return self.allowed / 128 if self.parts.is_on and self.allowed > _FINE else FLOOR
+        return allowed_off(self.engine.assembly, {one.dtype for one in self.engine.parameters()})
 
 
 def _are_stale(named: Mapping[str, nn.Parameter], told: Sequence[Mapping[str, bytes]]) -> bool:

@@ -8,10 +8,11 @@ with the model's, which runs once more to give it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
+from drumline.pipeline.check.rounding import TIMES
 from drumline.pipeline.check.verdict import FLOOR
 from drumline.pipeline.verify.comparing import off
 from drumline.runtime.executor import Executor
@@ -30,13 +31,13 @@ class Expected:
     sketches: Sketches
     sizes: Mapping[nn.Parameter, float]  # their norms
     allowed: float
-    rounding: float = FLOOR  # as a part of all gradients' norm: what is smaller
+    rounding: Mapping[nn.Parameter, float] = field(default_factory=dict)  # how far each was measured to be off by it
 
     @staticmethod
-    def of(sketches: Sketches, allowed: float, rounding: float = FLOOR) -> Expected:
+    def of(sketches: Sketches, allowed: float, rounding: Mapping[nn.Parameter, float] | None = None) -> Expected:
         """Return what is expected of gradients with these sketches."""
         sizes = dict(zip(sketches, norms(list(sketches.values())), strict=True))
-        return Expected(sketches, sizes, allowed, rounding)
+        return Expected(sketches, sizes, allowed, rounding or {})
 
     @property
     def whole(self) -> float:
@@ -45,12 +46,18 @@ class Expected:
 
     def limits(self) -> dict[nn.Parameter, float]:
         """Return how far each sketch may be off before all of the gradient is looked at."""
-        least = self.rounding * self.whole
-        return {one: _NEAR * max(self.allowed * size, least) for one, size in self.sizes.items()}
+        floors = self.floors()
+        return {one: _NEAR * max(self.allowed * size, floors[one]) for one, size in self.sizes.items()}
+
+    def floors(self) -> dict[nn.Parameter, float]:
+        """Return how far each gradient may be off whatever its size: that is rounding."""
+        least = FLOOR * self.whole
+        return {one: max(least, TIMES * self.rounding.get(one, 0.0)) for one in self.sizes}
 
     def rescaled(self, ratio: float) -> Expected:
         """Return what is expected of gradients so many times as large."""
-        return Expected.of({one: each * ratio for one, each in self.sketches.items()}, self.allowed, self.rounding)
+        rounding = {one: each * abs(ratio) for one, each in self.rounding.items()}
+        return Expected.of({one: each * ratio for one, each in self.sketches.items()}, self.allowed, rounding)
 
     def near(self, made: Sketches) -> set[nn.Parameter]:
         """Return the parameters of which a sketch is as expected."""
@@ -111,12 +118,12 @@ def differences(
     left = {one: each for one, each in left.items() if one not in near}
     doubted = [one for one, each in left.items() if each and each.full is not None and one in expected.sketches]
     exact = in_full(doubted) if doubted else {}
-    floor, apart = expected.rounding * expected.whole, {}
+    floors, least, apart = expected.floors(), FLOOR * expected.whole, {}
     for one, each in left.items():
         made, wanted = None if each is None else each.sketched, expected.sketches.get(one)
         if each is not None and each.full is not None and one in exact:
             made, wanted = each.full, exact[one]
-        far = off(made, wanted, floor=floor)
+        far = off(made, wanted, floor=floors.get(one, least))
         if far > expected.allowed:
             apart[one] = far
     return apart

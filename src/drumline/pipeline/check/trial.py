@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from drumline.pipeline.check.asking import Asking, Take
+from drumline.pipeline.check.rounding import TIMES
 from drumline.pipeline.check.sketched import Expected, Found, differences, found_by, unsettled
 from drumline.pipeline.check.verdict import Outcome
-from drumline.pipeline.verify.comparing import few, off, outputs_off
+from drumline.pipeline.verify.comparing import few, norm_of, off, outputs_off
 from drumline.pipeline.verify.plain_step import Wanted
 from drumline.runtime.gradients.sketch import sketch
 from drumline.runtime.step import Step
@@ -65,18 +66,23 @@ class Trial(Asking):
     def _add_up(self, take: Take) -> None:
         """Complete what is wanted of experts: tokens of all lines went through them, and each line has run its own."""
         known: dict[nn.Parameter, Tensor] = {} if take.expected is None else dict(take.expected.sketches)
+        rounding = {} if take.expected is None else dict(take.expected.rounding)
         for one in (one for _, held in self.held for one in held.values() if one.requires_grad):
             if self.parts.is_summed(one):
                 own = None if take.wanted is None else take.wanted.gradients.get(one)
                 if take.wanted is not None and (own is None or not take.counts):  # no token here chose any of them
                     own = self.parts.nothing(one)
                 total, all_ran = self.parts.wanted(None if own is None else own * take.ratio, one)
+                if self.measures:
+                    nudged = None if take.nudged is None or not take.counts else take.nudged.gradients.get(one)
+                    other, _ = self.parts.wanted(None if nudged is None else nudged * take.ratio, one)
+                    rounding[one] = norm_of(other.double() - total.double())
                 if take.wanted is not None and all_ran:
                     take.totals[one], known[one] = total, sketch(total)
                 elif take.wanted is not None:
                     self.reason = "another line of the mesh could not run the model by itself"
         if take.expected is not None and self.parts.is_on:
-            take.expected = Expected.of(known, self.allowed, self.rounding)
+            take.expected = Expected.of(known, self.allowed, rounding)
 
     def _outcome(self, step: Step, at: int, take: Take) -> Outcome:
         outcome = Outcome(unchecked=self.reason, in_parts=frozenset(self.in_parts))
@@ -102,14 +108,21 @@ class Trial(Asking):
                 )
             else:
                 numbers = few(expected.sketches.get(named[name], torch.zeros(1)))
-                outcome.wanted[name] = [*numbers, expected.sizes.get(named[name], 0.0), expected.whole]
+                # Where it is more, what is rounding counts as its size.
+                size = max(
+                    expected.sizes.get(named[name], 0.0), TIMES * expected.rounding.get(named[name], 0.0) / self.allowed
+                )
+                outcome.wanted[name] = [*numbers, size, expected.whole]
         outcome.num_parameters = len(compared)
         made = {one: found.get(name) for one, name in compared.items()}
         apart = differences(made, expected, partial(self._in_full, step, take))
         outcome.differences = {compared[one]: each for one, each in apart.items()}
         if take.given.microbatch in step.losses:
-            outcome.others["loss"] = off(self._loss(step, take), take.wanted.loss)
-            outcome.others["output"] = outputs_off(*self.parts.outputs(self._output(at), take.wanted.output))
+            others = {
+                "loss": off(self._loss(step, take), take.wanted.loss),
+                "output": outputs_off(*self.parts.outputs(self._output(at), take.wanted.output)),
+            }
+            outcome.others = {what: take.rounding.left(what, apart) for what, apart in others.items()}
         return outcome
 
     def _in_full(self, step: Step, take: Take, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:

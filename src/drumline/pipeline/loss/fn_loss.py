@@ -21,7 +21,7 @@ from drumline.pipeline.loss.agreeing import agreed
 from drumline.pipeline.loss.comparing import Comparing, Joint, not_compared, warn_of_no_comparison
 from drumline.pipeline.loss.targets import labels_weight, size_of, uneven
 from drumline.runtime.loss.counts import Across, Count, Weighing, mixed_by, weighed
-from drumline.runtime.loss.lengths import lengths_of
+from drumline.runtime.loss.lengths import NOTHING, alike, lengths_of
 from drumline.runtime.loss.rows import resized, with_all
 from drumline.runtime.loss.rules import ROWS, SIZE, Doubts, Found, said_by, undecided
 from drumline.runtime.loss.sheet import Factors, Multiplying
@@ -162,7 +162,7 @@ class FnWeight:
         self._found, is_told_of = self._agreed(found, is_told=is_told)
         if is_told_of and (sizes is not None or self.parts > 1) and any(self._mixed()):
             if is_told:
-                self._by_length(output, target)
+                self._by_length(output, microbatch, targets, rows)
             self._found, _ = self._agreed(self._found, is_told=is_told)
         counted = self._counted(targets, rows, sizes)
         if self._doubts.reads:
@@ -279,24 +279,33 @@ class FnWeight:
         assert self._found is not None
         return [{one.of for one in rules if one.power} == {ROWS, SIZE} for rules in self._found.subjects]
 
-    def _by_length(self, output: Any, target: Any) -> None:
+    def _by_length(self, output: Any, microbatch: int, targets: Sequence[Any], rows: Sequence[int]) -> None:
         """Leave the rules that other lengths leave, if microbatches have different lengths."""
         assert self._found is not None
         mixed = self._mixed()
-        try:
-            told = lengths_of(self.loss_fn, output, target, self._comparing.device)
-        except Exception:
-            told = None
-        each = [""] * len(mixed) if told is None else [*told[0], told[1]][: len(mixed)]
-        if told is not None and not self._found.parts:
-            each = [told[1]]
+        each = self._told_by_lengths(output, targets[microbatch])
+        if NOTHING in each and (joint := _joint(output, microbatch, targets, rows)) is not None:
+            each = self._told_by_lengths(*joint[:2])  # others may count what this one does not
         kept = []
         for rules, is_mixed, by in zip(self._found.subjects, mixed, each, strict=True):
             if is_mixed and not by:
                 raise uneven("takes shapes as numbers, and what it counts of another length is not known")
-            kept.append(tuple(one for one in rules if not is_mixed or not one.power or one.of == by))
+            is_open = not is_mixed or by == NOTHING  # a step in which nothing counts leaves it to a later one
+            kept.append(tuple(one for one in rules if is_open or not one.power or one.of == by))
         rest = None if self._found.rest is None else kept[-1]
         self._found = self._left(replace(self._found, parts=tuple(kept[: len(self._found.parts)]), rest=rest))
+
+    def _told_by_lengths(self, output: Any, target: Any) -> list[str]:
+        """Return what other lengths tell of each part."""
+        assert self._found is not None
+        count = len(self._found.subjects)
+        try:
+            told = lengths_of(self.loss_fn, output, target, self._comparing.device)
+        except Exception:
+            told = None
+        if told is None:
+            return [""] * count
+        return [*told[0], told[1]][:count] if self._found.parts else [told[1]]
 
     def _narrow(
         self, output: Any, microbatch: int, targets: Sequence[Any], rows: Sequence[int], counted: Counted
@@ -328,6 +337,7 @@ def _joint(
 ) -> Joint | None:
     """Return rows of all microbatches' targets, in an order, with as many of one's output."""
     listed = range(len(targets)) if order is None else order
+    output, targets = alike(output, microbatch, targets)
     return with_all(output, rows[microbatch], [targets[at] for at in listed], [rows[at] for at in listed])
 
 

@@ -18,13 +18,14 @@ from drumline.runtime.loss.sides import Share, side_of
 from drumline.runtime.loss.state import untouched
 from drumline.runtime.values import mapped, pack
 
+NOTHING = "nothing"  # it has no gradient here, and loses nothing whatever it averages over
 _NEAR = 0.05
 
 
 def lengths_of(
     loss_fn: Callable[..., Any], output: Any, target: Any, device: torch.device
 ) -> tuple[list[str], str] | None:
-    """Return of each part of a loss, and of all of it, whether it averages over elements, over rows, or "".
+    """Return of each part of a loss, and of all of it, whether it averages over elements, over rows, NOTHING, or "".
 
     None if the output and the target have no length in common that can be shortened.
     """
@@ -54,6 +55,25 @@ def lengths_of(
                         ratio)  # fmt: skip
 
 
+def alike(output: Any, microbatch: int, targets: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Return a microbatch's output and all targets, cut to the length of the shortest target, if that can be done.
+
+    >>> made, cut = alike(torch.ones(2, 5, 3), 0, [torch.ones(2, 5), torch.ones(1, 4)])
+    >>> made.shape, [tuple(one.shape) for one in cut]
+    (torch.Size([2, 4, 3]), [(2, 4), (1, 4)])
+    """
+    lengths = [next((one.shape[1] for one in pack(target)[0] if one.dim() > 1), 0) for target in targets]
+    dims = [_dim(one, lengths[microbatch]) for one in pack(output)[0]]
+    short = min(lengths)
+    if short == max(lengths) or None in dims:
+        return output, list(targets)
+    cut = [
+        _shortened(target, [_dim(one, length) for one in pack(target)[0]], short)
+        for target, length in zip(targets, lengths, strict=True)
+    ]
+    return _shortened(output, dims, short), cut
+
+
 def _told(full: Share, part: Share, dims: Sequence[int | None], short: int, ratio: float) -> str:
     products = squares = others = 0.0
     for one, other, dim in zip(full.gradient, part.gradient, dims, strict=True):
@@ -63,6 +83,8 @@ def _told(full: Share, part: Share, dims: Sequence[int | None], short: int, rati
         products += float((kept * other.double()).sum())
         squares += float(kept.square().sum())
         others += float(other.double().square().sum())
+    if not squares and not others:
+        return NOTHING
     if not squares or not others or products < (1 - _NEAR) * (squares * others) ** 0.5:
         return ""
     found = products / squares

@@ -1,0 +1,98 @@
+"""How much of a difference is rounding, measured: the model by itself runs once more, every result nudged a little.
+
+    as it is   a matrix product  1.0234375    ->  gradients g
+    nudged     a matrix product  1.0312500    ->  gradients g'      rounding: |g - g'| of each
+
+Lines of a mesh add up parts that were rounded each by itself. In bfloat16 that shows, in some gradients by more than
+their size: those of keys are sums of large numbers that nearly cancel. How much it shows depends on the model, so no
+constant says it. The nudged run moves every result of low precision by up to half of its last digit, as rounding does,
+forward and backward. In float32 and above, what is allowed anyway is far more.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from drumline.pipeline.verify.comparing import norm_of, off, outputs_off
+from drumline.pipeline.verify.plain_step import Wanted
+from drumline.runtime.precision import LOW
+
+TIMES = (
+    4.0  # what a pipeline may be off, of what a nudged run is: it rounds at several places where one process has one
+)
+_COUNT = 8191  # a prime, so that no rows of a matrix get the same numbers
+# They move numbers, and round nothing.
+_MOVING = {"_to_copy", "clone", "copy", "cat", "stack", "embedding", "index", "index_select", "gather", "where"}
+
+
+class Nudged(TorchDispatchMode):
+    """Moves every result of low precision by up to half of its last digit inside, at random, but always alike.
+
+    >>> with Nudged():
+    ...     made = torch.ones(1000, dtype=torch.bfloat16) * 3
+    >>> 0 < (made - 3).abs().max() <= 3 * torch.finfo(torch.bfloat16).eps
+    tensor(True)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        drawn = random.Random(0)
+        self._numbers = torch.tensor([drawn.uniform(-0.5, 0.5) for _ in range(_COUNT)] * 2)
+        self._at = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function, and nudge what it makes anew."""
+        made = func(*args, **(kwargs or {}))
+        schema = func._schema
+        if schema.is_mutable or func.overloadpacket.__name__ in _MOVING:
+            return made
+        if isinstance(made, Tensor):
+            return made if schema.returns[0].alias_info is not None else self._moved(made)
+        if isinstance(made, tuple):
+            return type(made)(self._moved(one) if isinstance(one, Tensor) else one for one in made)
+        return made
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        count = tensor.numel()
+        if tensor.dtype not in LOW or not count or tensor.layout is not torch.strided:
+            return tensor
+        self._at = (self._at + count) % _COUNT
+        self._numbers = self._numbers.to(tensor.device)
+        numbers = self._numbers[self._at : self._at + _COUNT].repeat(-(-count // _COUNT))[:count].view(tensor.shape)
+        return tensor.float().mul_(numbers.mul_(torch.finfo(tensor.dtype).eps).add_(1.0)).to(tensor.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """How far a nudged run is off: each gradient, the loss and the output; nothing where it was not measured."""
+
+    gradients: Mapping[nn.Parameter, float] = field(default_factory=dict)
+    loss: float = 0.0
+    output: float = 0.0
+
+    @staticmethod
+    def between(wanted: Wanted | None, nudged: Wanted | None) -> Rounding:
+        """Return what two runs of the model by itself differ in."""
+        if wanted is None or nudged is None:
+            return Rounding()
+        gradients = {
+            one: norm_of(each.double() - nudged.gradients[one].double())
+            for one, each in wanted.gradients.items()
+            if one in nudged.gradients
+        }
+        return Rounding(gradients, off(nudged.loss, wanted.loss), outputs_off(nudged.output, wanted.output))
+
+    def left(self, what: str, apart: float) -> float:
+        """Return how far the "loss" or the "output" is off, 0 if that is rounding.
+
+        >>> Rounding(loss=0.01).left("loss", 0.03), Rounding(loss=0.01).left("loss", 0.05)
+        (0.0, 0.05)
+        """
+        return 0.0 if apart <= TIMES * getattr(self, what) else apart
