@@ -50,6 +50,24 @@ OF_FOLDER = {
     ),
 }
 
+# What plain cases do not show, for any file of a folder: briefly tested, so tried early.
+UNEQUAL = {
+    "core": ("tests/core/test_copies_and_updates.py", "tests/core/test_unequal_costs.py"),
+    "pipeline": (
+        "tests/pipeline/test_refused_updates.py",
+        "tests/pipeline/test_shares.py",
+        "tests/pipeline/test_metrics.py",
+    ),
+    "plan": ("tests/plan/test_bounds.py", "tests/plan/test_counted_once.py", "tests/plan/test_cluster_shares.py"),
+    "runtime": (
+        "tests/runtime/test_gradients.py",
+        "tests/runtime/test_randomness.py",
+        "tests/runtime/test_messages.py",
+        "tests/runtime/test_watch.py",
+    ),
+    "schedules": ("tests/schedules/test_counts.py",),
+}
+
 # Tests of a file that does not share its name with them.
 OF_FILE = {
     "train/data/own": ("tests/train/test_own_data.py",),
@@ -212,7 +230,7 @@ def differing(old: str, new: str) -> tuple[int, int]:
 def area_of(file: str, root: Path = ROOT) -> list[str]:
     """Return the tests of a file's area, the likeliest to notice first: its doctests, then test files."""
     folder, stem = file.partition("/")[0], Path(file).stem
-    wanted = [f"{PACKAGE}/{file}", f"tests/{folder}/test_{stem}.py", f"tests/{folder}/test_finer_points.py"]
+    wanted = [f"{PACKAGE}/{file}", f"tests/{folder}/test_{stem}.py", *UNEQUAL.get(folder, ())]
     for place in (file, *(str(above) for above in Path(file).parents)):
         wanted += OF_FILE.get(place, ())
     found = []
