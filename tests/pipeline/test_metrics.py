@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from torch import nn
-from torch.nn import functional
 
 from drumline.core.measured.record import BETWEEN
 from drumline.core.program import Program
-from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.record.recording import Between
 from drumline.pipeline.record.tally import Tally, Told
 from drumline.runtime.draft import Clock, Draft
 from records import two_ranks
-from torch_models import mlp
 
 pytestmark = pytest.mark.torch
-
-
-def pipeline(model: nn.Module | None = None, **settings: Any) -> Pipeline:
-    given: dict[str, Any] = {"loss_fn": functional.mse_loss, "num_microbatches": 4, "num_ranks": 2, **settings}
-    return Pipeline(mlp() if model is None else model, **given)
 
 
 def test_tokens_per_second_are_those_of_a_device() -> None:
