@@ -2,9 +2,9 @@
 
     python benchmarks/planted.py [--jobs N] [--only PATTERN] [--limit SECONDS] [--json FILE]
 
-Every bug is a text of one file in the place of another, in a copy of the tree (under $TMPDIR); the tests of that file
-run until one fails. First all tests run once without a bug: what fails then, or cannot be run here, is left out and
-listed. A run that takes longer than it should counts as noticed.
+Every bug is one expression of a function in the place of another, in a copy of the tree (under $TMPDIR); the tests of
+its file run until one fails. First all tests run once without a bug: what fails then, or cannot be run here, is left
+out and listed. A run that takes longer than it should counts as noticed.
 
     --only PATTERN    bugs whose name or file matches, as a shell would: "core/*", "*finite*"
     --tests FILE      run this file in place of those that belong to the bug's own; may be given several times

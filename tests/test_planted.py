@@ -1,4 +1,4 @@
-"""The bugs that `benchmarks/planted.py` plants: each still finds its text, and what comes of it is Python."""
+"""The bugs that `benchmarks/planted.py` plants: each still finds its expression, and what comes of it is Python."""
 
 from __future__ import annotations
 
@@ -27,15 +27,29 @@ def test_a_planted_bug_still_applies(bug: Bug) -> None:
 
 def test_bugs_are_many_everywhere_and_told_apart() -> None:
     assert len({bug.name for bug in BUGS}) == len(BUGS) >= 100
-    assert len({(bug.file, bug.old, bug.new) for bug in BUGS}) == len(BUGS)
+    assert len({(bug.at, bug.old, bug.new) for bug in BUGS}) == len(BUGS)
     folders = Counter(bug.folder for bug in BUGS)
     assert min(folders[one] for one in ("core", "schedules", "runtime", "pipeline", "plan")) >= 15
 
 
 def test_a_text_that_is_gone_is_named() -> None:
-    gone = Bug("gone", "core/rules.py", "no such text", "another", "Nothing.")
-    with pytest.raises(ValueError, match=r"^gone: src/drumline/core/rules\.py holds 'no such text' 0 times"):
-        gone.planted_in("text")
+    gone = Bug("gone", "Program.load", "no such text", "another", "Nothing.")
+    with pytest.raises(ValueError, match=r"^gone: Program\.load holds 'no such text' 0 times"):
+        gone.planted_in("text = 1")
+    with pytest.raises(ValueError, match=r"^'no such text' in Program\.load stands in 0 files of src/drumline"):
+        assert gone.file
+
+
+def test_a_bug_follows_its_function_through_files_and_line_breaks() -> None:
+    bug = Bug("larger", "Heap.push", "max(one.size, self.most)", "one.size", "The most is that of the last.")
+    text = "class Heap:\n    @cached\n    def push(self, one):\n        self.most = {}\n\n    def most(self): pass\n"
+    wrapped = "max(\n            one.size,  # of this\n            self.most,\n        )"
+    assert bug.planted_in(text.format(wrapped)) == text.format("one.size")
+    twice = text.format("max(one.size, self.most) or max(one.size, self.most)")
+    with pytest.raises(ValueError, match=r"^larger: Heap\.push holds 'max\(one\.size, self\.most\)' 2 times"):
+        bug.planted_in(twice)
+    with pytest.raises(ValueError, match="0 times"):
+        bug.planted_in(text.format("0").replace("pass", "return max(one.size, self.most)"))
 
 
 BRANCHES = '''\

@@ -1,0 +1,83 @@
+"""How much each microbatch and each step counts in a loss and its gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from drumline.pipeline.loss.own_loss import OwnWeight
+from drumline.pipeline.pipeline import Pipeline
+from drumline.runtime.follow.inputs import Inputs
+from torch_models import data, mlp
+
+pytestmark = pytest.mark.torch
+
+
+def pipeline(model: nn.Module | None = None, **settings: Any) -> Pipeline:
+    given: dict[str, Any] = {"loss_fn": functional.mse_loss, "num_microbatches": 4, "num_ranks": 2, **settings}
+    return Pipeline(mlp() if model is None else model, **given)
+
+
+def ForCausalLMLoss(logits: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class NextToken(nn.Module):
+    """Computes its loss itself, against the token that comes next."""
+
+    loss_function: Any = staticmethod(ForCausalLMLoss)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        made = nn.functional.one_hot(input_ids, 9).float()
+        return {"loss": self.loss_function(made, labels), "logits": made} if labels is not None else {"logits": made}
+
+
+def test_labels_count_but_for_those_that_are_ignored_and_the_first() -> None:
+    labels = torch.tensor([[1, 2, -100, 4], [-100, -100, 3, -100]])
+    ids = labels.clamp(min=0)
+    by_name, in_order = Inputs((ids,), {"labels": labels}), Inputs((ids, labels), {})
+    for inputs in (by_name, in_order):
+        assert int(OwnWeight(NextToken())(inputs)) == 2 + 1
+
+    class SameToken(NextToken):
+        @staticmethod
+        def loss_function(logits: Tensor, labels: Tensor) -> Tensor:
+            return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    assert int(OwnWeight(SameToken())(by_name)) == 3 + 1
+
+
+def test_shares_of_a_double_precision_loss_are_exact() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double()
+    batch, target = (one.double() for one in data(7))
+    whole = functional.mse_loss(model(batch), target)
+    result = pipeline(model, num_microbatches=3).step(batch, target=target)
+    assert result.loss is not None
+    torch.testing.assert_close(result.loss, whole.detach(), rtol=1e-14, atol=0.0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_gradients_of_two_steps_add_up_whatever_the_scale(precision: str) -> None:
+    batch, target = data(8)
+    once, twice = pipeline(precision=precision), pipeline(precision=precision)
+    once.step(batch, target=target)
+    for _ in range(2):
+        twice.step(batch, target=target)
+    for one, other in zip(once.parameters(), twice.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        torch.testing.assert_close(2 * one.grad, other.grad)
+
+
+def test_evaluation_draws_nothing_and_leaves_modules_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6), nn.Dropout(0.5))
+    model[3].eval()
+    pipe = pipeline(model)
+    batch, _ = data(8)
+    found = [pipe.eval_step(batch).output for _ in range(2)]
+    assert torch.equal(found[0], found[1])
+    assert [one.training for one in model] == [True, True, True, False]
