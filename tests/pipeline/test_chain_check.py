@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -276,3 +276,84 @@ def test_a_microbatch_that_turns_out_to_count_nothing_is_not_compared() -> None:
     pipe.step(x, target=y)
     assert pipe.checked is not None
     assert (pipe.checked.num_parameters, pipe.checked.wrong, pipe.checked.unchecked) == (8, (), "")
+
+
+class Breaks(Step):
+    """Cannot be called at one time, as the user's own code may not."""
+
+    def __init__(self, at: Callable[[int], bool]) -> None:
+        super().__init__()
+        self.at, self.calls = at, itertools.count()
+
+    def forward(self, x: Tensor) -> Any:
+        if self.at(next(self.calls)):
+            raise KeyError("no such layer")
+        return super().forward(x)
+
+
+def test_an_error_of_a_block_comes_from_the_step_as_it_is() -> None:
+    pipe = pipeline(row(Step(), Step(), Breaks(lambda call: True), Step()))
+    with pytest.raises(KeyError, match="no such layer") as raised:
+        stepped(pipe)
+    assert any(one.name == "run" and "executor" in str(one.path) for one in raised.traceback), "the step raises it"
+    assert pipe.checked is None
+
+
+def test_a_model_that_fails_by_itself_alone_is_refused() -> None:
+    pipe = pipeline(row(Step(), Step(), Breaks(lambda call: call == 0), Step()))
+    with pytest.raises(ModelError, match="by itself cannot run a microbatch that its blocks can: it raises KeyError"):
+        stepped(pipe)
+
+
+class Adds(Step):
+    """Adds to a gradient of its own, in its forward or in a hook, before or after autograd does."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def add(self) -> None:
+        weight, more = self.layer.weight, torch.full((WIDTH, WIDTH), 0.5)
+        weight.grad = more if weight.grad is None else weight.grad + more
+
+    def forward(self, x: Tensor) -> Any:
+        if self.where == "forward":
+            self.add()
+        x = x * 1.0
+        made = super().forward(x)
+        if self.where == "late":
+            x.register_hook(lambda gradient: self.add())  # type: ignore[no-untyped-call]
+        elif self.where == "backward":
+            torch.autograd.backward(made.square().sum(), retain_graph=True)
+        elif self.where == "hook":
+            made.register_hook(lambda gradient: self.add())
+        return made
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("where", ["forward", "backward", "hook"])
+def test_gradients_that_a_block_adds_itself_are_compared(where: str, schedule: str) -> None:
+    def make() -> nn.Sequential:
+        return row(Step(), Step(), Adds(where), Step())
+
+    wanted = plain(made(make), steps=2)
+    pipe = pipeline(made(make), schedule=schedule, check_model=1)
+    for step, gradients in some(enumerate(wanted)):
+        found = stepped(pipe, step)
+        assert pipe.checked is not None
+        assert (pipe.checked.wrong, pipe.checked.unchecked, pipe.checked.num_parameters) == ((), "", 8)
+        for key, one in some(found.items()):
+            torch.testing.assert_close(one, gradients[key], msg=f"{key} in step {step}")
+
+
+def test_a_gradient_that_is_changed_once_it_was_seen_is_told() -> None:
+    def make() -> nn.Sequential:
+        return row(Step(), Step(), Adds("late"), Step())
+
+    (wanted,) = plain(made(make))
+    pipe = pipeline(made(make))
+    found = stepped(pipe)
+    assert pipe.checked is not None
+    assert "not the gradient of 2.layer.weight, to which a hook adds once autograd has" in pipe.checked.unchecked
+    for key, one in some(found.items()):
+        torch.testing.assert_close(one, wanted[key], msg=key)

@@ -108,11 +108,12 @@ class Turns(Step):
         made = super().forward(x)
         self.last = x.detach()
         if self.is_wrong:
-            made.register_hook(lambda gradient: gradient * (1 + 0.01 * self.last.mean()))
+            made.register_hook(lambda gradient: gradient * (1 + self.last.mean()))
         return made
 
 
 def test_what_goes_wrong_later_is_found_by_a_sentinel_before_the_optimizer_steps() -> None:
+    torch.manual_seed(0)
     block = Turns()
     pipe = alone(row(Step(), block, Step(), Step()), check_model=3, schedule="gpipe")
     before: dict[str, Tensor] = {}

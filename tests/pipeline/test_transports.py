@@ -252,14 +252,15 @@ def test_a_killed_rank_ends_the_others_and_leaves_nothing_behind(rank: int, tmp_
 
 
 def waits() -> list[tuple[str, str]]:
-    """Let rank 0 wait for a rank that never comes, then rank 1."""
-    return [waits_on(rank) for rank in (0, 1)]
+    """Let rank 0 wait for a rank that never comes, then rank 1, then rank 0 where the check asks all ranks first."""
+    return [waits_on(0), waits_on(1), waits_on(0, check_model=True)]
 
 
-def waits_on(waiting: int) -> tuple[str, str]:
+def waits_on(waiting: int, *, check_model: bool = False) -> tuple[str, str]:
     rank = int(os.environ["RANK"])
     batch, target = data(8)
-    pipe = Pipeline(mlp(), loss_fn=functional.mse_loss, num_microbatches=4, transport="shared-memory")
+    given: dict[str, Any] = {"num_microbatches": 4, "transport": "shared-memory", "check_model": check_model}
+    pipe = Pipeline(mlp(), loss_fn=functional.mse_loss, **given)
     import torch.distributed as dist
 
     dist.barrier()
@@ -276,9 +277,10 @@ def waits_on(waiting: int) -> tuple[str, str]:
 
 def test_a_rank_that_waits_too_long_says_for_what(capfd: pytest.CaptureFixture[str]) -> None:
     first, second = launch(waits, num_ranks=2)
-    assert [kind for kind, _ in (first[0], second[1])] == ["WaitTimeout"] * 2
+    assert [kind for kind, _ in (first[0], second[1], first[2])] == ["WaitTimeout"] * 3
     assert "rank 0 at 0B0 waits for 1B0 or 1I0 of rank 1" in first[0][1]
     assert "rank 1 at 1F0 waits for 0F0 of rank 0" in second[1][1]
+    assert "rank 0 waits for rank 1 to send 'check/" in first[2][1]
     assert "File " in capfd.readouterr().err, "the stacks are printed"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from drumline.runtime.stash import Scale
@@ -22,3 +23,20 @@ def test_tensors_of_a_trace_are_not_weighed_and_their_memory_is_not_asked_for() 
     assert scale.weigh() == 32
     scale.add(held, -1)
     assert scale.weigh() == 0
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_a_graph_that_is_left_without_a_backward_is_freed(retain: bool) -> None:
+    """A loss that is looked at before the step backpropagates parts of it, and lets the rest go."""
+    weigher, layer = Scale([]), nn.Linear(4, 3)
+    x = torch.randn(5, 4)
+    with weigher.watching():
+        made = layer(x).log_softmax(1)  # which keeps what it returns
+        (first,) = torch.autograd.grad(made.square().sum(), layer.weight, create_graph=retain)
+        twice = torch.autograd.grad(first.square().sum(), layer.weight)[0] if retain else None
+    assert bool(weigher.kept()) == retain
+    del made, first
+    assert not weigher.kept()
+    if twice is not None:
+        (wanted,) = torch.autograd.grad(layer(x).log_softmax(1).square().sum(), layer.weight, create_graph=True)
+        torch.testing.assert_close(twice, torch.autograd.grad(wanted.square().sum(), layer.weight)[0])

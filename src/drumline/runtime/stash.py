@@ -25,7 +25,8 @@ class Kept:
 
     def __init__(self, scale: Scale, tensor: Tensor) -> None:
         self.scale = scale
-        self.tensor = tensor
+        # Without its graph: a graph that keeps what it has made, and whose backward never frees it, would hold itself.
+        self.tensor = tensor.detach()
         self.version = tensor._version
         scale.add(tensor, +1)
 

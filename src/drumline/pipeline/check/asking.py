@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drumline.core.errors import RankFailed, WaitTimeout
 from drumline.pipeline.check.lines import LineParts
 from drumline.pipeline.check.places import Home, Places
 from drumline.pipeline.check.reference import Reference
@@ -86,6 +87,7 @@ class Asking:
 
     def __post_init__(self) -> None:
         self.reason = ""  # why it is not checked
+        self.error: Exception | None = None  # what the model by itself raised
         self.seconds = 0.0
         self.takes: list[Take] = []
         self.measures = False  # whether rounding is measured
@@ -291,6 +293,15 @@ class Asking:
             return nothing
         except torch.OutOfMemoryError:
             self.reason = "there is no memory for the whole model"
+            return nothing
+        except (RankFailed, WaitTimeout):
+            raise
+        except Exception as error:  # the user's own: the step will meet it, and says where
+            if "allocate memory" in str(error):  # of the host, which raises no type of its own
+                self.reason = "there is no memory for the whole model"
+                return nothing
+            self.error = error
+            self.reason = f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
             return nothing
         if any(one.drew_elsewhere for one in made):
             self.reason = "the model draws random numbers of Python's or numpy's, which no rank seeds"

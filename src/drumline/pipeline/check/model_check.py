@@ -27,7 +27,6 @@ from drumline.pipeline.engine import Engine
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.observer import Observer
 from drumline.pipeline.state.tensors import Holdings
-from drumline.runtime.axes.axes import DATA
 from drumline.runtime.blocks.cut import Block, Model
 from drumline.runtime.gradients.heap import giving_back
 from drumline.runtime.step import Step
@@ -95,14 +94,14 @@ class ModelCheck(Observer):
     def followed(self) -> None:
         """Check the next step: the model was traced again, or for other inputs. All ranks of a line call it alike.
 
-        Where lines count together, none is checked while others are not; they do not know of each other's inputs.
+        Where there are other lines, none is checked while others are not; they do not know of each other's inputs.
         """
-        if not self._counts_with_others:
+        if self._is_only_line:
             self._sentinels.ask()
 
     def renewed(self) -> None:
         """Follow a change of the model, which this process has seen, and others will tell of."""
-        if self._crew.alone:
+        if self._crew.alone and self._is_only_line:
             self._sentinels.ask()
         elif self._reference is not None and not self._reference.is_current and self._model is not None:
             self._reference.renew(self._model(), [block for stage in self._engine.stages() for block in stage.blocks])
@@ -127,7 +126,8 @@ class ModelCheck(Observer):
         if self._trial is not None:  # of a step that failed on its way
             self._trial = None
             self._room.close()
-            self._sentinels.ask()
+            if self._is_only_line:  # others may have compared theirs
+                self._sentinels.ask()
             for executor in self._engine.executors:
                 executor.witnesses = ()
         is_due = self._sentinels.takes(step.draw)
@@ -139,13 +139,13 @@ class ModelCheck(Observer):
         if self._reference is None or self._parts.is_on or self._holdings.shards is not None:
             return False
         # A line in which nothing was compared, because nothing counted, checks on as others do.
-        is_worth_it = self.checked is None or self.checked.num_parameters > 0 or self._counts_with_others
+        is_worth_it = self.checked is None or self.checked.num_parameters > 0 or not self._is_only_line
         return not self._engine.runs_one_program and is_worth_it
 
     @property
-    def _counts_with_others(self) -> bool:
-        """Whether other lines of a mesh see other tokens, with which all microbatches of a checked step are weighed."""
-        return self._parts.axes.size(*DATA) > 1
+    def _is_only_line(self) -> bool:
+        """Whether there are no other lines of a mesh, which take part in a checked step: all check the same steps."""
+        return not self._parts.axes.is_mesh
 
     def before(self, step: Step, called: Any, target: Any, factor: float, whole: tuple[Any, Any] | None = None) -> None:
         """Run microbatches of a checked step through the model by itself, and have the step watched; all ranks call it.

@@ -40,7 +40,7 @@ class Trial(Asking):
             self._add_up(take)
             found = self._outcome(step, at, take)
             # What counts nothing is found only by its loss, which a mean over nothing makes NaN.
-            outcomes.append(found if take.counts else Outcome(unchecked=self.reason))
+            outcomes.append(found if take.counts else Outcome(unchecked=self.reason, raised=self.raised))
         runs_again = self._can_run_again and not self.parts.is_on
         if any(one.is_wrong(self.allowed) for one in outcomes) and runs_again:
             has_moods = self._has_moods(step)
@@ -50,6 +50,11 @@ class Trial(Asking):
             executor.witnesses = ()
         outcomes[0].seconds = self.seconds + time.perf_counter() - started
         return outcomes
+
+    @property
+    def raised(self) -> str:
+        """What the model by itself raised, and the step did not."""
+        return "" if self.error is None else self.reason
 
     def _rescale(self, step: Step, take: Take) -> None:
         """Give the wanted gradients the share that the step took: some losses must be seen before it is known."""
@@ -85,7 +90,7 @@ class Trial(Asking):
             take.expected = Expected.of(known, self.allowed, rounding)
 
     def _outcome(self, step: Step, at: int, take: Take) -> Outcome:
-        outcome = Outcome(unchecked=self.reason, in_parts=frozenset(self.in_parts))
+        outcome = Outcome(unchecked=self.reason, in_parts=frozenset(self.in_parts), raised=self.raised)
         outcome.changed = "" if self.relay is None else self.relay.changed
         found = self._found(at)
         if take.ratio != 1.0:
@@ -100,6 +105,9 @@ class Trial(Asking):
         for name in (name for _, held in self.held for name in held if name in named):
             if named[name]._post_accumulate_grad_hooks:
                 continue  # what it does to the gradient once that has been added is done in the step alone
+            if any(named[name] in one.witnesses[at].unclear for one in self.engine.executors):
+                outcome.unchecked = f"not the gradient of {name}, to which a hook adds once autograd has"
+                continue
             if name not in shared:
                 compared[named[name]] = name
             elif name in self.unsure:  # every rank has all of it here, and in the step its own part

@@ -39,6 +39,7 @@ class Outcome:
     in_parts: frozenset[str] = frozenset()  # of `wanted`, what is of this rank's blocks alone
     changed: str = ""  # what blocks may have changed unseen by other ranks
     unchecked: str = ""
+    raised: str = ""  # what the model by itself raised, where its pieces did not
     has_moods: bool = False
 
     def is_wrong(self, allowed: float) -> bool:
@@ -89,6 +90,8 @@ def verdict(
     >>> checked, error = verdict([wrong], 1e-4, ["a.weight", "b.weight"], {"b.weight": "b"})
     >>> checked.wrong, str(error)
     (('b.weight',), "...the gradient of b.weight, in block 'b', is 0.5 of its size off...")
+    >>> str(verdict([Outcome(raised="it raises KeyError: 'x'")], 1e-4, [], {})[1])
+    "the model by itself cannot run a microbatch that its blocks can: it raises KeyError: 'x'; expected a model..."
     >>> "partial" in str(verdict([wrong], 1e-4, ["b.weight"], {}, divides_layers=True)[1])
     True
     """
@@ -103,6 +106,12 @@ def verdict(
         (*others, *names),
         "; ".join(f"{called.one(at)}: {reason}" for reason, at in unchecked.items()),
     )
+    if raised := next((one.raised for one in told if one.raised), ""):
+        return checked, ModelError(
+            f"the model by itself cannot run a microbatch that its blocks can: {raised}",
+            expected="a model that can train without a pipeline",
+            fix=_CHAIN if is_chain else _TRACED,
+        )
     if not checked.wrong:
         return checked, None
     has_moods = any(one.has_moods for one in told)

@@ -120,6 +120,7 @@ def plain_steps(
                 if loss.requires_grad:
                     weight = torch.as_tensor(share * scale, dtype=loss.dtype, device=loss.device)
                     torch.autograd.backward(loss, weight)
+            found.finish()
             on_host = mapped(output, lambda one: one.detach().cpu())
             loss = loss.detach().cpu()
             drew = bool(drawing), False, loss_drew
@@ -133,12 +134,18 @@ class _Collected:
 
     def __init__(self, wanted: frozenset[nn.Parameter], sketched: frozenset[nn.Parameter]) -> None:
         self.wanted, self.sketched = wanted, sketched
+        self._parameters: list[nn.Parameter] = []
         self.begin()
 
     def begin(self) -> None:
         """Begin with another microbatch."""
         self.gradients: dict[nn.Parameter, Tensor] = {}
         self.sketches: dict[nn.Parameter, Tensor] = {}
+
+    def finish(self) -> None:
+        """Take what the model's own code has put beside what autograd adds."""
+        for one in self._parameters:
+            self._take(one)
 
     def _take(self, one: Tensor) -> None:
         assert isinstance(one, nn.Parameter)
@@ -158,7 +165,7 @@ class _Collected:
     @contextmanager
     def collecting(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         """Take what a backward makes, and give back the gradients of before."""
-        parameters = list(dict.fromkeys(parameters))
+        self._parameters = parameters = list(dict.fromkeys(parameters))
         before = [(one, one.grad, one._post_accumulate_grad_hooks) for one in parameters]
         handles = []
         try:

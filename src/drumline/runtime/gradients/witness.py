@@ -1,5 +1,6 @@
 """A witness sees what one microbatch of a step did on one rank: its part of each gradient, and the loss's input.
 
+    forward                               gradients so far are put aside; what a block adds by itself is copied, added
     backward of the first microbatch      gradients appear: each is sketched where it is
     backward of a later one               gradients so far are put aside; what appears is sketched, added and freed
 
@@ -38,11 +39,12 @@ class Witness:
         self.expected: dict[nn.Parameter, tuple[Tensor, float]] = {}  # sketches, and how far others may be from them
         self.near: set[nn.Parameter] = set()
         self.gradients: dict[nn.Parameter, Tensor] = {}
+        self.unclear: set[nn.Parameter] = set()  # a hook has added to these once they were noted
         self.output: Any = None
 
     def adding(self, stage: Stage, run: Callable[..., Any], *given: Any) -> Any:
         """Run a function that adds to a stage's gradients, and record what it added."""
-        with _putting_aside(stage, self._note) as added:
+        with _putting_aside(stage, self._note, self.unclear) as added:
             made = run(*given)
             self._note(added())
         return made
@@ -57,16 +59,24 @@ class Witness:
         accumulate(pairs)
 
     def _note(self, added: Mapping[nn.Parameter, Tensor]) -> None:
-        known = [one for one in added if one in self.expected]
+        # What a forward has added is a part of the sum.
+        known = [one for one in added if one in self.expected and one not in self.gradients]
         apart = distances([sketch(added[one]) for one in known], [self.expected[one][0] for one in known])
         self.near.update(one for one, far in zip(known, apart, strict=True) if far <= self.expected[one][1])
+        self._copy({one: gradient for one, gradient in added.items() if one not in self.near})
+
+    def _copy(self, added: Mapping[nn.Parameter, Tensor]) -> None:
         for one, gradient in added.items():
-            if one not in self.near and (self.only is None or one in self.only):
+            if self.only is None or one in self.only:
                 copy = _dense(gradient).to("cpu", copy=True)  # the host has room for it until the step ends
                 self.gradients[one] = self.gradients[one] + copy if one in self.gradients else copy
 
     def listening(self, stage: Stage, run: Callable[..., Any], *given: Any) -> Any:
-        """Run a stage's forward, and record the input of its loss."""
+        """Run a stage's forward, and record the input of its loss, and gradients that blocks make in it."""
+        with _without_gradients(stage, self._copy):
+            return self._listening(stage, run, *given)
+
+    def _listening(self, stage: Stage, run: Callable[..., Any], *given: Any) -> Any:
         loss = stage.loss
         if loss is None:
             return run(*given)
@@ -80,16 +90,42 @@ class Witness:
 
 
 @contextmanager
-def _putting_aside(stage: Stage, note: Callable[[Added], None]) -> Iterator[Callable[[], Added]]:
+def _without_gradients(stage: Stage, note: Callable[[Added], None]) -> Iterator[None]:
+    """Put gradients so far aside; note what is there at the end, and add it to them."""
+    named = dict.fromkeys(one for segment in stage.segments for one in (*segment.parameters, *segment.lent))
+    before = {one: one.grad for one in named if not getattr(one, "_post_accumulate_grad_hooks", None)}
+    for one in before:
+        one.grad = None
+    try:
+        yield
+    finally:
+        for one, earlier in before.items():
+            made, one.grad = one.grad, earlier
+            if made is not None:
+                note({one: made.detach()})
+                one.grad = made if earlier is None else _sum(earlier, made)
+
+
+def _sum(earlier: Tensor, made: Tensor) -> Tensor:
+    """Return two gradients' sum, in the memory of the first if it can be."""
+    return earlier.add_(made) if made.layout is earlier.layout is torch.strided else _dense(earlier) + _dense(made)
+
+
+@contextmanager
+def _putting_aside(
+    stage: Stage, note: Callable[[Added], None], unclear: set[nn.Parameter]
+) -> Iterator[Callable[[], Added]]:
     """Note each gradient that grows inside as soon as it is there, then add it to the one so far, and free it.
 
     Yield a function that returns what was not noted.
 
     Gradients that grow more than once in a backward, or that hooks look at, stay where they are: a copy is subtracted.
+    Those that something else has changed afterwards are `unclear`.
     """
     grows = Counter(one for segment in stage.segments for one in (*segment.parameters, *segment.lent))
     aside: dict[nn.Parameter, Tensor] = {}
     copies: dict[nn.Parameter, Tensor | None] = {}
+    noted: dict[nn.Parameter, tuple[Tensor, int]] = {}
     for one in grows:
         earlier = one.grad
         hooks = getattr(one, "_post_accumulate_grad_hooks", None)
@@ -107,6 +143,7 @@ def _putting_aside(stage: Stage, note: Callable[[Added], None]) -> Iterator[Call
         if earlier is not None and new is not None:
             note({one: new.detach()})
             one.grad = earlier.add_(new) if new.layout is torch.strided else earlier + new
+            noted[one] = one.grad, one.grad._version
 
     handles = [one.register_post_accumulate_grad_hook(add) for one in aside]  # type: ignore[no-untyped-call]
 
@@ -122,8 +159,11 @@ def _putting_aside(stage: Stage, note: Callable[[Added], None]) -> Iterator[Call
     finally:
         for handle in handles:
             handle.remove()
-        for one, earlier in aside.items():  # nothing was added to these
-            one.grad = earlier
+        for one, earlier in aside.items():  # autograd has added nothing to these
+            if (made := one.grad) is not None:
+                note({one: made.detach()})
+            one.grad = earlier if made is None else _sum(earlier, made)
+        unclear.update(one for one, (last, version) in noted.items() if one.grad is not last or last._version != version)
 
 
 def _dense(gradient: Tensor) -> Tensor:
