@@ -114,7 +114,7 @@ class Surroundings:
 
     def _look(self, read: Reader, key: tuple[int, str], names: set[str]) -> None:
         value = read()
-        if isinstance(value, FunctionType | MethodType) or hasattr(value, "cache_info"):
+        if isinstance(value, FunctionType | MethodType) or hasattr(type(value), "cache_info"):
             self._follow(getattr(value, "__func__", value))
             self._readers[key] = read
         elif isinstance(value, ModuleType | type):
@@ -123,7 +123,7 @@ class Surroundings:
                 space = vars(value)
                 for name in names & space.keys():
                     one = getattr(space[name], "__func__", space[name])
-                    is_code = isinstance(one, FunctionType) or hasattr(one, "cache_info")
+                    is_code = isinstance(one, FunctionType) or hasattr(type(one), "cache_info")
                     if is_code:
                         self._follow(one)
                     if is_code or _is_watched(space[name]):
