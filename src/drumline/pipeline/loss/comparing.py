@@ -6,6 +6,7 @@ output's rows are compared with their own targets, and where that leaves several
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,11 +19,12 @@ from torch import Tensor
 from drumline.core.errors import ModelError
 from drumline.runtime.loss.compare import Comparison, compare
 from drumline.runtime.loss.draws import Draws
+from drumline.runtime.loss.linked import Linked
 from drumline.runtime.loss.rows import TooLarge, num_attempts
 from drumline.runtime.loss.rules import Doubts, Found, found_in
 from drumline.runtime.loss.state import untouched
 from drumline.runtime.loss.watching import Watched, watched
-from drumline.runtime.values import mapped
+from drumline.runtime.values import mapped, pack
 
 LossFunction = Callable[..., Tensor]
 _FEW = 8  # rows that are enough where calls show all that a loss does
@@ -53,14 +55,20 @@ class Comparing:
 
     def dry(self, output: Any, target: Any) -> Watched | None:
         """Watch a call that leaves no trace; None if it fails, as the real call then will."""
-        given = mapped(output, lambda one: one.detach().clone())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the real call tells them
+            with contextlib.suppress(Exception), torch.no_grad():
+                return self._watched(mapped(output, lambda one: one.detach().clone()), target)
+            with contextlib.suppress(Exception), torch.enable_grad():  # it takes gradients
+                linked = Linked(output, (None,) * len(pack(output)[0]), 0, 1)
+                with linked:
+                    return self._watched(linked.output, target)
+        return None
+
+    def _watched(self, output: Any, target: Any) -> Watched:
         draws = Draws(self.device)
-        try:
-            with warnings.catch_warnings(), torch.no_grad(), untouched(self.loss_fn), draws.of(0, 1, 1) as mode:
-                warnings.simplefilter("ignore")  # the real call tells them
-                return watched(self.loss_fn, given, mapped(target, Tensor.clone), drawing=mode)
-        except Exception:
-            return None
+        with untouched(self.loss_fn), draws.of(0, 1, 1) as mode:
+            return watched(self.loss_fn, output, mapped(target, Tensor.clone), drawing=mode)
 
     def rules(self, output: Any, target: Any, rows: int, joint: Callable[[], Joint | None] | None = None) -> Answer:
         """Return the rules that fit a microbatch, and `joint` if it has few rows or its own target says too little.
@@ -84,7 +92,20 @@ class Comparing:
             is_enough = number > rows or rows > 2 or joint is None
             if made.tells and is_enough:
                 return best
-        return best or Answer(None, why=why)
+        return best or (self._linked(output, target, rows, why) if why else Answer(None))
+
+    def _linked(self, output: Any, target: Any, rows: int, why: str) -> Answer:
+        """Compare rows that keep their graph, for a function that takes gradients of its outputs."""
+        try:
+            made = compare(self.loss_fn, output, target, rows, self.device, linked=True)
+        except Exception:
+            return Answer(None, why=why)
+        if made is None or not made.is_finite:
+            return Answer(None, why=why)
+        found = found_in(made)
+        if not found.fits:
+            raise refusal(made)
+        return Answer(found, made)
 
     def rules_of(self, joint: Joint) -> Found | None:
         """Return the rules that fit an output with several microbatches' targets; None if that cannot be told."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
 from drumline.pipeline.loss.agreeing import agreed
-from drumline.pipeline.loss.comparing import Comparing, Joint, not_compared, warn_of_no_comparison
+from drumline.pipeline.loss.comparing import Answer, Comparing, Joint, not_compared, warn_of_no_comparison
 from drumline.pipeline.loss.targets import labels_weight, size_of, uneven
 from drumline.runtime.loss.counts import Across, Count, Weighing, mixed_by, weighed
 from drumline.runtime.loss.lengths import NOTHING, alike, lengths_of
@@ -142,11 +142,7 @@ class FnWeight:
             output, target, rows[microbatch], partial(_joint, output, microbatch, targets, rows)
         )
         self._is_compared = True
-        if answer.made is not None and sizes is None:
-            all_rows = _kind(answer.made.rows.output) == _kind(output)
-            counts_nothing = answer.found is not None and not answer.found.num_tallies
-            if all_rows or (counts_nothing and answer.made.has_same_calls):
-                self._note(answer.made.whole.seen, output, target)
+        self._note_compared(answer, output, target, sizes)
         if answer.found is None or answer.found.num_tallies or sizes is not None:
             self._watch_all(output, microbatch, targets, rows)
         if answer.found is None or answer.made is None:
@@ -218,6 +214,14 @@ class FnWeight:
         if self.direct is not None or self._found is None or not self._found.trusted:
             return True
         return any(one.tally is not None for one in self._found.chosen().all)
+
+    def _note_compared(self, answer: Answer, output: Any, target: Any, sizes: Sequence[int] | None) -> None:
+        """Note what the comparison saw, if the function makes the same calls with all rows."""
+        if answer.made is None or answer.found is None or sizes is not None:
+            return
+        has_all = _kind(answer.made.rows.output) == _kind(output)
+        if has_all or (answer.made.has_same_calls and not answer.found.num_tallies):
+            self._note(answer.made.whole.seen, output, target)
 
     # ---- what a comparison says --------------------------------------------------------------------------------------
 

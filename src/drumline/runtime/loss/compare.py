@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from drumline.runtime.loss.draws import Draws
-from drumline.runtime.loss.rows import Places, Rows, chosen_rows
-from drumline.runtime.loss.sides import Share, Side, norm_of, products, side_of
+from drumline.runtime.loss.rows import Places, Rows, chosen_rows, first_rows
+from drumline.runtime.loss.sides import Share, Side, linked_side_of, norm_of, products, side_of
 from drumline.runtime.loss.state import untouched
 from drumline.runtime.values import pack
 
@@ -162,17 +162,22 @@ def compare(
     turn: int = 0,
     order: Sequence[int] | None = None,
     most: int | None = None,
+    linked: bool = False,
 ) -> Comparison | None:
     """Compare a loss of rows, at `most` so many, with those of parts of them; None if it is no number.
 
     `attempt` chooses another dimension as that of rows, if several could be. Without `shrinks`, copies are equal.
     Every `turn` draws other random numbers. `order` is that of the rows, of which the first ones are one part.
+    With `linked`, rows keep their graph, for a loss that takes gradients of its outputs.
 
     >>> from torch.nn.functional import mse_loss
     >>> found = compare(mse_loss, torch.randn(5, 2), torch.ones(5, 2), 5, torch.device("cpu"))
     >>> found.fits(found.shares(None), [0.2, 0.8]), found.fits(found.shares(None), [1, 1]), found.sizes
     (True, False, [1, 4])
     """
+    if linked:
+        chosen = first_rows(output, target, rows, attempt)
+        return _compared(loss_fn, chosen, [one.requires_grad for one in pack(output)[0]], device, turn, linked=True)
     chosen = chosen_rows(output, target, rows, attempt, shrinks=shrinks, most=most)
     if order is not None:
         chosen = chosen.ordered(order)
@@ -187,7 +192,13 @@ def compare(
 
 
 def _compared(
-    loss_fn: Callable[..., Any], chosen: Rows, trained: Sequence[bool], device: torch.device, turn: int
+    loss_fn: Callable[..., Any],
+    chosen: Rows,
+    trained: Sequence[bool],
+    device: torch.device,
+    turn: int,
+    *,
+    linked: bool = False,
 ) -> Comparison | None:
     tensors = pack(chosen.output)[0]
     wanted = [
@@ -200,7 +211,7 @@ def _compared(
     cut = max(chosen.rows // 3, 1)
     bounds = ((0, cut), (cut, chosen.rows))
     draws = Draws(device, turn)
-    run = partial(_side, loss_fn, chosen, wanted)
+    run = partial(_linked_side if linked else _side, loss_fn, chosen, wanted)
     whole = run(draws, 0, chosen.rows, None)
     if draws.is_missed:
         draws = Draws(device, turn, everywhere=True)
@@ -232,6 +243,15 @@ def _side(
     with warnings.catch_warnings(), untouched(loss_fn):
         warnings.simplefilter("ignore")  # the real call tells them
         return side_of(loss_fn, *chosen.part(first, end), wanted, draws.of(first, end, chosen.rows), like)
+
+
+def _linked_side(
+    loss_fn: Callable[..., Any], chosen: Rows, wanted: Sequence[bool], draws: Draws, first: int, end: int, _: Any
+) -> Side | None:
+    with warnings.catch_warnings(), untouched(loss_fn):
+        warnings.simplefilter("ignore")
+        target, drawing = chosen.part(first, end)[1], draws.of(first, end, chosen.rows)
+        return linked_side_of(loss_fn, chosen.output, target, wanted, chosen.outputs, (first, end), drawing)
 
 
 def _is_low(chosen: Rows, device: torch.device) -> bool:

@@ -61,8 +61,7 @@ def chosen_rows(
     >>> chosen_rows(torch.ones(1, 2), torch.ones(1), 1).output[:, 0].tolist()
     [1.0, 0.875, 0.75]
     """
-    outputs = _places(pack(output)[0], rows, attempt)
-    targets: Places = tuple((0, 1) if one.dim() and one.shape[0] == rows else None for one in pack(target)[0])
+    outputs, targets = _places_in(output, target, rows, attempt)
     of_each = sum(one.nbytes for one, place in zip(pack(output)[0], outputs, strict=True) if place) // rows
     affordable = AFFORDABLE // max(of_each, 1)
     if affordable < 2:
@@ -76,6 +75,16 @@ def chosen_rows(
         index = [at % rows for at in range(most)]
     factors = [1.0 if rows > most or not shrinks else _SHRUNK[at // rows % 3] for at in range(most)]
     return Rows(_picked(output, outputs, index, factors), _picked(target, targets, index), most, outputs, targets)
+
+
+def first_rows(output: Any, target: Any, rows: int, attempt: int = 0) -> Rows:
+    """Return the first rows, as many as can be afforded, of an output that keeps its graph; two are the fewest."""
+    outputs, targets = _places_in(output, target, rows, attempt)
+    of_each = sum(one.nbytes for one, place in zip(pack(output)[0], outputs, strict=True) if place) // rows
+    most = min(AFFORDABLE // max(of_each, 1), rows)
+    if most < 2:
+        raise TooLarge(of_each)
+    return Rows(output, target, most, outputs, targets)
 
 
 def resized(output: Any, rows: int, wanted: int) -> Any:
@@ -103,6 +112,11 @@ def with_all(output: Any, rows: int, targets: Sequence[Any], each: Sequence[int]
     except (RuntimeError, ValueError):
         return None
     return resized(output, rows, most), unpack(made, packed[0][1]), most
+
+
+def _places_in(output: Any, target: Any, rows: int, attempt: int) -> tuple[Places, Places]:
+    targets = tuple((0, 1) if one.dim() and one.shape[0] == rows else None for one in pack(target)[0])
+    return _places(pack(output)[0], rows, attempt), targets
 
 
 def _places(tensors: Sequence[Tensor], rows: int, attempt: int) -> Places:

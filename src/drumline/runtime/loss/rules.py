@@ -166,6 +166,8 @@ def undecided(walk: Walk | None, tallies: Sequence[Tally]) -> Found:
 def _fitting(
     comparison: Comparison, shares: Sequence[Share], order: Sequence[Rule], counts: Sequence[Sequence[float]]
 ) -> tuple[Rule, ...]:
+    if all(one.is_zero for one in shares):  # sums of nothing tell no rule
+        return tuple(dict.fromkeys(order))
     rows = [float(one) for one in comparison.sizes]
     found = []
     for rule in dict.fromkeys(order):

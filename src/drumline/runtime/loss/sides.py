@@ -21,6 +21,8 @@ from torch.autograd.graph import get_gradient_edge
 from drumline.runtime.backward.tape import gradients_at
 from drumline.runtime.loss.calls import name_of
 from drumline.runtime.loss.counts import mixed_by
+from drumline.runtime.loss.linked import Linked
+from drumline.runtime.loss.rows import Places
 from drumline.runtime.loss.terms import Term, Walk
 from drumline.runtime.loss.watching import Known, Watched, picks_by_outputs, reads_targets, watched
 from drumline.runtime.values import mapped, pack, unpack
@@ -143,21 +145,63 @@ def side_of(
     leaves = [one.detach().requires_grad_() for one, wants in zip(tensors, wanted, strict=True) if wants]
     with torch.enable_grad():
         each = iter(leaves)  # a loss may change its copies in place
-        given = unpack(
-            [(next(each) if wants else one).clone() for one, wants in zip(tensors, wanted, strict=True)], form
-        )
-        with drawing or nullcontext() as mode:
-            seen = watched(
-                loss_fn, given, mapped(target, Tensor.clone), None if like is None else like.seen.graph, mode
-            )
-        if not isinstance(seen.loss, Tensor) or seen.loss.dim() or not seen.loss.is_floating_point():
-            return None
-        if like is not None and seen.is_again:
-            return _taken_apart(seen, like.walk, leaves, is_told=like.is_told)
-        return _taken_apart(seen, Walk(seen.graph, seen.graph.outputs[0], seen.targets), leaves)
+        copies = [(next(each) if wants else one).clone() for one, wants in zip(tensors, wanted, strict=True)]
+        return _run(loss_fn, unpack(copies, form), target, leaves, drawing, like, tuple)
 
 
-def _taken_apart(seen: Watched, walk: Walk, leaves: Sequence[Tensor], *, is_told: bool = False) -> Side:
+def linked_side_of(
+    loss_fn: Callable[..., Any],
+    output: Any,
+    target: Any,
+    wanted: Sequence[bool],
+    places: Places,
+    rows: tuple[int, int],
+    drawing: Drawing | None = None,
+) -> Side | None:
+    """Run a loss on rows of an output that keep their graph, for a loss that takes gradients of its outputs."""
+    live = [one for one, wants in zip(pack(output)[0], wanted, strict=True) if wants]
+    where = [place for place, wants in zip(places, wanted, strict=True) if wants]
+
+    def cut(gradient: Gradient) -> Gradient:
+        pairs = zip(gradient, where, strict=True)
+        return tuple(None if one is None else linked.rows_of(one, place) for one, place in pairs)
+
+    with torch.enable_grad():
+        linked = Linked(output, places, *rows)
+        with linked:
+            return _run(loss_fn, linked.output, target, live, drawing, None, cut, keep=True)
+
+
+def _run(
+    loss_fn: Callable[..., Any],
+    output: Any,
+    target: Any,
+    leaves: Sequence[Tensor],
+    drawing: Drawing | None,
+    like: Side | None,
+    cut: Callable[[Gradient], Gradient],
+    *,
+    keep: bool = False,
+) -> Side | None:
+    with drawing or nullcontext() as mode:
+        graph = None if like is None else like.seen.graph
+        seen = watched(loss_fn, output, mapped(target, Tensor.clone), graph, mode)
+    if not isinstance(seen.loss, Tensor) or seen.loss.dim() or not seen.loss.is_floating_point():
+        return None
+    if like is not None and seen.is_again:
+        return _taken_apart(seen, like.walk, leaves, cut, keep=keep, is_told=like.is_told)
+    return _taken_apart(seen, Walk(seen.graph, seen.graph.outputs[0], seen.targets), leaves, cut, keep=keep)
+
+
+def _taken_apart(
+    seen: Watched,
+    walk: Walk,
+    leaves: Sequence[Tensor],
+    cut: Callable[[Gradient], Gradient],
+    *,
+    keep: bool,
+    is_told: bool = False,
+) -> Side:
     loss = seen.loss
     value = float(loss.detach())
     nothing: Gradient = (None,) * len(leaves)
@@ -176,14 +220,14 @@ def _taken_apart(seen: Watched, walk: Walk, leaves: Sequence[Tensor], *, is_told
         if place is None or factor is None:  # no gradient goes through it
             terms.append(Share(0.0, nothing))
             continue
-        gradient = gradients_at(leaves, [place[0]], [factor.to(place[1].dtype)], keep=True)
+        gradient = cut(gradients_at(leaves, [place[0]], [factor.to(place[1].dtype)], keep=True))
         terms.append(Share(float(factor * place[1]), gradient))
     is_one = len(edges) == len(places) == 1 and not walk.others and terms[0].gradient != nothing
     if is_one or is_told:
         total = Share(value, _less(nothing, [each.gradient for each in terms], -1))
         left = nothing
     else:
-        total = Share(value, gradients_at(leaves, end, one))
+        total = Share(value, cut(gradients_at(leaves, end, one, keep=keep)))
         left = _less(total.gradient, [each.gradient for each in terms])
     pairs = zip(total.gradient, leaves, strict=True)
     size = sum(norm_of(one) * norm_of(leaf) for one, leaf in pairs if one is not None)
