@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,10 @@ class Outcome:
             self.refusals[line["foreseen"]] += 1
         elif outcome != "equal":
             self.failures.append(f"case {line['case']} {outcome}: {line['how']}\n    {line['is']}\n    {line['again']}")
+
+    def summary(self) -> dict[str, Any]:
+        """Return all of it, as JSON has it."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
 def fuzz(
@@ -185,7 +189,7 @@ def main() -> int:
     for text in outcome.failures:
         print(f"\n{text}")
     if args.json is not None:
-        args.json.write_text(json.dumps(asdict(outcome), indent=1), encoding="utf-8")
+        args.json.write_text(json.dumps(outcome.summary(), indent=1), encoding="utf-8")
     return 0 if outcome.is_clean else 1
 
 

@@ -209,8 +209,9 @@ def _refusals(case: Case) -> list[tuple[str, bool]]:
         ("tokens are divided over cp", bool(case.length % mesh.get("cp", 1))),
         ("is divided by 2 (tp) along dimension 1",
          bool(options.get("sequence_parallel")) and bool(case.length // mesh.get("cp", 1) % 2)),
-        ("has an empty tensor" if case.apart else "rows for" if min(case.rows[0]) > 1 else "row for",
-         min(case.rows[0]) < case.num_microbatches),
+        # Each line tells of its own rows.
+        *((text, min(case.rows[0]) < case.num_microbatches)
+          for text in (["has an empty tensor"] if case.apart else [" row for ", " rows for "])),
         ("is NaN or infinite", counted == 0.0 and case.num_microbatches == 1 and mesh.keys() <= {"pp", "tp"}),
         ("loss weights are", counted == 0.0),
     ]  # fmt: skip

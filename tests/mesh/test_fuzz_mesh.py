@@ -3,46 +3,66 @@
 from __future__ import annotations
 
 import copy
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fuzz_mesh import Outcome, difference, fuzz, judged, table
-from matrices import ALL
-from mesh_cases import MESHES, PATTERNS, Case, drawn, plain
+import fuzz_mesh
+from fuzz_mesh import Outcome, fuzz, table
+from matrices import ALL, long
+from mesh_cases import MESHES, PATTERNS, Case, drawn
+from mesh_judge import difference, judged
 from mesh_models import LOSSES
+from mesh_plain import Results, plain, wanted
+from mesh_runs import line_of, read
 from some import some
 
 pytestmark = [pytest.mark.torch]
+COUNTS = {1: 42, 2: 14, 4: 4}  # cases by their ranks, of which small ones are chosen
 
 
-def kinds_of(case: Case) -> set[object]:
-    """Return what a case has that other cases may lack: axes, patterns of labels, a dtype."""
-    patterns = case.patterns if case.function.is_labels else ()
-    return {"refused"} if case.refusal else {*case.mesh, *patterns, case.dtype}
+def size_of(case: Case) -> int:
+    """Return about what a case costs: models that are followed cost most."""
+    return case.num_microbatches * (1 if case.kind == "chain" else 20)
 
 
-def standing_for(cases: list[Case]) -> list[Case]:
-    """Return few small cases that have between them every kind that all of these have."""
-    left, found = set[object]().union(*map(kinds_of, cases)), []
-    while left:
-        found.append(max(cases, key=lambda case: (len(kinds_of(case) & left), -case.num_microbatches)))
+def standing_for(cases: list[Case], count: int) -> list[Case]:
+    """Return small cases: of two ranks one of each axis, and others that have as many kinds as can be."""
+    axes = sorted({axis for case in cases for axis in case.mesh} if cases[0].ranks == 2 else ())
+    found = [min((one for one in cases if axis in one.mesh and not one.refusal), key=size_of) for axis in axes]
+    left = set[str]()
+    while len(found) < count:
+        left = left or {kind for case in cases for kind in kinds_of(case)}
+        rest = [case for case in cases if case not in found]
+        found.append(min(rest, key=lambda case: (-len(kinds_of(case) & left) / size_of(case), case.number)))
         left -= kinds_of(found[-1])
     return found
 
 
-RANKS = (1, 2, 4) if ALL else (1, 2)  # meshes of several axes take twice as long
-CASES = [drawn(0, number) for number in range(60 if ALL else 600)]
-if not ALL:
-    CASES = [one for ranks in RANKS for one in standing_for([case for case in CASES if case.ranks == ranks])]
+def kinds_of(case: Case) -> set[str]:
+    """Return what a case has that other cases may lack: axes, dtype, patterns of labels, a loss."""
+    patterns = case.patterns if case.function.is_labels else ()
+    return {"refused"} if case.refusal else {*case.kinds, *patterns, case.loss}
+
+
+EVERY = [drawn(0, number) for number in range(600)]
+CASES = {ranks: standing_for([one for one in EVERY if one.ranks == ranks], count) for ranks, count in COUNTS.items()}
+
+
+def test_sixty_cases_are_run() -> None:
+    assert sum(map(len, CASES.values())) == 60
+    assert {axis for each in CASES.values() for case in each for axis in case.mesh} == {"pp", "dp", "cp", "tp", "ep"}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # of a busy machine; every wait inside is bounded
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", COUNTS)
 def test_every_case_is_equal_to_plain_torch_or_refused_as_foreseen(ranks: int) -> None:
-    numbers = [case.number for case in CASES if case.ranks == ranks]
+    numbers = [case.number for case in (EVERY if ALL else CASES[ranks]) if case.ranks == ranks]
     found = fuzz(0, numbers)
     assert found.is_clean, "\n".join(found.failures)
     assert 0 < found.counts["equal"] <= found.counts.total() == len(numbers)
@@ -65,11 +85,14 @@ def test_cases_have_every_mesh_loss_and_pattern() -> None:
 @pytest.fixture(scope="module")
 def right() -> tuple[Case, dict[str, Any]]:
     """A case in float64, and what a rank that is right would tell."""
-    every = (drawn(0, number) for number in range(60))
-    case = next(case for case in every if case.near == 1e-10 and case.evaluates and not case.refusal)
-    wanted = plain(case)
-    size = torch.stack([one.norm() for one in wanted["gradients"][1].values()]).norm()
-    return case, {**wanted, "norm": float(size)}
+    case = next(case for case in EVERY if case.near == 1e-10 and case.evaluates and not case.refusal)
+    return case, told_by(plain(case))
+
+
+def told_by(made: Results) -> dict[str, Any]:
+    """Return what a rank with these results tells."""
+    names = ("losses", "gradients", "state", "norm", "evaluated")
+    return {name: getattr(made, name) for name in names}
 
 
 def test_a_right_rank_is_equal_and_the_smallest_fault_is_noticed(right: tuple[Case, dict[str, Any]]) -> None:
@@ -79,6 +102,24 @@ def test_a_right_rank_is_equal_and_the_smallest_fault_is_noticed(right: tuple[Ca
         wrong = copy.deepcopy(rank)
         spoil(wrong)
         assert judged(case, [rank, wrong])[0] == "wrong", spoil.__name__
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_low_precision_is_judged_by_how_far_the_plain_model_is_off(dtype: str) -> None:
+    case = next(case for case in EVERY if case.dtype == dtype and not case.own and not case.refusal)
+    exact, bounds = wanted(case)
+    assert all(one.dtype is torch.float64 for one in exact.state.values())
+    rank = told_by(plain(case, each=True))
+    assert judged(case, [rank]) == ("equal", "")
+    name, gradient = next(iter(rank["gradients"][0].items()))
+    gradient.add_(torch.randn_like(gradient), alpha=2 * bounds.gradients[0])
+    assert f"the gradient of {name} on rank 0 is off" in judged(case, [rank])[1]
+
+
+def test_bounds_grow_with_what_a_dtype_rounds() -> None:
+    low = next(case for case in EVERY if case.dtype == "bfloat16" and not case.refusal and case.kind == "chain")
+    fine = replace(low, dtype="float32")
+    assert 1e3 < wanted(low)[1].gradients[0] / wanted(fine)[1].gradients[0] < 1e7
 
 
 def _loss(rank: dict[str, Any]) -> None:
@@ -112,15 +153,52 @@ def test_errors_are_told_apart(right: tuple[Case, dict[str, Any]]) -> None:
     assert judged(case, [{**told, "error": ("hang", "no end")}])[0] == "died"
     assert judged(case, [{**told, "error": ("WaitTimeout", "too late")}])[0] == "died"
     assert judged(case, [{**told, "error": ("ModelError", "a right model")}])[0] == "wrong"
-    refused = next(case for case in (drawn(0, at) for at in range(600)) if case.refusal)
+    refused = next(case for case in EVERY if case.refusal)
     assert judged(refused, [{**told, "error": ("BatchError", f"x {refused.refusal} y")}])[0] == "refused"
     assert judged(refused, [rank])[0] == "wrong"
-    assert difference(case, [rank], rank) == ""
+    assert difference(case, [rank], *wanted(case)) == ""
 
 
 def test_a_failure_is_shown_with_the_command_that_repeats_it() -> None:
     outcome, case = Outcome(0), drawn(0, 5)
-    outcome.add(case, ("wrong", "the loss is off"))
+    outcome.add(line_of(case, "wrong", "the loss is off", 0.1))
     assert not outcome.is_clean
     assert case.again in outcome.failures[0]
-    assert "wrong              1" in table(outcome)
+    kind = case.kinds[0]
+    assert any(line.split() == [kind, "0", "0", "1", "0", "0"] for line in table(outcome).splitlines())
+    assert json.loads(json.dumps(outcome.summary()))["kinds"][kind] == {"wrong": 1}
+
+
+@long
+def test_every_job_runs_its_own_cases(tmp_path: Path) -> None:
+    numbers, lines = sorted(case.number for one in (1, 2) for case in CASES[one][:4]), tmp_path / "lines"
+    assert fuzz(0, numbers, jobs=2, lines=lines).counts.total() == 8
+    assert sorted(line["case"] for line in read(lines)) == numbers
+
+
+def test_cases_that_have_lines_are_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers, lines = [case.number for case in CASES[1][:3]], tmp_path / "lines"
+    assert fuzz(0, numbers[:2], lines=lines).counts["equal"] == 2
+    assert [(line["case"], line["outcome"]) for line in read(lines)] == [(one, "equal") for one in sorted(numbers[:2])]
+    ran = list[int]()
+    monkeypatch.setattr(fuzz_mesh, "_of_ranks", lambda seed, ranks, left, files: ran.extend(left) or [])
+    assert fuzz(0, numbers, lines=lines).counts["equal"] == 2
+    assert ran == numbers[2:]
+    assert fuzz(1, numbers[:2], lines=lines).counts.total() == 0  # these are cases of another seed
+    assert sorted(ran[1:]) == sorted(numbers[:2])
+
+
+def test_a_case_whose_ranks_die_is_told_and_others_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = [case.number for case in CASES[1][:3]]
+    as_ever = fuzz_mesh._launched
+
+    def dying(seed: int, ranks: int, left: list[int], files: list[Path]) -> str:
+        runs = left[: left.index(numbers[1])] if numbers[1] in left else left
+        as_ever(seed, ranks, runs, files)
+        return "killed by SIGABRT" if runs != left else ""
+
+    monkeypatch.setattr(fuzz_mesh, "_launched", dying)
+    found = fuzz(0, numbers)
+    assert found.counts.total() == 3
+    assert found.counts["died"] == 1
+    assert f"case {numbers[1]} died: killed by SIGABRT" in found.failures[0]
