@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 import drumline as dl
-from drumline.plan.advice import Remedy
+from drumline.plan.device.advice import Remedy
+from drumline.report.draw.table import table
 from drumline.report.run.report import RunReport, report_of
-from drumline.report.table import table
 from measure import machine
 
 BLOCKS, MICROBATCHES, ROWS = 12, 8, 64

@@ -9,7 +9,7 @@ from typing import Any
 
 from drumline.core.action import Action
 from drumline.core.costs import Costs, Edge
-from drumline.core.lower import lower
+from drumline.core.lower.lower import lower
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import simulate

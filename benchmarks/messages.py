@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from drumline.core.action import Action
-from drumline.report.table import table
+from drumline.report.draw.table import table
 from drumline.runtime.channel.channel import Channel, Wait
 from drumline.runtime.channel.distributed import DistributedChannel
 from drumline.runtime.channel.shared_memory import SharedMemoryChannel

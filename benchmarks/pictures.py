@@ -22,7 +22,7 @@ from typing import Any
 
 import drumline as dl
 from drumline.report.draw.html import page
-from drumline.report.table import table
+from drumline.report.draw.table import table
 from drumline.schedules import schedules
 from measure import machine
 

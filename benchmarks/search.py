@@ -17,7 +17,7 @@ from typing import Any
 import drumline as dl
 from drumline.core.timeline.idle import Limit
 from drumline.plan.search.search import search
-from drumline.report.table import table
+from drumline.report.draw.table import table
 from measure import machine
 from search_instances import drawn
 from search_oracle import OPTIMA

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from drumline.core.errors import CostsError, PlanError, installing
-from drumline.core.simulate.graph import Messages
-from drumline.plan.search.instance import F, I, Instance, Rows, W
+from drumline.core.graph import Messages
+from drumline.plan.search.bounds.instance import F, I, Instance, Rows, W
 
 _LARGEST = 10**6
 

@@ -8,7 +8,7 @@ from typing import Any
 from drumline.core.costs import Costs, Edge
 from drumline.core.placement import Placement
 from drumline.core.timeline.idle import Limit
-from drumline.plan.search.instance import Instance
+from drumline.plan.search.bounds.instance import Instance
 
 _MOST_PAIRS = 16  # of ranks and microbatches, where a rank holds two stages
 

@@ -40,7 +40,7 @@ import grpc
 import numpy as np
 import torch
 
-from drumline.report.table import table
+from drumline.report.draw.table import table
 from drumline.serve.export.check import TOLERANCE, Subject, plain_outputs
 from drumline.serve.export.export import export
 from drumline.serve.load.run import Demand, Loader, Result

@@ -19,7 +19,7 @@ import numpy as np
 import drumline as dl
 from drumline.core.action import TIMED_OPS
 from drumline.core.program import Program
-from drumline.report.table import table
+from drumline.report.draw.table import table
 from measure import interleaved, machine
 
 CASES = [

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.train.config.settings import OptimizerGroup, OptimizerSettings, TrainSettings
-from drumline.train.data.batch import Batch, Data
+from drumline.train.data.items.batch import Batch, Data
 from drumline.train.dry.run import Parts
 from drumline.train.models.built import Built
 

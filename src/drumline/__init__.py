@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from drumline.core.action import Action, B, F, I, Op, W, overlap
     from drumline.core.costs import Costs, Edge
     from drumline.core.errors import DrumlineError
-    from drumline.core.lower import lower
+    from drumline.core.lower.lower import lower
+    from drumline.core.lower.torch_text import for_torch, titan_schedule
     from drumline.core.measured.run import Run, read_run
     from drumline.core.placement import Placement
     from drumline.core.program import Program
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from drumline.core.timeline.attribute import attribute
     from drumline.core.timeline.idle import Limit
     from drumline.core.timeline.timeline import Timeline
-    from drumline.core.torch_text import for_torch, titan_schedule
     from drumline.pipeline.balance import balance
     from drumline.pipeline.launch.launch import launch
     from drumline.pipeline.launch.stop import stop_on_signals
@@ -80,11 +80,11 @@ _HOME = {
     "attribute": "core.timeline.attribute",
     "balance": "pipeline.balance",
     "compare": "report.compare",
-    "for_torch": "core.torch_text",
+    "for_torch": "core.lower.torch_text",
     "generate": "schedules",
     "grid": "report.draw.grid",
     "launch": "pipeline.launch.launch",
-    "lower": "core.lower",
+    "lower": "core.lower.lower",
     "makespans": "core.simulate.simulate",
     "materialise": "pipeline.state.materialise",
     "overlap": "core.action",
@@ -96,7 +96,7 @@ _HOME = {
     "search": "plan.search.search",
     "simulate": "core.simulate.simulate",
     "stop_on_signals": "pipeline.launch.stop",
-    "titan_schedule": "core.torch_text",
+    "titan_schedule": "core.lower.torch_text",
     "validate": "core.prove.validate",
     "verify": "pipeline.verify.verify",
 }

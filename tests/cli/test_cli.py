@@ -18,7 +18,7 @@ import drumline
 from drumline.cli.explore import PORT
 from drumline.cli.main import VERBS, main
 from drumline.core.costs import Costs
-from drumline.core.lower import lower
+from drumline.core.lower.lower import lower
 from drumline.core.program import Program
 from drumline.core.prove.frozen import prune
 from drumline.core.simulate.simulate import simulate

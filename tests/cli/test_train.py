@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from drumline.cli.main import main
-from drumline.train.config.read import read_settings, read_with_plan
+from drumline.train.config.files.read import read_settings, read_with_plan
 from drumline.train.config.settings import TrainSettings
 from profiles import SOME, model_profile
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from drumline.core import rules
 from drumline.core.action import SEND_OPS, TRANSFER_OPS, Action, Op
 from drumline.core.costs import Costs
-from drumline.core.lower import lower
+from drumline.core.lower.lower import lower
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import Simulation, simulate
 from matrices import examples

@@ -12,12 +12,12 @@ from channel_model import CHANNELS, hangs, ways
 from drumline.core.action import RECV_OPS, SEND_OPS, TRANSFER_OPS, WAIT_OPS, Action, Op
 from drumline.core.channel import Queues
 from drumline.core.errors import ProgramError
-from drumline.core.lower import lower
+from drumline.core.lower.lower import lower
+from drumline.core.lower.torch_text import for_torch
 from drumline.core.program import Program
 from drumline.core.prove.frozen import prune
 from drumline.core.prove.validate import validate
 from drumline.core.prove.violation import InvalidProgram
-from drumline.core.torch_text import for_torch
 from matrices import kinds
 from programs import NAMES, admissible, build
 

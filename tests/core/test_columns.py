@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 
 from drumline.core.action import TIMED_OPS, Action
+from drumline.core.graph import OPS, Columns
 from drumline.core.program import Program
-from drumline.core.simulate.graph import OPS, Columns
 from programs import programs
 from some import some
 

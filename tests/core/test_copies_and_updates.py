@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from drumline.core.action import Action, B, F, Op
+from drumline.core.graph import Columns
 from drumline.core.measured.measured import Measured
 from drumline.core.measured.metrics import step_metrics
 from drumline.core.measured.record import RECEIVES
 from drumline.core.placement import Placement, consistent
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
-from drumline.core.simulate.graph import Columns
 from names import build
 from records import PROGRAM, two_ranks
 

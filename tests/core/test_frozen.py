@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from drumline.core.action import Action, Op
 from drumline.core.costs import Costs
 from drumline.core.errors import ProgramError
-from drumline.core.lower import lower
+from drumline.core.lower.lower import lower
+from drumline.core.lower.torch_text import for_torch
 from drumline.core.program import Program
 from drumline.core.prove.frozen import needed, prune, untrained
 from drumline.core.prove.validate import validate
 from drumline.core.rules import Backward
 from drumline.core.simulate.simulate import simulate
-from drumline.core.torch_text import for_torch
 from drumline.plan.cut.peaks import held_by
 from drumline.report.draw.grid import grid
 from drumline.report.draw.html import page

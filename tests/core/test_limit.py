@@ -18,7 +18,7 @@ from drumline.core.timeline.idle import Cause, Limit
 from drumline.plan.cut.chain import BlockCosts
 from drumline.plan.cut.partition import partition
 from drumline.plan.cut.peaks import HeldPairs
-from drumline.plan.search.instance import Instance
+from drumline.plan.search.bounds.instance import Instance
 from drumline.plan.search.pareto import pareto
 from drumline.plan.search.search import search
 from drumline.report.compare import compare

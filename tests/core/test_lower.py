@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from drumline.core.action import TRANSFER_OPS
 from drumline.core.errors import ProgramError
-from drumline.core.lower import lower
+from drumline.core.lower.lower import lower
 from drumline.core.program import Program
 from drumline.core.prove.violation import InvalidProgram
 from matrices import examples

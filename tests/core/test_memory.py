@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 
 from drumline.core.costs import Costs
+from drumline.core.memory import holdings, stage_bytes, weighed_holdings
 from drumline.core.program import Program
-from drumline.core.simulate.memory import holdings, stage_bytes, weighed_holdings
 from drumline.core.simulate.simulate import simulate
 from programs import build, programs
 from some import some

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from drumline.core.action import RECV_OPS, Op
-from drumline.core.lower import lower
+from drumline.core.lower.lower import lower
 from drumline.core.program import Program
 from drumline.core.prove.opening import openings
 from drumline.schedules import generate

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drumline.core.graph import Columns
 from drumline.core.placement import Placement, consistent, infer
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
-from drumline.core.simulate.graph import Columns
 from programs import NAMES, build, programs
 
 EXPECTED = {

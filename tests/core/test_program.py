@@ -8,7 +8,7 @@ from hypothesis import given
 
 from drumline.core import program as module
 from drumline.core.errors import ProgramError
-from drumline.core.lower import lower
+from drumline.core.lower.lower import lower
 from drumline.core.program import Program
 from programs import NAMES, build, programs
 

@@ -10,14 +10,14 @@ import pytest
 from drumline.core.costs import Costs
 from drumline.core.errors import CostsError, DrumlineError, ProgramError
 from drumline.core.files import Kind, parse_json
-from drumline.core.lower import lower
+from drumline.core.lower.lower import lower
+from drumline.core.lower.torch_text import for_torch, titan_by_placement, titan_schedule
 from drumline.core.placement import Placement
 from drumline.core.program import Program
 from drumline.core.prove.validate import _by_place
 from drumline.core.prove.violation import InvalidProgram, Violation
 from drumline.core.simulate.simulate import makespans, simulate
 from drumline.core.simulate.steps import in_groups, several_steps
-from drumline.core.torch_text import for_torch, titan_by_placement, titan_schedule
 from drumline.schedules import generate
 
 PROGRAM = Program.parse("0F0,0B0\n1F0,1B0", "small")

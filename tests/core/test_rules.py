@@ -5,14 +5,14 @@ import pytest
 from drumline.core import rules
 from drumline.core.action import Action
 from drumline.core.costs import Costs
-from drumline.core.lower import lower
+from drumline.core.lower.lower import lower
 from drumline.core.placement import Placement
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
 from drumline.core.prove.violation import InvalidProgram
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
-from drumline.plan.search.instance import Instance
+from drumline.plan.search.bounds.instance import Instance
 from drumline.plan.search.search import search
 from drumline.schedules import generate
 

@@ -15,7 +15,7 @@ from drumline.core.placement import Placement
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import makespans, simulate
 from drumline.core.timeline.idle import Limit
-from drumline.plan.search.instance import Instance
+from drumline.plan.search.bounds.instance import Instance
 from drumline.report.compare import compare
 from drumline.schedules import generate
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from drumline.core.action import Action, Op
 from drumline.core.costs import Costs, Edge
 from drumline.core.errors import CostsError
-from drumline.core.lower import lower
+from drumline.core.lower.lower import lower
 from drumline.core.program import Program
 from drumline.core.prove.violation import InvalidProgram
 from drumline.core.simulate.simulate import makespans, simulate

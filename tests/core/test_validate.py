@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from drumline.core.action import COMPUTE_OPS, SEND_OPS, TRANSFER_OPS, Action, Op
 from drumline.core.costs import Costs
-from drumline.core.lower import lower
+from drumline.core.lower.lower import lower
 from drumline.core.placement import Placement
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate

@@ -8,13 +8,13 @@ import pytest
 
 from drumline.core.action import WAIT_OPS, Op
 from drumline.core.costs import Costs
-from drumline.core.lower import lower
+from drumline.core.lower.lower import lower
+from drumline.core.lower.torch_text import for_torch
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
 from drumline.core.prove.violation import InvalidProgram
 from drumline.core.simulate.simulate import makespans, simulate
 from drumline.core.timeline.idle import Cause
-from drumline.core.torch_text import for_torch
 from programs import build
 from some import some
 

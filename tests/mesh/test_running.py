@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import drumline as dl
 from drumline.core.errors import ConfigError, MismatchError, RankFailed, UsageError
 from drumline.pipeline import balance as balances
-from drumline.train.config.read import read_settings
+from drumline.train.config.files.read import read_settings
 from drumline.train.config.settings import (
     BatchSettings,
     CheckpointSettings,
@@ -38,7 +38,7 @@ from drumline.train.config.settings import (
     RunSettings,
     TrainSettings,
 )
-from drumline.train.data.batch import Batch, Data
+from drumline.train.data.items.batch import Batch, Data
 from drumline.train.loop.run import run_training
 from drumline.train.loop.training import Trained
 from drumline.train.models.built import Built

@@ -10,12 +10,12 @@ import torch_peer as peer
 from drumline.core.action import Action, Op
 from drumline.core.costs import Costs
 from drumline.core.errors import ProgramError
+from drumline.core.lower.torch_text import for_torch, titan_schedule
 from drumline.core.placement import Placement
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
-from drumline.core.torch_text import for_torch, titan_schedule
 from drumline.plan.search.search import search
 from names import NAMES, build
 

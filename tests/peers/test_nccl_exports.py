@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional
 
+from drumline.core.lower.torch_text import for_torch
 from drumline.core.program import Program
-from drumline.core.torch_text import for_torch
 from drumline.runtime.blocks.cut import blocks_of, cut
 from drumline.schedules import generate
 from nccl_ranks import NEEDS_NCCL

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from drumline.core.lower.torch_text import for_torch
 from drumline.core.program import Program
-from drumline.core.torch_text import for_torch
 from drumline.pipeline.launch.launch import launch
 from drumline.schedules import generate
 from torch_versions import RUNS_V_OVER_GLOO

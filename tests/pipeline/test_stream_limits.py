@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from drumline.core.costs import Costs
 from drumline.core.errors import ModelError, ProgramError, RunError, UsageError
 from drumline.core.measured.costs import replay
-from drumline.core.simulate.memory import holdings
+from drumline.core.memory import holdings
 from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.launch.stop import ask
 from drumline.pipeline.pipeline import Pipeline

@@ -10,8 +10,8 @@ from drumline.core.costs import Costs, Edge
 from drumline.core.placement import Placement
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
+from drumline.plan.search.bounds.instance import B, I, Instance
 from drumline.plan.search.bounds.lower_bounds import BOUNDS, lower_bound
-from drumline.plan.search.instance import B, I, Instance
 from drumline.plan.search.local import Neighbourhood
 from drumline.plan.search.objective import Jitter, Objective
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from chains import cuts
-from drumline.core.simulate.graph import Floats
+from drumline.core.graph import Floats
 from drumline.plan.cut.chain import BlockCosts
 from drumline.plan.cut.cuts import dealt, shortest_largest, shortest_step
 from drumline.plan.cut.partition import partition

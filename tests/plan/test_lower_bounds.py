@@ -10,8 +10,8 @@ import pytest
 from drumline.core.costs import Costs
 from drumline.core.placement import Placement
 from drumline.core.timeline.idle import Limit
+from drumline.plan.search.bounds.instance import F, I, Instance, W
 from drumline.plan.search.bounds.lower_bounds import BOUNDS, lower_bound, residence
-from drumline.plan.search.instance import F, I, Instance, W
 from drumline.plan.search.objective import OBJECTIVES, Objective
 from matrices import examples
 

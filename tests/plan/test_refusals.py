@@ -29,7 +29,7 @@ from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.planner import plan
 from drumline.plan.layouts.why import why
-from drumline.plan.search.instance import Instance
+from drumline.plan.search.bounds.instance import Instance
 from drumline.plan.search.objective import Jitter, Objective
 from drumline.plan.search.search import placement_named
 from profiles import model_profile

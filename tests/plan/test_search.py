@@ -18,7 +18,7 @@ from drumline.core.program import Program
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import makespans, simulate
 from drumline.core.timeline.idle import Limit
-from drumline.plan.search.instance import B, F, I, Instance, Rows, W
+from drumline.plan.search.bounds.instance import B, F, I, Instance, Rows, W
 from drumline.plan.search.local import Annealer
 from drumline.plan.search.objective import Jitter, Objective
 from drumline.plan.search.pareto import pareto

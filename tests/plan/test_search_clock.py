@@ -13,8 +13,8 @@ from drumline.core.placement import Placement
 from drumline.core.prove.validate import validate
 from drumline.core.timeline.idle import Limit
 from drumline.plan.search.bounds import earliest
+from drumline.plan.search.bounds.instance import Instance
 from drumline.plan.search.construct import Builder
-from drumline.plan.search.instance import Instance
 from drumline.plan.search.objective import Objective
 from drumline.plan.search.run import Budget, SearchRun
 from drumline.plan.search.search import Found, search

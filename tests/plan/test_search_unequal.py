@@ -13,8 +13,8 @@ from drumline.core.program import Program
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
+from drumline.plan.search.bounds.instance import B, Instance, Rows
 from drumline.plan.search.construct import Builder
-from drumline.plan.search.instance import B, Instance, Rows
 from drumline.plan.search.local import Annealer
 from drumline.plan.search.objective import Objective
 from drumline.plan.search.search import placement_named, search

@@ -6,7 +6,7 @@ from drumline.core.costs import Costs
 from drumline.core.errors import CostsError
 from drumline.core.timeline.idle import Limit
 from drumline.report.compare import compare, compare_page, compare_table, left_out_text, recommend
-from drumline.report.table import table
+from drumline.report.draw.table import table
 from names import NAMES
 from some import some
 

@@ -11,7 +11,7 @@ import pytest
 from drumline.core.costs import Costs, Edge
 from drumline.core.measured.run import read_run
 from drumline.core.simulate.simulate import simulate
-from drumline.plan.advice import Advice, Remedy
+from drumline.plan.device.advice import Advice, Remedy
 from drumline.report.advise.adviser import advise
 from drumline.report.run.report import observe
 from drumline.schedules import generate

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import ProgramError
-from drumline.core.lower import lower
+from drumline.core.lower.lower import lower
 from drumline.core.program import Program
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.channel.in_process import Hub, take_turns

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from drumline.core.action import RECV_OPS, Action
-from drumline.core.lower import lower
+from drumline.core.lower.lower import lower
 from drumline.core.program import Program
 from drumline.runtime.capture.captured import Stretch, stretches
 from drumline.runtime.channel.in_process import Hub

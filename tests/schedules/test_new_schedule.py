@@ -14,8 +14,8 @@ from cluster_models import small_cluster, small_transformer
 from drumline.cli.main import main
 from drumline.core.action import Action, F, I, W
 from drumline.core.costs import Costs
+from drumline.core.lower.torch_text import for_torch, titan_schedule
 from drumline.core.program import Program
-from drumline.core.torch_text import for_torch, titan_schedule
 from drumline.plan.cluster.estimate import estimate
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.stages import num_sides, pairs_held, stages_of
@@ -23,7 +23,7 @@ from drumline.plan.device.planner import plan
 from drumline.plan.launch.titan import titan
 from drumline.plan.layouts.pins import Degrees, Pins
 from drumline.plan.layouts.space import schedules_of
-from drumline.plan.search.instance import Instance
+from drumline.plan.search.bounds.instance import Instance
 from drumline.plan.search.objective import Objective
 from drumline.plan.search.starts import starts
 from drumline.schedules import find, generate, schedule, schedules, unregister

@@ -14,7 +14,8 @@ import pytest
 from drumline.core.errors import UsageError
 from drumline.train.config.settings import BatchSettings, DataSettings, LengthSettings, ModelSettings, TrainSettings
 from drumline.train.data import build
-from drumline.train.data.read import encoded, fingerprint
+from drumline.train.data.items import fingerprint
+from drumline.train.data.read import encoded
 from drumline.train.data.stream import PlannedStream
 from drumline.train.models.build import build_model
 from drumline.train.models.tokenizers import ByteTokenizer

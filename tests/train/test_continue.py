@@ -18,7 +18,7 @@ from drumline.core.errors import RecordError, UsageError
 from drumline.pipeline.saving.loader import Checkpoint
 from drumline.train import start as starting
 from drumline.train.claim import Held, claim
-from drumline.train.config.read import read_settings
+from drumline.train.config.files.read import read_settings
 from drumline.train.config.settings import (
     BatchSettings,
     CheckpointSettings,

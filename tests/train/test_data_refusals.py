@@ -21,18 +21,18 @@ from drumline.core.errors import (
 )
 from drumline.train.config import settings as tables
 from drumline.train.config.settings import TrainSettings
-from drumline.train.data.batch import Batch, Data
 from drumline.train.data.buckets import check_buckets, layout_of
 from drumline.train.data.build import build_data
-from drumline.train.data.documents import Documents
 from drumline.train.data.fill import TokenFiller
+from drumline.train.data.items.batch import Batch, Data
+from drumline.train.data.items.documents import Documents
+from drumline.train.data.items.fingerprint import Part, changed, fingerprint
+from drumline.train.data.items.order import Shuffle
 from drumline.train.data.layouts import StepShape
-from drumline.train.data.order import Shuffle
 from drumline.train.data.own.function import data_by_function
 from drumline.train.data.own.repeated import RepeatedStream, Source, batch_of
 from drumline.train.data.own.trial import check_resumable
 from drumline.train.data.points import Points
-from drumline.train.data.read.fingerprint import Part, changed, fingerprint
 from drumline.train.data.read.instructions import instruction_documents
 from drumline.train.data.read.text import text_documents
 from drumline.train.data.read.tokens import token_documents

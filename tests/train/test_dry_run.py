@@ -12,13 +12,13 @@ from torch import nn
 
 from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
-from drumline.train.config.read import read_settings
+from drumline.train.config.files.read import read_settings
 from drumline.train.config.settings import TrainSettings
-from drumline.train.dry.forecast import Held
-from drumline.train.dry.held import held
 from drumline.train.dry.run import dry_run, loop_parts
-from drumline.train.dry.state import state_bytes
 from drumline.train.loop.making import build
+from drumline.train.memory.forecast import Held
+from drumline.train.memory.held import held
+from drumline.train.memory.state import state_bytes
 from drumline.train.models.build import build_model
 from some import some
 from stand_in_run import PARTS, arguments, batch, gpt, optimizers

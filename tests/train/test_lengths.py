@@ -29,8 +29,8 @@ from drumline.train.config.settings import (
     RunSettings,
     TrainSettings,
 )
-from drumline.train.data.batch import Batch, Data
 from drumline.train.data.build import build_data
+from drumline.train.data.items.batch import Batch, Data
 from drumline.train.data.layouts import HOWS
 from drumline.train.data.stream import PlannedStream
 from drumline.train.dry.run import dry_run

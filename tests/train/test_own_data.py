@@ -32,7 +32,7 @@ from drumline.train.config.settings import (
     RunSettings,
     TrainSettings,
 )
-from drumline.train.data.batch import Batch, Data
+from drumline.train.data.items.batch import Batch, Data
 from drumline.train.data.own.function import data_by_function
 from drumline.train.data.position import own_position, position_of
 from drumline.train.loop.run import run_training

@@ -11,9 +11,9 @@ import pytest
 
 from drumline.core.errors import DrumlineError, UsageError
 from drumline.train.config.settings import BatchSettings, DataSettings, EvaluationSettings, ModelSettings, TrainSettings
-from drumline.train.data.batch import Batch, Data
 from drumline.train.data.build import build_data
-from drumline.train.data.documents import Documents
+from drumline.train.data.items.batch import Batch, Data
+from drumline.train.data.items.documents import Documents
 from drumline.train.data.read import encoded, text
 from drumline.train.data.read.instructions import instruction_documents
 from drumline.train.data.read.text import text_documents

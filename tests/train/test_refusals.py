@@ -27,15 +27,15 @@ from drumline.pipeline.options import Options
 from drumline.schedules import generate
 from drumline.train.config import settings as tables
 from drumline.train.config.files.model_folder import problems_of
+from drumline.train.config.files.read import read_settings
 from drumline.train.config.functions import function_named
-from drumline.train.config.read import read_settings
 from drumline.train.config.settings import TrainSettings
 from drumline.train.demo import _clear
-from drumline.train.dry.forecast import _num_ranks, _versions
 from drumline.train.loop.making import layer_cuts
 from drumline.train.loop.optimizers import choose
 from drumline.train.loop.rates import check, rate
 from drumline.train.loop.training import Trained
+from drumline.train.memory.forecast import _num_ranks, _versions
 from drumline.train.models.beside import _with_dtype
 from drumline.train.models.build import build_model
 from drumline.train.models.built import Built

@@ -24,7 +24,7 @@ from drumline.core.measured.run import read_run
 from drumline.pipeline.saving.loader import Checkpoint
 from drumline.train import claim as claims
 from drumline.train import room
-from drumline.train.config.read import read_settings
+from drumline.train.config.files.read import read_settings
 from drumline.train.config.settings import (
     BatchSettings,
     CheckpointSettings,

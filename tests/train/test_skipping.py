@@ -28,7 +28,7 @@ from drumline.train.config.settings import (
     RunSettings,
     TrainSettings,
 )
-from drumline.train.data.batch import Batch, Data
+from drumline.train.data.items.batch import Batch, Data
 from drumline.train.loop.optimizers import Optimizers
 from drumline.train.loop.progress import Update
 from drumline.train.loop.rates import rate

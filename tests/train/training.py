@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.train.config.settings import TrainSettings
-from drumline.train.data.batch import Batch, Data
+from drumline.train.data.items.batch import Batch, Data
 from drumline.train.models.built import IGNORED, Built
 
 VOCABULARY, WIDTH, LENGTH = 13, 16, 6

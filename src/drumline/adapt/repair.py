@@ -25,8 +25,8 @@ from drumline.core.program import Program
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
+from drumline.plan.search.bounds.instance import Instance
 from drumline.plan.search.bounds.lower_bounds import lower_bound
-from drumline.plan.search.instance import Instance
 from drumline.plan.search.search import search
 
 _NICE = 5  # below training, and above nothing

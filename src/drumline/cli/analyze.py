@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from drumline.cli import flags
 from drumline.cli.output import PICTURES, PROGRAMS, TEXTS, TRACES, Paper, deliver, progress, wrapped
-from drumline.report.units import counts, number
+from drumline.report.draw.units import counts, number
 
 if TYPE_CHECKING:
     from drumline.core.timeline.timeline import Timeline
@@ -74,8 +74,8 @@ def _called(timeline: Timeline, name: str) -> Timeline:
 
 def _text(analysis: Analysis, paper: Paper) -> str:
     from drumline.report.draw.grid import grid
+    from drumline.report.draw.table import table
     from drumline.report.kineto.load import described
-    from drumline.report.table import table
 
     timeline, width = analysis.timeline, paper.width
     head = [

@@ -90,8 +90,8 @@ def _tell(done: int, of: int, what: str) -> None:
 
 def _print(outcomes: Sequence[Outcome]) -> None:
     from drumline.report.draw.grid import grid
-    from drumline.report.table import table
-    from drumline.report.units import number
+    from drumline.report.draw.table import table
+    from drumline.report.draw.units import number
 
     width = terminal_width()
     for one in outcomes:

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _text(made: Manifest, out: Path) -> str:
     from drumline.core.units import size_text
-    from drumline.report.table import table
+    from drumline.report.draw.table import table
 
     rows = []
     for number, stage in enumerate(made.stages):

@@ -135,7 +135,7 @@ def _summary(planned: Planned) -> dict[str, Any]:
 
 
 def _text(planned: Planned, disturbed: str, width: int) -> str:
-    from drumline.report.table import table
+    from drumline.report.draw.table import table
 
     best = planned.best
     header = ["schedule", "M", "rows", "blocks", "recomputed", "step ms", "peak MiB", "why not"]

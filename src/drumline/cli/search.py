@@ -12,8 +12,8 @@ from drumline.core.costs import Costs
 from drumline.core.errors import PlanError, UsageError
 from drumline.plan.search.objective import OBJECTIVES, Jitter
 from drumline.plan.search.search import PLACEMENTS, Everywhere, Found, placement_named, search, search_all
+from drumline.report.draw.units import counts, number, size_text
 from drumline.report.summary import refused, summarize
-from drumline.report.units import counts, number, size_text
 
 EXAMPLE = "drumline search --ranks 4 --microbatches 8 --max-activations 4 --out found.csv"
 
@@ -137,7 +137,7 @@ def _text(result: Found, others: Sequence[Found]) -> str:
 
 
 def _written(form: str, result: Found) -> str | bytes:
-    from drumline.core.torch_text import for_torch
+    from drumline.core.lower.torch_text import for_torch
     from drumline.report.draw.html import picture
 
     if form == "csv":

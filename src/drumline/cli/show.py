@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from drumline.cli import flags
 from drumline.cli.output import FILE, PICTURES, PROGRAMS, TEXTS, TRACES, Paper, deliver, files_of, wrapped
 from drumline.core.errors import UsageError
+from drumline.core.lower.torch_text import NEWER, OLDER
 from drumline.core.program import Program
-from drumline.core.torch_text import NEWER, OLDER
-from drumline.report.units import counts, number
+from drumline.report.draw.units import counts, number
 
 if TYPE_CHECKING:
     from drumline.core.simulate.simulate import Simulation
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     """Draw or write one schedule; without a name, list them."""
     if args.schedule is None:
         return _list(args)
-    from drumline.core.lower import lower
+    from drumline.core.lower.lower import lower
 
     program = flags.pruned(flags.program_of(args), args)
     if args.lower:
@@ -83,7 +83,7 @@ def _written(args: argparse.Namespace, program: Program, form: str, paper: Paper
     if form == "csv":
         return program.format()
     if form.startswith("torch"):
-        from drumline.core.torch_text import for_torch
+        from drumline.core.lower.torch_text import for_torch
 
         lowered = form == "torch-comms"
         return for_torch(program, communication=lowered, version=args.torch_version).rstrip("\n")
@@ -130,7 +130,7 @@ def _window(text: str | None) -> tuple[float, float] | None:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from drumline.report.table import table
+    from drumline.report.draw.table import table
     from drumline.schedules import schedules
 
     known = {name: schedule.summary for name, schedule in schedules().items()}

@@ -8,8 +8,8 @@ from drumline.cli import flags
 from drumline.cli.output import PICTURES, TEXTS, TRACES, Paper, deliver, wrapped
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import Simulation, simulate
+from drumline.report.draw.units import counts, number, size_text
 from drumline.report.summary import peak_queues, rank_rows, summarize
-from drumline.report.units import counts, number, size_text
 
 EXAMPLE = "drumline simulate 1f1b --ranks 4 --microbatches 8 --comm 0.1"
 
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _text(timeline: Simulation, width: int) -> str:
-    from drumline.report.table import table
+    from drumline.report.draw.table import table
 
     program = timeline.program
     header, rows = rank_rows(timeline, number)

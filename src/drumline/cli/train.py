@@ -88,8 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Read the settings, and print them, forecast the run, or train."""
     from drumline.pipeline.launch.stop import stop_on_signals
+    from drumline.train.config.files.read import read_judged
     from drumline.train.config.placed import placed
-    from drumline.train.config.read import read_judged
 
     is_first = os.environ.get("RANK", "0") == "0"
     judged: Judged | None = None
@@ -132,8 +132,8 @@ def _trained(judged: Judged) -> Any:
 
 def _overrides(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
     """Return what flags set, by key, and by which flag."""
+    from drumline.train.config.files.read import MICROBATCHES
     from drumline.train.config.flags import assigned, data_named, model_named
-    from drumline.train.config.read import MICROBATCHES
 
     found: dict[str, tuple[Any, str]] = {}
     if args.model is not None:
@@ -203,7 +203,7 @@ def _torchrun(settings: TrainSettings) -> str:
 
 def _words(args: argparse.Namespace, *, without: Sequence[str] = ()) -> list[str]:
     """Return the config and what flags set, as words of a command."""
-    from drumline.train.config.read import MICROBATCHES
+    from drumline.train.config.files.read import MICROBATCHES
     from drumline.train.config.write import written
 
     overrides, _ = _overrides(args)
@@ -238,8 +238,8 @@ def _dry_run(args: argparse.Namespace, settings: TrainSettings) -> int:
 
 
 def _text(found: DryRun, line: str) -> str:
-    from drumline.report.table import table
-    from drumline.report.units import duration, percent, size_text
+    from drumline.report.draw.table import table
+    from drumline.report.draw.units import duration, percent, size_text
 
     told, width = found.summary(), terminal_width()
     stages = [
@@ -292,8 +292,8 @@ def _text(found: DryRun, line: str) -> str:
 
 def _buckets(told: dict[str, Any], width: int) -> Iterator[str]:
     """Yield which lengths each program runs."""
-    from drumline.report.table import table
-    from drumline.report.units import percent
+    from drumline.report.draw.table import table
+    from drumline.report.draw.units import percent
 
     rows = [
         [

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _text(result: Verification, width: int) -> str:
-    from drumline.report.table import table
+    from drumline.report.draw.table import table
 
     numbers = (
         (result.num_ranks, "rank"),

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from drumline.core.action import COMPUTE_OPS, Action, Op
-from drumline.core.simulate.graph import PLACE, Columns, Ints
+from drumline.core.graph import PLACE, Columns, Ints
 
 
 @dataclass(frozen=True, slots=True)

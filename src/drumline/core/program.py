@@ -19,9 +19,9 @@ from drumline.core import placement
 from drumline.core.action import COMPUTE_OPS, TIMED_OPS, TRANSFER_OPS, WAIT_OPS, Action, Op
 from drumline.core.errors import ProgramError
 from drumline.core.files import MIB, Kind, named, read_text
+from drumline.core.graph import CODE, Columns
 from drumline.core.placement import Placement
 from drumline.core.rules import Backward
-from drumline.core.simulate.graph import CODE, Columns
 
 Row = tuple[Action, ...]
 

@@ -36,7 +36,7 @@ from drumline.plan.device.plan import Plan
 from drumline.plan.device.stages import split_share
 from drumline.profile.blocks import profile
 from drumline.profile.identity import identity_of
-from drumline.report.table import table
+from drumline.report.draw.table import table
 from drumline.runtime.blocks.cut import Block, Model, check_enough, cut
 from drumline.runtime.precision import Precision
 from drumline.runtime.stage import Loss

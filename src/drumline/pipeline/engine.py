@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from drumline.core.action import Op
 from drumline.core.errors import RunError, UsageError
-from drumline.core.lower import lower
+from drumline.core.lower.lower import lower
 from drumline.core.program import Program
 from drumline.core.state import with_state
 from drumline.pipeline.assembly import Assembly, split_of

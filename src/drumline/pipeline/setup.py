@@ -18,7 +18,7 @@ from torch import nn
 
 from drumline.adapt.settings import KEEP, Adapt
 from drumline.core.errors import DrumlineError
-from drumline.core.lower import lower
+from drumline.core.lower.lower import lower
 from drumline.core.program import Program
 from drumline.pipeline import assembly, transports
 from drumline.pipeline.adapting.adapting import Adapting, decider_for

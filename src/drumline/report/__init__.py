@@ -1,1 +1,1 @@
-"""Readable results: tables, summaries and comparisons; pictures, pages and advice have folders of their own."""
+"""Readable results: summaries and comparisons; pictures, pages and advice have folders of their own."""

@@ -16,10 +16,10 @@ from drumline.core.program import Program
 from drumline.core.prove.frozen import prune
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.core.timeline.idle import Limit
-from drumline.plan.advice import Advice, Remedy
+from drumline.plan.device.advice import Advice, Remedy
+from drumline.report.draw.table import table
+from drumline.report.draw.units import number, size_text
 from drumline.report.summary import refused, summarize
-from drumline.report.table import table
-from drumline.report.units import number, size_text
 from drumline.schedules import DEFAULT, find, schedules
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from drumline.core.costs import Costs
 from drumline.core.errors import DrumlineError, UsageError, nearest
+from drumline.core.lower.torch_text import for_torch
 from drumline.core.program import Program
 from drumline.core.prove.violation import InvalidProgram
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.core.timeline.idle import Limit
-from drumline.core.torch_text import for_torch
 from drumline.report.draw import html
 from drumline.report.draw.scene import document, explanations
 from drumline.report.summary import figures, listed, refused

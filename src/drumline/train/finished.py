@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from drumline.core.errors import ModelError, RecordError, UsageError
 from drumline.pipeline.saving.loader import Checkpoint
 from drumline.pipeline.saving.shelf import Shelf
+from drumline.train.config.files.read import read_settings
 from drumline.train.config.functions import is_function
 from drumline.train.config.names import safe_name
-from drumline.train.config.read import read_settings
 from drumline.train.config.settings import BatchSettings, DataSettings, ModelSettings, TrainSettings
 from drumline.train.config.write import KEPT
 from drumline.train.loop.checkpoints import checkpoints_of

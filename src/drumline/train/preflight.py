@@ -23,12 +23,12 @@ from typing import Any
 from torch import nn
 
 from drumline.core.errors import DrumlineError, ModelError, nearest
+from drumline.train.config.files.data_files import check_utf8, matched, records_of
 from drumline.train.config.placed import problem_of
 from drumline.train.config.problems import Problem, refused
 from drumline.train.config.settings import DataSettings, TrainSettings
 from drumline.train.config.tables import Source
 from drumline.train.data.build import build_data
-from drumline.train.data.read.files import check_utf8, matched, records_of
 from drumline.train.models.build import build_model, outlined
 from drumline.train.models.built import Built
 from drumline.train.models.tokenizers import BYTES

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from drumline.core.graph import Floats
 from drumline.core.measured.record import Record
-from drumline.core.simulate.graph import Floats
 
 _MOST_DRIFT = 1e-3  # more than any clock has, and twenty times that of a good one
 _NANOSECOND = 1.0

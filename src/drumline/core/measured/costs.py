@@ -32,12 +32,12 @@ import numpy as np
 
 from drumline.core.action import RECV_OPS, Op
 from drumline.core.costs import Costs, Edge
+from drumline.core.graph import Floats
 from drumline.core.measured.account import NANO
 from drumline.core.measured.endless import is_part, simulate_part
 from drumline.core.measured.measured import Measured, stage_costs
 from drumline.core.measured.record import OVERHEADS, RECEIVES, Record
 from drumline.core.program import Program
-from drumline.core.simulate.graph import Floats
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.core.timeline.timeline import Timeline
 

@@ -16,10 +16,10 @@ import numpy as np
 
 from drumline.core.action import Action, Op
 from drumline.core.costs import Costs
+from drumline.core.graph import Crossings, Floats
+from drumline.core.memory import Holding, holdings
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
-from drumline.core.simulate.graph import Crossings, Floats
-from drumline.core.simulate.memory import Holding, holdings
 from drumline.core.simulate.simulate import Simulation, simulate
 
 _BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT)

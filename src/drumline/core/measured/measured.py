@@ -15,7 +15,7 @@ from drumline.core.measured.account import NANO, Parts, Piece, account, idle_int
 from drumline.core.measured.align import Dial, align
 from drumline.core.measured.endless import held_in_part, is_part
 from drumline.core.measured.record import BETWEEN, OVERHEADS, Record, decoded
-from drumline.core.simulate.memory import Holding, holdings, stage_bytes, weighed_holdings
+from drumline.core.memory import Holding, holdings, stage_bytes, weighed_holdings
 from drumline.core.timeline.idle import Idle
 from drumline.core.timeline.spans import Passed, Span, SpanLane, Track, Transfer
 from drumline.core.timeline.timeline import Timeline

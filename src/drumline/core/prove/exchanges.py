@@ -18,9 +18,9 @@ import numpy as np
 
 from drumline.core import rules
 from drumline.core.action import Action, Op
+from drumline.core.graph import CODE, OPS, Flags, Ints
 from drumline.core.prove.index import Index, Position
 from drumline.core.prove.violation import Violation
-from drumline.core.simulate.graph import CODE, OPS, Flags, Ints
 
 
 @dataclass

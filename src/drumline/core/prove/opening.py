@@ -23,7 +23,7 @@ _OPENS = frozenset({Op.FORWARD, Op.SEND_F}) | RECV_OPS
 def openings(program: Program) -> tuple[tuple[Row, Row], ...]:
     r"""Return every row of a lowered program in two parts, the opening and the rest.
 
-    >>> from drumline.core.lower import lower
+    >>> from drumline.core.lower.lower import lower
     >>> for opening, rest in openings(lower(Program.parse("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1"))):
     ...     print(*opening, "┊", *rest)
     0F0 0SEND_F0 0F1 ┊ 0RECV_B0 0RECV_B1 0SEND_F1 0B0 0B1

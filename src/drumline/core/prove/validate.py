@@ -17,13 +17,13 @@ from drumline.core import rules
 from drumline.core.action import TIMED_OPS, Action, Op
 from drumline.core.channel import Queues
 from drumline.core.costs import Costs
+from drumline.core.memory import holdings
 from drumline.core.placement import Placement
 from drumline.core.program import Program, once_per_program
 from drumline.core.prove import exchanges, messages, queues
 from drumline.core.prove.index import Index, Position
 from drumline.core.prove.violation import Violation
 from drumline.core.rules import Backward
-from drumline.core.simulate.memory import holdings
 from drumline.core.timeline.idle import Limit
 from drumline.core.units import number
 

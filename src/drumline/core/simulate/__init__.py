@@ -1,1 +1,1 @@
-"""When every action of a program runs, and what its rank holds: rows as arrays, a graph, and the times of its nodes."""
+"""When every action of a program runs: a graph, and the times of its nodes."""

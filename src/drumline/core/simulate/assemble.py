@@ -10,8 +10,7 @@ import numpy as np
 
 from drumline.core import rules
 from drumline.core.action import AWAITED, Action, Op
-from drumline.core.program import Program, once_per_program
-from drumline.core.simulate.graph import (
+from drumline.core.graph import (
     CODE,
     OPS,
     PLACE,
@@ -26,6 +25,7 @@ from drumline.core.simulate.graph import (
     TimeGraph,
     Waits,
 )
+from drumline.core.program import Program, once_per_program
 from drumline.core.simulate.producers import producers
 
 # By the code of the op that makes a message: its send, its receive, and whether it leaves an overlapped pair second.

@@ -9,7 +9,7 @@ import numpy as np
 from drumline.core import rules
 from drumline.core.action import Op
 from drumline.core.costs import Costs
-from drumline.core.simulate.graph import CODE, OPS, Floats, Ints, Messages, TimeGraph
+from drumline.core.graph import CODE, OPS, Floats, Ints, Messages, TimeGraph
 
 _FIELDS = {op: op.name.lower() for op in (*rules.NEEDS, Op.UPDATE)}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from drumline.core.simulate.graph import Floats, NotCompilable, TimeGraph
+from drumline.core.graph import Floats, NotCompilable, TimeGraph
 
 _UNKNOWN = math.inf
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from drumline.core import rules
+from drumline.core.graph import CODE, PLACE, Columns, Flags, Ints, NotCompilable
 from drumline.core.rules import Backward
-from drumline.core.simulate.graph import CODE, PLACE, Columns, Flags, Ints, NotCompilable
 
 
 def _complete(kind: Backward) -> Flags:

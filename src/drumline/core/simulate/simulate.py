@@ -12,6 +12,8 @@ from drumline.core import rules
 from drumline.core.action import Action, Op
 from drumline.core.costs import Costs
 from drumline.core.errors import CostsError, ProgramError
+from drumline.core.graph import OPS, Columns, Floats, Ints, Messages, NotCompilable, TimeGraph
+from drumline.core.memory import Holding, holdings
 from drumline.core.program import Program
 from drumline.core.prove.validate import misplaced_or_misused, validate
 from drumline.core.prove.violation import InvalidProgram
@@ -26,8 +28,6 @@ from drumline.core.simulate.durations import (
     work_seconds_many,
 )
 from drumline.core.simulate.evaluate import evaluate, evaluate_many, starts_of
-from drumline.core.simulate.graph import OPS, Columns, Floats, Ints, Messages, NotCompilable, TimeGraph
-from drumline.core.simulate.memory import Holding, holdings
 from drumline.core.timeline.attribute import attribute
 from drumline.core.timeline.idle import Idle, Limit
 from drumline.core.timeline.spans import Span, SpanLane, Track, Transfer

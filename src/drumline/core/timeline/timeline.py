@@ -20,9 +20,9 @@ from itertools import accumulate
 
 from drumline.core import rules
 from drumline.core.action import Action, Op
+from drumline.core.graph import Columns
+from drumline.core.memory import Holding
 from drumline.core.program import Program
-from drumline.core.simulate.graph import Columns
-from drumline.core.simulate.memory import Holding
 from drumline.core.timeline.idle import Cause, Idle, Limit
 from drumline.core.timeline.spans import Passed, Span, Track, Transfer
 

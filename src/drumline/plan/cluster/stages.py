@@ -19,9 +19,9 @@ from functools import lru_cache
 from drumline.core.action import Op
 from drumline.core.costs import Costs
 from drumline.core.errors import PlanError, counted
+from drumline.core.graph import CODE
+from drumline.core.memory import holdings
 from drumline.core.program import Program
-from drumline.core.simulate.graph import CODE
-from drumline.core.simulate.memory import holdings
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.plan.cluster.kernels import Ops
 from drumline.plan.cluster.layout import Layout, whole_layers

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drumline.core.errors import PlanError
-from drumline.core.simulate.graph import Floats, Ints
+from drumline.core.graph import Floats, Ints
 from drumline.plan.cut.cuts import Counts, ends_of
 from drumline.plan.cut.peaks import HeldPairs
 

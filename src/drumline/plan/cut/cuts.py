@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from drumline.core.simulate.graph import Floats
+from drumline.core.graph import Floats
 
 Counts = tuple[int, ...]
 Values = Callable[[Sequence[Counts]], Sequence[Any]]

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from drumline.core.errors import PlanError, counted
-from drumline.core.simulate.graph import Floats, Ints
+from drumline.core.graph import Floats, Ints
 from drumline.core.timeline.idle import Limit
 from drumline.plan.cut.chain import BlockCosts, BlockTable, Chain
 from drumline.plan.cut.cuts import (

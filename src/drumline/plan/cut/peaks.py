@@ -19,9 +19,9 @@ from itertools import product
 import numpy as np
 
 from drumline.core.action import TIMED_OPS, Action, Op
+from drumline.core.graph import Floats
 from drumline.core.program import Program, once_per_program
 from drumline.core.rules import Backward
-from drumline.core.simulate.graph import Floats
 
 _Moment = tuple[int, ...]  # (held since F, of them in their backward, between I and W) of each stage in turn
 

@@ -18,9 +18,9 @@ import numpy as np
 
 from drumline.core.costs import Costs
 from drumline.core.errors import PlanError
+from drumline.core.graph import Floats
 from drumline.core.program import Program, once_per_program
 from drumline.core.prove.frozen import prune
-from drumline.core.simulate.graph import Floats
 from drumline.core.simulate.simulate import makespans
 from drumline.core.timeline.idle import Limit
 from drumline.plan.cut.chain import BlockCosts, BlockTable, Chain

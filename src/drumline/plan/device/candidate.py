@@ -14,10 +14,10 @@ from drumline.core.action import Op
 from drumline.core.costs import Costs
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import Simulation, simulate
-from drumline.plan.advice import Remedy, lost_and_saved
 from drumline.plan.cut.cuts import ends_of
 from drumline.plan.cut.peaks import held_by
 from drumline.plan.cut.timed import Cut
+from drumline.plan.device.advice import Remedy, lost_and_saved
 from drumline.plan.device.model_profile import ModelProfile
 from drumline.plan.device.plan import Plan, RankBytes, StepSeconds
 from drumline.plan.device.stages import FIELD, Stages

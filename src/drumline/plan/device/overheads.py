@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from drumline.core.errors import PlanError
+from drumline.core.graph import Floats
 from drumline.core.measured.costs import Handling
 from drumline.core.parsed import LARGEST, Parsed
-from drumline.core.simulate.graph import Floats
 
 Numbers = TypeVar("Numbers", float, Floats)
 

@@ -29,7 +29,7 @@ from drumline.core.program import Program
 from drumline.core.prove.validate import validate
 from drumline.core.rules import Backward
 from drumline.core.timeline.idle import Limit
-from drumline.plan.advice import less_activations
+from drumline.plan.device.advice import less_activations
 from drumline.plan.device.candidate import EQUAL, Candidate
 from drumline.plan.device.combinations import CHECKPOINTING, Question
 from drumline.plan.device.model_profile import ModelProfile

@@ -18,8 +18,8 @@ import numpy as np
 
 from drumline.core.action import Op
 from drumline.core.costs import Costs
+from drumline.core.graph import Floats, Ints
 from drumline.core.program import Program, once_per_program
-from drumline.core.simulate.graph import Floats, Ints
 from drumline.core.simulate.simulate import makespans
 from drumline.plan.cut.chain import sums
 from drumline.plan.cut.cuts import Counts, ends_of, even_cut, every_cut, shortest_largest, shortest_step

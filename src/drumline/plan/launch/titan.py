@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from drumline.core.torch_text import titan_by_placement
+from drumline.core.lower.torch_text import titan_by_placement
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.launch.toml import written

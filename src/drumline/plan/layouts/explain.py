@@ -9,12 +9,12 @@ from typing import Any
 from drumline.core.errors import counted
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import Simulation, simulate
-from drumline.plan.advice import Remedy
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.loads import hop_seconds, stage_ops
 from drumline.plan.cluster.stages import simulated
 from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.device.advice import Remedy
 from drumline.plan.launch.launch import AXES, Launch, first_places, launch, links
 from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.planner import OBJECTIVE, ClusterPlan

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from drumline.core.costs import Costs
 from drumline.core.errors import PlanError
+from drumline.core.memory import holdings
 from drumline.core.placement import Placement
 from drumline.core.program import Program
-from drumline.core.simulate.memory import holdings
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
 from drumline.plan.cluster.estimate import Estimate

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from drumline.core.errors import PlanError
-from drumline.plan.advice import Remedy
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.stages import layer_counts
+from drumline.plan.device.advice import Remedy
 from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.frameworks import ZERO
 from drumline.plan.layouts.pins import Pins

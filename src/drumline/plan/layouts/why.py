@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 
 from drumline.core.errors import PlanError, counted
 from drumline.core.units import duration
-from drumline.plan.advice import Remedy, less_activations, lost_and_saved
 from drumline.plan.cluster.hardware import Cluster
+from drumline.plan.device.advice import Remedy, less_activations, lost_and_saved
 from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.pins import Pins, tried_schedules
 from drumline.plan.layouts.survey import Survey

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
+from drumline.plan.search.bounds.instance import F, I, Instance, Rows, W
 from drumline.plan.search.bounds.relaxed import Relaxed
-from drumline.plan.search.instance import F, I, Instance, Rows, W
 
 _UNKNOWN = math.inf
 

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from drumline.plan.search.instance import B, F, I, Instance, Resource, Rows, W
+from drumline.plan.search.bounds.instance import B, F, I, Instance, Resource, Rows, W
 
 _UNKNOWN = math.inf
 

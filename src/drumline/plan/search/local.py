@@ -17,7 +17,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 
-from drumline.plan.search.instance import B, F, I, Instance, Rows, W
+from drumline.plan.search.bounds.instance import B, F, I, Instance, Rows, W
 from drumline.plan.search.objective import Objective, Score
 
 Block = tuple[int, int, int]

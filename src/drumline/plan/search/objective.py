@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from drumline.core.errors import CostsError, nearest
-from drumline.core.simulate.graph import Floats
-from drumline.plan.search.instance import B, I, Instance, Rows
+from drumline.core.graph import Floats
+from drumline.plan.search.bounds.instance import B, I, Instance, Rows
 from drumline.plan.search.times import Ends, clock, clock_many
 
 OBJECTIVES = ("makespan", "span", "steady")

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drumline.core.costs import Costs, cut_finer
+from drumline.core.memory import holdings
 from drumline.core.program import Program
-from drumline.core.simulate.memory import holdings
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
 from drumline.core.units import number, size_text
-from drumline.plan.search.instance import Instance
+from drumline.plan.search.bounds.instance import Instance
 from drumline.plan.search.objective import Objective
 from drumline.plan.search.search import PLACEMENTS, admitted, search, shared
 from drumline.plan.search.starts import starts

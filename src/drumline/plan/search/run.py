@@ -21,9 +21,9 @@ from itertools import islice
 from drumline.core.program import Program
 from drumline.core.units import number
 from drumline.plan.search.beam import Beam
+from drumline.plan.search.bounds.instance import Instance, Rows
 from drumline.plan.search.bounds.lower_bounds import Bound, lower_bound
 from drumline.plan.search.construct import Built
-from drumline.plan.search.instance import Instance, Rows
 from drumline.plan.search.local import Annealer
 from drumline.plan.search.objective import Objective
 from drumline.plan.search.starts import split, starts, stretched

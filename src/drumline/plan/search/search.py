@@ -18,15 +18,15 @@ from typing import Any
 
 from drumline.core.costs import Costs, cut_finer
 from drumline.core.errors import PlanError, nearest
+from drumline.core.memory import holdings
 from drumline.core.placement import Placement
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
-from drumline.core.simulate.memory import holdings
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.core.timeline.idle import Limit
 from drumline.core.units import number
+from drumline.plan.search.bounds.instance import Instance
 from drumline.plan.search.bounds.lower_bounds import Bound
-from drumline.plan.search.instance import Instance
 from drumline.plan.search.objective import Jitter, Objective
 from drumline.plan.search.run import SAME, SECONDS, Budget, SearchRun
 from drumline.plan.search.starts import Start

@@ -23,7 +23,7 @@ from drumline.core.errors import ScheduleError
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import simulate
-from drumline.plan.search.instance import B, F, I, Instance, Rows, W
+from drumline.plan.search.bounds.instance import B, F, I, Instance, Rows, W
 from drumline.plan.search.objective import Objective
 from drumline.plan.search.times import clock
 from drumline.schedules import schedules

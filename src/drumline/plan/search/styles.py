@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from drumline.plan.search.bounds.instance import F, Instance, Rows, W
 from drumline.plan.search.bounds.relaxed import Relaxed
 from drumline.plan.search.construct import Builder, Built, Policy, Rule
-from drumline.plan.search.instance import F, Instance, Rows, W
 
 
 @dataclass(frozen=True, slots=True)

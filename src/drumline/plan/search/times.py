@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from drumline.core.graph import Floats, Messages
 from drumline.core.prove.violation import InvalidProgram
-from drumline.core.simulate.graph import Floats, Messages
 from drumline.core.simulate.simulate import simulate
-from drumline.plan.search.instance import B, Instance, Rows
+from drumline.plan.search.bounds.instance import B, Instance, Rows
 
 _UNKNOWN = math.inf
 

@@ -9,7 +9,7 @@ A comparison of schedules (`report/compare.py`) is not a step, but returns its a
 
 from __future__ import annotations
 
-from drumline.plan.advice import Advice
+from drumline.plan.device.advice import Advice
 from drumline.report.advise.cut import equal_stages, recut
 from drumline.report.advise.evidence import Evidence
 from drumline.report.advise.program import other_counts, other_schedule

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from drumline.core.simulate.graph import Floats, Ints
+from drumline.core.graph import Floats, Ints
 from drumline.core.timeline.timeline import Timeline
 
 Times = Sequence[float] | Floats

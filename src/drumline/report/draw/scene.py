@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from drumline.core.action import Action, Op
+from drumline.core.graph import OPS as ALL_OPS
+from drumline.core.graph import Columns as ActionColumns
+from drumline.core.graph import Flags, Ints
 from drumline.core.measured.endless import num_begun
 from drumline.core.placement import Placement
-from drumline.core.simulate.graph import OPS as ALL_OPS
-from drumline.core.simulate.graph import Columns as ActionColumns
-from drumline.core.simulate.graph import Flags, Ints
 from drumline.core.timeline.idle import SENTENCES, Cause, Idle
 from drumline.core.timeline.spans import SpanLane, Track
 from drumline.core.timeline.timeline import Timeline

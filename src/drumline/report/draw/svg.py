@@ -11,7 +11,7 @@ from drumline.core.timeline.timeline import Timeline
 from drumline.report.draw.palette import IDLE, MUTED, SHADES, TRACK, Hatch, fill
 from drumline.report.draw.scene import OPS, further
 from drumline.report.draw.sheet import APART, Axis, hatched, px, rect, sheet, text, upright, xml_text
-from drumline.report.units import number, percent, size_text
+from drumline.report.draw.units import number, percent, size_text
 
 _LEFT, _RIGHT, _TOP = 64, 132, 64
 _DIGIT = 6.3  # width of a digit at the label size

@@ -29,7 +29,7 @@ import numpy as np
 
 from drumline.core.action import Action, Op
 from drumline.core.errors import ProgramError, TraceError
-from drumline.core.simulate.graph import Ints
+from drumline.core.graph import Ints
 from drumline.report.kineto.calls import MessageEnd
 from drumline.report.kineto.recording import Mark, RankTrace
 

@@ -20,7 +20,7 @@ from drumline.core.prove.violation import Violation
 from drumline.core.simulate.simulate import Simulation
 from drumline.core.timeline.idle import Cause, Idle
 from drumline.core.timeline.timeline import Timeline
-from drumline.plan.advice import Advice
+from drumline.plan.device.advice import Advice
 from drumline.report.advise.adviser import advise
 from drumline.report.advise.evidence import Evidence
 from drumline.report.kineto.load import Traces, described, load

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from drumline.core.graph import Floats
 from drumline.core.measured.align import agreed
-from drumline.core.simulate.graph import Floats
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeGuard
 
 import numpy as np
 
-from drumline.core.simulate.graph import Ints
+from drumline.core.graph import Ints
 from drumline.report.kineto.calls import MessageEnd, Posted, args_of, calls_of, elements_bytes, shape_bytes
 from drumline.report.kineto.events import Event, events
 

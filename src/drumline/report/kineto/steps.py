@@ -21,8 +21,8 @@ from typing import NamedTuple
 from drumline.core.action import Op
 from drumline.core.costs import Costs
 from drumline.core.errors import TraceError
+from drumline.core.memory import holdings
 from drumline.core.program import Program
-from drumline.core.simulate.memory import holdings
 from drumline.report.kineto.actions import Labelled, numbered, numbered_on, spelled, unlabelled, until_the_end
 from drumline.report.kineto.calls import MessageEnd
 from drumline.report.kineto.members import ONE_RUN

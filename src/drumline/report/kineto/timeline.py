@@ -25,8 +25,8 @@ from heapq import heappop, heappush
 from drumline.core import rules
 from drumline.core.action import AWAITED, SEND_OPS, WAIT_OPS, Action
 from drumline.core.costs import Costs
+from drumline.core.memory import Holding, holdings
 from drumline.core.program import Program
-from drumline.core.simulate.memory import Holding, holdings
 from drumline.core.timeline.idle import Cause, Idle
 from drumline.core.timeline.spans import Track, Transfer
 from drumline.core.timeline.timeline import Timeline

@@ -17,8 +17,8 @@ from drumline.report.draw.chart import Bar, Series, bars, chart
 from drumline.report.draw.html import asset, page_with
 from drumline.report.draw.markup import Part, bar_row, bar_rows, card, cards, legend_html, safe, table_html
 from drumline.report.draw.scene import document
+from drumline.report.draw.units import duration, size_text
 from drumline.report.plan import text
-from drumline.report.units import duration, size_text
 
 _STRIPS = 8  # up to this many ranks, memory and queues are shown at first
 _GIB = 2.0**30

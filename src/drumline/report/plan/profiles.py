@@ -9,7 +9,7 @@ from drumline.plan.device.model_profile import ModelProfile
 from drumline.report.draw.chart import Bar, bars
 from drumline.report.draw.html import picture_page
 from drumline.report.draw.palette import SHADES
-from drumline.report.table import table
+from drumline.report.draw.table import table
 
 _TIMES = ("forward", "backward", "backward_input", "backward_weight")
 _PARTS = {

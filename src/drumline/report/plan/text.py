@@ -13,8 +13,8 @@ from drumline.plan.launch.launch import Config
 from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.explain import Explanation, Reasons
 from drumline.plan.layouts.planner import ClusterPlan
-from drumline.report.table import table
-from drumline.report.units import duration, size_text
+from drumline.report.draw.table import table
+from drumline.report.draw.units import duration, size_text
 
 SECONDS = {
     "compute": "compute",

@@ -26,11 +26,11 @@ from drumline.report.draw.markup import (
 )
 from drumline.report.draw.palette import run_class
 from drumline.report.draw.scene import document
+from drumline.report.draw.units import counts, duration, number, percent, size_text
 from drumline.report.run.changes import HEADER, cells
 from drumline.report.run.follow import PARTS
 from drumline.report.run.report import RunReport
 from drumline.report.run.text import fullest
-from drumline.report.units import counts, duration, number, percent, size_text
 
 Figures = dict[str, Any]
 # Shorter by less than this share, or than steps of one run differ from each other, is about the same.

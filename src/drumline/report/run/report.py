@@ -21,7 +21,7 @@ from drumline.core.measured.measured import Measured
 from drumline.core.measured.run import Run
 from drumline.core.measured.steadiness import Steadiness, spread_of
 from drumline.core.timeline.timeline import Timeline
-from drumline.plan.advice import Advice
+from drumline.plan.device.advice import Advice
 from drumline.report.advise.adviser import advise
 from drumline.report.advise.evidence import OPS, Evidence
 from drumline.report.run.changes import changes_of

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from drumline.core.errors import RunError
 from drumline.report.draw.chart import Series, chart
-from drumline.report.table import table
+from drumline.report.draw.table import table
 from drumline.serve.load.run import PERCENTILES, Result
 
 _INSIDE = ("queue", "compute")  # of what the terminal shows the medians

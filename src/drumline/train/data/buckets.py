@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from drumline.core.errors import UsageError, nearest
-from drumline.train.data.batch import Bucket
+from drumline.train.data.items.batch import Bucket
+from drumline.train.data.items.order import Indices
 from drumline.train.data.layouts import HOWS, Layout, Packed, Padded, Sized, StepShape, Unit, all_lengths, dealt
-from drumline.train.data.order import Indices
 from drumline.train.data.packing import chosen_buckets
 
 MOST_BUCKETS = 64

@@ -9,15 +9,15 @@ from typing import Any
 from drumline.core.errors import UsageError, counted, nearest
 from drumline.train.config.placed import concerning
 from drumline.train.config.settings import DataSettings, TrainSettings
-from drumline.train.data.batch import Batch, Data
 from drumline.train.data.buckets import Buckets, check_buckets, layout_of
 from drumline.train.data.counts import counts_of
-from drumline.train.data.documents import Documents
 from drumline.train.data.fill import Filler, TokenFiller
+from drumline.train.data.items.batch import Batch, Data
+from drumline.train.data.items.documents import Documents
+from drumline.train.data.items.fingerprint import Part
 from drumline.train.data.layouts import HOWS, Layout, StepShape, Unit
 from drumline.train.data.own.function import data_by_function
 from drumline.train.data.points import PointFiller, Points
-from drumline.train.data.read.fingerprint import Part
 from drumline.train.data.read.instructions import instruction_documents
 from drumline.train.data.read.text import text_documents
 from drumline.train.data.read.tokens import token_documents

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drumline.train.data.batch import Batch, Bucket, Data
+from drumline.train.data.items.batch import Batch, Bucket, Data
 
 
 def example_of(data: Data, num_microbatches: int) -> Batch:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from drumline.core.errors import ModelError, UsageError
 from drumline.runtime.batch import Microbatches
-from drumline.train.data.batch import Batch
+from drumline.train.data.items.batch import Batch
 from drumline.train.data.layouts import Unit
 from drumline.train.data.samples import Samples
 from drumline.train.models.built import IGNORED, Built

@@ -18,8 +18,8 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from drumline.train.data.batch import Bucket
-from drumline.train.data.order import Indices
+from drumline.train.data.items.batch import Bucket
+from drumline.train.data.items.order import Indices
 from drumline.train.data.packing import alike, packed
 
 HOWS = ("blocks", "packed", "padded", "buckets")

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import UsageError
+from drumline.train.config.files.data_files import found
 from drumline.train.config.placed import concerning
-from drumline.train.data.batch import Batch
+from drumline.train.data.items.batch import Batch
+from drumline.train.data.items.fingerprint import Part
+from drumline.train.data.items.order import Indices
 from drumline.train.data.layouts import Unit
-from drumline.train.data.order import Indices
-from drumline.train.data.read.files import found
-from drumline.train.data.read.fingerprint import Part
 from drumline.train.models.built import IGNORED
 
 

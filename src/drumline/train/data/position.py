@@ -11,7 +11,7 @@ from typing import Any
 from drumline.core.errors import UsageError, counted
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.saving.plain import packed, unpacked
-from drumline.train.data.batch import Stream
+from drumline.train.data.items.batch import Stream
 
 _PARTS = "of_every_part"
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from drumline.train.data.documents import Documents
-from drumline.train.data.order import Indices
-from drumline.train.data.read.fingerprint import Part
+from drumline.train.data.items.documents import Documents
+from drumline.train.data.items.fingerprint import Part
+from drumline.train.data.items.order import Indices
 from drumline.train.models.built import IGNORED
 
 

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from drumline.core.errors import RunError, UsageError
-from drumline.train.data.batch import Batch
 from drumline.train.data.fill import Filler
+from drumline.train.data.items.batch import Batch
+from drumline.train.data.items.fingerprint import Part, changed
+from drumline.train.data.items.fingerprint import fingerprint as taken
+from drumline.train.data.items.order import Indices, Shuffle
 from drumline.train.data.layouts import Layout, Unit
-from drumline.train.data.order import Indices, Shuffle
-from drumline.train.data.read.fingerprint import Part, changed
-from drumline.train.data.read.fingerprint import fingerprint as taken
 
 _AHEAD = 2
 _LOOK = 0.2  # seconds between looks whether anybody still waits

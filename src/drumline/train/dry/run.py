@@ -18,10 +18,10 @@ from drumline.pipeline.options import Options
 from drumline.pipeline.programs import program_for
 from drumline.runtime.blocks.cut import Block
 from drumline.train.config.settings import OptimizerSettings, TrainSettings
-from drumline.train.data.batch import Batch, Bucket, Data
 from drumline.train.data.example import example_of, fullest, sized
-from drumline.train.dry.forecast import Forecast, forecast
-from drumline.train.dry.state import state_bytes
+from drumline.train.data.items.batch import Batch, Bucket, Data
+from drumline.train.memory.forecast import Forecast, forecast
+from drumline.train.memory.state import state_bytes
 
 
 class Parts(NamedTuple):

@@ -18,7 +18,7 @@ from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.saving.folder import checkpoints
 from drumline.pipeline.saving.saver import Saving
 from drumline.train.config.settings import TrainSettings
-from drumline.train.data.batch import Data
+from drumline.train.data.items.batch import Data
 from drumline.train.data.position import own_position, position_of
 from drumline.train.models.beside import files_beside
 

@@ -18,7 +18,7 @@ from drumline.core.errors import ModelError, RunError
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.axes.axes import ROWS
 from drumline.train.config.settings import EvaluationSettings
-from drumline.train.data.batch import Batch
+from drumline.train.data.items.batch import Batch
 from drumline.train.loop.making import Calling
 
 

@@ -31,7 +31,7 @@ from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.record.outbox import Outbox
 from drumline.report.run.follow import TensorBoard, WandB, Writer, scalars
 from drumline.train.config.settings import TrainSettings
-from drumline.train.data.batch import Bucket
+from drumline.train.data.items.batch import Bucket
 from drumline.train.loop.evaluate import Evaluation, Sample
 from drumline.train.loop.progress import Told, Update
 from drumline.train.loop.stopping import Skipped, Stopped

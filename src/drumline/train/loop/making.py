@@ -28,7 +28,7 @@ from drumline.report.run.follow import needed
 from drumline.runtime.axes.axes import Axes
 from drumline.schedules import generate, schedules
 from drumline.train.config.settings import TrainSettings
-from drumline.train.data.batch import Batch
+from drumline.train.data.items.batch import Batch
 from drumline.train.models.built import Built, Tokenizer
 
 MakeModel = Callable[..., Built]

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from drumline.core.measured.measured import Measured
 from drumline.pipeline.pipeline import Pipeline
-from drumline.train.data.batch import Batch
-from drumline.train.dry.held import held
+from drumline.train.data.items.batch import Batch
+from drumline.train.memory.held import held
 
 _STATUS = Path("/proc/self/status")
 

@@ -19,8 +19,8 @@ from drumline.pipeline.launch.stop import stop_on_signals
 from drumline.pipeline.pipeline import Pipeline
 from drumline.train.config.settings import TrainSettings
 from drumline.train.config.write import keep_settings
-from drumline.train.data.batch import Data
 from drumline.train.data.example import example_of
+from drumline.train.data.items.batch import Data
 from drumline.train.loop.making import (
     Calling,
     MakeModel,

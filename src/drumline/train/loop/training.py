@@ -27,7 +27,7 @@ from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.step import StepResult
 from drumline.runtime.axes.axes import ROWS
 from drumline.train.config.settings import TrainSettings
-from drumline.train.data.batch import Batch, Data
+from drumline.train.data.items.batch import Batch, Data
 from drumline.train.loop.checkpoints import Checkpoints
 from drumline.train.loop.curve import Curve
 from drumline.train.loop.evaluate import Evaluation, Sample, evaluate, sample

@@ -1,1 +1,1 @@
-"""Lower bounds that no program can beat, each with its proof, and the exact optimum of small instances."""
+"""What is searched, lower bounds that no program can beat, each with its proof, and the optimum of small instances."""

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from drumline.core.simulate.graph import Floats, Ints
+from drumline.core.graph import Floats, Ints
+from drumline.plan.search.bounds.instance import F, I, StageLane, W
 from drumline.plan.search.bounds.relaxed import Key, Relaxed
-from drumline.plan.search.instance import F, I, StageLane, W
 
 _SWEEPS = 40
 _ROUNDING = 1e-11  # sums of sizes are rounded: an excess smaller than this does not count
@@ -32,7 +32,7 @@ def latest(relaxed: Relaxed, *, only_first: bool, is_late: Callable[[], bool] = 
 
     >>> from drumline.core.costs import Costs
     >>> from drumline.core.placement import Placement
-    >>> from drumline.plan.search.instance import Instance
+    >>> from drumline.plan.search.bounds.instance import Instance
     >>> latest(Relaxed(Instance(Costs(comm=0.5), Placement.linear(3), 1)), only_first=False)
     9.0
     """

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from drumline.plan.search.bounds.earliest import latest
+from drumline.plan.search.bounds.instance import Instance, W
 from drumline.plan.search.bounds.relaxed import Relaxed
-from drumline.plan.search.instance import Instance, W
 
 IsLate = Callable[[], bool]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from drumline.plan.search.instance import F, I, Instance, W
+from drumline.plan.search.bounds.instance import F, I, Instance, W
 
 _OPS = (F, I, W)
 

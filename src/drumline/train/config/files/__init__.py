@@ -1,1 +1,1 @@
-"""Files that a config names, looked at before anything starts and without PyTorch: data, model folders, functions."""
+"""A config and the files that it names, read and looked at before anything starts, without PyTorch."""

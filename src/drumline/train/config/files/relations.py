@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 from drumline.core.errors import DrumlineError
 from drumline.core.files import is_regular, unreadable
+from drumline.train.config.files.data_files import matched
 from drumline.train.config.files.model_folder import problems_of
 from drumline.train.config.files.signatures import refusals
 from drumline.train.config.functions import parts_of
 from drumline.train.config.problems import Problem
 from drumline.train.config.relations import Judged, relation
-from drumline.train.data.read.files import matched
 
 
 @relation("data.files", "data.validation_files", "data.tokenizer", "data.kind")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drumline.train.data.read.fingerprint import digest
+from drumline.train.data.items.fingerprint import digest
 
 _MOST = 16  # blocks of a tensor
 

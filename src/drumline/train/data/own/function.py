@@ -13,7 +13,7 @@ from torch import Tensor
 
 from drumline.core.errors import UsageError
 from drumline.train.config.settings import TrainSettings
-from drumline.train.data.batch import Data
+from drumline.train.data.items.batch import Data
 from drumline.train.data.own.repeated import FORMS, RepeatedStream, Source, batch_of
 from drumline.train.data.own.trial import check_resumable, check_state
 from drumline.train.models.built import Built

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from drumline.core.errors import UsageError
-from drumline.train.data.batch import Batch, Stream
+from drumline.train.data.items.batch import Batch, Stream
 from drumline.train.data.own.digests import joined
 from drumline.train.data.own.draws import Draws
 from drumline.train.models.built import IGNORED, Built

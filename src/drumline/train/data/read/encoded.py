@@ -20,9 +20,9 @@ from typing import BinaryIO
 import numpy as np
 
 from drumline.core.errors import RunError
-from drumline.train.data.documents import Documents, Mapped
-from drumline.train.data.order import Indices
-from drumline.train.data.read.fingerprint import digest
+from drumline.train.data.items.documents import Documents, Mapped
+from drumline.train.data.items.fingerprint import digest
+from drumline.train.data.items.order import Indices
 from drumline.train.models.built import Tokenizer
 
 IN_MEMORY = 64 << 20  # bytes of text

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from drumline.core.errors import UsageError
-from drumline.train.data.documents import Documents
-from drumline.train.data.read.files import found, records_of
+from drumline.train.config.files.data_files import found, records_of
+from drumline.train.data.items.documents import Documents
 from drumline.train.models.built import Tokenizer
 from drumline.train.models.tokenizers import FolderTokenizer, Message
 

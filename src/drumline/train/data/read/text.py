@@ -16,10 +16,10 @@ from typing import BinaryIO
 import numpy as np
 
 from drumline.core.errors import UsageError
-from drumline.train.data.documents import Documents, Mapped
-from drumline.train.data.order import Indices
+from drumline.train.config.files.data_files import check_utf8, found, records_of
+from drumline.train.data.items.documents import Documents, Mapped
+from drumline.train.data.items.order import Indices
 from drumline.train.data.read.encoded import encoded
-from drumline.train.data.read.files import check_utf8, found, records_of
 from drumline.train.models.built import Tokenizer
 from drumline.train.models.tokenizers import ByteTokenizer
 

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drumline.core.errors import UsageError, nearest
-from drumline.train.data.documents import Documents, Mapped
-from drumline.train.data.order import Indices
-from drumline.train.data.read.files import found
+from drumline.train.config.files.data_files import found
+from drumline.train.data.items.documents import Documents, Mapped
+from drumline.train.data.items.order import Indices
 
 TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 _CHUNK = 1 << 24

@@ -26,9 +26,9 @@ import numpy as np
 from drumline.core import rules
 from drumline.core.action import Action, Op
 from drumline.core.costs import Costs
+from drumline.core.graph import CODE, OPS, Floats, Ints
 from drumline.core.program import Program, once_per_program
 from drumline.core.rules import Backward
-from drumline.core.simulate.graph import CODE, OPS, Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import re
 from drumline.core.action import SEND_OPS, WAIT_OPS, Action, Op
 from drumline.core.channel import STRICTEST
 from drumline.core.errors import ProgramError
-from drumline.core.lower import lower
+from drumline.core.lower.lower import lower
 from drumline.core.placement import Placement
 from drumline.core.program import Program
 from drumline.core.prove.frozen import untrained

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from drumline.core.action import Action, Op
 from drumline.core.costs import Costs
+from drumline.core.memory import Sizes, holdings
 from drumline.core.program import Program
 from drumline.core.prove.frozen import prune
-from drumline.core.simulate.memory import Sizes, holdings
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.pipeline.assembly import checkpointed
 from drumline.pipeline.balance import is_asked
@@ -46,7 +46,7 @@ from drumline.runtime.randomness import Randomness
 from drumline.runtime.stage import Stage
 from drumline.runtime.values import moved, pack
 from drumline.schedules import find
-from drumline.train.dry.stand_ins import is_on_meta, stand_ins
+from drumline.train.memory.stand_ins import is_on_meta, stand_ins
 
 _RUNS, _SECONDS = 3, 2.0  # for the simulated step; bytes are the same in every run
 # Of parameters by name in the whole model, what is kept for each beside its gradient.

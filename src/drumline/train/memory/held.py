@@ -13,7 +13,7 @@ from drumline.core.errors import RunError
 from drumline.core.measured.measured import Measured
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.stage import Stage
-from drumline.train.dry.forecast import Held, moments_of
+from drumline.train.memory.forecast import Held, moments_of
 
 
 def held(

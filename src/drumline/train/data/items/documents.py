@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drumline.core.errors import UsageError
-from drumline.train.data.order import Indices
-from drumline.train.data.read.fingerprint import Part
+from drumline.train.data.items.fingerprint import Part
+from drumline.train.data.items.order import Indices
 
 
 class Mapped:

@@ -1,0 +1,1 @@
+"""What data are made of: batches, documents, their order and fingerprints."""
