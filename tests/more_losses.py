@@ -395,5 +395,5 @@ UNFAIR: dict[str, tuple[Loss, Callable[[int], Any]]] = {
     "R squared": (lambda o, t: (o - t).pow(2).sum() / (t - t.mean(0)).pow(2).sum(), numbers),
     "sum over rows squared": (lambda o, t: (o - t).sum(0).pow(2).mean(), numbers),
     "neighbours": (lambda o, t: nf.mse_loss(o, t) + (o[1:] - o[:-1]).pow(2).mean(), numbers),
-    "MMD": (lambda o, t: (torch.cdist(o, o).exp().mean() - 2 * torch.cdist(o, t).exp().mean()), numbers),
+    "MMD": (lambda o, t: torch.cdist(o, o).exp().mean() - 2 * torch.cdist(o, t).exp().mean(), numbers),
 }
