@@ -63,7 +63,8 @@ test: $(VENV)/full.stamp style
 
 # The same tests with the lowest versions that pyproject.toml admits, in an environment of its own; what draws pages and
 # checks types is left out. The client that asks services is told no version of grpcio: each asks for an older or a newer
-# one than the floor. On x86 this PyTorch brings gigabytes of CUDA.
+# one than the floor. The lowest matplotlib calls what today's pyparsing warns of. On x86 this PyTorch brings gigabytes
+# of CUDA.
 floors:
 	$(PYTHON) scripts/floors.py > .floors.txt
 	$(PYTHON) -m venv .venv-floors
@@ -71,7 +72,8 @@ floors:
 	.venv-floors/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "tritonclient<2.72" python-rapidjson
 	.venv-floors/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	.venv-floors/bin/python scripts/floors.py --check
-	.venv-floors/bin/pytest --numprocesses 2 --dist worksteal -m "not browser"
+	.venv-floors/bin/pytest --numprocesses 2 --dist worksteal -m "not browser" \
+	  -W ignore::pyparsing.warnings.PyparsingDeprecationWarning
 
 # All combinations of what `make test` thins out (models, schedules, counts, transports), and the matrix of Hugging Face
 # families and schedules for docs/models-tested.md; an hour.

@@ -218,8 +218,9 @@ def test_code_of_a_cell_runs_in_another_process(name: str, answers: dict[str, An
 
 def test_only_globals_that_are_used_travel(cells: dict[str, Any]) -> None:
     by_value.dumps(cells["uses_a_global"])
+    unused = cells["unused"]
     with pytest.raises(TypeError, match="lock"):
-        by_value.dumps(lambda: cells["unused"])
+        by_value.dumps(lambda: unused)
 
 
 def test_local_functions_and_classes_of_this_test_travel() -> None:

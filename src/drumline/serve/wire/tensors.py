@@ -150,10 +150,9 @@ def _array(wanted: Tensor, tensor: Any, raw: bytes | None) -> Array:
     values: Any = getattr(tensor.contents, place) if place else ()
     if len(values) != count:
         raise Refused(f"input {wanted.name!r} has {len(values)} values; expected {count} for shape {list(shape)}")
-    try:
-        return np.array(values, dtype).reshape(shape)
-    except OverflowError:
-        raise Refused(f"input {wanted.name!r} has a value that {wanted.datatype} cannot hold") from None
+    if dtype.kind in "iu" and values and not np.iinfo(dtype).min <= min(values) <= max(values) <= np.iinfo(dtype).max:
+        raise Refused(f"input {wanted.name!r} has a value that {wanted.datatype} cannot hold")
+    return np.array(values, dtype).reshape(shape)
 
 
 def put_inputs(request: Any, arrays: Mapping[str, Array]) -> None:
