@@ -38,6 +38,7 @@ from drumline.runtime.blocks.cut import Block
 from drumline.runtime.executor import Executor
 from drumline.runtime.gradients.sketch import sketch
 from drumline.runtime.gradients.witness import Witness
+from drumline.runtime.randomness import seedings_elsewhere
 from drumline.runtime.step import Step
 
 _FINE = 1e-3  # what is allowed in float32 is less
@@ -83,6 +84,7 @@ class Asking:
 
     def __post_init__(self) -> None:
         self.reason = ""  # why it is not checked
+        self._seedings = 0
         self.error: Exception | None = None  # what the model by itself raised
         self.seconds = 0.0
         self.takes: list[Take] = []
@@ -103,6 +105,7 @@ class Asking:
         sequences, if lines of a mesh have parts of them.
         """
         started = time.perf_counter()
+        self._seedings = seedings_elsewhere()
         self.held = [(one, dict(self.holdings.named_on(one, pieces=False))) for one in self.engine.executors]
         with self._whole() as parts:
             self._ask(step, called, target, factor, whole)
@@ -200,6 +203,12 @@ class Asking:
             for take, wanted in zip(self.takes, made, strict=True):
                 take.wanted = wanted
 
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other threads have seeded generators meanwhile, from which this model draws, or its loss."""
+        draws = any(one.wanted is not None and (one.wanted.drew or one.wanted.loss_drew) for one in self.takes)
+        return draws and seedings_elsewhere() != self._seedings
+
     def _samples(self, named: Mapping[str, nn.Parameter]) -> dict[str, bytes]:
         """Return some numbers of what is trained here and may be another in the model as this process has it."""
         if not self.reference.is_current:
@@ -270,7 +279,6 @@ class Asking:
                     precision=assembly.precision,
                     scale=factor,
                     multiplying=lambda given: self.intake.multiplying(given.inputs, given.factors),
-                    listens=assembly.compiler is not None or self.parts.divides_sequences,
                     others=[*mine, *self._of_loss().values()],
                     keeping=self.intake.loss_fn,
                 )
@@ -293,10 +301,12 @@ class Asking:
             self.reason = "the model draws random numbers of Python's or numpy's, which no rank seeds"
         elif any(one.drew for one in made) and self.parts.divides_sequences:
             self.reason = "the model draws random numbers, which are others for each part of a sequence"
-        elif any(one.drew for one in made):
+        elif any(one.drew for one in made) and assembly.compiler is not None:
             self.reason = "the model draws random numbers, which are others once it is compiled"
         elif any(one.loss_drew for one in made):
             self.reason = "the loss function draws random numbers, which are others in the model by itself"
+            if seedings_elsewhere() != self._seedings:
+                self.reason = "random numbers were drawn meanwhile, by the loss function or by another thread"
         return nothing if self.reason else made
 
     @cached_property

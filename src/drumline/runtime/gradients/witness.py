@@ -163,7 +163,9 @@ def _putting_aside(
             if (made := one.grad) is not None:
                 note({one: made.detach()})
             one.grad = earlier if made is None else _sum(earlier, made)
-        unclear.update(one for one, (last, version) in noted.items() if one.grad is not last or last._version != version)
+        unclear.update(
+            one for one, (last, version) in noted.items() if one.grad is not last or last._version != version
+        )
 
 
 def _dense(gradient: Tensor) -> Tensor:
