@@ -43,7 +43,6 @@ class Row:
     @contextmanager
     def seeding(self, microbatch: int, randomness: Randomness) -> Iterator[Callable[[Any], Any]]:
         """Yield a function that runs all blocks on a microbatch, each seeded if it may draw."""
-
         drawing = {name for name, block in self._here.items() if may_draw(block)}
 
         def through(names: Sequence[str], value: Any) -> Any:
