@@ -145,6 +145,25 @@ def checked_later() -> tuple[list[float], int]:
         return [float(one) for one in losses if one is not None], pipe.checked.step
 
 
+def asked_on_one_line() -> list[int]:
+    """Let one line trace the model again, and another not; return which check was the last after each step."""
+    x, y = labels(slice(0))
+    checked, hooks = [], []
+    with pipeline(decoder(), loss_fn=watched, mesh={"dp": 2}, example=x[:ROWS], check_model=100) as pipe:
+        for step in range(7):
+            is_other = pipe.axes.rows[0] == 0
+            if step == 4 and is_other:
+                hooks.append(nn.modules.module.register_module_forward_hook(lambda *_: None))
+            rows = 4 if step == 1 and is_other else ROWS
+            pipe.step(x[:rows], target=y[:rows])
+            pipe.settle()
+            assert pipe.checked is not None
+            checked.append(pipe.checked.step)
+    for one in hooks:
+        one.remove()
+    return checked
+
+
 def refused(name: str) -> str:
     x, y = labels(slice(0))
     model = grouped() if name.startswith("heads") else decoder() if "cp" in name else chain()
@@ -169,7 +188,7 @@ def refused(name: str) -> str:
 def everything() -> dict[str, Any]:
     found: dict[str, Any] = {name: trained(name) for name in TRAINED}
     found |= {name: refused(name) for name in WRONG}
-    return found | {"other kinds": other_kinds(), "checked later": checked_later()}
+    return found | {"other kinds": other_kinds(), "checked later": checked_later(), "asked": asked_on_one_line()}
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +233,10 @@ def test_lines_check_the_same_steps_whichever_counted_something_first(ranks: lis
     for losses, step in some([rank["checked later"] for rank in ranks]):
         assert losses == pytest.approx(wanted, rel=1e-10)
         assert step == 2
+
+
+def test_lines_check_the_same_steps_though_one_traced_the_model_again(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["asked"] for rank in ranks] == [[0] * 7, [0] * 7]
 
 
 @pytest.mark.parametrize(

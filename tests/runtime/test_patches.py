@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from drumline.runtime.blocks.pieces import pieces_of
 from drumline.runtime.follow.inputs import Inputs
 from drumline.runtime.follow.skeleton import copied
 from drumline.runtime.patches import Patch, Replaced
+from drumline.runtime.randomness import Randomness
 from some import some
 from torch_models import data
 
@@ -229,11 +231,11 @@ def test_watchers_of_two_threads_end_in_any_order() -> None:
 
 
 class Meets(nn.Module):
-    """Waits before and after its layer until the other pipeline is amid a forward, too."""
+    """Waits before and after its layer until the other pipeline is amid a forward, too, once it has a barrier."""
 
-    def __init__(self, inner: nn.Module, barrier: threading.Barrier) -> None:
+    def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.inner, self.barrier = inner, barrier
+        self.inner, self.barrier = inner, threading.Barrier(1)
 
     def forward(self, x: Tensor) -> Any:
         self.barrier.wait()
@@ -245,14 +247,22 @@ class Meets(nn.Module):
 @pytest.mark.parametrize("other", [("zb-h1", lambda: nn.Linear(6, 6)), ("1f1b", Penalty)])
 def test_two_pipelines_in_threads_do_not_see_each_other(other: tuple[str, Any]) -> None:
     """Both stand amid a forward at once: one is recorded, the other too, or it takes gradients itself."""
-    before, barrier = attributes(), threading.Barrier(2, timeout=20)
+    before, barrier, first = attributes(), threading.Barrier(2, timeout=20), threading.Lock()
     batch, target = data(2)
     errors: list[BaseException] = []
 
     def run(schedule: str, reference: nn.Sequential) -> None:
-        model = nn.Sequential(reference[0], Meets(reference[1], barrier))
+        meets = Meets(reference[1])
+        model = nn.Sequential(reference[0], meets)
         try:
             pipe = Pipeline(model, loss_fn=functional.mse_loss, schedule=schedule, num_microbatches=1, num_ranks=1)
+            with (
+                first
+            ):  # a check seeds blocks that might draw, and a forward during which a generator moves is run twice
+                pipe.step(batch, target=target)
+            barrier.wait()
+            pipe.zero_grad()
+            meets.barrier = barrier
             pipe.step(batch, target=target)
             found = [one.grad for one in reference.parameters()]
             reference.zero_grad()
@@ -273,6 +283,65 @@ def test_two_pipelines_in_threads_do_not_see_each_other(other: tuple[str, Any]) 
         thread.join()
     assert not errors
     assert attributes() == before
+
+
+def test_plain_layers_are_compared_while_another_thread_checks_its_own() -> None:
+    found: dict[int, Any] = {}
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(2)]
+    batch, target = data(4)
+
+    def run(at: int) -> None:
+        pipe = Pipeline(models[at], loss_fn=functional.mse_loss, num_microbatches=2, num_ranks=1, check_model=1)
+        found[at] = []
+        for step in range(6):
+            pipe.step(batch, target=target)
+            assert pipe.checked is not None
+            found[at].append((pipe.checked.step == step, pipe.checked.wrong, pipe.checked.unchecked))
+
+    threads = [threading.Thread(target=run, args=(at,)) for at in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {0: [(True, (), "")] * 6, 1: [(True, (), "")] * 6}
+
+
+SEEDS = itertools.count()
+
+
+class Disturbed(nn.Module):
+    """A layer during which another thread seeds the generators that all threads share."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(6, 6), dropout
+
+    def forward(self, x: Tensor) -> Any:
+        made = self.layer(x)
+        other = Randomness(next(SEEDS), torch.device("cpu"))
+        thread = threading.Thread(target=other.apply, args=(0, "a block of another pipeline"))
+        thread.start()
+        thread.join()
+        return functional.dropout(made, self.dropout)
+
+
+def test_what_another_thread_seeds_is_no_fault_of_a_model() -> None:
+    """Where it draws, it cannot be compared; where it does not, it is."""
+    torch.manual_seed(0)
+    batch, target = data(8)
+
+    def checked(*blocks: nn.Module) -> Any:
+        model = nn.Sequential(*blocks)
+        pipe = Pipeline(model, loss_fn=functional.mse_loss, num_microbatches=4, num_ranks=2, transport="in-process")
+        pipe.step(batch, target=target)
+        return pipe.checked
+
+    drawn = checked(nn.Linear(6, 6), Disturbed(0.5))
+    assert (drawn.wrong, drawn.num_parameters) == ((), 0)
+    assert "another thread seeded random generators meanwhile, from which this model draws" in drawn.unchecked
+    silent = checked(nn.Linear(6, 6), Disturbed(0.0))
+    assert (silent.wrong, silent.num_parameters, silent.unchecked) == ((), 4, "")
 
 
 def test_a_refused_gradient_leaves_no_hook_behind() -> None:

@@ -9,6 +9,8 @@ so far, as long as a run leaves the generators unchanged.
 from __future__ import annotations
 
 import random
+import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from hashlib import blake2b
@@ -49,6 +51,21 @@ def draws(block: nn.Module) -> bool:
     (True, False)
     """
     return any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in block.modules())
+
+
+_seedings: Counter[int] = Counter()  # how often each thread has set torch's generators, which all threads share
+
+
+def seedings_elsewhere() -> int:
+    """Return how often other threads have set torch's generators so far.
+
+    >>> before = seedings_elsewhere()
+    >>> Randomness(0, torch.device("cpu")).apply(0, "a")
+    >>> seedings_elsewhere() == before
+    True
+    """
+    own = threading.get_ident()
+    return sum(count for thread, count in list(_seedings.items()) if thread != own)
 
 
 class HostChance:
@@ -131,6 +148,7 @@ class Randomness:
         if not self._silent:
             self._standing = []
             self._listen()
+            _seedings[threading.get_ident()] += 1
             seed = self.seed_for(microbatch, block)
             for generator in self._generators:
                 generator.manual_seed(seed)
@@ -159,6 +177,7 @@ class Randomness:
 
     def go_on(self, states: Sequence[Tensor]) -> None:
         """Set the generators to another rank's states."""
+        _seedings[threading.get_ident()] += 1
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
 
@@ -193,7 +212,8 @@ class Randomness:
         try:
             yield
         finally:
-            self.go_on(states)
+            if self.has_moved(states):  # else another thread may be using them
+                self.go_on(states)
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:

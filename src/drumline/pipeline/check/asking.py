@@ -39,6 +39,7 @@ from drumline.runtime.blocks.cut import Block
 from drumline.runtime.executor import Executor
 from drumline.runtime.gradients.sketch import sketch
 from drumline.runtime.gradients.witness import Witness
+from drumline.runtime.randomness import seedings_elsewhere
 from drumline.runtime.step import Step
 
 _FINE = 1e-3  # what is allowed in float32 is less
@@ -87,6 +88,7 @@ class Asking:
 
     def __post_init__(self) -> None:
         self.reason = ""  # why it is not checked
+        self._seedings = 0
         self.error: Exception | None = None  # what the model by itself raised
         self.seconds = 0.0
         self.takes: list[Take] = []
@@ -108,6 +110,7 @@ class Asking:
         sequences, if lines of a mesh have parts of them.
         """
         started = time.perf_counter()
+        self._seedings = seedings_elsewhere()
         self.held = [(one, dict(self.holdings.named_on(one, pieces=False))) for one in self.engine.executors]
         with self._whole() as parts:
             self._ask(step, called, target, factor, whole)
@@ -214,6 +217,12 @@ class Asking:
             for take, wanted in zip(self.takes, nudged, strict=True):
                 take.nudged, take.wanted = wanted, None if self.reason else take.wanted
 
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other threads have seeded generators meanwhile, from which this model draws, or its loss."""
+        draws = any(one.wanted is not None and (one.wanted.drew or one.wanted.loss_drew) for one in self.takes)
+        return draws and seedings_elsewhere() != self._seedings
+
     def _samples(self, named: Mapping[str, nn.Parameter]) -> dict[str, bytes]:
         """Return some numbers of what is trained here and may be another in the model as this process has it."""
         if not self.reference.is_current:
@@ -284,7 +293,6 @@ class Asking:
                     precision=assembly.precision,
                     scale=factor,
                     multiplying=lambda given: self.intake.multiplying(given.inputs, given.factors),
-                    listens=assembly.compiler is not None or self.parts.divides_sequences,
                     others=[*mine, *self._of_loss().values()],
                     keeping=self.intake.loss_fn,
                 )
@@ -307,10 +315,12 @@ class Asking:
             self.reason = "the model draws random numbers of Python's or numpy's, which no rank seeds"
         elif any(one.drew for one in made) and self.parts.divides_sequences:
             self.reason = "the model draws random numbers, which are others for each part of a sequence"
-        elif any(one.drew for one in made):
+        elif any(one.drew for one in made) and assembly.compiler is not None:
             self.reason = "the model draws random numbers, which are others once it is compiled"
         elif any(one.loss_drew for one in made):
             self.reason = "the loss function draws random numbers, which are others in the model by itself"
+            if seedings_elsewhere() != self._seedings:
+                self.reason = "random numbers were drawn meanwhile, by the loss function or by another thread"
         return nothing if self.reason else made
 
     @cached_property

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from drumline.pipeline.check.relay import Relay
-from drumline.runtime.randomness import Randomness
+from drumline.runtime.randomness import Randomness, may_draw
 
 
 class Row:
@@ -42,11 +42,13 @@ class Row:
 
     @contextmanager
     def seeding(self, microbatch: int, randomness: Randomness) -> Iterator[Callable[[Any], Any]]:
-        """Yield a function that runs all blocks on a microbatch, each seeded."""
+        """Yield a function that runs all blocks on a microbatch, each seeded if it may draw."""
+        drawing = {name for name, block in self._here.items() if may_draw(block)}
 
         def through(names: Sequence[str], value: Any) -> Any:
             for name in names:
-                randomness.apply(microbatch, name)
+                if name in drawing:
+                    randomness.apply(microbatch, name)
                 value = self._here[name](value)
             return value
 

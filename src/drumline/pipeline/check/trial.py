@@ -41,6 +41,9 @@ class Trial(Asking):
             found = self._outcome(step, at, take)
             # What counts nothing is found only by its loss, which a mean over nothing makes NaN.
             outcomes.append(found if take.counts else Outcome(unchecked=self.reason, raised=self.raised))
+        if any(one.is_wrong(self.allowed) for one in outcomes) and self.is_disturbed:
+            why = "another thread seeded random generators meanwhile, from which this model draws"
+            outcomes = [Outcome(unchecked=why) for _ in outcomes]
         runs_again = self._can_run_again and not self.parts.is_on
         if any(one.is_wrong(self.allowed) for one in outcomes) and runs_again:
             has_moods = self._has_moods(step)

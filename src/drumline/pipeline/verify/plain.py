@@ -11,7 +11,7 @@ The hooks only seed. A model that is a list of blocks has no forward: its blocks
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from torch import nn
 
 from drumline.pipeline.model.blocks import is_chain
 from drumline.runtime.blocks.cut import Model, blocks_of
-from drumline.runtime.randomness import Randomness
+from drumline.runtime.randomness import Randomness, may_draw
 
 
 class ByItself(Protocol):
@@ -81,11 +81,21 @@ class Plain:
         )
         return {name: one for each in named for name, one in each}
 
+    def _drawing(self) -> Collection[str]:
+        """Return the blocks to seed: other threads share the generators, so those that draw nothing leave them alone.
+
+        Of a model with its own forward all are seeded, since code between blocks may draw.
+        """
+        if not self.is_chain:
+            return self.names
+        return {block.name for block in blocks_of(self.model) if may_draw(block.module)}
+
     @contextmanager
     def seeding(self, microbatch: int, randomness: Randomness) -> Iterator[Callable[[Any], Any]]:
         """Yield a function that runs the model on a microbatch with seeded blocks, even if a backward reruns one."""
         running: list[nn.Module] = []
         calls: dict[nn.Module, list[str]] = {one: [] for one in self._starts}
+        drawing = self._drawing()
 
         def enter(module: nn.Module, *_: Any) -> None:
             if not running:
@@ -95,7 +105,7 @@ class Plain:
                     name = known[-1]
                 else:
                     name = known.pop() if len(known) > 1 else known[0]
-                if name and name != self.names[0]:
+                if name and name != self.names[0] and name in drawing:
                     randomness.apply(microbatch, name)
             running.append(module)
 
@@ -105,7 +115,7 @@ class Plain:
         def run(value: Any) -> Any:
             for each in calls.values():
                 each.clear()
-            return self._run(value, microbatch, randomness)
+            return self._run(value, microbatch, randomness, drawing)
 
         with ExitStack() as stack:
             for module in self._starts:
@@ -113,12 +123,14 @@ class Plain:
                 stack.callback(module.register_forward_hook(leave, always_call=True).remove)
             yield run
 
-    def _run(self, value: Any, microbatch: int, randomness: Randomness) -> Any:
+    def _run(self, value: Any, microbatch: int, randomness: Randomness, drawing: Collection[str]) -> Any:
         if not self._starts:
             for block in blocks_of(self.model):
-                randomness.apply(microbatch, block.name)
+                if block.name in drawing:
+                    randomness.apply(microbatch, block.name)
                 value = block.module(value)
             return value
         assert isinstance(self.model, nn.Module)
-        randomness.apply(microbatch, self.names[0])
+        if self.names[0] in drawing:
+            randomness.apply(microbatch, self.names[0])
         return self.model(value) if self.is_chain else self.model(*value.args, **value.kwargs)

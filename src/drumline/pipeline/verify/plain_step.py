@@ -55,7 +55,7 @@ class Wanted:
     share: float  # what part of the batch's loss it was taken for
     gradients: dict[nn.Parameter, Tensor]  # in full
     sketches: dict[nn.Parameter, Tensor]
-    drew: bool  # whether it drew random numbers of torch's, if anybody listened
+    drew: bool  # whether it drew random numbers of torch's
     drew_elsewhere: bool  # whether it drew some of Python's or numpy's, which nobody seeds
     loss_drew: bool = False  # whether the loss function drew some, which are others in every order of microbatches
 
@@ -72,16 +72,14 @@ def plain_steps(
     precision: Precision,
     scale: float = 1.0,
     multiplying: Callable[[Slice], AbstractContextManager[object]] = lambda _: nullcontext(),
-    listens: bool = False,
     others: Iterable[nn.Parameter] = (),
     keeping: Any = None,
 ) -> list[Wanted]:
     """Run microbatches one after another, and return what the model by itself makes of each.
 
     These are the gradients of the parameters that are `wanted`, with the loss times its share, and sketches of those to
-    be `sketched`. What blocks keep of one microbatch the next one finds, and nobody afterwards. Whether it draws random
-    numbers is told if one `listens`. `others` are parameters outside of the model, such as those of a loss. The user's
-    own loss may be `keeping` something too.
+    be `sketched`. What blocks keep of one microbatch the next one finds, and nobody afterwards. `others` are parameters
+    outside of the model, such as those of a loss. The user's own loss may be `keeping` something too.
 
     >>> model = nn.Linear(2, 1, bias=False)
     >>> from drumline.pipeline.verify.plain import Plain
@@ -108,7 +106,7 @@ def plain_steps(
             inputs, target = moved(given.inputs, device), moved(given.target, device)
             inputs = mapped(inputs, lambda one: one.detach().clone())  # a model may change them in place
             with plain.seeding(given.microbatch, randomness) as run:
-                with randomness.listening() if listens else nullcontext(()) as drawing, precision.autocast:
+                with randomness.listening() as drawing, precision.autocast:
                     with multiplying(given):
                         output = run(inputs)
                     before = randomness.states()
