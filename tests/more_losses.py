@@ -1,8 +1,8 @@
 """More losses as ordinary people write them; outputs of shape (rows, 6), float64.
 
 `FAIR` are means, sums or both, over rows or labels: each must be that of the whole batch. `UNFAIR` mix rows: refused.
-`DOUBTFUL` decide by values what they compute, and may be refused, but never be wrong. Targets of step 0 have no padding,
-those of later steps have, other numbers of it in other rows.
+`DOUBTFUL` decide by values what they compute, and may be refused, but never be wrong. Targets of step 0 have no
+padding, those of later steps have, other numbers of it in other rows.
 """
 
 from __future__ import annotations
@@ -394,7 +394,7 @@ UNFAIR: dict[str, tuple[Loss, Callable[[int], Any]]] = {
     "R squared": (lambda o, t: (o - t).pow(2).sum() / (t - t.mean(0)).pow(2).sum(), numbers),
     "sum over rows squared": (lambda o, t: (o - t).sum(0).pow(2).mean(), numbers),
     "neighbours": (lambda o, t: nf.mse_loss(o, t) + (o[1:] - o[:-1]).pow(2).mean(), numbers),
-    "MMD": (lambda o, t: (torch.cdist(o, o).exp().mean() - 2 * torch.cdist(o, t).exp().mean()), numbers),
+    "MMD": (lambda o, t: torch.cdist(o, o).exp().mean() - 2 * torch.cdist(o, t).exp().mean(), numbers),
 }
 
 DOUBTFUL: dict[str, tuple[Loss, Callable[[int], Any]]] = {

@@ -128,12 +128,13 @@ class Comparing:
             raise refusal(made)
         return Answer(found, made)
 
-    def rules_of(self, joint: Joint) -> Found | None:
-        """Return the rules that fit an output with several microbatches' targets; None if that cannot be told."""
+    def rules_of(self, joint: Joint) -> Answer:
+        """Return the rules that fit an output with several microbatches' targets."""
         try:
-            return self._compared(*joint)[1]
-        except Exception:
-            return None
+            made, found = self._compared(*joint)
+        except Exception as error:
+            return Answer(None, why=str(error))
+        return Answer(found, made)
 
     def _given(
         self, output: Any, target: Any, rows: int, joint: Callable[[], Joint | None] | None

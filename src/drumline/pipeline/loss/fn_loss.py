@@ -23,7 +23,7 @@ from drumline.pipeline.loss.targets import labels_weight, size_of, uneven
 from drumline.runtime.loss.counts import Across, Count, Weighing, mixed_by, weighed
 from drumline.runtime.loss.lengths import lengths_of
 from drumline.runtime.loss.rows import resized, with_all
-from drumline.runtime.loss.rules import ROWS, SIZE, Doubts, Found, said_by, undecided
+from drumline.runtime.loss.rules import ROWS, SIZE, Doubts, Found, said_by, undecided, universe
 from drumline.runtime.loss.sheet import Factors, Multiplying
 from drumline.runtime.loss.tallies import Tallies, counted_in, tallies_of
 from drumline.runtime.loss.terms import Walk
@@ -89,6 +89,8 @@ class FnWeight:
         if not self._found.trusted and self._told(counted is None or self._is_open(counted)):
             return None
         assert counted is not None, "counts of a loss that is trusted"
+        if self.across is None and counted.is_nothing(self._found.chosen()):  # only a call tells whether that is NaN
+            return None
         return counted.weighing(self._found.chosen())
 
     def _counted(self, targets: Sequence[Any], rows: Sequence[int], sizes: Sequence[int] | None) -> Counted | None:
@@ -123,7 +125,7 @@ class FnWeight:
     def _is_open(self, counted: Counted) -> bool:
         """Whether rules that are left disagree on a step, or something that it counts differs for the first time."""
         assert self._found is not None
-        if not all(counted.are_alike(rules) for rules in self._found.subjects):
+        if not self._is_decided(counted):
             return True
         return bool(counted.varying() - self._varied)
 
@@ -171,7 +173,8 @@ class FnWeight:
             if is_told:
                 self._narrow(output, microbatch, targets, rows, counted)
             self._found, _ = self._agreed(self._found)
-        return counted.weighing(self._found.chosen())
+        is_zero = answer.made is not None and answer.made.whole.whole.is_zero and self.across is None
+        return counted.weighing(self._found.chosen(), may_be_nothing=is_zero)
 
     def verify(self, output: Any, target: Any, rows: int, *, apart: bool = False) -> None:
         """Compare again a microbatch of another kind, or a function of which nobody can tell what it counts.
@@ -308,17 +311,27 @@ class FnWeight:
         """Where rules that are left disagree, compare the output's rows with other microbatches' targets too."""
         assert self._found is not None
         varying = counted.varying()
-        if varying - self._varied or not all(counted.are_alike(each) for each in self._found.subjects):
-            is_told = False
-            for order in counted.orders(varying) or [list(range(len(targets)))]:
-                joint = _joint(output, microbatch, targets, rows, order)
-                found = None if joint is None else self._comparing.rules_of(joint)
-                if found is not None:
-                    is_told = True
-                    self._found = self._left(self._found.within(found))
-            if not is_told and not all(counted.are_alike(each) for each in self._found.subjects):
-                raise not_compared("its microbatches count differently, and their targets cannot be joined to tell how")
+        orders = counted.orders(varying)
+        is_new = bool(varying - self._varied)
+        # The first ones may count nothing at all, which tells too little: then the last ones come first.
+        for order in [*orders, *(one[::-1] for one in orders)]:
+            if not is_new and self._is_decided(counted):
+                break
+            is_new = is_new and order is not orders[-1]
+            joint = _joint(output, microbatch, targets, rows, order)
+            answer = None if joint is None else self._comparing.rules_of(joint)
+            if answer is not None and answer.found is not None:
+                self._found = self._left(self._found.within(answer.found))
+        every = len(universe(self._found.num_tallies))
+        told = [each for each in self._found.subjects if len(each) < every]  # others are zero: weights do not matter
+        if not all(counted.are_alike(each) for each in told):
+            raise not_compared("its microbatches count differently, and their targets together do not tell how")
         self._varied |= varying
+
+    def _is_decided(self, counted: Counted) -> bool:
+        """Whether all rules that are left give the microbatches the same shares."""
+        assert self._found is not None
+        return all(counted.are_alike(each) for each in self._found.subjects)
 
 
 def _parameters(seen: Watched) -> list[nn.Parameter]:
