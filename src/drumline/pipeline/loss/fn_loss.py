@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from drumline.core.errors import ModelError
 from drumline.pipeline.loss.agreeing import agreed
 from drumline.pipeline.loss.comparing import Answer, Comparing, Joint, not_compared, warn_of_no_comparison
-from drumline.pipeline.loss.targets import labels_weight, size_of, uneven
+from drumline.pipeline.loss.targets import elements_of, labels_weight, size_of, uneven
 from drumline.runtime.loss.counts import Across, Count, Weighing, mixed_by, weighed
 from drumline.runtime.loss.lengths import lengths_of
 from drumline.runtime.loss.rows import resized, with_all
@@ -85,7 +85,7 @@ class FnWeight:
             return weighed([[_quiet(self.direct(one))] for one in targets], rows, across=self.across)
         if self._found is None or self._doubts.reads:  # what it reads on the host, only a call of it can tell
             return None
-        counted = self._counted(targets, rows, sizes)
+        counted = self._counted(targets, rows, self._sizes(targets, rows, sizes))
         if not self._found.trusted and self._told(counted is None or self._is_open(counted)):
             return None
         assert counted is not None, "counts of a loss that is trusted"
@@ -129,6 +129,12 @@ class FnWeight:
             return True
         return bool(counted.varying() - self._varied)
 
+    def _sizes(self, targets: Sequence[Any], rows: Sequence[int], sizes: Sequence[int] | None) -> Sequence[int] | None:
+        """Return the elements of the targets if they matter: other lines of a mesh may have other lengths."""
+        if sizes is not None or self.across is None:
+            return sizes
+        return [elements_of(target, number) for target, number in zip(targets, rows, strict=True)]
+
     def _told(self, is_open: bool) -> bool:
         """Whether this holds on any line of a mesh."""
         return is_open if self.across is None else bool(self.across([float(is_open)])[0])
@@ -158,14 +164,15 @@ class FnWeight:
         if self._found is not None and answer.found is not None:
             found = self._left(self._found.within(found))
         self._found, is_told_of = self._agreed(found, is_told=is_told)
-        if is_told_of and (sizes is not None or self.parts > 1) and any(self._mixed()):
+        if is_told_of and (sizes is not None or self.across is not None) and any(self._mixed()):
             if is_told:
-                self._by_length(output, target)
+                self._by_length(output, target, is_needed=sizes is not None or self.parts > 1)
             self._found, _ = self._agreed(self._found, is_told=is_told)
+        is_apart, sizes = sizes is not None, self._sizes(targets, rows, sizes)
         counted = self._counted(targets, rows, sizes)
         if self._doubts.reads:
             counted = self._counted_by_calls(output, rows[microbatch], targets, rows, sizes)
-        if counted is None and sizes is not None:
+        if counted is None and is_apart:
             raise uneven("takes shapes as numbers, and what it counts of another length is not known")
         if counted is None:
             raise not_compared("what it counts of a microbatch with another number of rows cannot be told")
@@ -197,7 +204,7 @@ class FnWeight:
         answer = self._comparing.rules(output, target, rows)
         if answer.found is not None:
             chosen, left = self._found.chosen(), self._left(self._found.within(answer.found))
-            if left.chosen() != chosen and self.across is None:
+            if left.chosen() != chosen:
                 raise ModelError(
                     "loss_fn counts this microbatch in another way than those before",
                     expected="one way for all microbatches of a step",
@@ -286,8 +293,8 @@ class FnWeight:
         assert self._found is not None
         return [{one.of for one in rules if one.power} == {ROWS, SIZE} for rules in self._found.subjects]
 
-    def _by_length(self, output: Any, target: Any) -> None:
-        """Leave the rules that other lengths leave, if microbatches have different lengths."""
+    def _by_length(self, output: Any, target: Any, *, is_needed: bool) -> None:
+        """Leave the rules that other lengths leave, which are needed if microbatches have different lengths."""
         assert self._found is not None
         mixed = self._mixed()
         try:
@@ -299,9 +306,9 @@ class FnWeight:
             each = [told[1]]
         kept = []
         for rules, is_mixed, by in zip(self._found.subjects, mixed, each, strict=True):
-            if is_mixed and not by:
+            if is_mixed and not by and is_needed:
                 raise uneven("takes shapes as numbers, and what it counts of another length is not known")
-            kept.append(tuple(one for one in rules if not is_mixed or not one.power or one.of == by))
+            kept.append(tuple(one for one in rules if not is_mixed or not by or not one.power or one.of == by))
         rest = None if self._found.rest is None else kept[-1]
         self._found = self._left(replace(self._found, parts=tuple(kept[: len(self._found.parts)]), rest=rest))
 
