@@ -20,7 +20,7 @@ from drumline.core.errors import ModelError
 from drumline.runtime.loss.compare import Comparison, compare
 from drumline.runtime.loss.draws import Draws
 from drumline.runtime.loss.linked import Linked
-from drumline.runtime.loss.rows import TooLarge, num_attempts
+from drumline.runtime.loss.rows import TooLarge, num_attempts, stirred
 from drumline.runtime.loss.rules import Doubts, Found, found_in
 from drumline.runtime.loss.state import untouched
 from drumline.runtime.loss.watching import Watched, watched
@@ -91,8 +91,29 @@ class Comparing:
             best = Answer(found if best is None or best.found is None else best.found.within(found), made)
             is_enough = number > rows or rows > 2 or joint is None
             if made.tells and is_enough:
-                return best
+                return self._of_more(best, output, target, rows, joint)
         return best or (self._linked(output, target, rows, why) if why else Answer(None))
+
+    def _of_more(
+        self, best: Answer, output: Any, target: Any, rows: int, joint: Callable[[], Joint | None] | None
+    ) -> Answer:
+        """Compare as many rows as a batch has, that differ more, where calls do not show all that a loss does.
+
+        The hardest five of five rows are all of them, and the largest of each may be the same in all.
+        """
+        if best.made is None or best.found is None or best.made.whole.is_clear:
+            return best
+        given, wanted, number = (None if joint is None else joint()) or (output, target, rows)
+        try:
+            made, found = self._compared(stirred(given, number), wanted, number)
+        except Exception:  # which rows like these may raise
+            return best
+        if made is None or found is None:
+            return best
+        left = best.found.within(found)
+        if not left.fits:
+            raise refusal(made)
+        return Answer(left, best.made)
 
     def _linked(self, output: Any, target: Any, rows: int, why: str) -> Answer:
         """Compare rows that keep their graph, for a function that takes gradients of its outputs."""
@@ -107,12 +128,13 @@ class Comparing:
             raise refusal(made)
         return Answer(found, made)
 
-    def rules_of(self, joint: Joint) -> Found | None:
-        """Return the rules that fit an output with several microbatches' targets; None if that cannot be told."""
+    def rules_of(self, joint: Joint) -> Answer:
+        """Return the rules that fit an output with several microbatches' targets."""
         try:
-            return self._compared(*joint)[1]
-        except Exception:
-            return None
+            made, found = self._compared(*joint)
+        except Exception as error:
+            return Answer(None, why=str(error))
+        return Answer(found, made)
 
     def _given(
         self, output: Any, target: Any, rows: int, joint: Callable[[], Joint | None] | None

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from drumline.core.errors import ModelError
 from drumline.pipeline.loss.agreeing import agreed
 from drumline.pipeline.loss.comparing import Answer, Comparing, Joint, not_compared, warn_of_no_comparison
-from drumline.pipeline.loss.targets import labels_weight, size_of, uneven
+from drumline.pipeline.loss.targets import elements_of, labels_weight, size_of, uneven
 from drumline.runtime.loss.counts import Across, Count, Weighing, mixed_by, weighed
 from drumline.runtime.loss.lengths import NOTHING, alike, lengths_of
 from drumline.runtime.loss.rows import resized, with_all
-from drumline.runtime.loss.rules import ROWS, SIZE, Doubts, Found, said_by, undecided
+from drumline.runtime.loss.rules import ROWS, SIZE, Doubts, Found, said_by, undecided, universe
 from drumline.runtime.loss.sheet import Factors, Multiplying
 from drumline.runtime.loss.tallies import Tallies, counted_in, tallies_of
 from drumline.runtime.loss.terms import Walk
@@ -85,10 +85,12 @@ class FnWeight:
             return weighed([[_quiet(self.direct(one))] for one in targets], rows, across=self.across)
         if self._found is None or self._doubts.reads:  # what it reads on the host, only a call of it can tell
             return None
-        counted = self._counted(targets, rows, sizes)
+        counted = self._counted(targets, rows, self._sizes(targets, rows, sizes))
         if not self._found.trusted and self._told(counted is None or self._is_open(counted)):
             return None
         assert counted is not None, "counts of a loss that is trusted"
+        if self.across is None and counted.is_nothing(self._found.chosen()):  # only a call tells whether that is NaN
+            return None
         return counted.weighing(self._found.chosen())
 
     def _counted(self, targets: Sequence[Any], rows: Sequence[int], sizes: Sequence[int] | None) -> Counted | None:
@@ -123,9 +125,15 @@ class FnWeight:
     def _is_open(self, counted: Counted) -> bool:
         """Whether rules that are left disagree on a step, or something that it counts differs for the first time."""
         assert self._found is not None
-        if not all(counted.are_alike(rules) for rules in self._found.subjects):
+        if not self._is_decided(counted):
             return True
         return bool(counted.varying() - self._varied)
+
+    def _sizes(self, targets: Sequence[Any], rows: Sequence[int], sizes: Sequence[int] | None) -> Sequence[int] | None:
+        """Return the elements of the targets if they matter: other lines of a mesh may have other lengths."""
+        if sizes is not None or self.across is None:
+            return sizes
+        return [elements_of(target, number) for target, number in zip(targets, rows, strict=True)]
 
     def _told(self, is_open: bool) -> bool:
         """Whether this holds on any line of a mesh."""
@@ -156,14 +164,15 @@ class FnWeight:
         if self._found is not None and answer.found is not None:
             found = self._left(self._found.within(found))
         self._found, is_told_of = self._agreed(found, is_told=is_told)
-        if is_told_of and (sizes is not None or self.parts > 1) and any(self._mixed()):
+        if is_told_of and (sizes is not None or self.across is not None) and any(self._mixed()):
             if is_told:
-                self._by_length(output, microbatch, targets, rows)
+                self._by_length(output, microbatch, targets, rows, is_needed=sizes is not None or self.parts > 1)
             self._found, _ = self._agreed(self._found, is_told=is_told)
+        is_apart, sizes = sizes is not None, self._sizes(targets, rows, sizes)
         counted = self._counted(targets, rows, sizes)
         if self._doubts.reads:
             counted = self._counted_by_calls(output, rows[microbatch], targets, rows, sizes)
-        if counted is None and sizes is not None:
+        if counted is None and is_apart:
             raise uneven("takes shapes as numbers, and what it counts of another length is not known")
         if counted is None:
             raise not_compared("what it counts of a microbatch with another number of rows cannot be told")
@@ -171,7 +180,8 @@ class FnWeight:
             if is_told:
                 self._narrow(output, microbatch, targets, rows, counted)
             self._found, _ = self._agreed(self._found)
-        return counted.weighing(self._found.chosen())
+        is_zero = answer.made is not None and answer.made.whole.whole.is_zero and self.across is None
+        return counted.weighing(self._found.chosen(), may_be_nothing=is_zero)
 
     def verify(self, output: Any, target: Any, rows: int, *, apart: bool = False) -> None:
         """Compare again a microbatch of another kind, or a function of which nobody can tell what it counts.
@@ -194,7 +204,7 @@ class FnWeight:
         answer = self._comparing.rules(output, target, rows)
         if answer.found is not None:
             chosen, left = self._found.chosen(), self._left(self._found.within(answer.found))
-            if left.chosen() != chosen and self.across is None:
+            if left.chosen() != chosen:
                 raise ModelError(
                     "loss_fn counts this microbatch in another way than those before",
                     expected="one way for all microbatches of a step",
@@ -283,8 +293,10 @@ class FnWeight:
         assert self._found is not None
         return [{one.of for one in rules if one.power} == {ROWS, SIZE} for rules in self._found.subjects]
 
-    def _by_length(self, output: Any, microbatch: int, targets: Sequence[Any], rows: Sequence[int]) -> None:
-        """Leave the rules that other lengths leave, if microbatches have different lengths."""
+    def _by_length(
+        self, output: Any, microbatch: int, targets: Sequence[Any], rows: Sequence[int], *, is_needed: bool
+    ) -> None:
+        """Leave the rules that other lengths leave, which are needed if microbatches have different lengths."""
         assert self._found is not None
         mixed = self._mixed()
         each = self._told_by_lengths(output, targets[microbatch])
@@ -292,9 +304,10 @@ class FnWeight:
             each = self._told_by_lengths(*joint[:2])  # others may count what this one does not
         kept = []
         for rules, is_mixed, by in zip(self._found.subjects, mixed, each, strict=True):
-            if is_mixed and not by:
+            if is_mixed and not by and is_needed:
                 raise uneven("takes shapes as numbers, and what it counts of another length is not known")
-            is_open = not is_mixed or by == NOTHING  # a step in which nothing counts leaves it to a later one
+            # A step in which nothing counts leaves it to a later one.
+            is_open = not is_mixed or not by or by == NOTHING
             kept.append(tuple(one for one in rules if is_open or not one.power or one.of == by))
         rest = None if self._found.rest is None else kept[-1]
         self._found = self._left(replace(self._found, parts=tuple(kept[: len(self._found.parts)]), rest=rest))
@@ -317,17 +330,27 @@ class FnWeight:
         """Where rules that are left disagree, compare the output's rows with other microbatches' targets too."""
         assert self._found is not None
         varying = counted.varying()
-        if varying - self._varied or not all(counted.are_alike(each) for each in self._found.subjects):
-            is_told = False
-            for order in counted.orders(varying) or [list(range(len(targets)))]:
-                joint = _joint(output, microbatch, targets, rows, order)
-                found = None if joint is None else self._comparing.rules_of(joint)
-                if found is not None:
-                    is_told = True
-                    self._found = self._left(self._found.within(found))
-            if not is_told and not all(counted.are_alike(each) for each in self._found.subjects):
-                raise not_compared("its microbatches count differently, and their targets cannot be joined to tell how")
+        orders = counted.orders(varying)
+        is_new = bool(varying - self._varied)
+        # The first ones may count nothing at all, which tells too little: then the last ones come first.
+        for order in [*orders, *(one[::-1] for one in orders)]:
+            if not is_new and self._is_decided(counted):
+                break
+            is_new = is_new and order is not orders[-1]
+            joint = _joint(output, microbatch, targets, rows, order)
+            answer = None if joint is None else self._comparing.rules_of(joint)
+            if answer is not None and answer.found is not None:
+                self._found = self._left(self._found.within(answer.found))
+        every = len(universe(self._found.num_tallies))
+        told = [each for each in self._found.subjects if len(each) < every]  # others are zero: weights do not matter
+        if not all(counted.are_alike(each) for each in told):
+            raise not_compared("its microbatches count differently, and their targets together do not tell how")
         self._varied |= varying
+
+    def _is_decided(self, counted: Counted) -> bool:
+        """Whether all rules that are left give the microbatches the same shares."""
+        assert self._found is not None
+        return all(counted.are_alike(each) for each in self._found.subjects)
 
 
 def _parameters(seen: Watched) -> list[nn.Parameter]:

@@ -62,3 +62,12 @@ def size_of(target: Any) -> int:
     6
     """
     return next((one.numel() for one in pack(target)[0] if one.dim()), 1)
+
+
+def elements_of(target: Any, rows: int) -> int:
+    """Return how many elements the rows of a target have; as many as rows if it has no such tensor.
+
+    >>> elements_of((torch.ones(5), torch.ones(2, 3)), 2), elements_of("none", 2)
+    (6, 2)
+    """
+    return next((one.numel() for one in pack(target)[0] if one.dim() and one.shape[0] == rows), rows)

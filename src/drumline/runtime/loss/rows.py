@@ -94,6 +94,27 @@ def resized(output: Any, rows: int, wanted: int) -> Any:
     return _picked(output, places, index, factors)
 
 
+def stirred(output: Any, rows: int) -> Any:
+    """Return an output whose rows differ more: the numbers of each are moved along its last dimension.
+
+    A loss that picks by its outputs (the largest, those above a bound) then picks otherwise in every row.
+
+    >>> stirred(torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]), 2)
+    tensor([[1., 2., 3.],
+            [3., 1., 2.]])
+    """
+    tensors, form = pack(output)
+    made = []
+    for one, place in zip(tensors, _places(tensors, rows, 0), strict=True):
+        if place is None or one.dim() < 2 or place[0] == one.dim() - 1 or not one.is_floating_point():
+            made.append(one.detach())
+            continue
+        dim, inside = place
+        each = one.detach().split(inside, dim)
+        made.append(torch.cat([part.roll(at, -1) for at, part in enumerate(each)], dim))
+    return unpack(made, form)
+
+
 def with_all(output: Any, rows: int, targets: Sequence[Any], each: Sequence[int]) -> tuple[Any, Any, int] | None:
     """Return rows of several microbatches' targets, as many as can be afforded, with as many rows of one's output.
 

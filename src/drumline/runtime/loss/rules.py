@@ -18,6 +18,7 @@ from drumline.runtime.loss.compare import Comparison
 from drumline.runtime.loss.sides import Share, Side, own_terms
 from drumline.runtime.loss.tallies import Tally, counted_in, place_of, tallies_of
 from drumline.runtime.loss.terms import Term, Walk
+from drumline.runtime.loss.watching import shapes_by_values
 
 ROWS, SIZE = "rows", "size"
 _SELECTS = {
@@ -122,7 +123,7 @@ def found_in(comparison: Comparison) -> Found:
     terms = own_terms(whole.walk) if comparison.tells_apart else []
     one = universe(len(tallies))
     if terms:
-        parts, trusted = [], not hidden and not whole.picks
+        parts, trusted = [], not (hidden or whole.picks or shapes_by_values(whole.seen))
         for at, term in enumerate(terms):
             first = _said(term, tallies)
             selects = _selects(whole.walk, term)

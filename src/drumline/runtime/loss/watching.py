@@ -24,6 +24,7 @@ _READS = {
     "__complex__", "equal", "is_nonzero",
 }  # fmt: skip
 _CHOOSES = {"masked_select", "index_select", "take", "__getitem__"}  # by their second argument
+_SHAPES = {"masked_select", "nonzero", "argwhere", "unique", "unique_consecutive", "bincount", "repeat_interleave"}
 _SORTS = {"topk", "kthvalue", "nonzero", "sort", "argsort", "msort"}
 
 
@@ -205,5 +206,16 @@ def picks_by_outputs(seen: Watched, known: Known) -> list[str]:
         elif name not in _SORTS or (call.takes and seen.tensors[call.takes[0]].dim() != 1):  # inside of rows
             continue
         if unknown:
+            found.append(name)
+    return list(dict.fromkeys(found))
+
+
+def shapes_by_values(seen: Watched) -> list[str]:
+    """Return the calls whose results have shapes that depend on values, by which a function may decide what it does."""
+    found = []
+    for call in seen.graph.calls:
+        name = getattr(call.function, "__name__", "")
+        masks = name == "__getitem__" and any(seen.tensors[one].dtype is torch.bool for one in call.takes[1:])
+        if masks or name in _SHAPES:
             found.append(name)
     return list(dict.fromkeys(found))

@@ -25,8 +25,17 @@ class Counted:
     across: Across | None = None  # what all lines of a mesh count together
     parts: int = 1  # lines that have parts of the same rows
 
-    def weighing(self, chosen: Chosen) -> Weighing:
-        """Return the shares, and factors where one share is not right for all parts."""
+    def is_nothing(self, chosen: Chosen) -> bool:
+        """Whether nothing of what counts is in any microbatch, as far as the host knows."""
+        used = {rule.tally for rule in chosen.all if rule.tally is not None}
+        columns = [[each[at] for each in self.counts] for at in used]
+        return any(all(isinstance(one, float) and not one for one in column) for column in columns)
+
+    def weighing(self, chosen: Chosen, *, may_be_nothing: bool = False) -> Weighing:
+        """Return the shares, and factors where one share is not right for all parts.
+
+        With `may_be_nothing`, the function was seen to return 0, not NaN, where nothing counts.
+        """
         used = sorted({rule.tally for rule in chosen.all if rule.tally is not None})
         columns = {at: [each[at] for each in self.counts] for at in used}
         totals: list[Count] = [sum(column[1:], start=column[0]) for column in columns.values()]
@@ -43,7 +52,7 @@ class Counted:
                 return Weighing([one / total[only.tally] for one in chosen_column])
         plain = {at: [float(one) for one in column] for at, column in columns.items()}
         for at, column in plain.items():
-            if not float(total[at]) > 0:
+            if not float(total[at]) > 0 and not may_be_nothing:
                 raise BatchError(
                     f"the microbatches' loss weights are {column}", expected="numbers of at least 0, not all of them 0"
                 )
@@ -95,7 +104,7 @@ class Counted:
             sorted(range(len(self.rows)), key=lambda at: float(self.counts[at][one]) / self.rows[at])
             for one in sorted(varying)
         ]
-        return [list(one) for one in dict.fromkeys(map(tuple, found))][:_MOST_ORDERS]
+        return [list(one) for one in dict.fromkeys(map(tuple, found))][:_MOST_ORDERS] or [list(range(len(self.rows)))]
 
 
 def _needs_one(chosen: Chosen, lines: int) -> bool:
