@@ -21,7 +21,8 @@ from mesh_plain import Results, plain, wanted
 from mesh_runs import line_of, read
 from some import some
 
-pytestmark = [pytest.mark.torch]
+# PyTorch says so once on processors without bfloat16.
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")]
 COUNTS = {1: 42, 2: 14, 4: 4}  # cases by their ranks, of which small ones are chosen
 
 
