@@ -47,7 +47,9 @@ def shares(loss_fn: Any, lines: Sequence[Sequence[tuple[Tensor, Tensor]]], sizes
         targets = [target for _, target in lines[line]]
         rows = [len(target) for target in targets]
         try:
-            found = weight.resolve(lines[line][0][0], 0, targets, rows, [one.numel() for one in targets] if sizes else None)
+            found = weight.resolve(
+                lines[line][0][0], 0, targets, rows, [one.numel() for one in targets] if sizes else None
+            )
             again = weight(targets, rows, [one.numel() for one in targets] if sizes else None)
         except BaseException:
             together.barrier.abort()
