@@ -6,6 +6,7 @@ from planted_adapt import ADAPT
 from planted_axes import AXES
 from planted_core import CORE
 from planted_followed import FOLLOWED
+from planted_losses import LOSSES
 from planted_pipeline import PIPELINE
 from planted_plan import PLAN
 from planted_report import REPORT
@@ -23,6 +24,7 @@ BUGS = (
     *REPORT,
     *RUNTIME,
     *FOLLOWED,
+    *LOSSES,
     *AXES,
     *ADAPT,
     *PIPELINE,

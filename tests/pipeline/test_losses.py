@@ -22,7 +22,7 @@ from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.loss import rows
 from drumline.runtime.loss.compare import compare
 from drumline.runtime.loss.rules import MEAN, SUM, found_in
-from losses import MIXED, NAMED, RIGHT, ROWS, WIDTH, Output, classes, noisy, numbers
+from losses import MIXED, NAMED, RIGHT, ROWS, WIDTH, Learned, Output, classes, noisy, numbers
 
 pytestmark = pytest.mark.torch
 
@@ -274,3 +274,11 @@ def test_few_rows_are_compared_only_if_the_calls_show_all(
     with contextlib.suppress(ModelError):
         pipe.step(torch.randn(60, 5), target=torch.randn(60, WIDTH))
     assert max(numbers_of_rows) == most
+
+
+def test_comparing_leaves_buffers_of_a_loss_as_they_were() -> None:
+    loss_fn = Learned()
+    pipe = pipeline(body(), loss_fn, num_microbatches=3)
+    for step in range(2):
+        pipe.step(torch.randn(ROWS, 5), target=numbers(step))
+        assert float(loss_fn.calls) == 3 * (step + 1)  # one for each microbatch

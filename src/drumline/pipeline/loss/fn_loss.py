@@ -18,12 +18,20 @@ from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
 from drumline.pipeline.loss.agreeing import agreed
-from drumline.pipeline.loss.comparing import Answer, Comparing, Joint, not_compared, warn_of_no_comparison
+from drumline.pipeline.loss.comparing import Answer, Comparing, not_compared, warn_of_no_comparison
+from drumline.pipeline.loss.narrowing import (
+    by_length,
+    is_decided,
+    joint_of,
+    left_of,
+    mixed,
+    narrowed,
+    refuse_undecided,
+)
 from drumline.pipeline.loss.targets import elements_of, labels_weight, size_of, uneven
 from drumline.runtime.loss.counts import Across, Count, Weighing, mixed_by, weighed
-from drumline.runtime.loss.lengths import NOTHING, alike, lengths_of
-from drumline.runtime.loss.rows import resized, with_all
-from drumline.runtime.loss.rules import ROWS, SIZE, Doubts, Found, said_by, undecided, universe
+from drumline.runtime.loss.rows import resized
+from drumline.runtime.loss.rules import Doubts, Found, said_by, undecided
 from drumline.runtime.loss.sheet import Factors, Multiplying
 from drumline.runtime.loss.tallies import Tallies, counted_in, tallies_of
 from drumline.runtime.loss.terms import Walk
@@ -88,7 +96,8 @@ class FnWeight:
         counted = self._counted(targets, rows, self._sizes(targets, rows, sizes))
         if not self._found.trusted and self._told(counted is None or self._is_open(counted)):
             return None
-        assert counted is not None, "counts of a loss that is trusted"
+        if counted is None:
+            raise _uncounted(is_apart=sizes is not None)
         if self.across is None and counted.is_nothing(self._found.chosen()):  # only a call tells whether that is NaN
             return None
         return counted.weighing(self._found.chosen())
@@ -125,7 +134,7 @@ class FnWeight:
     def _is_open(self, counted: Counted) -> bool:
         """Whether rules that are left disagree on a step, or something that it counts differs for the first time."""
         assert self._found is not None
-        if not self._is_decided(counted):
+        if not is_decided(self._found, counted):
             return True
         return bool(counted.varying() - self._varied)
 
@@ -147,7 +156,7 @@ class FnWeight:
         """Compare the function on a microbatch, and return the shares of all of them."""
         target = targets[microbatch]
         answer = self._comparing.rules(
-            output, target, rows[microbatch], partial(_joint, output, microbatch, targets, rows)
+            output, target, rows[microbatch], partial(joint_of, output, microbatch, targets, rows)
         )
         self._is_compared = True
         self._note_compared(answer, output, target, sizes)
@@ -162,24 +171,27 @@ class FnWeight:
         # Else there is no number to compare: nothing counts here, or the step will fail.
         is_told = answer.found is not None or bool(answer.why)
         if self._found is not None and answer.found is not None:
-            found = self._left(self._found.within(found))
+            found = left_of(self._found.within(found))
         self._found, is_told_of = self._agreed(found, is_told=is_told)
-        if is_told_of and (sizes is not None or self.across is not None) and any(self._mixed()):
+        if is_told_of and (sizes is not None or self.across is not None) and any(mixed(self._found)):
             if is_told:
-                self._by_length(output, microbatch, targets, rows, is_needed=sizes is not None or self.parts > 1)
+                is_needed = sizes is not None or self.parts > 1
+                joint = partial(joint_of, output, microbatch, targets, rows)
+                self._found = by_length(self._found, self._comparing, output, target, joint, is_needed=is_needed)
             self._found, _ = self._agreed(self._found, is_told=is_told)
         is_apart, sizes = sizes is not None, self._sizes(targets, rows, sizes)
         counted = self._counted(targets, rows, sizes)
         if self._doubts.reads:
             counted = self._counted_by_calls(output, rows[microbatch], targets, rows, sizes)
-        if counted is None and is_apart:
-            raise uneven("takes shapes as numbers, and what it counts of another length is not known")
         if counted is None:
-            raise not_compared("what it counts of a microbatch with another number of rows cannot be told")
+            raise _uncounted(is_apart=is_apart)
         if is_told_of and not self._found.trusted:
             if is_told:
-                self._narrow(output, microbatch, targets, rows, counted)
+                joint = partial(joint_of, output, microbatch, targets, rows)
+                self._found = narrowed(self._found, self._comparing, counted, joint, self._varied)
+                self._varied |= counted.varying()
             self._found, _ = self._agreed(self._found)
+            refuse_undecided(self._found, counted)
         is_zero = answer.made is not None and answer.made.whole.whole.is_zero and self.across is None
         return counted.weighing(self._found.chosen(), may_be_nothing=is_zero)
 
@@ -203,7 +215,7 @@ class FnWeight:
             return
         answer = self._comparing.rules(output, target, rows)
         if answer.found is not None:
-            chosen, left = self._found.chosen(), self._left(self._found.within(answer.found))
+            chosen, left = self._found.chosen(), left_of(self._found.within(answer.found))
             if left.chosen() != chosen:
                 raise ModelError(
                     "loss_fn counts this microbatch in another way than those before",
@@ -270,15 +282,6 @@ class FnWeight:
         warn_of_no_comparison(why)
         return said_by(seen.walk, seen.tallies.found)
 
-    def _left(self, found: Found) -> Found:
-        if not found.fits:
-            raise ModelError(
-                "loss_fn of this microbatch and of earlier ones averages over different things",
-                expected="a mean or sum over rows, over labels or over a mask of the target",
-                fix="pass loss_weight=, a function from a target to its weight",
-            )
-        return found
-
     def _agreed(self, found: Found, *, is_told: bool = True) -> tuple[Found, bool]:
         """Return the rules that are left on all lines of a mesh, and whether any line was told them."""
         if self.across is None:
@@ -286,86 +289,19 @@ class FnWeight:
         made = agreed(self.across, found, is_told=is_told, reads=bool(self._doubts.reads))
         if made.reads and not self._doubts.reads:
             self._doubts = replace(self._doubts, reads=("what other lines read",))
-        return self._left(made.found), made.is_told
+        return left_of(made.found), made.is_told
 
-    def _mixed(self) -> list[bool]:
-        """Whether rules by rows and by elements are left, for each part."""
-        assert self._found is not None
-        return [{one.of for one in rules if one.power} == {ROWS, SIZE} for rules in self._found.subjects]
 
-    def _by_length(
-        self, output: Any, microbatch: int, targets: Sequence[Any], rows: Sequence[int], *, is_needed: bool
-    ) -> None:
-        """Leave the rules that other lengths leave, which are needed if microbatches have different lengths."""
-        assert self._found is not None
-        mixed = self._mixed()
-        each = self._told_by_lengths(output, targets[microbatch])
-        if NOTHING in each and (joint := _joint(output, microbatch, targets, rows)) is not None:
-            each = self._told_by_lengths(*joint[:2])  # others may count what this one does not
-        kept = []
-        for rules, is_mixed, by in zip(self._found.subjects, mixed, each, strict=True):
-            if is_mixed and not by and is_needed:
-                raise uneven("takes shapes as numbers, and what it counts of another length is not known")
-            # A step in which nothing counts leaves it to a later one.
-            is_open = not is_mixed or not by or by == NOTHING
-            kept.append(tuple(one for one in rules if is_open or not one.power or one.of == by))
-        rest = None if self._found.rest is None else kept[-1]
-        self._found = self._left(replace(self._found, parts=tuple(kept[: len(self._found.parts)]), rest=rest))
-
-    def _told_by_lengths(self, output: Any, target: Any) -> list[str]:
-        """Return what other lengths tell of each part."""
-        assert self._found is not None
-        count = len(self._found.subjects)
-        try:
-            told = lengths_of(self.loss_fn, output, target, self._comparing.device)
-        except Exception:
-            told = None
-        if told is None:
-            return [""] * count
-        return [*told[0], told[1]][:count] if self._found.parts else [told[1]]
-
-    def _narrow(
-        self, output: Any, microbatch: int, targets: Sequence[Any], rows: Sequence[int], counted: Counted
-    ) -> None:
-        """Where rules that are left disagree, compare the output's rows with other microbatches' targets too."""
-        assert self._found is not None
-        varying = counted.varying()
-        orders = counted.orders(varying)
-        is_new = bool(varying - self._varied)
-        # The first ones may count nothing at all, which tells too little: then the last ones come first.
-        for order in [*orders, *(one[::-1] for one in orders)]:
-            if not is_new and self._is_decided(counted):
-                break
-            is_new = is_new and order is not orders[-1]
-            joint = _joint(output, microbatch, targets, rows, order)
-            answer = None if joint is None else self._comparing.rules_of(joint)
-            if answer is not None and answer.found is not None:
-                self._found = self._left(self._found.within(answer.found))
-        every = len(universe(self._found.num_tallies))
-        told = [each for each in self._found.subjects if len(each) < every]  # others are zero: weights do not matter
-        if not all(counted.are_alike(each) for each in told):
-            raise not_compared("its microbatches count differently, and their targets together do not tell how")
-        self._varied |= varying
-
-    def _is_decided(self, counted: Counted) -> bool:
-        """Whether all rules that are left give the microbatches the same shares."""
-        assert self._found is not None
-        return all(counted.are_alike(each) for each in self._found.subjects)
+def _uncounted(*, is_apart: bool) -> ModelError:
+    if is_apart:
+        return uneven("takes shapes as numbers, and what it counts of another length is not known")
+    return not_compared("what it counts of a microbatch with another number of rows cannot be told")
 
 
 def _parameters(seen: Watched) -> list[nn.Parameter]:
     """Return the parameters that a loss was seen to use."""
     used = (one.constant for one in seen.graph.values)
     return [one for one in used if isinstance(one, nn.Parameter) and one.requires_grad]
-
-
-def _joint(
-    output: Any, microbatch: int, targets: Sequence[Any], rows: Sequence[int], order: Sequence[int] | None = None
-) -> Joint | None:
-    """Return rows of all microbatches' targets, in an order, with as many of one's output."""
-    listed = range(len(targets)) if order is None else order
-    output, targets = alike(output, microbatch, targets)
-    return with_all(output, rows[microbatch], [targets[at] for at in listed], [rows[at] for at in listed])
 
 
 def _quiet(count: Tensor) -> Count:

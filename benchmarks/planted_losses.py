@@ -1,0 +1,93 @@
+"""Bugs for `runtime/loss` and `pipeline/loss`: how a loss function is compared with itself on fewer rows."""
+
+from __future__ import annotations
+
+from planting import Bug
+
+LOSSES = (
+    Bug(
+        "loss-compared-by-value",
+        "runtime/loss/compare.py",
+        "return error <= self.near * norm and abs(value",
+        "return abs(value",
+        "Weights that make losses add up, but not their gradients, pass.",
+    ),
+    Bug(
+        "loss-compared-by-gradient",
+        "runtime/loss/compare.py",
+        "                best = product / square if square else 0.0\n",
+        "                best = 1.0\n",
+        "A mean over rows is taken for no sum of its parts, or the reverse.",
+    ),
+    Bug(
+        "sums-of-nothing-tell",
+        "runtime/loss/rules.py",
+        "    if all(one.is_zero for one in shares):  # sums of nothing tell no rule\n"
+        "        return tuple(dict.fromkeys(order))\n",
+        "",
+        "A microbatch without labels decides that a loss does not count labels.",
+    ),
+    Bug(
+        "norms-in-single-precision",
+        "runtime/loss/sides.py",
+        "(each[at : at + _AT_ONCE].double() for each in flat)",
+        "(each[at : at + _AT_ONCE].float() for each in flat)",
+        "Fits of gradients in double precision are judged with the precision of float32.",
+    ),
+    Bug(
+        "same-draws-for-all-parts",
+        "runtime/loss/draws.py",
+        "return whole.narrow(dims[0], first * inside, (end - first) * inside)",
+        "return whole.narrow(dims[0], 0, (end - first) * inside)",
+        "The second part of the rows draws what the first rows drew.",
+    ),
+    Bug(
+        "gradients-of-other-rows",
+        "runtime/loss/linked.py",
+        "one.narrow(place[0], first * place[1], (end - first) * place[1])",
+        "one.narrow(place[0], 0, (end - first) * place[1])",
+        "A loss that takes gradients gets those of other rows than its own.",
+    ),
+    Bug(
+        "rows-not-stirred",
+        "runtime/loss/rows.py",
+        "torch.cat([part.roll(at, -1) for at, part in enumerate(each)], dim)",
+        "torch.cat([part for at, part in enumerate(each)], dim)",
+        "A loss that picks by its outputs is compared on rows in which it picks alike.",
+    ),
+    Bug(
+        "branches-are-trusted",
+        "runtime/loss/rules.py",
+        "not (hidden or whole.picks or shapes_by_values(whole.seen))",
+        "not (hidden or whole.picks)",
+        "A loss that decides by shapes of what a mask selects is not compared again when the mask changes.",
+    ),
+    Bug(
+        "constants-once-for-each",
+        "runtime/loss/weighing.py",
+        "    return not chosen.parts[0].adds_to_one or (lines > 1",
+        "    return (lines > 1",
+        "A penalty on weights beside a sum is added once for every microbatch.",
+    ),
+    Bug(
+        "state-of-losses-changes",
+        "runtime/loss/state.py",
+        "        if value._version != version:\n            value.detach().copy_(before)\n",
+        "        pass\n",
+        "Calls that compare leave their trace in buffers of the loss.",
+    ),
+    Bug(
+        "lengths-of-lines-ignored",
+        "pipeline/loss/fn_loss.py",
+        "        if sizes is not None or self.across is None:\n            return sizes\n",
+        "        return sizes\n",
+        "Lines with longer sequences count as much as others in a mean over elements.",
+    ),
+    Bug(
+        "few-rows-always",
+        "pipeline/loss/comparing.py",
+        "or not made.whole.is_clear or made.draws.unequal:",
+        "or made.draws.unequal:",
+        "Losses whose calls do not show all that they do are compared on eight rows only.",
+    ),
+)
