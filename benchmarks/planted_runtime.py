@@ -139,6 +139,13 @@ RUNTIME = (
         "Finite gradients whose sum overflows are called infinite.",
     ),
     Bug(
+        "graphs-hold-themselves",
+        "runtime/stash.py",
+        "self.tensor = tensor.detach()",
+        "self.tensor = tensor",
+        "A graph that nobody backpropagates, of a loss that is compared, stays in memory while bytes are counted.",
+    ),
+    Bug(
         "same-numbers-every-step",
         "Randomness.seed_for.key",
         'key = f"{self.seed}/{self.step}/{self.first + microbatch}/0/{block}".encode()',
