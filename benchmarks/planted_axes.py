@@ -1,4 +1,4 @@
-"""Bugs for `runtime/axes`: what counts as experts, which divided layers belong together."""
+"""Bugs for meshes: what counts as experts, which divided layers belong together, losses and rounding of lines."""
 
 from __future__ import annotations
 
@@ -32,5 +32,40 @@ AXES = (
         "if not self._tensors.is_on or is_traced(made):",
         "if not self._tensors.is_on and is_traced(made):",
         "A model that is traced, or run as a whole, exchanges gradients with other lines.",
+    ),
+    Bug(
+        "a-line-without-labels-has-its-own-dtype",
+        "runtime/axes/losses.py",
+        "return total[: len(parts)].to(_widest(told) or parts.dtype)",
+        "return total[: len(parts)].to(_widest(found) or parts.dtype)",
+        "A line that counts no label returns a loss of another dtype than the other lines do.",
+    ),
+    Bug(
+        "nothing-is-nudged",
+        "pipeline/check/rounding.py",
+        "if tensor.dtype not in LOW or not count",
+        "if tensor.dtype in LOW or not count",
+        "No rounding is measured, so that right models in bfloat16 are refused on meshes.",
+    ),
+    Bug(
+        "experts-round-nothing",
+        "pipeline/check/trial.py",
+        "rounding[one] = norm_of(other.double() - total.double())",
+        "rounding[one] = norm_of(other.double() + total.double())",
+        "Any gradient of experts passes for rounding in bfloat16.",
+    ),
+    Bug(
+        "no-gradient-tells-no-length",
+        "runtime/loss/lengths.py",
+        "if not squares and not others:",
+        "if not squares and others:",
+        "A sum is refused where no microbatch of different lengths counts a label.",
+    ),
+    Bug(
+        "targets-of-other-lengths-are-not-joined",
+        "runtime/loss/lengths.py",
+        "if short == max(lengths) or None in dims:",
+        "if short != max(lengths) or None in dims:",
+        "A sum is refused where a microbatch without labels has another length than those that count.",
     ),
 )

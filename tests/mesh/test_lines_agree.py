@@ -83,6 +83,7 @@ PLAN = {"*.query": "colwise", "*.key": "colwise", "*.value": "colwise", "*.out":
 # By name: the model, its loss, the mesh with further options, and which rows of all lines have no labels.
 TRAINED: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], slice]] = {
     "bf16, a microbatch": (lambda: chain().bfloat16(), functional.cross_entropy, {"mesh": {"dp": 2}}, slice(0, 2)),
+    "bf16, a line": (lambda: chain().bfloat16(), watched, {"mesh": {"dp": 2}}, slice(8, 16)),
     "float64, a line": (lambda: chain().double(), functional.cross_entropy, {"mesh": {"dp": 2}}, slice(0, 8)),
     "cp, the first microbatch": (decoder, watched, {"mesh": {"cp": 2}}, slice(0, 2)),
     "cp, a sum": (decoder, summed, {"mesh": {"cp": 2}}, slice(0, 2)),
