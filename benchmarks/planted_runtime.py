@@ -140,7 +140,7 @@ RUNTIME = (
     ),
     Bug(
         "graphs-hold-themselves",
-        "runtime/stash.py",
+        "Kept.__init__",
         "self.tensor = tensor.detach()",
         "self.tensor = tensor",
         "A graph that nobody backpropagates, of a loss that is compared, stays in memory while bytes are counted.",
