@@ -386,8 +386,8 @@ PIPELINE = (
     Bug(
         "changed-gradients-are-clear",
         "runtime/gradients/witness.py",
-        "                unclear.add(one)\n",
-        "                pass\n",
+        "if one.grad is not last or last._version != version",
+        "if one.grad is not last and last._version != version",
         "A hook that adds to a gradient once autograd has makes a right model be refused.",
     ),
     Bug(
