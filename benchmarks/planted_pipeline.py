@@ -398,11 +398,11 @@ PIPELINE = (
         "Gradients that a model puts beside autograd's are not seen in the model by itself.",
     ),
     Bug(
-        "values-of-the-start",
+        "whole-model-kept",
         "pipeline/check/reference.py",
-        "        self.is_current = False\n",
-        "",
-        "With several processes, later steps are compared with a model as it was at the start.",
+        "            self.renew(self.whole.model, here)\n        self.whole = None\n",
+        "            self.renew(self.whole.model, here)\n",
+        "With several processes, each holds the whole model after the first step.",
     ),
     Bug(
         "rows-seeded-alike",
