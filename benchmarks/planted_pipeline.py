@@ -385,7 +385,7 @@ PIPELINE = (
     ),
     Bug(
         "changed-gradients-are-clear",
-        "runtime/gradients/witness.py",
+        "_putting_aside",
         "if one.grad is not last or last._version != version",
         "if one.grad is not last and last._version != version",
         "A hook that adds to a gradient once autograd has makes a right model be refused.",
@@ -398,19 +398,11 @@ PIPELINE = (
         "Gradients that a model puts beside autograd's are not seen in the model by itself.",
     ),
     Bug(
-<<<<<<< HEAD
-        "values-of-the-start",
-        "Reference.let_go",
-        "        self.is_current = False\n",
-        "",
-        "With several processes, later steps are compared with a model as it was at the start.",
-=======
         "whole-model-kept",
-        "pipeline/check/reference.py",
+        "Reference.let_go",
         "            self.renew(self.whole.model, here)\n        self.whole = None\n",
         "            self.renew(self.whole.model, here)\n",
         "With several processes, each holds the whole model after the first step.",
->>>>>>> chk
     ),
     Bug(
         "rows-seeded-alike",
