@@ -169,7 +169,7 @@ class Perceptual:
 def steepness(o: Tensor, t: Tensor) -> Tensor:
     loss = nf.mse_loss(o, t, reduction="sum")
     (slope,) = torch.autograd.grad(loss, o, create_graph=True)
-    return loss / len(t) + 0.1 * ((slope.norm(dim=1) - 1) ** 2).mean()
+    return loss / len(t) + 0.1 * ((torch.linalg.vector_norm(slope, dim=1) - 1) ** 2).mean()
 
 
 def by_einsum(o: Tensor, t: Tensor) -> Tensor:
@@ -196,8 +196,9 @@ def by_numpy(o: Tensor, t: Tensor) -> Tensor:
 
 def of_a_list(o: Tensor, t: dict[str, Any]) -> Tensor:
     mask, weight = t["extra"][0], t["extra"][1]["w"]
-    each = nf.smooth_l1_loss(o, t["y"], reduction="none").mean(1) * weight * mask
-    return each.sum() / (weight * mask).sum()
+    each: Tensor = nf.smooth_l1_loss(o, t["y"], reduction="none").mean(1) * weight * mask
+    total: Tensor = (weight * mask).sum()
+    return each.sum() / total
 
 
 def up_to_length(o: Tensor, t: tuple[Tensor, Tensor]) -> Tensor:
@@ -230,7 +231,8 @@ def quantiles(o: Tensor, t: Tensor) -> Tensor:
 
 
 def student(o: Tensor, t: Tensor) -> Tensor:
-    found = torch.distributions.StudentT(4.0, o[:, :3], nf.softplus(o[:, 3:]) + 0.1).log_prob(t[:, :3])
+    spread: Any = torch.distributions.StudentT(4.0, o[:, :3], nf.softplus(o[:, 3:]) + 0.1)
+    found: Tensor = spread.log_prob(t[:, :3])
     return -found.sum(dim=-1).mean()
 
 
@@ -284,7 +286,7 @@ def total_variation(o: Tensor, t: Tensor) -> Tensor:
 
 
 def sparse(o: Tensor, t: Tensor) -> Tensor:
-    return nf.mse_loss(o, t, reduction="sum") + 0.3 * torch.norm(o, p=1)
+    return nf.mse_loss(o, t, reduction="sum") + 0.3 * torch.linalg.vector_norm(o, ord=1)
 
 
 def in_halves(o: Tensor, t: Example) -> Tensor:
@@ -355,7 +357,7 @@ FAIR: dict[str, tuple[Loss, Callable[[int], Any]]] = {
 
 def pearson(o: Tensor, t: Tensor) -> Tensor:
     a, b = o[:, 0] - o[:, 0].mean(), t[:, 0] - t[:, 0].mean()
-    return 1 - (a * b).sum() / (a.norm() * b.norm())
+    return 1 - (a * b).sum() / (torch.linalg.vector_norm(a) * torch.linalg.vector_norm(b))
 
 
 def info_nce(o: Tensor, t: Tensor) -> Tensor:

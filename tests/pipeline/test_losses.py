@@ -133,6 +133,20 @@ def test_a_penalty_on_all_weights_is_added_once(reduction: str, schedule: str) -
     trained(pipe, plain, lambda o, t: loss_fn(o, t, plain), numbers)
 
 
+def test_a_penalty_on_weights_that_other_ranks_update_says_what_to_do() -> None:
+    model = body()
+
+    def loss_fn(o: Tensor, t: Tensor) -> Tensor:
+        return nf.mse_loss(o, t) + 0.1 * sum(one.pow(2).sum() for one in model.parameters())
+
+    pipe = pipeline(model, loss_fn, num_microbatches=4, schedule="pipedream", num_ranks=2)
+    pipe.optimizer(torch.optim.SGD, lr=0.1)
+    with pytest.raises(
+        ModelError, match=r"or loss_fn, uses a parameter .* does not hold; .* use the optimizer's weight"
+    ):
+        pipe.step(torch.randn(ROWS, 5), target=numbers(0))
+
+
 class Heads(nn.Module):
     """Returns a dataclass of several tensors."""
 
@@ -278,7 +292,7 @@ def test_few_rows_are_compared_only_if_the_calls_show_all(
 
 def test_comparing_leaves_buffers_of_a_loss_as_they_were() -> None:
     loss_fn = Learned()
-    pipe = pipeline(body(), loss_fn, num_microbatches=3)
+    pipe = pipeline(body(), loss_fn, num_microbatches=3, check_model=False)  # which puts back buffers too
     for step in range(2):
         pipe.step(torch.randn(ROWS, 5), target=numbers(step))
         assert float(loss_fn.calls) == 3 * (step + 1)  # one for each microbatch

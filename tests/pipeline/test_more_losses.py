@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as nf
 
-from drumline.core.errors import DrumlineError
+from drumline.core.errors import DrumlineError, ModelError
+from drumline.pipeline.loss.comparing import Comparing
 from drumline.pipeline.pipeline import Pipeline
 from more_losses import DOUBTFUL, FAIR, ROWS, UNFAIR, WIDTH, chance
 
@@ -152,3 +153,10 @@ def test_a_loss_that_takes_gradients_of_its_outputs_is_compared(schedule: str) -
     pipe = Pipeline(mine, loss_fn=energies_of_a_mean, num_microbatches=4, num_ranks=2, device="cpu")
     with pytest.raises(DrumlineError, match="of the full batch"):  # a gradient that shrinks as rows are added
         pipe.step(x, target=target)
+
+
+def test_a_loss_that_picks_alike_in_all_rows_is_compared_on_others() -> None:
+    output = torch.randn(6, WIDTH, dtype=torch.float64, generator=chance(0))
+    output[:, 0] += 9.0  # the largest of every row, as in models that were not trained yet
+    with pytest.raises(ModelError, match="of the full batch"):
+        Comparing(UNFAIR["experts over the batch"][0], torch.device("cpu")).rules(output, torch.zeros_like(output), 6)

@@ -154,7 +154,7 @@ class Assembly:
             compiler=self.compiler,
         )
         if made.loss is not None:
-            made.segments[-1].lends = self.lends
+            made.segments[-1].has_loss, made.segments[-1].lends = True, self.lends
         return made
 
     def described(self, **more: Any) -> dict[str, Any]:

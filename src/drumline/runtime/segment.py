@@ -82,6 +82,7 @@ class Segment:
         self.seal: Callable[[Any], Any] | None = None  # drops what need not travel from the stage
         self.checkpointed = checkpointed
         self.lends: Callable[[], Collection[nn.Parameter]] | None = None  # what its loss uses of other stages here
+        self.has_loss = False  # whether a loss function is run after its blocks
         self.receives = True  # whether its input comes from earlier blocks, not from the batch
         self.modules = [module for block in blocks for module in block.module.modules()]
         self.buffers = Buffers([block.module for block in blocks])
@@ -203,7 +204,8 @@ class Segment:
             begins = [*this.leaves, *self.splitter.begins]
             self.lent = [] if self.lends is None else [one for one in self.lends() if one not in set(self.parameters)]
             own = [*self.parameters, *self.lent]
-            refuse_foreign(this.roots, own, [name for name, _ in self.blocks], begins)
+            names = [name for name, _ in self.blocks]
+            refuse_foreign(this.roots, own, names, begins, has_loss=self.has_loss and self.lends is None)
         return unpack([one.detach() for one in outputs], form)
 
     def unchanged(self, value: Any, versions: list[int]) -> None:

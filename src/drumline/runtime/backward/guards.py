@@ -73,17 +73,31 @@ def leaves_of(roots: Sequence[GradientEdge]) -> Iterator[Tensor]:
 
 
 def refuse_foreign(
-    roots: Sequence[GradientEdge], own: Iterable[nn.Parameter], names: Sequence[str], begins: Iterable[Tensor]
+    roots: Sequence[GradientEdge],
+    own: Iterable[nn.Parameter],
+    names: Sequence[str],
+    begins: Iterable[Tensor],
+    *,
+    has_loss: bool = False,
 ) -> None:
     """Refuse a graph that begins with a parameter outside `own`, or with the beginning of another graph.
 
-    `names` are the blocks that built it, `begins` the tensors with which their graph may begin.
+    `names` are the blocks that built it, `begins` the tensors with which their graph may begin. With `has_loss`, a
+    loss function built it too.
     """
     known = {id(one) for one in (*own, *begins)}
     for leaf in leaves_of(roots):
         if id(leaf) in known:
             continue
         one_of = f"one of the blocks {', '.join(names)}" if names else "the loss"
+        if isinstance(leaf, nn.Parameter) and has_loss:
+            raise ModelError(
+                f"{one_of}, or loss_fn, uses a parameter of shape {tuple(leaf.shape)} that this rank's stage does not"
+                " hold",
+                expected="a loss of the output, the target and parameters of its own",
+                fix="for a penalty on all weights, use the optimizer's weight_decay, or run all ranks in one process"
+                " with a schedule that flushes; for a tied weight, tie it explicitly: head.weight = embedding.weight",
+            )
         if isinstance(leaf, nn.Parameter):
             raise ModelError(
                 f"{one_of} uses a parameter of shape {tuple(leaf.shape)} that it does not hold",

@@ -36,7 +36,8 @@ class Linked(TorchFunctionMode):
         self._range = first, end
         copies = [self.rows_of(one, place).clone() for one, place in zip(tensors, places, strict=True)]
         self.output = unpack(copies, form)
-        self._whole = {id(copy): pair for copy, *pair in zip(copies, tensors, places, strict=True)}
+        whole = zip(tensors, places, strict=True)
+        self._whole = {id(copy): pair for copy, pair in zip(copies, whole, strict=True)}
 
     def rows_of(self, one: Tensor, place: tuple[int, int] | None) -> Tensor:
         """Return the same rows of another tensor."""

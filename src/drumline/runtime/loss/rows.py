@@ -68,7 +68,7 @@ def chosen_rows(
         raise TooLarge(of_each)
     most = min(affordable, max(rows, 3), most or affordable)
     if rows == most:
-        return Rows(*(mapped(one, Tensor.detach) for one in (output, target)), rows, outputs, targets)
+        return Rows(mapped(output, Tensor.detach), mapped(target, Tensor.detach), rows, outputs, targets)
     if rows > most:
         index = [round(at * (rows - 1) / (most - 1)) for at in range(most)]
     else:
@@ -110,7 +110,7 @@ def stirred(output: Any, rows: int) -> Any:
             made.append(one.detach())
             continue
         dim, inside = place
-        each = one.detach().split(inside, dim)
+        each = torch.split(one.detach(), inside, dim)
         made.append(torch.cat([part.roll(at, -1) for at, part in enumerate(each)], dim))
     return unpack(made, form)
 
