@@ -84,18 +84,10 @@ LOSSES = (
         "Lines with longer sequences count as much as others in a mean over elements.",
     ),
     Bug(
-<<<<<<< HEAD
-        "few-rows-always",
-        "Comparing._of_few",
-        "or not made.whole.is_clear or made.draws.unequal:",
-        "or made.draws.unequal:",
-        "Losses whose calls do not show all that they do are compared on eight rows only.",
-=======
         "rows-of-one-microbatch",
-        "pipeline/loss/comparing.py",
+        "Comparing._of_more",
         "best.found is None or best.made.whole.is_clear:",
         "best.found is None or best.found.fits:",
         "A loss that takes the hardest five rows is taken for a mean if a microbatch has five.",
->>>>>>> loss
     ),
 )
