@@ -32,7 +32,7 @@ _COUNT = 8191  # a prime, so that no rows of a matrix get the same numbers
 _MOVING = {"_to_copy", "clone", "copy", "cat", "stack", "embedding", "index", "index_select", "gather", "where"}
 
 
-class Nudged(TorchDispatchMode):
+class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Moves every result of low precision by up to its last digit inside, at random, but always alike.
 
     >>> with Nudged():
@@ -42,7 +42,7 @@ class Nudged(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         drawn = random.Random(0)
         self._numbers = torch.tensor([drawn.uniform(-1.0, 1.0) for _ in range(_COUNT)] * 2)
         self._at = 0
