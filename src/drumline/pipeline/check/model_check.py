@@ -16,6 +16,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from drumline.core.action import Op
 from drumline.core.errors import DrumlineError, MismatchError
 from drumline.pipeline.check.lines import LineParts
 from drumline.pipeline.check.reference import Reference
@@ -136,7 +137,8 @@ class ModelCheck(Observer):
     @property
     def _has_sentinels(self) -> bool:
         """Whether later steps can be checked: not where steps are replayed, or lines have parts of parameters."""
-        if self._reference is None or self._parts.is_on or self._holdings.shards is not None:
+        divides_stages = Op.UNSHARD in self._engine.assembly.program.columns.ops  # those of other ranks, too
+        if self._reference is None or self._parts.is_on or divides_stages:
             return False
         # A line in which nothing was compared, because nothing counted, checks on as others do.
         is_worth_it = self.checked is None or self.checked.num_parameters > 0 or not self._is_only_line
