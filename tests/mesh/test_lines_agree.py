@@ -188,10 +188,52 @@ def refused(name: str) -> str:
     return "accepted"
 
 
+class Scaled(torch.autograd.Function):
+    """Takes its input from the layer in its backward, where the next microbatch may have left its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Any) -> Tensor:
+        layer.input = x
+        ctx.layer, ctx.weight = layer, weight
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.weight, (gradient * ctx.layer.input).sum((0, 1)), None
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.is_wrong = False
+
+    def forward(self, x: Tensor) -> Any:
+        return Scaled.apply(x, self.weight, self) if self.is_wrong else x * self.weight  # type: ignore[no-untyped-call]
+
+
+def wrong_on_one_line() -> str:
+    """Train a model whose gradient is wrong on line 1 alone, where all forwards come first."""
+    x, y = labels(slice(0))
+    model = nn.Sequential(*list(chain())[:3], Scale(), nn.Linear(WIDTH, WORDS))
+    with pipeline(model, loss_fn=watched, mesh={"dp": 2}, schedule="gpipe") as pipe:
+        own = slice(ROWS * pipe.axes.rows[0], ROWS * (pipe.axes.rows[0] + 1))
+        for one in model.modules():
+            if isinstance(one, Scale):
+                one.is_wrong = pipe.axes.rows[0] == 1
+        try:
+            pipe.step(x[own], target=y[own])
+            pipe.settle()
+        except DrumlineError as error:
+            return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
 def everything() -> dict[str, Any]:
     found: dict[str, Any] = {name: trained(name) for name in TRAINED}
     found |= {name: refused(name) for name in WRONG}
-    return found | {"other kinds": other_kinds(), "checked later": checked_later(), "asked": asked_on_one_line()}
+    found |= {"other kinds": other_kinds(), "checked later": checked_later(), "asked": asked_on_one_line()}
+    return found | {"wrong": wrong_on_one_line()}
 
 
 @pytest.fixture(scope="module")
@@ -272,3 +314,9 @@ def test_the_refusal_of_heads_names_the_layers_and_their_features(ranks: list[di
 def test_sequence_parallel_needs_tp(mesh: dict[str, int] | None) -> None:
     with pytest.raises(UsageError, match=r"sequence_parallel is True, and the mesh has no tp.*sequence_parallel=False"):
         dl.Pipeline(chain(), loss_fn=watched, num_microbatches=2, num_ranks=2, mesh=mesh, sequence_parallel=True)
+
+
+def test_all_lines_refuse_what_one_of_them_refuses(ranks: list[dict[str, Any]]) -> None:
+    one, other = (rank["wrong"] for rank in ranks)
+    assert other.startswith("ModelError: the model, run block by block, returns something else")
+    assert one.startswith("ModelError: rank 1 (pp 0, dp 1) refuses the step: the model, run block by block, returns")

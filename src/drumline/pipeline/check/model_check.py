@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.action import Op
-from drumline.core.errors import DrumlineError, MismatchError
+from drumline.core.errors import DrumlineError, MismatchError, ModelError
 from drumline.pipeline.check.lines import LineParts
 from drumline.pipeline.check.reference import Reference
 from drumline.pipeline.check.sentinels import Sentinels, When
@@ -188,12 +188,26 @@ class ModelCheck(Observer):
             for each in zip(*told, strict=True)
         ]
         self.checked, self.refusal = merged(found, step.number)
+        self._hear_other_lines(step.number)
         if is_first and not self._crew.alone:
             self._let_go()
         if not self._sentinels.is_on:
             self._reference = None
         self.refuse()
         self._say(self.checked.unchecked, "first" if is_first else f"{step.number + 1}th")
+
+    def _hear_other_lines(self, step: int) -> None:
+        """Refuse what any line of a mesh refuses, so that no line waits for another that has raised."""
+        axes, device = self._parts.axes, self._engine.assembly.device
+        if not axes.is_mesh:
+            return
+        refuses = torch.tensor([float(self.refusal is not None)], device=device)
+        if not float(axes.summed(refuses, *(name for name in axes.names if name != "pp"))):
+            return
+        told = axes.exchanged(f"drumline/refused/{step}", "" if self.refusal is None else str(self.refusal))
+        if self.refusal is None:
+            rank, text = next((rank, text) for rank, text in enumerate(told) if text)
+            self.refusal = ModelError(f"{axes.named(rank)} refuses the step: {text}")
 
     def _let_go(self) -> None:
         assert self._reference is not None
