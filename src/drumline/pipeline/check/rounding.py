@@ -24,9 +24,8 @@ from drumline.pipeline.verify.comparing import norm_of, off, outputs_off
 from drumline.pipeline.verify.plain_step import Wanted
 from drumline.runtime.precision import LOW
 
-TIMES = (
-    4.0  # what a pipeline may be off, of what a nudged run is: it rounds at several places where one process has one
-)
+# What a pipeline may be off, of what a nudged run is: it rounds at several places where one process has one.
+TIMES = 4.0
 _COUNT = 8191  # a prime, so that no rows of a matrix get the same numbers
 # They move numbers, and round nothing.
 _MOVING = {"_to_copy", "clone", "copy", "cat", "stack", "embedding", "index", "index_select", "gather", "where"}
@@ -35,8 +34,9 @@ _MOVING = {"_to_copy", "clone", "copy", "cat", "stack", "embedding", "index", "i
 class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Moves every result of low precision by up to its last digit inside, at random, but always alike.
 
+    >>> ones = torch.ones(1000, dtype=torch.bfloat16)
     >>> with Nudged():
-    ...     made = torch.ones(1000, dtype=torch.bfloat16) * 1
+    ...     made = ones * 1
     >>> 0 < (made - 1).abs().max() <= torch.finfo(torch.bfloat16).eps
     tensor(True)
     """

@@ -82,29 +82,32 @@ def by_length(
     `joint` returns rows of all microbatches, for one that counts nothing.
     """
     are_mixed = mixed(found)
-    each = _told_by_lengths(found, comparing, output, target)
+    each, changed = _told_by_lengths(found, comparing, output, target)
     if NOTHING in each and (given := joint()) is not None:
-        each = _told_by_lengths(found, comparing, *given[:2])  # others may count what this one does not
+        each, changed = _told_by_lengths(found, comparing, *given[:2])  # others may count what this one does not
     kept = []
     for rules, is_mixed, by in zip(found.subjects, are_mixed, each, strict=True):
         if is_mixed and not by and is_needed:
             raise uneven("takes shapes as numbers, and what it counts of another length is not known")
         is_open = not is_mixed or by in ("", NOTHING)  # a step in which nothing counts leaves it to a later one
-        kept.append(tuple(one for one in rules if is_open or not one.power or one.of == by))
+        left = [one for one in rules if is_open or not one.power or one.of == by]
+        if by == ROWS:  # the length does not matter, so neither does what changes with it
+            left = [one for one in left if one.tally not in changed]
+        kept.append(tuple(left))
     rest = None if found.rest is None else kept[-1]
     return left_of(replace(found, parts=tuple(kept[: len(found.parts)]), rest=rest))
 
 
-def _told_by_lengths(found: Found, comparing: Comparing, output: Any, target: Any) -> list[str]:
-    """Return what other lengths tell of each part."""
+def _told_by_lengths(found: Found, comparing: Comparing, output: Any, target: Any) -> tuple[list[str], frozenset[int]]:
+    """Return what other lengths tell of each part, and which tallies they change."""
     count = len(found.subjects)
     try:
         told = lengths_of(comparing.loss_fn, output, target, comparing.device)
     except Exception:
         told = None
     if told is None:
-        return [""] * count
-    return [*told[0], told[1]][:count] if found.parts else [told[1]]
+        return [""] * count, frozenset()
+    return ([*told.parts, told.rest][:count] if found.parts else [told.rest]), told.changed
 
 
 def joint_of(

@@ -7,25 +7,32 @@ short   (rows, 4 places)    a mean over elements: 2 g there; a mean over rows, o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from drumline.runtime.loss.draws import Draws
 from drumline.runtime.loss.rules import ROWS, SIZE
-from drumline.runtime.loss.sides import Share, side_of
+from drumline.runtime.loss.sides import Share, Side, side_of
 from drumline.runtime.loss.state import untouched
+from drumline.runtime.loss.tallies import counted_in, tallies_of
 from drumline.runtime.values import mapped, pack
 
 NOTHING = "nothing"  # it has no gradient here, and loses nothing whatever it averages over
 _NEAR = 0.05
 
 
-def lengths_of(
-    loss_fn: Callable[..., Any], output: Any, target: Any, device: torch.device
-) -> tuple[list[str], str] | None:
-    """Return of each part of a loss, and of all of it, whether it averages over elements, over rows, NOTHING, or "".
+class ByLength(NamedTuple):
+    """What other lengths tell of a loss: of each part, and of the rest or all of it, ROWS, SIZE, NOTHING, or ""."""
+
+    parts: list[str]
+    rest: str
+    changed: frozenset[int]  # tallies that are others at another length
+
+
+def lengths_of(loss_fn: Callable[..., Any], output: Any, target: Any, device: torch.device) -> ByLength | None:
+    """Return of each part of a loss, and of all of it, whether it averages over elements or over rows.
 
     None if the output and the target have no length in common that can be shortened.
     """
@@ -51,8 +58,15 @@ def lengths_of(
     dims = [dim for dim, wants in zip(outputs, wanted, strict=True) if wants]
     ratio = length / short
     terms = [_told(one, other, dims, short, ratio) for one, other in zip(full.terms, part.terms, strict=True)]
-    return terms, _told(full.rest if full.terms else full.whole, part.rest if part.terms else part.whole, dims, short,
-                        ratio)  # fmt: skip
+    rests = [one.rest if one.terms else one.whole for one in (full, part)]
+    return ByLength(terms, _told(rests[0], rests[1], dims, short, ratio), _changed(full, part))
+
+
+def _changed(full: Side, part: Side) -> frozenset[int]:
+    """Return which tallies count something else in a part."""
+    each = [counted_in(side.seen, tallies_of(side.seen, side.known)) for side in (full, part)]
+    pairs = enumerate(zip(*each, strict=False))
+    return frozenset(at for at, (one, other) in pairs if abs(one - other) > _NEAR * abs(one))
 
 
 def alike(output: Any, microbatch: int, targets: Sequence[Any]) -> tuple[Any, list[Any]]:
