@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -35,8 +36,7 @@ def test_a_folder_is_not_crowded_and_says_what_it_is_for(folder: Path) -> None:
 
 def test_no_import_leads_round_a_circle() -> None:
     """Imports for type checking and inside of functions count as well."""
-    modules = {_name(path): path for path in ROOM.rglob("*.py")}
-    graph = {name: set(_imports(name, path, modules)) for name, path in modules.items()}
+    _, graph = _imported()
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -44,14 +44,20 @@ def test_no_import_leads_round_a_circle() -> None:
 
 
 def test_no_room_imports_another_round_a_loop_but_those_that_are_listed() -> None:
-    modules = {_name(path): path for path in ROOM.rglob("*.py")}
+    modules, graph = _imported()
     rooms: dict[str, set[str]] = {}
-    for name, path in modules.items():
-        for other in _imports(name, path, modules):
-            rooms.setdefault(_room(path), set()).add(_room(modules[other]))
+    for name, others in graph.items():
+        rooms.setdefault(_room(modules[name]), set()).update(_room(modules[other]) for other in others)
     reached = {room: _reached(room, rooms) for room in rooms}
     knots = {frozenset({room, *(one for one in far if room in reached.get(one, ()))}) for room, far in reached.items()}
     assert {" ".join(sorted(knot)) for knot in knots if len(knot) > 1} == set(KNOTS)
+
+
+@cache
+def _imported() -> tuple[dict[str, Path], dict[str, set[str]]]:
+    """Return the file of every module, and which modules each imports."""
+    modules = {_name(path): path for path in ROOM.rglob("*.py")}
+    return modules, {name: set(_imports(name, path, modules)) for name, path in modules.items()}
 
 
 def _room(path: Path) -> str:
