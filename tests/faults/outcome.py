@@ -75,7 +75,8 @@ def same(found: Outcome, expected: Outcome) -> None:
     """Demand equality to the last bit: every loss that was found, every tensor at the end, every other state."""
     assert found.losses, "the run told no loss"
     for step, loss in found.losses.items():
-        assert loss == expected.losses[step], f"step {step}: loss {loss!r}, and {expected.losses[step]!r} without fault"
+        without = expected.losses[step]
+        assert repr(loss) == repr(without), f"step {step}: loss {loss!r}, and {without!r} without fault"  # NaN too
     assert max(found.losses) == max(expected.losses), f"ended after step {max(found.losses)}"
     names = found.tensors.keys() ^ expected.tensors.keys()
     assert not names, f"tensors that only one run has: {sorted(names)[:3]}"
