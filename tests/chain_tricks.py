@@ -105,7 +105,7 @@ class Scaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient * ctx.weight, (gradient * ctx.layer.input).sum(0), None
+        return gradient * ctx.weight, (gradient * ctx.layer.input).flatten(0, -2).sum(0), None
 
 
 class Scale(nn.Module):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import drumline as dl
+from chain_tricks import Scaled
 from drumline.core.errors import DrumlineError, UsageError
 from drumline.runtime.axes.slices import put_together, slice_of
 from mesh.small import LENGTH, WIDTH, WORDS, decoder
@@ -186,20 +187,6 @@ def refused(name: str) -> str:
     except DrumlineError as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"
-
-
-class Scaled(torch.autograd.Function):
-    """Takes its input from the layer in its backward, where the next microbatch may have left its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Any) -> Tensor:
-        layer.input = x
-        ctx.layer, ctx.weight = layer, weight
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient * ctx.weight, (gradient * ctx.layer.input).sum((0, 1)), None
 
 
 class Scale(nn.Module):
