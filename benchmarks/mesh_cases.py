@@ -133,16 +133,19 @@ class Case:
     def microbatches(self, step: int) -> list[list[tuple[Tensor, Tensor]]]:
         """Return the microbatches of every line: tokens, and labels or numbers."""
         chance = torch.Generator().manual_seed(1000 * self.number + step)
-        lengths = [self.length] * self.num_microbatches
-        if self.apart:
-            lengths = [self.length - self._unit * (at % 2) for at in range(self.num_microbatches)]
         found = [
-            [self._made(*one, chance) for one in zip(self._each(rows), lengths, strict=True)]
+            [self._made(*one, chance) for one in zip(self._each(rows), self.lengths, strict=True)]
             for rows in self.rows[step]
         ]
         if self.function.is_labels:
             _thin_out(found, self.patterns[step], random.Random(f"{self.seed} {self.number} {step}"))
         return found
+
+    @property
+    def lengths(self) -> list[int]:
+        """How long the sequences of each microbatch are."""
+        shorter = self._unit if self.apart else 0
+        return [self.length - shorter * (at % 2) for at in range(self.num_microbatches)]
 
     @property
     def _unit(self) -> int:
@@ -212,6 +215,7 @@ def _refusals(case: Case) -> list[tuple[str, bool]]:
         # Each line tells of its own rows.
         *((text, min(case.rows[0]) < case.num_microbatches)
           for text in (["has an empty tensor"] if case.apart else [" row for ", " rows for "])),
+        ("has an empty tensor", min(case.lengths) < 1),
         ("is NaN or infinite", counted == 0.0 and case.num_microbatches == 1 and mesh.keys() <= {"pp", "tp"}),
         ("loss weights are", counted == 0.0),
     ]  # fmt: skip

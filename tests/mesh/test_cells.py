@@ -26,7 +26,10 @@ CELLS = {one.name: one for one in cells()}
 # column occurs, without compiling, which takes longer than all the others together.
 KEPT = [row for row, what in WHATS.items() if "compile" not in what.options][::3]
 SHORT = {f"{row} x {column}".replace("`", "") for row, column in thinned([KEPT, list(WAYS)], 1)}
-SHORT |= {"master_weights x zero=3"}  # whose pieces have gradients of another type
+SHORT |= {
+    "master_weights x zero=3",  # whose pieces have gradients of another type
+    "model on the meta device, weights x ep",  # of which lines check experts that no rank has all of
+}
 RUNS = {name: one for name, one in CELLS.items() if not one.refusal and (ALL or name in SHORT)}
 REFUSED = {name: one for name, one in CELLS.items() if one.refusal}
 if not ALL:  # of those that are refused for the same reason, the first and the last

@@ -23,7 +23,7 @@ from drumline.pipeline.check.lines import LineParts
 from drumline.pipeline.check.places import Home, Places
 from drumline.pipeline.check.reference import Reference
 from drumline.pipeline.check.relay import GaveUp, Relay
-from drumline.pipeline.check.rounding import Nudged, Rounding
+from drumline.pipeline.check.rounding import DRAWS, Nudged, Rounding
 from drumline.pipeline.check.row import Row
 from drumline.pipeline.check.sample import Sample
 from drumline.pipeline.check.sketched import Expected
@@ -35,6 +35,7 @@ from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.verify.agreement import Given, agree_on_batch, first_difference, samples_of
 from drumline.pipeline.verify.plain import ByItself
 from drumline.pipeline.verify.plain_step import Slice, Wanted, plain_steps
+from drumline.runtime.axes.slices import slice_of
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.executor import Executor
 from drumline.runtime.gradients.sketch import sketch
@@ -65,7 +66,7 @@ class Take:
     given: Slice
     wanted: Wanted | None = None
     expected: Expected | None = None  # of its gradients
-    nudged: Wanted | None = None  # what the model made when all it computed was nudged a little, if that was measured
+    nudged: list[Wanted | None] = field(default_factory=list)  # made while all that it computed was nudged a little
     rounding: Rounding = field(default_factory=Rounding)
     again: Wanted | None = None  # what the model made when it was run once more
     totals: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # of experts that tokens of all lines go through
@@ -115,7 +116,7 @@ class Asking:
         with self._whole() as parts:
             self._ask(step, called, target, factor, whole)
         for take in self.takes:
-            take.wanted, take.nudged = parts(take.wanted), parts(take.nudged)
+            take.wanted, take.nudged = parts(take.wanted), [parts(one) for one in take.nudged]
             take.rounding = Rounding.between(take.wanted, take.nudged)
         if self.parts.is_on:
             self.named = self._own()
@@ -211,11 +212,13 @@ class Asking:
             made = self.run(step.draw, factor)
             for take, wanted in zip(self.takes, made, strict=True):
                 take.wanted = wanted
-        if self.measures and all(self.crew.collect("check rounding", not self.reason)):
-            with Nudged():
-                nudged = self.run(step.draw, factor)
-            for take, wanted in zip(self.takes, nudged, strict=True):
-                take.nudged, take.wanted = wanted, None if self.reason else take.wanted
+        for seed in range(DRAWS) if self.measures else ():
+            if all(self.crew.collect("check rounding", not self.reason)):
+                with Nudged(seed):
+                    nudged = self.run(step.draw, factor)
+                for take, wanted in zip(self.takes, nudged, strict=True):
+                    take.nudged.append(wanted)
+                    take.wanted = None if self.reason else take.wanted
 
     @property
     def is_disturbed(self) -> bool:
@@ -269,7 +272,9 @@ class Asking:
         assert isinstance(plain.model, nn.Module)
         home = None if reference.is_current and not _has_values(plain) else Home.of(self._blocks)
         self.relay = Relay(self.crew, plain.model, reference.places, here, device, randomness, home)
-        self.by_itself, self.named = plain, plain.named_parameters() | held
+        # Of what lines have parts of, the model has the whole meanwhile.
+        undivided = {name: one for name, one in held.items() if slice_of(one) is None}
+        self.by_itself, self.named = plain, plain.named_parameters() | undivided
 
     def run(self, draw: int, factor: float, *, in_full: Collection[nn.Parameter] = ()) -> Sequence[Wanted | None]:
         """Run all microbatches through the model by itself; None if they cannot be compared."""

@@ -1,18 +1,20 @@
-"""How much of a difference is rounding, measured: the model by itself runs once more, every result nudged a little.
+"""How much of a difference is rounding, measured: the model by itself runs again, every result nudged a little.
 
-    as it is   a matrix product  1.0234375    ->  gradients g
-    nudged     a matrix product  1.0312500    ->  gradients g'      rounding: |g - g'| of each
+    as it is     a matrix product  1.0234375    ->  gradients g
+    nudged       a matrix product  1.0312500    ->  gradients g'      |g - g'|  of each
+    once more    a matrix product  1.0195312    ->  gradients g"      |g - g"|  of each; rounding is the larger
 
 Lines of a mesh add up parts that were rounded each by itself. In bfloat16 that shows, in some gradients by more than
 their size: those of keys are sums of large numbers that nearly cancel. How much it shows depends on the model, so no
-constant says it. The nudged run moves every result of low precision by up to its last digit, by which two numbers may
-differ that were both rounded, forward and backward. In float32 and above, what is allowed anyway is far more.
+constant says it. A nudged run moves every result of low precision by up to its last digit, by which two numbers may
+differ that were both rounded, forward and backward. One such run may be near by luck, all of several hardly. In float32
+and above, what is allowed anyway is far more.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,13 +28,14 @@ from drumline.runtime.precision import LOW
 
 # What a pipeline may be off, of what a nudged run is: it rounds at several places where one process has one.
 TIMES = 4.0
+DRAWS = 4  # nudged runs
 _COUNT = 8191  # a prime, so that no rows of a matrix get the same numbers
 # They move numbers, and round nothing.
 _MOVING = {"_to_copy", "clone", "copy", "cat", "stack", "embedding", "index", "index_select", "gather", "where"}
 
 
 class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Moves every result of low precision by up to its last digit inside, at random, but always alike.
+    """Moves every result of low precision by up to its last digit inside, at random, but always alike for a seed.
 
     >>> ones = torch.ones(1000, dtype=torch.bfloat16)
     >>> with Nudged():
@@ -41,9 +44,9 @@ class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
     tensor(True)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        drawn = random.Random(0)
+        drawn = random.Random(seed)
         self._numbers = torch.tensor([drawn.uniform(-1.0, 1.0) for _ in range(_COUNT)] * 2)
         self._at = 0
 
@@ -71,23 +74,25 @@ class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """How far a nudged run is off: each gradient, the loss and the output; nothing where it was not measured."""
+    """How far nudged runs are off: each gradient, the loss and the output; nothing where it was not measured."""
 
     gradients: Mapping[nn.Parameter, float] = field(default_factory=dict)
     loss: float = 0.0
     output: float = 0.0
 
     @staticmethod
-    def between(wanted: Wanted | None, nudged: Wanted | None) -> Rounding:
-        """Return what two runs of the model by itself differ in."""
-        if wanted is None or nudged is None:
+    def between(wanted: Wanted | None, nudged: Sequence[Wanted | None]) -> Rounding:
+        """Return by how much runs of the model by itself differ from the first at most."""
+        ran = [one for one in nudged if one is not None]
+        if wanted is None or not ran:
             return Rounding()
         gradients = {
-            one: norm_of(each.double() - nudged.gradients[one].double())
+            one: max(norm_of(each.double() - run.gradients[one].double()) for run in ran)
             for one, each in wanted.gradients.items()
-            if one in nudged.gradients
+            if all(one in run.gradients for run in ran)
         }
-        return Rounding(gradients, off(nudged.loss, wanted.loss), outputs_off(nudged.output, wanted.output))
+        losses = max(off(run.loss, wanted.loss) for run in ran)
+        return Rounding(gradients, losses, max(outputs_off(run.output, wanted.output) for run in ran))
 
     def left(self, what: str, apart: float) -> float:
         """Return how far the "loss" or the "output" is off, 0 if that is rounding.

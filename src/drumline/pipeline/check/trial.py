@@ -10,7 +10,7 @@ No gradient is kept, only sketches of them: see sketched.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.pipeline.check.asking import Asking, Take
-from drumline.pipeline.check.rounding import TIMES
+from drumline.pipeline.check.rounding import DRAWS, TIMES
 from drumline.pipeline.check.sketched import Expected, Found, differences, found_by, unsettled
 from drumline.pipeline.check.verdict import Outcome
 from drumline.pipeline.verify.comparing import few, norm_of, off, outputs_off
@@ -82,15 +82,21 @@ class Trial(Asking):
                     own = self.parts.nothing(one)
                 total, all_ran = self.parts.wanted(None if own is None else own * take.ratio, one)
                 if self.measures:
-                    nudged = None if take.nudged is None or not take.counts else take.nudged.gradients.get(one)
-                    other, _ = self.parts.wanted(None if nudged is None else nudged * take.ratio, one)
-                    rounding[one] = norm_of(other.double() - total.double())
+                    rounding[one] = max(
+                        norm_of(other.double() - total.double()) for other in self._nudged_totals(take, one)
+                    )
                 if take.wanted is not None and all_ran:
                     take.totals[one], known[one] = total, sketch(total)
                 elif take.wanted is not None:
                     self.reason = "another line of the mesh could not run the model by itself"
         if take.expected is not None and self.parts.is_on:
             take.expected = Expected.of(known, self.allowed, rounding)
+
+    def _nudged_totals(self, take: Take, parameter: nn.Parameter) -> Iterator[Tensor]:
+        """Yield what is wanted of experts by each nudged run; lines on which one failed add nothing."""
+        for run in [*take.nudged, *[None] * (DRAWS - len(take.nudged))]:
+            own = None if run is None or not take.counts else run.gradients.get(parameter)
+            yield self.parts.wanted(None if own is None else own * take.ratio, parameter)[0]
 
     def _outcome(self, step: Step, at: int, take: Take) -> Outcome:
         outcome = Outcome(unchecked=self.reason, in_parts=frozenset(self.in_parts), raised=self.raised)
