@@ -535,10 +535,10 @@ def made(name: str, *, seed: int = 0) -> nn.Module:
     """Return a family's model, small, without dropout, its statistics of batches frozen."""
     family = FAMILIES[name]
     kind: Any = getattr(transformers, family.config)
-    known = kind()
-    sizes = (
-        {key: value for key, value in _TEXT.items() if hasattr(known, key)} if family.group != "vision-language" else {}
-    )
+    sizes: dict[str, Any] = {}
+    if family.group != "vision-language":  # of whose parts each has its own
+        known = kind()
+        sizes = {key: value for key, value in _TEXT.items() if hasattr(known, key)}
     sizes = {key: value for key, value in (sizes | copy.deepcopy(dict(family.sizes))).items() if value is not None}
     torch.manual_seed(seed)
     model: nn.Module = getattr(transformers, family.model)(kind(**sizes)).train()
