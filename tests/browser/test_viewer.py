@@ -236,6 +236,7 @@ def test_a_hostile_name_is_only_a_name(opened: Open) -> None:
     assert shown.page.locator("script").count() == 2
 
 
+@long
 def test_fifty_thousand_boxes_are_drawn_on_canvas(opened: Open) -> None:
     shown = opened(timeline(num_ranks=16, num_microbatches=1600))
     stats = shown.stats()

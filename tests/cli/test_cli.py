@@ -416,7 +416,7 @@ def test_a_flood_of_violations_is_cut_short(tmp_path: Path, capsys: pytest.Captu
 def test_demo_trains_by_every_schedule_to_the_weights_of_one_process(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, found = run_json(capsys, "demo", "--out", str(tmp_path), "--width", "16", "--epochs", "2")
+    code, found = run_json(capsys, "demo", "--out", str(tmp_path), "--width", "16", "--epochs", "1")
     assert code == 0
     assert [one["difference"] for one in found["rows"]] == [0] * 8
     page = Path(found["report"]).read_text()

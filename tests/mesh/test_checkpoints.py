@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import drumline as dl
-from matrices import ALL
+from matrices import ALL, long
 from mesh.plain import chain, loss_fn, trained, words
 from some import some
 
@@ -79,6 +79,7 @@ def _all(folder: Path) -> dict[str, Any]:
     return found
 
 
+@long
 def test_any_mesh_goes_on_from_a_checkpoint_of_another(tmp_path: Path) -> None:
     ranks = dl.launch(_all, tmp_path, num_ranks=4)
     for name in some(SAVERS):

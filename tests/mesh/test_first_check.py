@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import drumline as dl
 from drumline.core.errors import DrumlineError
 from drumline.runtime.axes.experts import parallel
-from matrices import ALL
+from matrices import ALL, long
 from mesh.small import MICROBATCHES, PLAN, Decoder, batch, decoder, example, loss_fn
 from some import some
 
@@ -118,6 +118,7 @@ def ranks() -> list[dict[str, tuple[int, str, str]]]:
     return dl.launch(all_stepped, num_ranks=4)
 
 
+@long
 def test_every_parameter_is_compared(ranks: list[dict[str, tuple[int, str, str]]]) -> None:
     whole = len(list(decoder().parameters()))
     for rank in some(ranks):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import drumline as dl
 from drumline.core.errors import UsageError
+from matrices import long
 from mesh.plain import WIDTH, WORDS, loss_fn, words
 from some import some
 
@@ -75,6 +76,7 @@ def compared() -> dict[str, tuple[int, int]]:
     return found
 
 
+@long
 def test_lines_move_their_copies() -> None:
     each = dl.launch(compared, num_ranks=4)
     for found in some(each):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import drumline as dl
-from matrices import ALL
+from matrices import ALL, long
 from mesh.small import MICROBATCHES, PLAN, batch, decoder, example, loss_fn
 from some import some
 
@@ -93,6 +93,7 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
     return dl.launch(_all, folder, num_ranks=4)
 
 
+@long
 @pytest.mark.parametrize("name", SAVERS)
 def test_other_meshes_and_one_process_go_on(ranks: list[dict[str, Any]], folder: Path, name: str) -> None:
     saved = {key: one for rank in ranks for key, one in rank[name]["sums"].items()}

@@ -264,6 +264,7 @@ def test_all_lines_skip_an_update_together(ranks: list[dict[str, Any]], tmp_path
             assert losses == pytest.approx(plain[bad], rel=1e-5, nan_ok=True), name
 
 
+@long
 def test_a_signal_to_one_rank_stops_all_lines_and_any_mesh_goes_on(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
     why, steps, losses = ranks[0]["stopped"]
     assert why == "SIGTERM on rank 3 (pp 1, dp 1)"

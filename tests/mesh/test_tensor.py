@@ -239,6 +239,7 @@ def test_losses_are_those_of_one_process_over_20_steps(ranks: list[dict[str, Any
         assert each[0][name][1] == len(list(MODELS[kind]().parameters())), name  # all were checked
 
 
+@long
 def test_whole_matrices_states_dropout_and_refusals(ranks: list[dict[str, Any]]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about products in bf16 on some processors

@@ -8,6 +8,7 @@ import torch_peer as peer
 from drumline.core.costs import Costs
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import simulate
+from matrices import ALL
 from names import build
 from some import some
 
@@ -32,7 +33,7 @@ PER_RANK = {
 def test_no_slower_and_no_larger_than_torch_wherever_torch_accepts(name: str) -> None:
     compared = 0
     for per_rank in PER_RANK[name]:
-        for ranks in range(1, 9):
+        for ranks in range(1, 9) if ALL else (1, 2, 3, 4, 8):
             for microbatches in range(1, 17):
                 theirs = peer.order(name, ranks, microbatches, per_rank)
                 if theirs is None:

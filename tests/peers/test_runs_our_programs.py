@@ -16,6 +16,7 @@ from drumline.core.lower.torch_text import for_torch
 from drumline.core.program import Program
 from drumline.pipeline.launch.launch import launch
 from drumline.schedules import generate
+from matrices import long
 from torch_versions import RUNS_V_OVER_GLOO
 
 pytestmark = [pytest.mark.torch, pytest.mark.cold_ranks]
@@ -98,6 +99,7 @@ def run_both(programs: dict[tuple[str, int], Program], folder: Path) -> tuple[di
     return found, unscaled
 
 
+@long
 def test_torch_runs_our_files_and_finds_our_gradients(tmp_path: Path) -> None:
     programs = {
         (name, count): generate(name, num_ranks=2, num_microbatches=count) for name in NAMES for count, _ in ALLOWED

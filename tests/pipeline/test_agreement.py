@@ -30,6 +30,7 @@ from drumline.pipeline.verify.agreement import (
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.blocks.pieces import pieces_of
 from drumline.runtime.follow.inputs import Inputs
+from matrices import long
 
 pytestmark = pytest.mark.torch
 
@@ -289,6 +290,7 @@ def on_a_rank() -> dict[str, tuple[str, str, float]]:
     return found
 
 
+@long
 @pytest.mark.cold_ranks
 def test_ranks_that_differ_learn_of_it_and_of_the_right_rank() -> None:
     zero, one = launch(on_a_rank, num_ranks=2, timeout=240)

@@ -14,6 +14,7 @@ import pytest
 from drumline.pipeline.launch import by_value
 from drumline.pipeline.launch.blame import blame
 from drumline.pipeline.launch.by_name import goes_by_name, is_importable
+from matrices import long
 
 # What a notebook's cells might hold. Every case is called in another process, which cannot import any of it.
 CELLS = '''
@@ -313,6 +314,7 @@ def test_arrays_are_parts_of_their_own_and_stay_writable() -> None:
     assert array[0] == 0
 
 
+@long
 @pytest.mark.torch
 def test_tensors_that_share_memory_still_do_and_models_of_a_cell_travel() -> None:
     import torch
@@ -393,6 +395,7 @@ from functools import partial
 from drumline.core.errors import LaunchError
 from drumline.pipeline.launch import by_value
 from drumline.pipeline.launch.launch import launch
+from matrices import long
 print(by_value.loads(by_value.dumps(partial(max, 1, 2)))())
 def own(): return 1
 try:

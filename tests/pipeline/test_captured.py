@@ -18,7 +18,7 @@ from drumline.pipeline.engine import CapturingEngine
 from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
 from host_recorder import HostRecorder
-from matrices import KINDS, chosen, mainly, some_of
+from matrices import chosen, long, mainly, some_of
 from some import some
 from torch_models import SYNCHRONOUS, WIDTH, data, mlp, programs
 
@@ -70,7 +70,7 @@ class Pair:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", some_of(SYNCHRONOUS, KINDS))
+@pytest.mark.parametrize("name", some_of(SYNCHRONOUS, ("1f1b", "zb-v", "chimera", "dualpipe")))
 def test_captured_steps_give_the_same_bits(name: str) -> None:
     for num_ranks, checkpoint in chosen((2, 4, 1), ("none", ("1", "2", "6")), times=1):
         for program in programs(name, num_ranks, (4,)):
@@ -446,6 +446,7 @@ def on_ranks(transport: str) -> list[tuple[int, int]]:
     return found
 
 
+@long
 @mainly("transport", "shared-memory", "gloo")
 def test_ranks_of_their_own_capture_and_replay_alike(transport: str) -> None:
     for counts in some(zip(*launch(on_ranks, transport, num_ranks=2), strict=True)):

@@ -157,6 +157,7 @@ def test_loss_and_gradients_are_those_of_one_process(name: str, num_ranks: int) 
         assert all(torch.equal(one, other) for one, other in buffers)
 
 
+@long
 def test_shapes_may_change_between_microbatches_and_steps() -> None:
     (program,) = programs("zb-v", 2, (4,))
     model = model_of("mlp", 4)
@@ -235,6 +236,7 @@ class Skips(nn.Module):
         return made
 
 
+@long
 def test_a_followed_model_gets_the_same_gradients_at_every_shape() -> None:
     torch.manual_seed(0)
     model = Skips()
@@ -441,6 +443,7 @@ def test_inductor_gives_the_same_gradients() -> None:
     reference.compare(pipe, exact=False, tolerance=1e-5)
 
 
+@long
 @pytest.mark.usefixtures("compiler")
 @mainly("schedule", "zb-h1", "1f1b")
 def test_gradients_that_share_memory_stay_apart(schedule: str) -> None:

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from drumline.core.errors import ModelError
 from drumline.pipeline.pipeline import Pipeline
 from hf_matrix import apart, material, plain
+from matrices import long
 
 pytestmark = pytest.mark.torch
 
 
+@long
 @pytest.mark.parametrize("name", ["convnext", "pegasus", "whisper"])
 def test_a_model_is_followed_without_an_example(name: str) -> None:
     model, batch, _ = material(name, own=True)

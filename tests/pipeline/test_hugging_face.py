@@ -185,6 +185,7 @@ def test_evaluation_returns_the_models_own_output() -> None:
     assert torch.allclose(without.output.logits, wanted.logits, atol=1e-6)
 
 
+@long
 def test_lengths_may_change_from_step_to_step() -> None:
     model = tiny("LlamaForCausalLM")
     reference = copy.deepcopy(model)

@@ -356,6 +356,7 @@ launch(endless, Path(sys.argv[1]))
 """
 
 
+@long
 @mainly("number", signal.SIGKILL, signal.SIGINT)
 def test_ranks_end_with_the_process_that_started_them(number: signal.Signals, tmp_path: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-c", ENDLESS, str(tmp_path)], stderr=subprocess.PIPE, text=True)

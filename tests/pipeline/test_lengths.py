@@ -19,7 +19,7 @@ from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.verify.agreement import Given, agree_on_batch
 from drumline.pipeline.verify.verify import verify
 from drumline.runtime.batch import Microbatches, counted_in, cut, num_rows
-from matrices import matrix
+from matrices import long, matrix
 from some import some
 from torch_models import SYNCHRONOUS, TWO_WAYS, WIDTH, Reference, mlp, programs
 
@@ -273,6 +273,7 @@ def both_transports() -> list[Any]:
     return [*(over(transport) for transport in ("shared-memory", "gloo")), in_another_order()]
 
 
+@long
 @pytest.mark.matrix
 def test_real_ranks_exchange_messages_of_unequal_lengths() -> None:
     for by_memory, by_gloo, said in launch(both_transports, num_ranks=2):

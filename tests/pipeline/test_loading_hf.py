@@ -15,7 +15,7 @@ from torch.nn import functional
 import drumline as dl
 from drumline.pipeline.pipeline import Pipeline
 from hf_models import MODELS, batch_for, tiny
-from matrices import chosen, mainly
+from matrices import chosen, mainly, some_of
 from some import some
 from torch_models import on_meta
 
@@ -38,7 +38,10 @@ NOT_TIED = ("LlamaForCausalLM", "MixtralForCausalLM", "ViTForImageClassification
 
 
 TIED = [name for name in MODELS if name not in NOT_TIED]
-FOLDERS = [*((name, "1f1b") for name in TIED), *chosen(NOT_TIED, ("1f1b", "zb-v", "dualpipe"), times=1)]
+FOLDERS = [
+    *((name, "1f1b") for name in some_of(TIED, ("T5ForConditionalGeneration", "GPT2LMHeadModel"))),
+    *chosen(NOT_TIED, ("1f1b", "zb-v", "dualpipe"), times=1),
+]
 
 
 @pytest.mark.matrix

@@ -25,6 +25,7 @@ from drumline.runtime.blocks.script import Live
 from drumline.runtime.channel.rank_names import BY_NUMBER
 from drumline.runtime.randomness import Randomness
 from follow_faults import FAULTS, WIDTH, Skips, data, stale_attribute
+from matrices import long
 from some import some
 from torch_models import on_meta
 
@@ -198,6 +199,7 @@ def on_a_rank() -> dict[str, Told]:
     return found
 
 
+@long
 def test_ranks_check_a_model_of_which_each_has_only_a_part() -> None:
     zero, one = launch(on_a_rank, num_ranks=2, timeout=240)
     for name, number in {

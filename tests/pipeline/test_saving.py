@@ -21,6 +21,7 @@ from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.saving import saver
 from drumline.pipeline.saving.folder import checkpoints, name_of
 from drumline.pipeline.saving.staged import StagedFile
+from matrices import long
 from some import some
 
 pytestmark = pytest.mark.torch
@@ -272,6 +273,7 @@ def _on_two_processes(folder: str) -> tuple[list[float], list[float], list[str],
     return losses, resumed, sorted(one.name for one in path.iterdir()), saving.seconds_blocked
 
 
+@long
 def test_two_processes_write_one_checkpoint_and_go_on_from_it(tmp_path: Path) -> None:
     results = dl.launch(_on_two_processes, str(tmp_path), num_ranks=2)
     for losses, resumed, files, blocked in some(results):

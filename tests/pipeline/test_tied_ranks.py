@@ -13,7 +13,7 @@ from torch.nn import functional
 from drumline.core.errors import DrumlineError, ModelError
 from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
-from matrices import mainly
+from matrices import long, mainly
 from tied_models import MODELS, WIDTH, language_model, loss_fn, tokens
 from torch_models import Reference, data, programs
 
@@ -49,6 +49,7 @@ def trained(transport: str, num_ranks: int, names: tuple[str, ...]) -> dict[str,
     return found
 
 
+@long
 @mainly(
     ("transport", "num_ranks", "names"),
     ("gloo", 2, ("1f1b", "zb-h1", "zb-v", "dualpipe")),

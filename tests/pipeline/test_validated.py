@@ -27,7 +27,7 @@ from drumline.pipeline.state.validated import Validation
 from drumline.runtime.blocks.cut import blocks_of, cut
 from drumline.runtime.randomness import Randomness
 from drumline.schedules import generate
-from matrices import ALL, matrix
+from matrices import ALL, long, matrix
 from reference_step import reference_step
 from some import some
 from torch_models import CPU, SYNCHRONOUS, TWO_WAYS, WIDTH, data, mlp
@@ -516,6 +516,7 @@ def test_real_ranks_take_updates_back_as_if_they_had_waited(tmp_path: Path) -> N
     assert all(goes_on for _, goes_on in ranks)
 
 
+@long
 @pytest.mark.slow
 def test_lines_of_a_mesh_take_the_same_updates_back(tmp_path: Path) -> None:
     def on_rank() -> list[dict[str, Any]]:

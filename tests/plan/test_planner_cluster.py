@@ -77,6 +77,7 @@ def brute_force(
     return sorted(best.values(), key=lambda one: one.rank)
 
 
+@long
 @pytest.mark.matrix
 @pytest.mark.slow
 def test_survey_finds_what_brute_force_finds() -> None:
@@ -573,6 +574,7 @@ def test_v_half_by_formula_is_v_half_by_simulation(num_ranks: int, num_microbatc
     assert held == max(simulate(program).peak_activations)
 
 
+@long
 @pytest.mark.slow
 def test_the_choice_is_as_good_as_the_exact_best_of_all() -> None:
     transformer, machines, pins = model("gpt-1.7b"), cluster("a100-40", 8), Pins(microbatch=1, zero=1)

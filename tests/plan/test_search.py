@@ -335,6 +335,7 @@ def test_all_placements_cut_the_same_model() -> None:
     assert all(max(one.timeline.peak_bytes or ()) <= 40 for one in found)
 
 
+@long
 @pytest.mark.slow
 def test_the_front_is_never_above_a_hand_made_schedule() -> None:
     picture = pareto(Costs(), 4, num_microbatches=6, placement="v", seconds=4)

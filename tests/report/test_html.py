@@ -18,6 +18,7 @@ from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.report.draw.html import json_for_script, page, viewer_script
 from drumline.report.draw.scene import OPS, document, explanations, scene
 from drumline.schedules import generate, schedules
+from matrices import long
 from some import some
 from unpacking import unpacked
 
@@ -203,6 +204,7 @@ def test_the_same_timelines_give_the_same_bytes() -> None:
     assert page([timeline("dualpipe")]) == page([timeline("dualpipe")])
 
 
+@long
 @pytest.mark.slow
 def test_fifty_thousand_boxes_stay_below_two_megabytes() -> None:
     drawn = simulate(generate("1f1b", num_ranks=16, num_microbatches=1600))

@@ -21,7 +21,7 @@ MAY_NAME_IT = {
 
 def named(source: str) -> Iterator[str]:
     """Yield where a module names CUDA: as `torch.cuda`, in an import, or as a device's type."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(source)) if "cuda" in source else ():
         match node:
             case ast.Attribute(attr="cuda"):
                 pass

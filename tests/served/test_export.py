@@ -133,6 +133,7 @@ def check(folder: Path, model: nn.Module, inputs: dict[str, torch.Tensor]) -> No
     assert np.abs(found - right).max() <= TOLERANCE * np.abs(right).max()
 
 
+@long
 def test_a_trained_model_is_exported_served_and_answers_tritons_client(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,6 +223,7 @@ def test_a_function_of_the_user_is_exported_with_named_cuts(
         export(Subject(odd.name, odd.model, odd.example, odd.most), Path("more"), num_stages=1)
 
 
+@long
 def test_outputs_have_the_names_that_the_model_gives_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

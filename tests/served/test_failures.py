@@ -25,6 +25,7 @@ from drumline.core.measured.run import read_run
 from drumline.serve.wire.links import Tls, check_exposed, free_port
 from drumline.serve.wire.protocol import SERVICE, InferResponse, stub
 from drumline.serve.wire.tensors import Array, read_outputs
+from matrices import long
 from served.certificates import Authority
 from served.fuzzing import garbage_at
 from served.services import (
@@ -89,6 +90,7 @@ def test_a_killed_stage_comes_back_and_all_requests_but_those_it_computed_are_re
         assert not pin or before[0] != before[1]
 
 
+@long
 def test_a_stage_that_hangs_is_started_again_and_what_it_computed_is_not_repeated(tmp_path: Path) -> None:
     """A request that takes seconds is inside the stage when it stops for ever, another one waits there."""
     folder = write_served(tmp_path / "tanh", num_stages=1, width=WIDE, repeat=SLOW)

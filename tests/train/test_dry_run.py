@@ -20,6 +20,7 @@ from drumline.train.memory.forecast import Held
 from drumline.train.memory.held import held
 from drumline.train.memory.state import state_bytes
 from drumline.train.models.build import build_model
+from matrices import long
 from some import some
 from stand_in_run import PARTS, arguments, batch, gpt, optimizers
 
@@ -66,6 +67,7 @@ def run(cases: list[TrainSettings]) -> list[Held]:
     return found
 
 
+@long
 def test_the_forecast_is_what_ranks_hold() -> None:
     """Within 10% is asked for; sizes of tensors are known exactly, so it is much nearer."""
     cases = [settings_of(name) for name in CASES]

@@ -38,6 +38,7 @@ from drumline.train.loop.run import run_training
 from drumline.train.models.build import build_model
 from drumline.train.models.built import IGNORED, Built
 from drumline.train.models.tokenizers import ByteTokenizer
+from matrices import long
 from some import some
 
 END = 256
@@ -162,6 +163,7 @@ def test_it_goes_on_bit_for_bit_from_every_position(how: str, built: Built, tmp_
         other.training.load_state_dict(states[3])
 
 
+@long
 def test_the_order_depends_on_seed_and_epoch_and_not_on_who_reads_ahead(built: Built, tmp_path: Path) -> None:
     file = documents(tmp_path, [1 + (7 * at) % 40 for at in range(40)])
     orders = {

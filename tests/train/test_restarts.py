@@ -123,6 +123,7 @@ def test_local_ranks_start_again_and_end_like_an_uninterrupted_run(tmp_path: Pat
     assert read_run(folder / "earlier" / "02").num_steps >= 1
 
 
+@long
 def test_fewer_ranks_go_on_where_one_does_not_come_back(
     tmp_path: Path, whole: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

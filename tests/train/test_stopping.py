@@ -199,6 +199,7 @@ def hold_up(how: str, folder: Path) -> str:
     return ""
 
 
+@long
 def test_a_rank_that_gives_up_shows_the_stacks_of_all_and_names_one_that_is_stopped(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -154,6 +154,7 @@ class Survey:
         self._kinds = self.pins.recomputations(self.transformer)
         self._exact: dict[Layout, Choice] = {}
         self._cuts: dict[tuple[Layout, float], Layout] = {}
+        self._timed: dict[Layout, MovedLayers] = {}
         self._families = sorted(self._enumerated(), key=self._floor)
         # Per mesh, the family with the smallest microbatches: if it holds too much, all of them do.
         self._least: dict[Degrees, _Family] = {}
@@ -195,8 +196,9 @@ class Survey:
         What is counted is how many actions to simulate for it, so that it is the same on every machine.
         """
         if (layout, limit_bytes) not in self._cuts:
-            timed, left, found = MovedLayers(self.transformer, self.cluster, layout), _MOVED, layout
-            now = math.inf
+            if layout not in self._timed:  # which serves for every limit
+                self._timed[layout] = MovedLayers(self.transformer, self.cluster, layout)
+            timed, left, found, now = self._timed[layout], _MOVED, layout, math.inf
             while (tried := moves(found.counts)) and (left := left - timed.actions(found.counts)) >= 0:
                 now = min(now, timed.seconds([found.counts])[0])
                 shorter = sorted(zip(timed.seconds(tried), tried, strict=True))
