@@ -13,7 +13,7 @@ from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.pipeline.pipeline import Pipeline
-from matrices import ALL, mainly
+from matrices import ALL, KINDS, mainly, some_of
 from some import some
 from torch_models import SYNCHRONOUS, data, mlp, programs
 
@@ -35,7 +35,8 @@ def weighed(program: Program, checkpoint: str = "none", seed: int = 0) -> Measur
     return pipe.timeline()
 
 
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", some_of(SYNCHRONOUS, KINDS))
 def test_stash_bytes_are_those_simulated_from_another_runs_profile(name: str) -> None:
     for program in (*programs(name, 2, (6,)), *programs(name, 4, (10,))):
         # The profile comes from another order of another number of microbatches.

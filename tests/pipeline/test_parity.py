@@ -13,7 +13,7 @@ from drumline.core.action import Action
 from drumline.core.simulate.simulate import simulate
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.channel.channel import Channel, Delivery
-from matrices import chosen, matrix
+from matrices import KINDS, chosen, matrix, some_of
 from some import some
 from torch_models import SYNCHRONOUS, TWO_WAYS, Reference, data, mlp, programs
 
@@ -29,7 +29,7 @@ def test_every_synchronous_schedule_of_the_registry_is_tried() -> None:
 SETTINGS = (("none", 0.0), ("none", 0.3), ("full", 0.3), (("1", "2", "6"), 0.3))  # checkpoint, dropout
 
 
-@matrix("name, num_ranks", SYNCHRONOUS, (1, 2, 3, 4))
+@matrix("name, num_ranks", SYNCHRONOUS, (4, 3, 2, 1), times=1)
 def test_loss_and_gradients_are_those_of_one_process(name: str, num_ranks: int) -> None:
     batch, target = data(11)
     turned = SETTINGS[num_ranks % 4 :] + SETTINGS[: num_ranks % 4]  # each number of ranks in other company
@@ -95,7 +95,8 @@ def test_gradients_of_several_steps_add_up(name: str) -> None:
     reference.compare(pipe, exact=name != "dualpipe")
 
 
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", some_of(SYNCHRONOUS, KINDS))
 def test_held_pairs_are_the_simulators_at_every_action(name: str) -> None:
     for num_ranks in (2, 4):
         for program in programs(name, num_ranks, (3, 8)):
@@ -126,7 +127,8 @@ def watch_open_receives(channel: Channel) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", some_of(SYNCHRONOUS, KINDS))
 def test_no_more_receives_are_open_than_was_allowed(name: str) -> None:
     for ahead in (1, 3):
         for program in programs(name, 4, (8,)):

@@ -406,9 +406,7 @@ def low(dropout: float = 0.0, *, seed: int = 1, kind: torch.dtype = torch.bfloat
     return nn.Sequential(Down(kind), *mlp(dropout=dropout, seed=seed).to(kind), Up())
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", SCHEDULES)
+@matrix("name, num_ranks", SCHEDULES, (2, 4), times=1)
 def test_low_parameters_have_gradients_summed_in_float32(name: str, num_ranks: int) -> None:
     for program, checkpoint in chosen(programs(name, num_ranks, (4, 8)), ("none", "full"), times=1):
         compared(

@@ -17,6 +17,7 @@ from drumline.plan.cut.peaks import held_by
 from drumline.plan.device.blocks import Layer, Profile, Times
 from drumline.profile.blocks import _told_apart, profile
 from drumline.schedules import generate
+from matrices import matrix
 from some import some
 from torch_models import WIDTH, data, mlp
 
@@ -100,9 +101,7 @@ def test_a_failing_block_leaves_gradients_and_random_numbers_too() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("blocks", ["gelu", "relu", "norm"])
-@pytest.mark.parametrize("counts", [(1, 5), (3, 3), (2, 4)])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@matrix("blocks, counts, schedule", ["gelu", "relu", "norm"], [(1, 5), (3, 3), (2, 4)], ["1f1b", "zb-h1"])
 def test_bytes_of_a_cut_are_what_its_stages_really_hold(blocks: str, counts: tuple[int, int], schedule: str) -> None:
     kinds: dict[str, list[nn.Module]] = {
         "gelu": [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(6)],
