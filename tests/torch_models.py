@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.program import Program
+from drumline.model.block import blocks_of
 from drumline.pipeline.pipeline import Pipeline
-from drumline.runtime.blocks.cut import blocks_of, cut
+from drumline.runtime.blocks.cut import cut
 from drumline.runtime.randomness import Randomness
 from drumline.schedules import find, generate
 from names import NAMES

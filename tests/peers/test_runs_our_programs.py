@@ -41,7 +41,8 @@ def of_torch(program: Program, path: Path, kind: str, model: Any, batch: Any, ta
     from torch.distributed.pipelining import PipelineStage, schedules
     from torch.nn import functional
 
-    from drumline.runtime.blocks.cut import blocks_of, cut
+    from drumline.model.block import blocks_of
+    from drumline.runtime.blocks.cut import cut
 
     cuts = cut(blocks_of(model), program.num_stages)
     mine = program.placement.stages_of(dist.get_rank())

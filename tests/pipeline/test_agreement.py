@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import DrumlineError, MismatchError, RankFailed, WaitTimeout
+from drumline.model.block import Block
 from drumline.pipeline import transports
 from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
@@ -27,7 +28,6 @@ from drumline.pipeline.verify.agreement import (
     plan_of,
     samples_of,
 )
-from drumline.runtime.blocks.cut import Block
 from drumline.runtime.blocks.pieces import pieces_of
 from drumline.runtime.follow.inputs import Inputs
 

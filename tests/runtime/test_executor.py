@@ -10,7 +10,7 @@ from torch.nn import functional
 from drumline.core.errors import ProgramError
 from drumline.core.lower.lower import lower
 from drumline.core.program import Program
-from drumline.runtime.blocks.cut import Block
+from drumline.model.block import Block
 from drumline.runtime.channel.in_process import Hub, take_turns
 from drumline.runtime.draft import Draft, NoClock
 from drumline.runtime.executor import Executor

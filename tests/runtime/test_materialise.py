@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import drumline as dl
 from drumline.core.errors import ModelError
-from drumline.runtime.blocks.cut import Block, blocks_of
+from drumline.model.block import Block, blocks_of
 from drumline.runtime.weights.files import Weights
 from drumline.runtime.weights.materialise import materialise
 from materials import assert_same, by_parts, values

@@ -13,7 +13,7 @@ from torch import nn
 
 import drumline as dl
 from drumline.core.errors import ModelError
-from drumline.runtime.blocks.cut import Block
+from drumline.model.block import Block
 from drumline.runtime.blocks.pieces import pieces_of
 from drumline.runtime.follow.inputs import Inputs
 from drumline.runtime.weights.files import Weights

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import ModelError
-from drumline.runtime.blocks.cut import Block, cut
+from drumline.model.block import Block
+from drumline.runtime.blocks.cut import cut
 from drumline.runtime.blocks.pieces import pieces_of
 from drumline.runtime.blocks.script import Live
 from drumline.runtime.follow.inputs import Inputs

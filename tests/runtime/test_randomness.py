@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.placement import Placement
+from drumline.model.block import Block
 from drumline.pipeline.pipeline import Pipeline
-from drumline.runtime.blocks.cut import Block
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.recomputing import Buffers
 from drumline.runtime.weights.tied import Copies, Ties

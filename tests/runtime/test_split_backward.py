@@ -14,9 +14,9 @@ from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 
 from drumline.core.errors import ModelError
+from drumline.model.block import Block
 from drumline.runtime.backward.owners import owners_in
 from drumline.runtime.backward.tape import Tape
-from drumline.runtime.blocks.cut import Block
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.stage import Stage

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import BatchError, ModelError
+from drumline.model.block import Block, Model
 from drumline.pipeline.lengths.sizes import Size, sizes_of
 from drumline.pipeline.loss.fn_loss import FnWeight
 from drumline.pipeline.loss.own_loss import OwnShares, own_loss
@@ -17,7 +18,6 @@ from drumline.pipeline.loss.targets import size_of, uneven
 from drumline.pipeline.model.blocks import inputs_for, is_chain
 from drumline.pipeline.model.splits import found_split
 from drumline.runtime.batch import Split, cut, num_rows, rows_apart, rows_of_each, shares
-from drumline.runtime.blocks.cut import Block, Model
 from drumline.runtime.blocks.pieces import Piece
 from drumline.runtime.gradients.guard import guard
 from drumline.runtime.loss.counts import Across, Weighing, weighed

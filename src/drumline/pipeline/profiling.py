@@ -29,6 +29,7 @@ from drumline.core.action import Op
 from drumline.core.errors import BatchError, UsageError, counted
 from drumline.core.measured.costs import Handling, ends_of
 from drumline.core.measured.measured import Measured
+from drumline.model.block import Block
 from drumline.pipeline import transports
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.intake import Intake
@@ -45,7 +46,6 @@ from drumline.profile.blocks import profile
 from drumline.profile.identity import identity_of
 from drumline.profile.links import link, pairs
 from drumline.runtime.batch import num_rows
-from drumline.runtime.blocks.cut import Block
 from drumline.runtime.capture.cuda import device_name
 from drumline.runtime.follow.inputs import Inputs
 from drumline.runtime.values import moved, pack, unpack

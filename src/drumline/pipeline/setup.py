@@ -20,6 +20,7 @@ from drumline.adapt.settings import KEEP, Adapt
 from drumline.core.errors import DrumlineError
 from drumline.core.lower.lower import lower
 from drumline.core.program import Program
+from drumline.model.block import Block
 from drumline.pipeline import assembly, transports
 from drumline.pipeline.adapting.adapting import Adapting, decider_for
 from drumline.pipeline.adapting.auto_schedule import AUTO, AutoSchedule, first_schedule
@@ -57,7 +58,6 @@ from drumline.runtime.axes.context import whole_context
 from drumline.runtime.axes.reduce import share_values
 from drumline.runtime.axes.sequences import positions_of
 from drumline.runtime.backward.compiled import compiler_for
-from drumline.runtime.blocks.cut import Block
 from drumline.runtime.blocks.script import Script
 from drumline.runtime.capture.cuda import clock_for
 from drumline.runtime.precision import Precision

@@ -186,7 +186,7 @@ def open_channel(
     connecting["interface"] = interface or named_before()
     if transport == "shared-memory":
         return SharedMemoryChannel(rank, size, device=device, num_slots=num_slots, now=now, **connecting)
-    connecting |= {"axes": axes}
+    connecting |= {"line": axes.line, "lines": axes.lines}
     return DistributedChannel(rank, size, backend=transport, device=device, edges=edges, now=now, **connecting)
 
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from drumline.core.errors import BatchError, ModelError
 from drumline.core.prove.frozen import needed
 from drumline.core.rules import Backward
+from drumline.model.block import Block, Model, blocks_of
 from drumline.plan.device.blocks import Layer, Profile, Times
-from drumline.runtime.blocks.cut import Block, Model, blocks_of
 from drumline.runtime.capture.cuda import clock_for
 from drumline.runtime.draft import Clock, Draft
 from drumline.runtime.randomness import Randomness

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
 from drumline.core.rules import Backward
+from drumline.model.block import Block
 from drumline.runtime.backward.compiled import Compiler
 from drumline.runtime.backward.guards import looked_after
 from drumline.runtime.backward.tape import Gradients, Tape, accumulate, add_gradients, merged
-from drumline.runtime.blocks.cut import Block
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import HostChance, Randomness
 from drumline.runtime.recomputing import GraphNeeded, discarding

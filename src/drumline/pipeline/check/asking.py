@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import RankFailed, WaitTimeout
+from drumline.model.block import Block
 from drumline.pipeline.check.lines import LineParts
 from drumline.pipeline.check.places import Home, Places
 from drumline.pipeline.check.reference import Reference
@@ -36,7 +37,6 @@ from drumline.pipeline.verify.agreement import Given, agree_on_batch, first_diff
 from drumline.pipeline.verify.plain import ByItself
 from drumline.pipeline.verify.plain_step import Slice, Wanted, plain_steps
 from drumline.runtime.axes.slices import slice_of
-from drumline.runtime.blocks.cut import Block
 from drumline.runtime.executor import Executor
 from drumline.runtime.gradients.sketch import sketch
 from drumline.runtime.gradients.witness import Witness

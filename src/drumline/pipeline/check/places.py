@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from drumline.model.block import Block
 from drumline.pipeline.assembly import LossHolder
-from drumline.runtime.blocks.cut import Block
 from drumline.runtime.blocks.pieces import Piece
 
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from drumline.model.block import Block, Model
 from drumline.pipeline.check.places import Home, Places
 from drumline.pipeline.model.blocks import is_chain
 from drumline.pipeline.verify.plain import Plain
-from drumline.runtime.blocks.cut import Block, Model
 from drumline.runtime.follow.skeleton import copied
 from drumline.runtime.weights.absent import without_memory
 from drumline.runtime.weights.catalogue import named_tensors

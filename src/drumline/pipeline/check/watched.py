@@ -13,7 +13,7 @@ from weakref import ref
 from torch import nn
 
 from drumline.core.errors import ModelError
-from drumline.runtime.blocks.cut import Block
+from drumline.model.block import Block
 from drumline.runtime.blocks.pieces import Piece
 from drumline.runtime.watch.watch import Watch, global_hooks, refuse_hooks
 

@@ -36,7 +36,7 @@ def freights(before: Ties, after: Ties, counts: Sequence[Sequence[int]]) -> dict
     """Return what moves, by the ranks that send and receive; `counts` are blocks per stage, before and after.
 
     >>> from drumline.core.placement import Placement
-    >>> from drumline.runtime.blocks.cut import Block
+    >>> from drumline.model.block import Block
     >>> blocks = [Block(str(number), nn.Linear(1, 1)) for number in range(4)]
     >>> ties = Ties([blocks[:2], blocks[2:]], Placement.linear(2))
     >>> freights(ties, ties.recut([1, 3]), [[2, 2], [1, 3]])

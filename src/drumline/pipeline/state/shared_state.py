@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import ModelError
+from drumline.model.block import Block
 from drumline.pipeline.engine import Engine
 from drumline.pipeline.observer import Observer
-from drumline.runtime.blocks.cut import Block
 from drumline.runtime.stage import Stage
 from drumline.runtime.step import Step
 from drumline.runtime.watch.fingerprint import plain_in

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from drumline.core.errors import MismatchError
+from drumline.model.block import Block, Model, blocks_of
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.verify.elements import samples_begun
-from drumline.runtime.blocks.cut import Block, Model, blocks_of
 from drumline.runtime.blocks.pieces import Piece
 from drumline.runtime.blocks.script import Script
 from drumline.runtime.blocks.value_names import function_name, short

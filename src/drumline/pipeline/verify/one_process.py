@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from drumline.core import rules
 from drumline.core.errors import DrumlineError, ModelError
 from drumline.core.program import Program
+from drumline.model.block import blocks_of
 from drumline.pipeline.assembly import device_of
 from drumline.pipeline.loss.own_loss import OwnWeight, own_loss
 from drumline.pipeline.loss.targets import size_of
@@ -28,7 +29,7 @@ from drumline.pipeline.verify.plain import Plain
 from drumline.plan.cut.peaks import held_by
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.batch import num_rows, shares
-from drumline.runtime.blocks.cut import blocks_of, cut
+from drumline.runtime.blocks.cut import cut
 from drumline.runtime.microbatches import has_microbatches
 from drumline.runtime.randomness import HostChance, Randomness
 from drumline.runtime.values import moved, pack

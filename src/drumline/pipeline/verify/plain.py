@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from drumline.model.block import Model, blocks_of
 from drumline.pipeline.model.blocks import is_chain
-from drumline.runtime.blocks.cut import Model, blocks_of
 from drumline.runtime.randomness import Randomness, may_draw
 
 

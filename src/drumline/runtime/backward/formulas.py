@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn import functional
 
-from drumline.runtime.backward.guards import begun, transformed
+from drumline.model.transforms import transformed
+from drumline.runtime.backward.guards import begun
 from drumline.runtime.backward.tape import Gradients, Owner, OwnerCall, Tape, changed_in_place
 from drumline.runtime.capture.facts import widens_norms
 from drumline.runtime.precision import LOW

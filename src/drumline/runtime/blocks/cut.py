@@ -2,80 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, cast
 
 from torch import nn
 
 from drumline.core.errors import ModelError, counted, nearest
 from drumline.core.prove.frozen import needed
 from drumline.core.rules import Backward
+from drumline.model.block import Block
 from drumline.plan.cut.chain import BlockCosts
 from drumline.plan.cut.partition import partition
 from drumline.plan.cut.peaks import HeldPairs
 
 PARAMETERS = "parameters"  # a balance: the number of parameters decides
-Model = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A block and its name in the unsplit model.
-
-    The names of its parameters begin with `prefix`, by default the block's name.
-
-    >>> [name for name, _ in Block("head", nn.Linear(2, 2)).named_parameters()]
-    ['head.weight', 'head.bias']
-    """
-
-    name: str
-    module: nn.Module
-    prefix: str | None = None
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters by their names in the unsplit model."""
-        prefix = self.name if self.prefix is None else self.prefix
-        return self.module.named_parameters(prefix=prefix)
-
-    @property
-    def trains(self) -> bool:
-        """Whether any parameter trains."""
-        return any(one.requires_grad for one in self.module.parameters())
-
-
-def blocks_of(model: Model | Sequence[Block]) -> list[Block]:
-    """Return the model's blocks in order.
-
-    >>> [block.name for block in blocks_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))]
-    ['0', '1']
-    """
-    named: list[tuple[str, Any]]
-    if isinstance(model, nn.Sequential | nn.ModuleList):
-        named = [(name, block) for name, block in model._modules.items() if block is not None]
-    elif isinstance(model, Mapping):
-        named = list(model.items())
-    elif isinstance(model, Sequence) and model and all(isinstance(one, Block) for one in model):
-        return list(cast(Sequence[Block], model))
-    elif isinstance(model, Sequence) and not isinstance(model, str):
-        named = [(str(index), block) for index, block in enumerate(model)]
-    else:
-        raise ModelError(
-            f"the model is a {type(model).__name__}",
-            expected="an nn.Sequential, or a list of blocks that each take the output of the previous one",
-        )
-    for name, block in named:
-        if not isinstance(block, nn.Module):
-            raise ModelError(f"block {name!r} is a {type(block).__name__}", expected="an nn.Module")
-    if not named:
-        raise ModelError("the model has no blocks", expected="at least one per stage")
-    return [Block(name, module) for name, module in named]
 
 
 def counts_of(blocks: Sequence[Block], num_stages: int, cuts: Sequence[str]) -> list[int]:
     """Return the number of blocks per stage, if `cuts` names the first block of every stage but the first.
 
+    >>> from drumline.model.block import blocks_of
     >>> counts_of(blocks_of([nn.ReLU() for _ in range(7)]), 3, ["2", "6"])
     [2, 4, 1]
     """
@@ -136,6 +82,7 @@ def guessed_costs(blocks: Sequence[Block]) -> list[float]:
 def check_enough(blocks: Sequence[Block], num_stages: int) -> None:
     """Refuse a model that has fewer blocks than stages.
 
+    >>> from drumline.model.block import blocks_of
     >>> check_enough(blocks_of([nn.ReLU(), nn.ReLU()]), 2)
     """
     if len(blocks) < num_stages:
@@ -159,6 +106,7 @@ def cut(
     "even" distributes the blocks as evenly as possible. With "parameters", or without any, stages get similar numbers
     of parameters, a first estimate of their costs. `held`, from `held_by`, says which stages share a rank.
 
+    >>> from drumline.model.block import blocks_of
     >>> blocks = blocks_of([nn.Linear(2, 2) for _ in range(5)])
     >>> [len(stage) for stage in cut(blocks, 2)], [len(stage) for stage in cut(blocks, 2, balance=[1, 4])]
     ([2, 3], [1, 4])

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
-from drumline.runtime.blocks.cut import Block
+from drumline.model.block import Block
 from drumline.runtime.blocks.graph import CallGraph
 from drumline.runtime.blocks.script import Live, Script, named_calls, states_of
 from drumline.runtime.follow.inputs import Inputs, Kind, names_of

@@ -34,7 +34,6 @@ from torch.distributed.distributed_c10d import ProcessGroup, Work
 
 from drumline.core.action import Action
 from drumline.core.errors import RunError
-from drumline.runtime.axes.axes import Axes
 from drumline.runtime.channel.channel import GRACE, SPIN, Delivery, Wait
 from drumline.runtime.channel.layout import MessageLayout
 from drumline.runtime.channel.mesh_channel import FIRST_MESSAGE_KIND, KEY_BYTES, MeshChannel
@@ -88,7 +87,8 @@ class DistributedChannel(MeshChannel[_Coming]):
 
     `edges` are the directed edges (source, target) to use, the same and in the same order on all ranks; by default all
     of them. Arriving tensors go to `device`, through the host if the backend is gloo. gloo messages of up to
-    `small_bytes` travel in one packet. Arguments for connecting, such as the store, go to `ControlMesh`.
+    `small_bytes` travel in one packet. In a mesh, `line` has the ranks of this pipeline in the default group, and
+    `lines` those of every pipeline. Arguments for connecting, such as the store, go to `ControlMesh`.
     """
 
     def __init__(
@@ -100,11 +100,13 @@ class DistributedChannel(MeshChannel[_Coming]):
         device: torch.device | str = "cpu",
         edges: Iterable[tuple[int, int]] | None = None,
         small_bytes: int = _SMALL_BYTES,
-        axes: Axes | None = None,
+        line: Sequence[int] | None = None,
+        lines: Sequence[Sequence[int]] | None = None,
         **connecting: Any,
     ) -> None:
-        self._axes = Axes.single(num_ranks, rank) if axes is None else axes
-        self._members = self._axes.line  # the ranks of the default group, by place in the line
+        # The ranks of the default group, by place in the line.
+        self._members = list(range(num_ranks) if line is None else line)
+        self._lines = [self._members] if lines is None else [list(one) for one in lines]
         if not dist.is_initialized() or dist.get_rank() != self._members[rank]:
             raise RunError(
                 f"torch.distributed has no group of {num_ranks} ranks in which this process is rank {rank}",
@@ -134,7 +136,7 @@ class DistributedChannel(MeshChannel[_Coming]):
         """Create a group for every new edge; every rank creates every group in the same order, as torch requires."""
         for edge in (one for one in edges if one not in self._known):
             self._known.add(edge)
-            for line in self._axes.lines:
+            for line in self._lines:
                 ranks = [line[one] for one in edge]
                 group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout), backend=self.name)
                 if self._members == line and self.rank in edge:

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from drumline.core.errors import ModelError
-from drumline.runtime.follow.refusals import HOOKS, line_here
+from drumline.model.hooks import HOOKS
+from drumline.runtime.follow.refusals import line_here
 from drumline.runtime.values import MISSING
 from drumline.runtime.watch.fingerprint import PLAIN, can_change, fingerprint, only_named
+from drumline.runtime.watch.watch import AttributeName
 
 BETWEEN = -1
-AttributeName = tuple[str, str]  # the names of a module and of its attribute
 
 # The parts of modules, which other code checks.
 _OWN = frozenset(

@@ -23,11 +23,9 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from drumline.core.errors import ModelError
-from drumline.runtime.backward.guards import transformed
+from drumline.model.hooks import BACKWARD, FORWARD, HOOKS
+from drumline.model.transforms import transformed
 
-FORWARD = ("_forward_hooks", "_forward_pre_hooks")
-BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
-HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)  # every kind of module hook
 _HARMLESS = ("torch.utils.checkpoint", "torch.autograd.graph")  # these restore exactly what they save
 
 

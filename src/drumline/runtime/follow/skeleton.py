@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from drumline.core.errors import ModelError
-from drumline.runtime.follow.refusals import BACKWARD, FORWARD
+from drumline.model.hooks import BACKWARD, FORWARD
 from drumline.runtime.patches import Patch, Replaced, put_in
 from drumline.runtime.values import MISSING, content_of, pack, unpack
 from drumline.runtime.watch.fingerprint import can_change

@@ -24,14 +24,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from drumline.core.errors import ModelError
-from drumline.runtime.backward.guards import transformed
+from drumline.model.hooks import HOOKS
+from drumline.model.transforms import transformed
 from drumline.runtime.blocks.graph import CallGraph, may_draw
-from drumline.runtime.follow.attributes import BETWEEN, AttributeName, Attributes
+from drumline.runtime.follow.attributes import BETWEEN, Attributes
 from drumline.runtime.follow.inputs import Inputs, Kind, unchecked
 from drumline.runtime.follow.interception import coming_by, node_like, version_of
 from drumline.runtime.follow.notes import Notes
 from drumline.runtime.follow.refusals import (
-    HOOKS,
     LocalHooks,
     around,
     line_here,
@@ -48,7 +48,7 @@ from drumline.runtime.follow.refusals import (
 from drumline.runtime.follow.skeleton import Meta, Skeleton
 from drumline.runtime.randomness import HostChance
 from drumline.runtime.values import pack, refuse_objects, tensors_in, unpack
-from drumline.runtime.watch.watch import Surroundings
+from drumline.runtime.watch.watch import AttributeName, Surroundings
 from drumline.runtime.weights.catalogue import whole_name
 
 

@@ -29,13 +29,13 @@ from weakref import ref
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
-from drumline.runtime.follow.attributes import AttributeName
-from drumline.runtime.follow.refusals import BACKWARD, FORWARD
+from drumline.model.hooks import BACKWARD, FORWARD
 from drumline.runtime.values import MISSING, content_of
 from drumline.runtime.watch.fingerprint import LIBRARIES, PLAIN, can_change, fingerprint
 from drumline.runtime.weights.catalogue import whole_name
 
 Reader = Callable[[], Any]
+AttributeName = tuple[str, str]  # the names of a module and of its attribute
 _LIBRARIES = LIBRARIES | {"drumline"}
 
 

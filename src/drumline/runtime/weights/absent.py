@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
-from drumline.runtime.blocks.cut import Block
+from drumline.model.block import Block
+from drumline.model.hooks import HOOKS
 from drumline.runtime.blocks.pieces import Piece
-from drumline.runtime.follow.refusals import HOOKS
 from drumline.runtime.follow.skeleton import copied
 from drumline.runtime.watch.fingerprint import fingerprint, plain_in
 from drumline.runtime.weights.catalogue import places_in

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drumline.runtime.blocks.cut import Block
+from drumline.model.block import Block
 
 
 class Place(NamedTuple):

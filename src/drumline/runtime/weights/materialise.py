@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError, counted, nearest
-from drumline.runtime.blocks.cut import Block
+from drumline.model.block import Block
 from drumline.runtime.weights.catalogue import Catalogue, Entry, with_memory
 from drumline.runtime.weights.files import Stored, Weights
 from drumline.runtime.weights.initialise import initialise

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
 from drumline.core.placement import Placement
-from drumline.runtime.blocks.cut import Block
+from drumline.model.block import Block
+from drumline.model.hooks import HOOKS
 from drumline.runtime.blocks.pieces import Piece
-from drumline.runtime.follow.refusals import HOOKS
 from drumline.runtime.watch.fingerprint import fingerprint, plain_in
 from drumline.runtime.weights.catalogue import Place, named_tensors, places_in
 

@@ -28,6 +28,7 @@ from drumline.core.memory import Sizes, holdings
 from drumline.core.program import Program
 from drumline.core.prove.frozen import prune
 from drumline.core.simulate.simulate import Simulation, simulate
+from drumline.model.block import Block
 from drumline.pipeline.assembly import checkpointed
 from drumline.pipeline.balance import is_asked
 from drumline.pipeline.intake import Intake
@@ -40,7 +41,7 @@ from drumline.plan.cut.timed import TimedCuts, steps_of
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.stages import split_share
 from drumline.profile.blocks import profile, tied
-from drumline.runtime.blocks.cut import Block, cut
+from drumline.runtime.blocks.cut import cut
 from drumline.runtime.precision import LOW, Precision, casts_kept
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.stage import Stage

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.runtime.blocks.cut import Block
+from drumline.model.block import Block
 from drumline.runtime.weights.catalogue import Catalogue, Entry, places_in, with_memory
 from drumline.runtime.weights.initialise import initialise
 
