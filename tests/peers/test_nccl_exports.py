@@ -29,7 +29,7 @@ from torch.nn import functional
 from drumline.core.lower.torch_text import for_torch
 from drumline.core.program import Program
 from drumline.model.block import blocks_of
-from drumline.runtime.blocks.cut import cut
+from drumline.model.blocks.cut import cut
 from drumline.schedules import generate
 from nccl_ranks import NEEDS_NCCL
 from torch_models import data, mlp

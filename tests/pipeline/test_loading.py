@@ -18,9 +18,9 @@ import drumline as dl
 from drumline.core.errors import MismatchError, ModelError, RankFailed
 from drumline.core.program import Program
 from drumline.model.block import blocks_of
+from drumline.model.blocks.cut import cut
+from drumline.model.randomness import Randomness
 from drumline.pipeline.pipeline import Pipeline
-from drumline.runtime.blocks.cut import cut
-from drumline.runtime.randomness import Randomness
 from reference_step import reference_step
 from torch_models import CPU, TWO_WAYS, WIDTH, data, mlp, on_meta, programs
 

@@ -40,8 +40,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from drumline.core.errors import ModelError
+from drumline.model.patches import Patch, Replaced
 from drumline.runtime.backward.tape import Tape
-from drumline.runtime.patches import Patch, Replaced
 
 
 def begun(tensor: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from drumline.model.transforms import transformed
+from drumline.model.values import pack, unpack
+from drumline.runtime.backward.facts import knows_autocast
 from drumline.runtime.backward.formulas import (
     EmbeddingOwner,
     LayerNormOwner,
@@ -25,8 +27,6 @@ from drumline.runtime.backward.formulas import (
 )
 from drumline.runtime.backward.guards import begin_again, begun, leaves_of
 from drumline.runtime.backward.tape import Gradients, OwnerCall, Tape
-from drumline.runtime.capture.facts import knows_autocast
-from drumline.runtime.values import pack, unpack
 
 
 class GeneralOwner(ModuleOwner):

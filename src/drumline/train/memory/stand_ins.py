@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from drumline.model.block import Block
-from drumline.runtime.weights.catalogue import Catalogue, Entry, places_in, with_memory
-from drumline.runtime.weights.initialise import initialise
+from drumline.model.catalogue import Catalogue, Entry, places_in, with_memory
+from drumline.model.weights.initialise import initialise
 
 _DEVIATION = 0.02
 
