@@ -94,8 +94,8 @@ def model_of(blocks: int) -> nn.Sequential:
 
 def hold_messages(seconds: Callable[[], float]) -> None:
     """Let the receiver see a message only so long after it was made, whatever carried it."""
-    from drumline.runtime.channel.distributed import DistributedChannel
-    from drumline.runtime.channel.mesh_channel import MeshChannel
+    from drumline.channel.distributed import DistributedChannel
+    from drumline.channel.mesh_channel import MeshChannel
 
     held: dict[Any, Any] = {}
     take, block = MeshChannel.take, DistributedChannel.block
@@ -210,7 +210,7 @@ def static_cuts(given: dict[str, Any], steps: int) -> dict[int, float]:
 
 def channel_rate(num_bytes: int) -> float:
     """Return the bytes a second at which the pipeline's channel carries one large tensor from rank 0 to rank 1."""
-    from drumline.runtime.weights.transfer import Shape, transferred
+    from drumline.channel.transfer import Shape, transferred
 
     torch.set_num_threads(1)
     sent, taken = torch.ones(num_bytes // 4), list[float]()

@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from drumline.channel.channel import Channel, Wait
+from drumline.channel.distributed import DistributedChannel
+from drumline.channel.shared_memory import SharedMemoryChannel
 from drumline.core.action import Action
 from drumline.report.draw.table import table
-from drumline.runtime.channel.channel import Channel, Wait
-from drumline.runtime.channel.distributed import DistributedChannel
-from drumline.runtime.channel.shared_memory import SharedMemoryChannel
 from measure import interleaved, machine
 
 KIB = (16, 128, 512)

@@ -32,12 +32,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import drumline as dl
+from drumline.channel.channel import Delivery, Wait
+from drumline.channel.shared_memory import SharedMemoryChannel
 from drumline.core.action import Action
 from drumline.core.measured.costs import costs_of
 from drumline.core.placement import Placement
 from drumline.pipeline import transports
-from drumline.runtime.channel.channel import Delivery, Wait
-from drumline.runtime.channel.shared_memory import SharedMemoryChannel
 
 QUANTILE = 0.9
 TIMES = (2, 2, 2, 10)  # how often a varying block runs

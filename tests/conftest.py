@@ -23,7 +23,7 @@ if find_spec("hypothesis") is not None:  # a machine with just PyTorch can run t
         suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile("drumline")
-_STARTS = "drumline.pipeline.launch.processes.subprocess"
+_STARTS = "drumline.channel.launch.processes.subprocess"
 _WITH_TORCH: set[Path] = set()
 os.environ.setdefault("COLUMNS", "100")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # test processes and ranks share the cores
@@ -32,13 +32,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # test processes and ranks share 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `launch` wait until every rank has told of its own error, however long that takes on a busy machine."""
-    monkeypatch.setattr("drumline.pipeline.launch.launch._SECONDS_OF_GRACE", 200.0)
+    monkeypatch.setattr("drumline.channel.launch.launch._SECONDS_OF_GRACE", 200.0)
 
 
 @pytest.fixture
 def settled_products() -> None:
     """Let float32 products of plain loops with Muon round like those of pipelines, from the first one on."""
-    from drumline.runtime.precision import settle_products
+    from drumline.model.precision import settle_products
 
     settle_products()
 

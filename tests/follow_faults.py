@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drumline.runtime.blocks.pieces import Piece
-from drumline.runtime.blocks.script import Live
-from drumline.runtime.follow.skeleton import Skeleton
+from drumline.model.blocks.pieces import Piece
+from drumline.model.blocks.script import Live
+from drumline.model.follow.skeleton import Skeleton
 
 WIDTH = 6
 

@@ -197,8 +197,8 @@ def trained(device: str, folder: str, *, how: dict[str, Any] | None = None, **se
 
 def without_labels(device: str, folder: str) -> dict[str, Any]:
     """Train on microbatches of which one has no labels that count; and let a model's own loss count none."""
+    from drumline.model.loss.sheet import Scaled, Sheet
     from drumline.pipeline.pipeline import Pipeline
-    from drumline.runtime.loss.sheet import Scaled, Sheet
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 5))

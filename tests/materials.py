@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.runtime.blocks.cut import Block
-from drumline.runtime.weights.files import Weights
-from drumline.runtime.weights.materialise import materialise
+from drumline.model.block import Block
+from drumline.model.weights.files import Weights
+from drumline.model.weights.materialise import materialise
 from torch_models import CPU, on_meta
 
 

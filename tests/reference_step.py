@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.program import Program
+from drumline.model.block import Block
+from drumline.model.precision import Precision, gradient_dtype
+from drumline.model.randomness import Randomness, may_draw
 from drumline.pipeline.verify.one_process import accumulation_order
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.batch import num_rows, shares
-from drumline.runtime.blocks.cut import Block
-from drumline.runtime.precision import Precision, gradient_dtype
-from drumline.runtime.randomness import Randomness, may_draw
 
 Weight = Callable[[Any], float | Tensor]
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from drumline.runtime.randomness import Randomness
+from drumline.model.randomness import Randomness
 
 Stage = list[tuple[str, nn.Module]]
 Weights = dict[str, Tensor]

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.program import Program
+from drumline.model.block import blocks_of
+from drumline.model.blocks.cut import cut
+from drumline.model.randomness import Randomness
 from drumline.pipeline.pipeline import Pipeline
-from drumline.runtime.blocks.cut import blocks_of, cut
-from drumline.runtime.randomness import Randomness
 from drumline.schedules import find, generate
 from names import NAMES
 from reference_step import reference_step

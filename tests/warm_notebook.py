@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drumline.pipeline.launch import processes
+from drumline.channel.launch import processes
 from warm_ranks import WarmRanks
 
 vars(processes)["subprocess"] = WarmRanks()

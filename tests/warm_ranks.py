@@ -36,7 +36,7 @@ _LOADED = (
     "torch.distributed",
     "torch._dynamo",
     "drumline.pipeline.pipeline",
-    "drumline.pipeline.launch.worker",
+    "drumline.channel.launch.worker",
     "drumline.train.loop.run",
     "drumline.train.data.build",
     "drumline.train.models.build",

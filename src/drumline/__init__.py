@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from drumline.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from drumline.channel.launch.launch import launch
+    from drumline.channel.launch.stop import stop_on_signals
     from drumline.core.action import Action, B, F, I, Op, W, overlap
     from drumline.core.costs import Costs, Edge
     from drumline.core.errors import DrumlineError
@@ -32,9 +34,8 @@ if TYPE_CHECKING:
     from drumline.core.timeline.attribute import attribute
     from drumline.core.timeline.idle import Limit
     from drumline.core.timeline.timeline import Timeline
+    from drumline.model.microbatches import Microbatches
     from drumline.pipeline.balance import balance
-    from drumline.pipeline.launch.launch import launch
-    from drumline.pipeline.launch.stop import stop_on_signals
     from drumline.pipeline.pipeline import Pipeline
     from drumline.pipeline.profiling import profile_model
     from drumline.pipeline.state.materialise import Weights, materialise
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from drumline.report.kineto.analysis import analyze
     from drumline.runtime.axes.experts.moe import MoE, PassAux
     from drumline.runtime.axes.tensor.styles import Colwise, Rowwise
-    from drumline.runtime.microbatches import Microbatches
     from drumline.schedules import generate, schedule
 
 _HOME = {
@@ -62,7 +62,7 @@ _HOME = {
     "I": "core.action",
     "Jitter": "plan.search.objective",
     "Limit": "core.timeline.idle",
-    "Microbatches": "runtime.microbatches",
+    "Microbatches": "model.microbatches",
     "MoE": "runtime.axes.experts.moe",
     "Op": "core.action",
     "PassAux": "runtime.axes.experts.moe",
@@ -83,7 +83,7 @@ _HOME = {
     "for_torch": "core.lower.torch_text",
     "generate": "schedules",
     "grid": "report.draw.grid",
-    "launch": "pipeline.launch.launch",
+    "launch": "channel.launch.launch",
     "lower": "core.lower.lower",
     "makespans": "core.simulate.simulate",
     "materialise": "pipeline.state.materialise",
@@ -95,7 +95,7 @@ _HOME = {
     "schedule": "schedules",
     "search": "plan.search.search",
     "simulate": "core.simulate.simulate",
-    "stop_on_signals": "pipeline.launch.stop",
+    "stop_on_signals": "channel.launch.stop",
     "titan_schedule": "core.lower.torch_text",
     "validate": "core.prove.validate",
     "verify": "pipeline.verify.verify",

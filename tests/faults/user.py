@@ -132,8 +132,8 @@ def _moves_layers() -> None:
 
     Checkpoints in between are of the other cut. Rank 0 gets nothing but a promise where rank 1 is killed.
     """
+    from drumline.channel import transfer
     from drumline.pipeline.pipeline import Pipeline
-    from drumline.runtime.weights import transfer
 
     step, messages = Pipeline.step, transfer._messages
     wanted = {4: [2, 5], int(_GIVEN["step"]): [4, 3]}  # of seven blocks

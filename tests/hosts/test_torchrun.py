@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from drumline.channel.launch import torchrun
 from drumline.core.errors import RunError
-from drumline.pipeline.launch import torchrun
 from hosts.namespaces import listening, needs_two_hosts
 
 pytestmark = pytest.mark.torch

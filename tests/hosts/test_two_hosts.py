@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from drumline.channel import mesh, rendezvous
+from drumline.channel.launch.launch import launch
 from drumline.core.errors import DrumlineError, RunError
-from drumline.pipeline.launch.launch import launch
-from drumline.runtime.channel import mesh, rendezvous
 from drumline.train.config.settings import (
     BatchSettings,
     CheckpointSettings,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from drumline.channel.launch.launch import launch
 from drumline.core.errors import DrumlineError, ModelError
-from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
 from matrices import ALL, long
 from some import some

@@ -28,7 +28,8 @@ from torch.nn import functional
 
 from drumline.core.lower.torch_text import for_torch
 from drumline.core.program import Program
-from drumline.runtime.blocks.cut import blocks_of, cut
+from drumline.model.block import blocks_of
+from drumline.model.blocks.cut import cut
 from drumline.schedules import generate
 from nccl_ranks import NEEDS_NCCL
 from torch_models import data, mlp

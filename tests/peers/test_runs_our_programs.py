@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from drumline.channel.launch.launch import launch
 from drumline.core.lower.torch_text import for_torch
 from drumline.core.program import Program
-from drumline.pipeline.launch.launch import launch
 from drumline.schedules import generate
 from matrices import long
 from torch_versions import RUNS_V_OVER_GLOO
@@ -42,7 +42,8 @@ def of_torch(program: Program, path: Path, kind: str, model: Any, batch: Any, ta
     from torch.distributed.pipelining import PipelineStage, schedules
     from torch.nn import functional
 
-    from drumline.runtime.blocks.cut import blocks_of, cut
+    from drumline.model.block import blocks_of
+    from drumline.model.blocks.cut import cut
 
     cuts = cut(blocks_of(model), program.num_stages)
     mine = program.placement.stages_of(dist.get_rank())

@@ -12,9 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from drumline.channel.launch.launch import launch
 from drumline.core.errors import DrumlineError, MismatchError, RankFailed, WaitTimeout
+from drumline.model.block import Block
+from drumline.model.blocks.pieces import pieces_of
+from drumline.model.follow.inputs import Inputs
 from drumline.pipeline import transports
-from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.verify.agreement import (
     Followed,
@@ -27,9 +30,6 @@ from drumline.pipeline.verify.agreement import (
     plan_of,
     samples_of,
 )
-from drumline.runtime.blocks.cut import Block
-from drumline.runtime.blocks.pieces import pieces_of
-from drumline.runtime.follow.inputs import Inputs
 from matrices import long
 
 pytestmark = pytest.mark.torch

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from drumline.channel.launch.launch import launch
 from drumline.core.errors import BatchError, MismatchError, ModelError, NonFiniteError, RunError
 from drumline.pipeline.engine import CapturingEngine
-from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
 from host_recorder import HostRecorder
 from matrices import chosen, long, mainly, some_of

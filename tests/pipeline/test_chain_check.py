@@ -13,8 +13,8 @@ from torch.nn import functional
 
 import chain_tricks
 from chain_tricks import RIGHT, TRICKS, WIDTH, Step, row
+from drumline.channel.launch.launch import launch
 from drumline.core.errors import ModelError
-from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
 from some import some
 

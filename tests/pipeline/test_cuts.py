@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from counted_time import counted_time
+from drumline.channel.launch.launch import launch
 from drumline.core.errors import BatchError, ModelError, PlanError
 from drumline.core.simulate.simulate import simulate
 from drumline.pipeline.balance import Balance, balance
-from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
 from torch_models import WIDTH, Reference, data, mlp
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import BatchError, ModelError
+from drumline.model.blocks.pieces import pieces_of
+from drumline.model.follow.inputs import Inputs
 from drumline.pipeline.loss.own_loss import OwnWeight
 from drumline.pipeline.pipeline import Pipeline
-from drumline.runtime.blocks.pieces import pieces_of
-from drumline.runtime.follow.inputs import Inputs
 from hf_models import (
     MODELS,
     UNRUNNABLE,

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import drumline as dl
+from drumline.channel.launch.launch import launch
 from drumline.core.errors import BatchError, MismatchError, ModelError, RankFailed
-from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.model.sources import Material
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.verify.agreement import Given, agree_on_batch

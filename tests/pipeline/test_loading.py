@@ -17,9 +17,10 @@ from torch.nn import functional
 import drumline as dl
 from drumline.core.errors import MismatchError, ModelError, RankFailed
 from drumline.core.program import Program
+from drumline.model.block import blocks_of
+from drumline.model.blocks.cut import cut
+from drumline.model.randomness import Randomness
 from drumline.pipeline.pipeline import Pipeline
-from drumline.runtime.blocks.cut import blocks_of, cut
-from drumline.runtime.randomness import Randomness
 from reference_step import reference_step
 from torch_models import CPU, TWO_WAYS, WIDTH, data, mlp, on_meta, programs
 

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import ModelError
+from drumline.model.precision import Precision
+from drumline.model.randomness import Randomness
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.verify.comparing import few, off
 from drumline.pipeline.verify.keeping import undisturbed
 from drumline.pipeline.verify.plain import Plain
 from drumline.pipeline.verify.plain_step import Slice, plain_steps
 from drumline.runtime.gradients.sketch import sketch
-from drumline.runtime.precision import Precision
-from drumline.runtime.randomness import Randomness
 from follow_faults import FAULTS, Skips, data, lost_path
 from torch_models import on_meta
 

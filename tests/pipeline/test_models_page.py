@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import transformers
 
-from drumline.runtime.blocks.pieces import pieces_of
-from drumline.runtime.follow.inputs import Inputs
+from drumline.model.blocks.pieces import pieces_of
+from drumline.model.follow.inputs import Inputs
 from hf_models import MODELS, UNRUNNABLE, batch_for, families, tiny
 
 pytestmark = pytest.mark.torch

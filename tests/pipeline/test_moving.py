@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import drumline as dl
+from drumline.channel import transfer
 from drumline.core.errors import DrumlineError, MismatchError, ModelError, RankFailed, UsageError
 from drumline.pipeline.pipeline import Pipeline
-from drumline.runtime.weights import transfer
 from host_recorder import HostRecorder
 from matrices import long
 from some import some

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from drumline.channel.channel import Channel, Delivery
 from drumline.core.action import Action
 from drumline.core.simulate.simulate import simulate
 from drumline.pipeline.pipeline import Pipeline
-from drumline.runtime.channel.channel import Channel, Delivery
 from matrices import KINDS, chosen, matrix, some_of
 from some import some
 from torch_models import SYNCHRONOUS, TWO_WAYS, Reference, data, mlp, programs

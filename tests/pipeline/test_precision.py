@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from drumline.channel.launch.launch import launch
 from drumline.core.errors import MismatchError, ModelError, NonFiniteError, RunError
-from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
 from matrices import chosen, long, matrix
 from some import some

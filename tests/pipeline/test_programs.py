@@ -11,10 +11,10 @@ import torch
 from torch.nn import functional
 
 import drumline as dl
+from drumline.channel.launch.launch import launch
 from drumline.core.errors import DrumlineError, MismatchError, ProgramError, RankFailed, UsageError
 from drumline.core.measured.run import read_run
 from drumline.core.program import Program
-from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
 from drumline.report.run.live import LiveRun
 from drumline.report.run.report import report_of

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from drumline.channel.launch import stop
 from drumline.core.errors import MismatchError, UsageError
 from drumline.pipeline import crew
 from drumline.pipeline.check.verdict import Outcome, verdict
-from drumline.pipeline.launch import stop
 from drumline.pipeline.model.blocks import guesses
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.profiling import profile_model

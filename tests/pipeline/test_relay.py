@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from drumline.channel.launch.launch import launch
+from drumline.channel.rank_names import BY_NUMBER
 from drumline.core.errors import DrumlineError
+from drumline.model.blocks.pieces import Piece
+from drumline.model.blocks.script import Live
+from drumline.model.randomness import Randomness
 from drumline.pipeline.check import relay
 from drumline.pipeline.check.places import Places
 from drumline.pipeline.check.relay import GaveUp, Relay
 from drumline.pipeline.check.verdict import Checked
-from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
-from drumline.runtime.blocks.pieces import Piece
-from drumline.runtime.blocks.script import Live
-from drumline.runtime.channel.rank_names import BY_NUMBER
-from drumline.runtime.randomness import Randomness
 from follow_faults import FAULTS, WIDTH, Skips, data, stale_attribute
 from matrices import long
 from some import some

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from drumline.model.follow.inputs import Inputs
 from drumline.pipeline.loss.own_loss import OwnWeight
 from drumline.pipeline.pipeline import Pipeline
-from drumline.runtime.follow.inputs import Inputs
 from torch_models import data, mlp
 
 pytestmark = pytest.mark.torch

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import BatchError, UsageError
+from drumline.model.follow.inputs import Inputs
 from drumline.pipeline.model.splits import found_split
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.batch import cut
-from drumline.runtime.follow.inputs import Inputs
 
 pytestmark = pytest.mark.torch
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drumline.channel.launch.launch import launch
+from drumline.channel.rank_names import BY_NUMBER
 from drumline.core.action import Op
-from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
-from drumline.runtime.channel.rank_names import BY_NUMBER
 from matrices import mainly
 from some import some
 from stream_emulation import Emulated, emulate, version_of

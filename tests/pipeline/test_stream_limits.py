@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from drumline.channel.launch.launch import launch
+from drumline.channel.launch.stop import ask
 from drumline.core.costs import Costs
 from drumline.core.errors import ModelError, ProgramError, RunError, UsageError
 from drumline.core.measured.costs import replay
 from drumline.core.memory import holdings
-from drumline.pipeline.launch.launch import launch
-from drumline.pipeline.launch.stop import ask
 from drumline.pipeline.pipeline import Pipeline
 from drumline.report.summary import summarize
 from drumline.runtime.stream.executor import StreamExecutor

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from drumline.channel.launch.launch import launch
 from drumline.core.errors import DrumlineError, ModelError
-from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
 from matrices import long, mainly
 from tied_models import MODELS, WIDTH, language_model, loss_fn, tokens

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import drumline as dl
+from drumline.channel.launch.launch import launch
 from drumline.core.errors import (
     BatchError,
     MismatchError,
@@ -23,7 +24,6 @@ from drumline.core.errors import (
     RunError,
     ScheduleError,
 )
-from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
 from matrices import KINDS, chosen, left, some_of
 from torch_models import SYNCHRONOUS, TWO_WAYS, Reference, Unused, data, mlp, programs

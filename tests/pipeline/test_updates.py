@@ -13,8 +13,8 @@ from torch.nn import functional
 
 import drumline as dl
 from drumline.core.errors import MismatchError, NonFiniteError, RunError, UsageError
+from drumline.model.blocks.script import Script
 from drumline.pipeline.pipeline import Pipeline
-from drumline.runtime.blocks.script import Script
 from drumline.schedules import generate
 from host_recorder import HostRecorder
 from some import some

@@ -22,10 +22,11 @@ from torch.optim import Optimizer
 import drumline as dl
 import tied_models
 from drumline.core.errors import NonFiniteError, RankFailed, RunError, UsageError
+from drumline.model.block import blocks_of
+from drumline.model.blocks.cut import cut
+from drumline.model.randomness import Randomness
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.state.validated import Validation
-from drumline.runtime.blocks.cut import blocks_of, cut
-from drumline.runtime.randomness import Randomness
 from drumline.schedules import generate
 from matrices import ALL, long, matrix
 from reference_step import reference_step

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from drumline.channel.launch.launch import launch
 from drumline.core.errors import DrumlineError, ModelError
-from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
 from matrices import ALL, chosen, long
 from zoo import ONLY_BY_CHECK, WIDTH, ZOO, Entry, memory

@@ -14,8 +14,8 @@ TESTS = Path(__file__).parents[1]
 ROOM = TESTS.parent / "src" / "drumline"
 MAY_NAME_IT = {
     "runtime/capture/cuda.py": "CUDA graphs and events, which have no general form",
-    "runtime/capture/facts.py": "facts that are known of CUDA alone",
-    "runtime/loss/terms.py": "a list of a tensor's methods, `cpu` and `cuda` among them",
+    "runtime/backward/facts.py": "facts that are known of CUDA alone",
+    "model/loss/terms.py": "a list of a tensor's methods, `cpu` and `cuda` among them",
 }
 
 
@@ -68,7 +68,7 @@ def _on_a_device() -> list[str]:
 @pytest.mark.torch
 @pytest.mark.slow
 def test_another_accelerator_trains_to_the_same_bits_as_the_host() -> None:
-    from drumline.pipeline.launch.launch import launch
+    from drumline.channel.launch.launch import launch
 
     lines = launch(_on_a_device, num_ranks=1)[0]
     assert [line.rsplit(maxsplit=2)[0] for line in lines[:-1]] == [

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from drumline.channel.in_process import Hub, take_turns
 from drumline.core.errors import ProgramError
 from drumline.core.lower.lower import lower
 from drumline.core.program import Program
-from drumline.runtime.blocks.cut import Block
-from drumline.runtime.channel.in_process import Hub, take_turns
+from drumline.model.block import Block
+from drumline.model.randomness import Randomness
 from drumline.runtime.draft import Draft, NoClock
-from drumline.runtime.executor import Executor
+from drumline.runtime.execute.executor import Executor
 from drumline.runtime.gradients.witness import Witness
-from drumline.runtime.randomness import Randomness
 from drumline.runtime.stage import Stage
 from drumline.runtime.step import Step
 from drumline.schedules import generate

@@ -13,9 +13,12 @@ import pytest
 import torch
 from torch import nn
 
+from drumline.channel.distributed import DistributedChannel, _Edge, _Sent
+from drumline.channel.shared_memory import SharedMemoryChannel
 from drumline.core.action import Action
 from drumline.core.errors import DrumlineError
 from drumline.core.program import Program
+from drumline.model.block import Block
 from drumline.runtime.axes.experts.moe import MoE
 from drumline.runtime.axes.slices import Slice
 from drumline.runtime.axes.tensor.divide import Divided, _check, _fitting, _own_styles
@@ -25,9 +28,6 @@ from drumline.runtime.axes.tensor.styles import Colwise, Plan, Rowwise, Stacked,
 from drumline.runtime.backward import compiled
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.batch import num_rows, shares
-from drumline.runtime.blocks.cut import Block
-from drumline.runtime.channel.distributed import DistributedChannel, _Edge, _Sent
-from drumline.runtime.channel.shared_memory import SharedMemoryChannel
 from drumline.runtime.stream.rows import StreamRows
 
 pytestmark = pytest.mark.torch

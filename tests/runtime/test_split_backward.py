@@ -14,11 +14,11 @@ from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 
 from drumline.core.errors import ModelError
+from drumline.model.block import Block
+from drumline.model.precision import Precision
+from drumline.model.randomness import Randomness
 from drumline.runtime.backward.owners import owners_in
 from drumline.runtime.backward.tape import Tape
-from drumline.runtime.blocks.cut import Block
-from drumline.runtime.precision import Precision
-from drumline.runtime.randomness import Randomness
 from drumline.runtime.stage import Stage
 from some import some
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
 from drumline.core.rules import Backward
-from drumline.runtime.blocks.cut import Block, blocks_of
-from drumline.runtime.randomness import Randomness
+from drumline.model.block import Block, blocks_of
+from drumline.model.randomness import Randomness
 from drumline.runtime.stage import Partly, Stage
 from some import some
 

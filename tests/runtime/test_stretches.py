@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from drumline.channel.in_process import Hub
 from drumline.core.action import RECV_OPS, Action
 from drumline.core.lower.lower import lower
 from drumline.core.program import Program
 from drumline.runtime.capture.captured import Stretch, stretches
-from drumline.runtime.channel.in_process import Hub
 from drumline.runtime.draft import Clock
-from drumline.runtime.executor import Executor
-from drumline.runtime.jobs import Job
+from drumline.runtime.execute.executor import Executor
+from drumline.runtime.execute.jobs import Job
 from drumline.schedules import find, generate
 from some import some
 from torch_models import SYNCHRONOUS, programs

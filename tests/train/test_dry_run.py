@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from drumline.pipeline.launch.launch import launch
+from drumline.channel.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
 from drumline.train.config.files.read import read_settings
 from drumline.train.config.settings import TrainSettings

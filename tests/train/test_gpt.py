@@ -11,10 +11,10 @@ from torch import Tensor
 
 import drumline as dl
 from drumline.core.errors import ModelError
+from drumline.model.blocks.pieces import pieces_of
+from drumline.model.follow.inputs import Inputs
 from drumline.plan.cluster.models import model as named_model
 from drumline.plan.cluster.transformer import Transformer
-from drumline.runtime.blocks.pieces import pieces_of
-from drumline.runtime.follow.inputs import Inputs
 from drumline.train.config.settings import BatchSettings, ModelSettings, RunSettings, TrainSettings
 from drumline.train.models.build import build_model, count_parameters, next_token_loss
 from drumline.train.models.gpt import GPT, GPTSizes

@@ -173,7 +173,7 @@ def hold_up(how: str, folder: Path) -> str:
     import torch
     from torch import nn
 
-    from drumline.runtime.channel import stacks
+    from drumline.channel import stacks
 
     stacks._target = None  # as torchrun starts ranks: nobody else asks for stacks
     rank, free = int(os.environ["RANK"]), folder / f"{how}-free"

@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read the settings, and print them, forecast the run, or train."""
-    from drumline.pipeline.launch.stop import stop_on_signals
+    from drumline.channel.launch.stop import stop_on_signals
     from drumline.train.config.files.read import read_judged
     from drumline.train.config.placed import placed
 

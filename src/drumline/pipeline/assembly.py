@@ -14,14 +14,14 @@ from drumline.core.action import Op
 from drumline.core.errors import ModelError, nearest
 from drumline.core.program import Program
 from drumline.core.rules import Backward
+from drumline.model.block import Block
+from drumline.model.precision import Precision
+from drumline.model.randomness import Randomness
+from drumline.model.weights.tied import Copies, Ties
 from drumline.pipeline import transports
 from drumline.runtime.backward.compiled import Compiler
-from drumline.runtime.blocks.cut import Block
 from drumline.runtime.gradients import clip
-from drumline.runtime.precision import Precision
-from drumline.runtime.randomness import Randomness
 from drumline.runtime.stage import Loss, Stage
-from drumline.runtime.weights.tied import Copies, Ties
 
 Checkpointing = str | Collection[str] | Mapping[int, str | Collection[str]]
 

@@ -20,6 +20,10 @@ from drumline.core.errors import DrumlineError, ModelError
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.timeline import Timeline
+from drumline.model.block import Block, Model
+from drumline.model.blocks.cut import check_enough, cut
+from drumline.model.precision import Precision
+from drumline.model.values import moved
 from drumline.pipeline import transports
 from drumline.pipeline.assembly import device_of
 from drumline.pipeline.crew import Crew
@@ -37,10 +41,7 @@ from drumline.plan.device.stages import split_share
 from drumline.profile.blocks import profile
 from drumline.profile.identity import identity_of
 from drumline.report.draw.table import table
-from drumline.runtime.blocks.cut import Block, Model, check_enough, cut
-from drumline.runtime.precision import Precision
 from drumline.runtime.stage import Loss
-from drumline.runtime.values import moved
 
 _SECONDS_TO_MEASURE = 10.0  # after the first run of each block
 

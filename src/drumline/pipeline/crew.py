@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 
+from drumline.channel import stacks
+from drumline.channel.channel import Channel, Wait
+from drumline.channel.in_process import Hub, take_turns
+from drumline.channel.rank_names import RankNames
 from drumline.core.errors import MismatchError, RunError, UsageError
 from drumline.core.program import Program
 from drumline.pipeline import transports
 from drumline.pipeline.programs import edges_of
 from drumline.runtime.axes.axes import Axes
 from drumline.runtime.capture.capture import Drive
-from drumline.runtime.channel import stacks
-from drumline.runtime.channel.channel import Channel, Wait
-from drumline.runtime.channel.in_process import Hub, take_turns
-from drumline.runtime.channel.rank_names import RankNames
 
 _open: weakref.WeakSet[Crew] = weakref.WeakSet()
 

@@ -17,6 +17,7 @@ from drumline.core.action import Op
 from drumline.core.errors import UsageError
 from drumline.core.program import Program
 from drumline.core.state import with_state
+from drumline.model.block import Block
 from drumline.pipeline.engine import Engine
 from drumline.pipeline.options import Options
 from drumline.pipeline.state.tensors import Holdings
@@ -27,7 +28,6 @@ from drumline.runtime.axes.experts.parallel import ExpertParallel
 from drumline.runtime.axes.sharding import FullShards, StateShards
 from drumline.runtime.axes.tensor.layers import TensorParallel
 from drumline.runtime.axes.tensor.styles import Plan
-from drumline.runtime.blocks.cut import Block
 
 Stages = Sequence[Sequence[Block]]
 

@@ -11,11 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from drumline.channel.channel import Channel
 from drumline.core.action import Op
 from drumline.core.errors import RunError, UsageError
 from drumline.core.lower.lower import lower
 from drumline.core.program import Program
 from drumline.core.state import with_state
+from drumline.model.weights.tied import Copies, Ties
 from drumline.pipeline.assembly import Assembly, split_of
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.lengths.programs import digest_of
@@ -29,14 +31,12 @@ from drumline.runtime.axes.reduce import Reducer, summed_over
 from drumline.runtime.axes.sharding import FullShards
 from drumline.runtime.capture.capture import Capture
 from drumline.runtime.capture.cuda import clock_for, recorder_for
-from drumline.runtime.channel.channel import Channel
 from drumline.runtime.draft import Clock, Draft, NoClock
-from drumline.runtime.executor import Executor
+from drumline.runtime.execute.executor import Executor
 from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
 from drumline.runtime.step import Step
 from drumline.runtime.stream.executor import StreamExecutor
-from drumline.runtime.weights.tied import Copies, Ties
 
 Weighs = Literal["never", "first", "always"]  # in which steps executors count the bytes they hold
 

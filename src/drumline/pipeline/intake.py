@@ -10,6 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import BatchError, ModelError
+from drumline.model.block import Block, Model
+from drumline.model.blocks.pieces import Piece
+from drumline.model.loss.counts import Across, Weighing, weighed
+from drumline.model.loss.guard import guard
+from drumline.model.loss.sheet import Factors, Multiplying
+from drumline.model.microbatches import has_microbatches
+from drumline.model.values import moved, pack
 from drumline.pipeline.lengths.sizes import Size, sizes_of
 from drumline.pipeline.loss.fn_loss import FnWeight
 from drumline.pipeline.loss.own_loss import OwnShares, own_loss
@@ -17,14 +24,7 @@ from drumline.pipeline.loss.targets import size_of, uneven
 from drumline.pipeline.model.blocks import inputs_for, is_chain
 from drumline.pipeline.model.splits import found_split
 from drumline.runtime.batch import Split, cut, num_rows, rows_apart, rows_of_each, shares
-from drumline.runtime.blocks.cut import Block, Model
-from drumline.runtime.blocks.pieces import Piece
-from drumline.runtime.gradients.guard import guard
-from drumline.runtime.loss.counts import Across, Weighing, weighed
-from drumline.runtime.loss.sheet import Factors, Multiplying
-from drumline.runtime.microbatches import has_microbatches
 from drumline.runtime.step import Step
-from drumline.runtime.values import moved, pack
 
 LossFunction = Callable[..., Tensor]
 Weigh = Callable[[Any], float | Tensor]

@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from drumline.adapt.settings import KEEP, Adapt
 from drumline.core.errors import ModelError, UsageError, counted
 from drumline.core.program import Program
+from drumline.model.block import Model
+from drumline.model.weights.files import Weights
 from drumline.pipeline import transports
 from drumline.pipeline.assembly import Checkpointing
 from drumline.pipeline.check.sentinels import When, is_when
@@ -28,8 +30,6 @@ from drumline.runtime.axes import sequences
 from drumline.runtime.axes.tensor import styles
 from drumline.runtime.backward.compiled import Compile
 from drumline.runtime.batch import Split
-from drumline.runtime.blocks.cut import Model
-from drumline.runtime.weights.files import Weights
 from drumline.schedules import DEFAULT
 
 Arguments = ParamSpec("Arguments")

@@ -257,7 +257,7 @@ class Pipeline:
         tells with the outcome of its step whether it was asked to stop. Signals ask inside `dl.stop_on_signals`, and
         under `dl.launch(..., stoppable=True)`.
 
-        >>> from drumline.pipeline.launch.stop import ask, stop_on_signals
+        >>> from drumline.channel.launch.stop import ask, stop_on_signals
         >>> pipe = Pipeline([nn.Linear(1, 1)], loss_fn=nn.functional.mse_loss, num_microbatches=1)
         >>> with stop_on_signals():
         ...     ask("SIGTERM")

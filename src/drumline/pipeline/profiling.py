@@ -25,14 +25,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from drumline.channel.launch.launch import launch
 from drumline.core.action import Op
 from drumline.core.errors import BatchError, UsageError, counted
 from drumline.core.measured.costs import Handling, ends_of
 from drumline.core.measured.measured import Measured
+from drumline.model.block import Block
+from drumline.model.follow.inputs import Inputs
+from drumline.model.values import moved, pack, unpack
 from drumline.pipeline import transports
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.intake import Intake
-from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.model import sources
 from drumline.pipeline.model.blocks import blocks_for, example_inputs
 from drumline.pipeline.model.sources import Maker, Material
@@ -45,10 +48,7 @@ from drumline.profile.blocks import profile
 from drumline.profile.identity import identity_of
 from drumline.profile.links import link, pairs
 from drumline.runtime.batch import num_rows
-from drumline.runtime.blocks.cut import Block
 from drumline.runtime.capture.cuda import device_name
-from drumline.runtime.follow.inputs import Inputs
-from drumline.runtime.values import moved, pack, unpack
 from drumline.schedules import DEFAULT
 
 _TURNS = 3  # rounds in which the microbatch sizes are measured

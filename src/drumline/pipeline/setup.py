@@ -20,6 +20,13 @@ from drumline.adapt.settings import KEEP, Adapt
 from drumline.core.errors import DrumlineError
 from drumline.core.lower.lower import lower
 from drumline.core.program import Program
+from drumline.model.block import Block
+from drumline.model.blocks.script import Script
+from drumline.model.catalogue import places_in
+from drumline.model.precision import Precision
+from drumline.model.randomness import Randomness
+from drumline.model.weights.materialise import materialise
+from drumline.model.weights.tied import Ties
 from drumline.pipeline import assembly, transports
 from drumline.pipeline.adapting.adapting import Adapting, decider_for
 from drumline.pipeline.adapting.auto_schedule import AUTO, AutoSchedule, first_schedule
@@ -57,14 +64,7 @@ from drumline.runtime.axes.context import whole_context
 from drumline.runtime.axes.reduce import share_values
 from drumline.runtime.axes.sequences import positions_of
 from drumline.runtime.backward.compiled import compiler_for
-from drumline.runtime.blocks.cut import Block
-from drumline.runtime.blocks.script import Script
 from drumline.runtime.capture.cuda import clock_for
-from drumline.runtime.precision import Precision
-from drumline.runtime.randomness import Randomness
-from drumline.runtime.weights.catalogue import places_in
-from drumline.runtime.weights.materialise import materialise
-from drumline.runtime.weights.tied import Ties
 
 # Settings that must be the same on all ranks, besides what ranks agree on anyway.
 _ALIKE = ("arrange", "check_finite", "check_model", "master_weights", "merge_weight_gradients", "capture", "ahead",

@@ -22,11 +22,15 @@ import torch
 from torch import Tensor
 
 from drumline.adapt.move import Move
+from drumline.channel.channel import step_topic
+from drumline.channel.launch.stop import asked
 from drumline.core.errors import DrumlineError, MismatchError, ModelError, ProgramError, RunError, UsageError, counted
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
 from drumline.core.prove.violation import InvalidProgram
 from drumline.core.timeline.idle import Limit
+from drumline.model.microbatches import Microbatches
+from drumline.model.values import joined, pack
 from drumline.pipeline.adapting.adapting import Adapting
 from drumline.pipeline.adapting.auto_schedule import AutoSchedule
 from drumline.pipeline.balance import Balance
@@ -35,7 +39,6 @@ from drumline.pipeline.check.watched import Watched
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.engine import Engine
 from drumline.pipeline.intake import Intake
-from drumline.pipeline.launch.stop import asked
 from drumline.pipeline.lengths.arrange import Arranging
 from drumline.pipeline.lengths.programs import Programs, digest_of
 from drumline.pipeline.observer import Observer
@@ -52,11 +55,8 @@ from drumline.runtime.axes import sequences
 from drumline.runtime.axes.axes import DATA
 from drumline.runtime.axes.losses import summed_losses
 from drumline.runtime.batch import counted_in
-from drumline.runtime.channel.channel import step_topic
 from drumline.runtime.gradients.clip import all_finite
-from drumline.runtime.microbatches import Microbatches
 from drumline.runtime.step import Step
-from drumline.runtime.values import joined, pack
 from drumline.schedules import find
 
 _STEP, _EVALUATED, _KINDS = 100, 200, 1000  # the kinds of step on which lines agree

@@ -14,15 +14,15 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
+from drumline.channel.channel import TIMEOUT, Channel, too_late
+from drumline.channel.distributed import DistributedChannel
+from drumline.channel.interfaces import endpoint, loopback
+from drumline.channel.rank_names import BY_NUMBER, RankNames
+from drumline.channel.rendezvous import agreed_place, exchange, host_id, hosted_store
+from drumline.channel.shared_memory import SharedMemoryChannel
+from drumline.channel.start import this_start
 from drumline.core.errors import MismatchError, RunError, UsageError, nearest
 from drumline.runtime.axes.axes import Axes, described, shown
-from drumline.runtime.channel.channel import TIMEOUT, Channel, too_late
-from drumline.runtime.channel.distributed import DistributedChannel
-from drumline.runtime.channel.interfaces import endpoint, loopback
-from drumline.runtime.channel.rank_names import BY_NUMBER, RankNames
-from drumline.runtime.channel.rendezvous import agreed_place, exchange, host_id, hosted_store
-from drumline.runtime.channel.shared_memory import SharedMemoryChannel
-from drumline.runtime.channel.start import this_start
 
 TRANSPORTS = ("auto", "in-process", "shared-memory", "gloo", "nccl")
 _INTERFACE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -186,7 +186,7 @@ def open_channel(
     connecting["interface"] = interface or named_before()
     if transport == "shared-memory":
         return SharedMemoryChannel(rank, size, device=device, num_slots=num_slots, now=now, **connecting)
-    connecting |= {"axes": axes}
+    connecting |= {"line": axes.line, "lines": axes.lines}
     return DistributedChannel(rank, size, backend=transport, device=device, edges=edges, now=now, **connecting)
 
 

@@ -24,16 +24,16 @@ from torch import Tensor, nn
 from drumline.core.errors import BatchError, ModelError
 from drumline.core.prove.frozen import needed
 from drumline.core.rules import Backward
+from drumline.model.block import Block, Model, blocks_of
+from drumline.model.catalogue import places_in
+from drumline.model.randomness import Randomness
+from drumline.model.values import pack
 from drumline.plan.device.blocks import Layer, Profile, Times
-from drumline.runtime.blocks.cut import Block, Model, blocks_of
 from drumline.runtime.capture.cuda import clock_for
 from drumline.runtime.draft import Clock, Draft
-from drumline.runtime.randomness import Randomness
 from drumline.runtime.recomputing import Buffers
 from drumline.runtime.stage import Loss, Stage
 from drumline.runtime.stash import Scale
-from drumline.runtime.values import pack
-from drumline.runtime.weights.catalogue import places_in
 
 _NANO = 1e-9
 _MICROBATCH = 0

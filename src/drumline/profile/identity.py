@@ -6,15 +6,15 @@ import hashlib
 import json
 from collections.abc import Sequence
 
+from drumline.model.block import Block
 from drumline.plan.device.model_profile import Identity
-from drumline.runtime.blocks.cut import Block
 
 
 def identity_of(blocks: Sequence[Block], name: str) -> Identity:
     """Return the identity of a model cut into blocks; values and device do not matter.
 
     >>> from torch import nn
-    >>> from drumline.runtime.blocks.cut import blocks_of
+    >>> from drumline.model.block import blocks_of
     >>> one, same, other = (identity_of(blocks_of([nn.Linear(2, width)]), "mine") for width in (3, 3, 4))
     >>> one == same, one == other, one.num_parameters
     (True, False, 9)

@@ -8,10 +8,10 @@ from statistics import median
 
 import torch
 
+from drumline.channel.channel import Channel, Wait
 from drumline.core.action import Action
 from drumline.plan.device.model_profile import ProfiledLink
 from drumline.plan.device.overheads import fitted
-from drumline.runtime.channel.channel import Channel, Wait
 
 SIZES = (4 * 2**10, 64 * 2**10, 512 * 2**10, 4 * 2**20)  # bytes
 _FORTH, _BACK, _USER = Action.parse("1RECV_F0"), Action.parse("0RECV_B0"), Action.parse("0F0")

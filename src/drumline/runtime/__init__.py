@@ -1,1 +1,1 @@
-"""Run one rank's row: executor, stages, segments, and the batches, values and random numbers of a step."""
+"""Run a rank's stages: segments and what they keep, the batches of a step, and what a rank notes of it."""

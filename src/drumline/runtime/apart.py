@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from drumline.core.errors import BatchError, counted
-from drumline.runtime.values import APART, HEADERS
+from drumline.model.values import APART, HEADERS
 
 
 def is_apart(form: Any) -> bool:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import BatchError, counted
+from drumline.model.microbatches import Microbatches as Microbatches
+from drumline.model.values import pack, unpack
 from drumline.runtime import apart
-from drumline.runtime.microbatches import Microbatches as Microbatches
-from drumline.runtime.values import pack, unpack
 
 # For an argument: the dimension of its rows, None to give it whole to all microbatches, or a function of all arguments
 # that returns how many of its rows belong to each row of the batch.

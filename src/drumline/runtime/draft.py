@@ -14,9 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from drumline.channel.channel import Delivery
 from drumline.core.action import Action
 from drumline.core.measured.record import COLUMNS, OVERHEADS, Record, coded
-from drumline.runtime.channel.channel import Delivery
 
 BEGIN, POST, NOTE, LEAVE, END = range(OVERHEADS.index("end") + 1)
 _MESSAGE_WIDTH = len(COLUMNS["messages"])

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from drumline.core.errors import ModelError
-from drumline.runtime.patches import put_in
+from drumline.model.patches import put_in
 
 
 class Buffers:

@@ -15,16 +15,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from drumline.core.errors import ModelError
+from drumline.model.block import Block
+from drumline.model.loss.sheet import Sheet
+from drumline.model.precision import cast_apart
+from drumline.model.randomness import HostChance, Randomness, draws, may_draw
+from drumline.model.values import mapped, pack, unpack
 from drumline.runtime.backward.compiled import Named
 from drumline.runtime.backward.guards import Lookout, TakesGradients, begun, looked_after, refuse_foreign
 from drumline.runtime.backward.owners import Splitter
 from drumline.runtime.backward.tape import Tape
-from drumline.runtime.blocks.cut import Block
-from drumline.runtime.loss.sheet import Sheet
-from drumline.runtime.precision import cast_apart
-from drumline.runtime.randomness import HostChance, Randomness, draws, may_draw
 from drumline.runtime.recomputing import Buffers
-from drumline.runtime.values import mapped, pack, unpack
 
 
 class Pass:

@@ -25,15 +25,15 @@ from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
 from drumline.core.rules import Backward
+from drumline.model.block import Block
+from drumline.model.precision import Precision
+from drumline.model.randomness import HostChance, Randomness
+from drumline.model.values import mapped, pack, unpack
 from drumline.runtime.backward.compiled import Compiler
 from drumline.runtime.backward.guards import looked_after
 from drumline.runtime.backward.tape import Gradients, Tape, accumulate, add_gradients, merged
-from drumline.runtime.blocks.cut import Block
-from drumline.runtime.precision import Precision
-from drumline.runtime.randomness import HostChance, Randomness
 from drumline.runtime.recomputing import GraphNeeded, discarding
 from drumline.runtime.segment import Pass, Segment, versions_of
-from drumline.runtime.values import mapped, pack, unpack
 
 Loss = Callable[[Any, Any], Tensor | None]
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from drumline.model.values import pack
 from drumline.runtime.stage import Stage
-from drumline.runtime.values import pack
 
 
 class Kept:

@@ -14,13 +14,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from drumline.channel.launch.launch import launch
 from drumline.core.costs import Costs
 from drumline.core.errors import RecordError
 from drumline.core.measured.measured import Measured
 from drumline.core.measured.run import CONFIG, ENVIRONMENT, METRICS, PLAN, PROGRAM, Run, rank_file, read_run
 from drumline.core.simulate.simulate import simulate
-from drumline.pipeline.launch.launch import launch
-from drumline.runtime.precision import one_thread
+from drumline.model.precision import one_thread
 from drumline.schedules import schedules
 from drumline.train.two_stages import NUM_RANKS, Build, Trained, Trial, train, train_unsplit
 

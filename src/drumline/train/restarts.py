@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from drumline.channel.launch.stop import asked
 from drumline.core.errors import DrumlineError, LaunchError, NonFiniteError, RankFailed, RunError, counted
-from drumline.pipeline.launch.stop import asked
 from drumline.train.config.settings import TrainSettings
 from drumline.train.replan import most_within, planned_for
 

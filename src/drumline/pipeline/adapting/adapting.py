@@ -23,6 +23,8 @@ from drumline.adapt.seen import Seen
 from drumline.adapt.settings import Adapt
 from drumline.core.errors import DrumlineError, ModelError, RunError, UsageError
 from drumline.core.program import Program
+from drumline.model.block import Block
+from drumline.model.blocks.cut import guessed_costs
 from drumline.pipeline.assembly import LossHolder
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.engine import Engine
@@ -30,7 +32,6 @@ from drumline.pipeline.observer import Observer
 from drumline.pipeline.record.recording import Recording
 from drumline.pipeline.record.tally import Ledger
 from drumline.plan.device.blocks import Profile
-from drumline.runtime.blocks.cut import Block, guessed_costs
 from drumline.runtime.step import Step
 from drumline.schedules import generate, schedules
 

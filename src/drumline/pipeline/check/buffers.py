@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import ModelError
+from drumline.model.catalogue import Place
 from drumline.pipeline.observer import Observer
 from drumline.runtime.axes.axes import Axes
 from drumline.runtime.step import Step
-from drumline.runtime.weights.catalogue import Place
 
 
 class LineBuffers(Observer):

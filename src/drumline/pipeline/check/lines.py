@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drumline.model.loss.sheet import Factors
+from drumline.model.precision import gradient_dtype
+from drumline.model.values import mapped, pack
 from drumline.runtime.axes import context, sequences
 from drumline.runtime.axes.axes import Axes
 from drumline.runtime.axes.experts.parallel import AXIS as EXPERTS
 from drumline.runtime.axes.experts.parallel import ExpertParallel
 from drumline.runtime.axes.slices import Slice, sharded_over, slice_of
 from drumline.runtime.axes.tensor.layers import TensorParallel
-from drumline.runtime.loss.sheet import Factors
-from drumline.runtime.precision import gradient_dtype
-from drumline.runtime.values import mapped, pack
 
 _ALIKE = (EXPERTS, context.AXIS)  # lines along these axes exchange within a microbatch, so all watch the same one
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from drumline.core.action import Op
 from drumline.core.errors import DrumlineError, MismatchError, ModelError
+from drumline.model.block import Block, Model
 from drumline.pipeline.check.lines import LineParts
 from drumline.pipeline.check.reference import Reference
 from drumline.pipeline.check.sentinels import Sentinels, When
@@ -28,7 +29,6 @@ from drumline.pipeline.engine import Engine
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.observer import Observer
 from drumline.pipeline.state.tensors import Holdings
-from drumline.runtime.blocks.cut import Block, Model
 from drumline.runtime.gradients.heap import giving_back
 from drumline.runtime.step import Step
 

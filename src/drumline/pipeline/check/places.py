@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from drumline.model.block import Block
+from drumline.model.blocks.pieces import Piece
 from drumline.pipeline.assembly import LossHolder
-from drumline.runtime.blocks.cut import Block
-from drumline.runtime.blocks.pieces import Piece
 
 
 @dataclass(frozen=True, slots=True)

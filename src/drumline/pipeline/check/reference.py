@@ -13,13 +13,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from drumline.model.block import Block, Model
+from drumline.model.catalogue import named_tensors
+from drumline.model.follow.skeleton import copied
+from drumline.model.weights.absent import without_memory
 from drumline.pipeline.check.places import Home, Places
 from drumline.pipeline.model.blocks import is_chain
 from drumline.pipeline.verify.plain import Plain
-from drumline.runtime.blocks.cut import Block, Model
-from drumline.runtime.follow.skeleton import copied
-from drumline.runtime.weights.absent import without_memory
-from drumline.runtime.weights.catalogue import named_tensors
 
 _ROOM = 0.5  # of the memory that is free: what bringing a whole model to a device may take
 

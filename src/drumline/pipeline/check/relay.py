@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import RankFailed, WaitTimeout
+from drumline.model.randomness import Randomness
+from drumline.model.values import pack, plain_in, unpack
+from drumline.model.watch.fingerprint import can_change
 from drumline.pipeline.check.places import Home, Places
 from drumline.pipeline.crew import Crew
-from drumline.runtime.randomness import Randomness
-from drumline.runtime.values import pack, plain_in, unpack
-from drumline.runtime.watch.fingerprint import can_change
 
 MOST_BYTES = 512 * 2**20  # most bytes that blocks send in total
 

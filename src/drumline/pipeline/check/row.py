@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import nn
 
+from drumline.model.randomness import Randomness, may_draw
 from drumline.pipeline.check.relay import Relay
-from drumline.runtime.randomness import Randomness, may_draw
 
 
 class Row:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from drumline.model.values import moved, pack
 from drumline.pipeline.check.lines import LineParts
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.verify.plain_step import Slice
 from drumline.runtime.step import Step
-from drumline.runtime.values import moved, pack
 
 _HOST = torch.device("cpu")
 

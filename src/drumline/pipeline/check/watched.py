@@ -1,6 +1,6 @@
 """Check the user's model before every step: changes are traced again, or refused.
 
-a model that is traced      see runtime/watch
+a model that is traced      see model/watch
 an nn.Sequential, a list    blocks that are exchanged or appended, and what the whole would do beside calling them
 """
 
@@ -13,9 +13,9 @@ from weakref import ref
 from torch import nn
 
 from drumline.core.errors import ModelError
-from drumline.runtime.blocks.cut import Block
-from drumline.runtime.blocks.pieces import Piece
-from drumline.runtime.watch.watch import Watch, global_hooks, refuse_hooks
+from drumline.model.block import Block
+from drumline.model.blocks.pieces import Piece
+from drumline.model.watch.watch import Watch, global_hooks, refuse_hooks
 
 
 class Watched:

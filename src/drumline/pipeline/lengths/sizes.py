@@ -21,9 +21,9 @@ from drumline.core.costs import Costs, Edge
 from drumline.core.errors import BatchError
 from drumline.core.measured.costs import latencies
 from drumline.core.measured.measured import Measured, stage_costs
+from drumline.model.microbatches import has_microbatches
+from drumline.model.values import pack
 from drumline.runtime import apart
-from drumline.runtime.microbatches import has_microbatches
-from drumline.runtime.values import pack
 
 _NEAR = 1.02  # a fit with fewer terms is taken if its error is at most so many times that of one with more
 
@@ -45,7 +45,7 @@ def sizes_of(value: Any) -> tuple[Size, ...]:
     """Return the sizes of microbatches that the user cut; nothing where they are not.
 
     >>> import torch
-    >>> from drumline.runtime.microbatches import Microbatches
+    >>> from drumline.model.microbatches import Microbatches
     >>> sizes_of({"x": Microbatches([torch.ones(2, 7), torch.ones(3, 4, 8)])})
     (Size(rows=2, length=7), Size(rows=3, length=4))
     """

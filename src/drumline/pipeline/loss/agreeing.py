@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from drumline.core.errors import MismatchError
-from drumline.runtime.loss.counts import Across
+from drumline.model.loss.counts import Across
 from drumline.runtime.loss.rules import Found, Rule, universe
 
 _LATER = 2.0**-20  # so small that lines' numbers of places never add up to a line

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import ModelError
+from drumline.model.values import mapped, pack
 from drumline.runtime.loss.compare import Comparison, compare
 from drumline.runtime.loss.draws import Draws
 from drumline.runtime.loss.linked import Linked
@@ -24,7 +25,6 @@ from drumline.runtime.loss.rows import TooLarge, num_attempts, stirred
 from drumline.runtime.loss.rules import Doubts, Found, found_in
 from drumline.runtime.loss.state import untouched
 from drumline.runtime.loss.watching import Watched, watched
-from drumline.runtime.values import mapped, pack
 
 LossFunction = Callable[..., Tensor]
 _FEW = 8  # rows that are enough where calls show all that a loss does

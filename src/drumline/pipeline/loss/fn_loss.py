@@ -17,6 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
+from drumline.model.loss.counts import Across, Count, Weighing, mixed_by, weighed
+from drumline.model.loss.sheet import Factors, Multiplying
+from drumline.model.loss.terms import Walk
+from drumline.model.values import pack
 from drumline.pipeline.loss.agreeing import agreed
 from drumline.pipeline.loss.comparing import Answer, Comparing, not_compared, warn_of_no_comparison
 from drumline.pipeline.loss.narrowing import (
@@ -29,15 +33,11 @@ from drumline.pipeline.loss.narrowing import (
     refuse_undecided,
 )
 from drumline.pipeline.loss.targets import elements_of, labels_weight, size_of, uneven
-from drumline.runtime.loss.counts import Across, Count, Weighing, mixed_by, weighed
 from drumline.runtime.loss.rows import resized
 from drumline.runtime.loss.rules import Doubts, Found, said_by, undecided
-from drumline.runtime.loss.sheet import Factors, Multiplying
 from drumline.runtime.loss.tallies import Tallies, counted_in, tallies_of
-from drumline.runtime.loss.terms import Walk
 from drumline.runtime.loss.watching import Known, Watched
 from drumline.runtime.loss.weighing import Counted
-from drumline.runtime.values import pack
 
 LossFunction = Callable[..., Tensor]
 

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from drumline.core.errors import DrumlineError, ModelError
+from drumline.model.blocks.script import OwnLossParts, Script, loss_of
+from drumline.model.follow.inputs import Inputs, Kind
+from drumline.model.loss.calls import name_of
+from drumline.model.loss.counts import Across, Count, Weighing, labels_counted, mixed_by, weighed
+from drumline.model.loss.terms import Walk
 from drumline.pipeline.loss.targets import size_of
 from drumline.pipeline.model.blocks import evaluating
 from drumline.runtime.batch import num_rows
-from drumline.runtime.blocks.script import OwnLossParts, Script, loss_of
-from drumline.runtime.follow.inputs import Inputs, Kind
-from drumline.runtime.loss.calls import name_of
-from drumline.runtime.loss.counts import Across, Count, Weighing, labels_counted, mixed_by, weighed
-from drumline.runtime.loss.terms import Walk
 
 _PROBE = 37  # rows of the probe batch: a prime, so that no other size is a multiple of it by chance
 _WEIGHT = "loss_weight=, the weight of a microbatch: lambda inputs: len(inputs.kwargs['input_ids'])"

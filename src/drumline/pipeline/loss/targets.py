@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import ModelError
-from drumline.runtime.loss.counts import labels_counted
-from drumline.runtime.values import pack
+from drumline.model.loss.counts import labels_counted
+from drumline.model.values import pack
 
 _IGNORED = -100  # the label that torch's losses ignore by default
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import BatchError, ModelError
+from drumline.model.block import Block, Model, blocks_of
+from drumline.model.blocks.pieces import pieces_of
+from drumline.model.follow.inputs import Inputs
+from drumline.model.values import moved
+from drumline.model.watch.watch import has_hooks, refuse_hooks
 from drumline.pipeline.model.splits import found_split
 from drumline.runtime.batch import Split
 from drumline.runtime.batch import cut as cut_batch
-from drumline.runtime.blocks.cut import Block, Model, blocks_of
-from drumline.runtime.blocks.pieces import pieces_of
-from drumline.runtime.follow.inputs import Inputs
-from drumline.runtime.values import moved
-from drumline.runtime.watch.watch import has_hooks, refuse_hooks
 
 
 def is_chain(model: Model) -> bool:

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from drumline.core.errors import DrumlineError, ModelError, UsageError, installing, nearest
 from drumline.core.files import Kind, is_regular, read_object
+from drumline.model.block import Model, blocks_of
 from drumline.pipeline.model.blocks import is_chain
-from drumline.runtime.blocks.cut import Model, blocks_of
 
 Maker = Callable[[], Any]
 

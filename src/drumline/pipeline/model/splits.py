@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import UsageError
+from drumline.model.block import Model
 from drumline.runtime.batch import Split
-from drumline.runtime.blocks.cut import Model
 
 
 def check(split: Any) -> None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
+from drumline.model.block import Block
+from drumline.model.catalogue import places_in
+from drumline.model.weights.absent import Absent
 from drumline.pipeline.assembly import LossHolder
-from drumline.runtime.blocks.cut import Block
-from drumline.runtime.weights.absent import Absent
-from drumline.runtime.weights.catalogue import places_in
 
 
 class Chain:

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from drumline.adapt.move import Move
+from drumline.channel.transfer import transferred
 from drumline.core.errors import DrumlineError, MismatchError, UsageError
+from drumline.model.blocks.cut import cut
+from drumline.model.weights.absent import give_up
+from drumline.model.weights.tied import Ties
 from drumline.pipeline.moving.parcels import Freight, Parcel, Unpacked, freights, packed, put_attributes, unpacked
 from drumline.plan.cut.peaks import held_by
-from drumline.runtime.blocks.cut import cut
-from drumline.runtime.weights.absent import give_up
-from drumline.runtime.weights.tied import Ties
-from drumline.runtime.weights.transfer import transferred
 
 if TYPE_CHECKING:
     from drumline.pipeline.step import StepRun

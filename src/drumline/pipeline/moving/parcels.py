@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from drumline.channel.transfer import Shape
+from drumline.model.watch.fingerprint import plain_in
+from drumline.model.weights.tied import Ties
 from drumline.pipeline.moving.chain import Chain
 from drumline.pipeline.state.updates import Handed, Kept, Updates
-from drumline.runtime.watch.fingerprint import plain_in
-from drumline.runtime.weights.tied import Ties
-from drumline.runtime.weights.transfer import Shape
 
 _VALUE, _GRADIENT, _MASTER = "value", "gradient", "master"
 Key = tuple[Any, ...]  # what a tensor is to a parameter: one of these, or an optimizer's number and its name there
@@ -36,7 +36,7 @@ def freights(before: Ties, after: Ties, counts: Sequence[Sequence[int]]) -> dict
     """Return what moves, by the ranks that send and receive; `counts` are blocks per stage, before and after.
 
     >>> from drumline.core.placement import Placement
-    >>> from drumline.runtime.blocks.cut import Block
+    >>> from drumline.model.block import Block
     >>> blocks = [Block(str(number), nn.Linear(1, 1)) for number in range(4)]
     >>> ties = Ties([blocks[:2], blocks[2:]], Placement.linear(2))
     >>> freights(ties, ties.recut([1, 3]), [[2, 2], [1, 3]])

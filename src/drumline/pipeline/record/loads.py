@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drumline.model.blocks.script import Script
 from drumline.pipeline.engine import Engine
 from drumline.pipeline.observer import Observer
 from drumline.pipeline.record.tally import Told
@@ -15,7 +16,6 @@ from drumline.runtime.axes.axes import DATA, Axes
 from drumline.runtime.axes.experts.moe import Experts, MoE
 from drumline.runtime.axes.experts.parallel import is_experts, taken
 from drumline.runtime.axes.experts.routing import is_traced
-from drumline.runtime.blocks.script import Script
 from drumline.runtime.step import Step
 
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from drumline.channel.rank_names import BY_NUMBER, RankNames
 from drumline.core.errors import MismatchError, NonFiniteError, RunError, UsageError
 from drumline.core.measured.align import Dial, align
 from drumline.core.measured.measured import Measured
@@ -30,7 +31,6 @@ from drumline.pipeline.verify.agreement import (
     agree_on_order,
     agree_on_program,
 )
-from drumline.runtime.channel.rank_names import BY_NUMBER, RankNames
 
 _MANY = 8
 _NUM_RECENT = 16

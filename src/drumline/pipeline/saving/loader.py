@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from drumline.core.errors import DrumlineError, MismatchError, RecordError
+from drumline.model.weights.files import Stored, Weights
 from drumline.pipeline.saving.manifest import read_manifest
 from drumline.pipeline.saving.staged import checksum
-from drumline.runtime.weights.files import Stored, Weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from drumline.runtime.weights.files import TYPES
+from drumline.model.weights.files import TYPES
 
 _SIZE = struct.Struct("<Q")
 _NAMES = {dtype: name for name, dtype in TYPES.items()}
@@ -27,7 +27,7 @@ class StagedFile:
     """Room for a set of tensors of given types and shapes.
 
     >>> import tempfile
-    >>> from drumline.runtime.weights.files import Weights
+    >>> from drumline.model.weights.files import Weights
     >>> staged, path = StagedFile(), Path(tempfile.mkdtemp()) / "one.safetensors"
     >>> staged.take({"a": torch.arange(3.0), "b": torch.tensor(True)})
     >>> sorted(staged.write(path)) == ["a", "b"], Weights(path).tensors["a"].read()

@@ -22,8 +22,8 @@ from drumline.core.errors import ModelError
 from drumline.core.program import Program
 from drumline.core.prove.frozen import prune
 from drumline.core.rules import Backward
-from drumline.runtime.blocks.cut import Block
-from drumline.runtime.blocks.pieces import Piece
+from drumline.model.block import Block
+from drumline.model.blocks.pieces import Piece
 from drumline.runtime.stage import Stage
 
 Cuts = Sequence[Sequence[Block]]

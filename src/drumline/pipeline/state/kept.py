@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from drumline.core.errors import RunError
-from drumline.runtime.weights.catalogue import Place
+from drumline.model.catalogue import Place
 
 
 class KeptOptimizer:

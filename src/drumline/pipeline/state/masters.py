@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from drumline.runtime.precision import LOW
+from drumline.model.precision import LOW
 
 
 class Masters:

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from drumline.core.errors import ModelError
+from drumline.model.block import Block, blocks_of
+from drumline.model.weights import materialise as runtime
+from drumline.model.weights.files import Weights as Weights
 from drumline.pipeline.assembly import device_of
-from drumline.runtime.blocks.cut import Block, blocks_of
-from drumline.runtime.weights import materialise as runtime
-from drumline.runtime.weights.files import Weights as Weights
 
 M = TypeVar("M")
 

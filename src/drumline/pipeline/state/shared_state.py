@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import ModelError
+from drumline.model.block import Block
+from drumline.model.catalogue import Place, places_in
+from drumline.model.watch.fingerprint import plain_in
+from drumline.model.weights.tied import HeldTensor, Ties
 from drumline.pipeline.engine import Engine
 from drumline.pipeline.observer import Observer
-from drumline.runtime.blocks.cut import Block
 from drumline.runtime.stage import Stage
 from drumline.runtime.step import Step
-from drumline.runtime.watch.fingerprint import plain_in
-from drumline.runtime.weights.catalogue import Place, places_in
-from drumline.runtime.weights.tied import HeldTensor, Ties
 
 _BY_VALUE = 2  # steps that compare tensors by value: some changes bypass the version
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from drumline.core.errors import ModelError, ProgramError, RunError, UsageError, counted
 from drumline.core.program import Program
+from drumline.model.weights.tied import Ties
 from drumline.pipeline.engine import Engine
 from drumline.pipeline.lengths.programs import Programs
 from drumline.pipeline.options import Options
@@ -30,7 +31,6 @@ from drumline.runtime.gradients import clip
 from drumline.runtime.step import Step
 from drumline.runtime.stream.executor import Group, StreamExecutor
 from drumline.runtime.stream.rows import StreamRows
-from drumline.runtime.weights.tied import Ties
 from drumline.schedules import find
 
 Move = Callable[[list[nn.Parameter]], None]

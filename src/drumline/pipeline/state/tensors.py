@@ -15,17 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import DrumlineError, ModelError, nearest
+from drumline.model.block import Block
+from drumline.model.weights.tied import Copies, Ties
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.moving.chain import Chain
 from drumline.pipeline.observer import Observer
 from drumline.runtime.axes.sharding import FullShards
 from drumline.runtime.axes.slices import FlatSlice, Slice, cut_out, put_together, sharded_over, slice_of
-from drumline.runtime.blocks.cut import Block
-from drumline.runtime.executor import Executor
+from drumline.runtime.execute.executor import Executor
 from drumline.runtime.gradients import clip
 from drumline.runtime.gradients.exchange import share
 from drumline.runtime.step import Step
-from drumline.runtime.weights.tied import Copies, Ties
 
 Named = list[tuple[str, nn.Parameter]]
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drumline.core.errors import ModelError, RunError, UsageError
+from drumline.model.precision import LOW, Precision, settle_products
 from drumline.pipeline.check.model_check import ModelCheck
 from drumline.pipeline.observer import Observer
 from drumline.pipeline.record.recording import Recording
@@ -34,7 +35,6 @@ from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.state.validated import Validation, refusal
 from drumline.pipeline.state.whole_matrices import WholeMatrices
 from drumline.runtime.axes.sharding import StateShards, by_element
-from drumline.runtime.precision import LOW, Precision, settle_products
 from drumline.runtime.step import Step
 
 

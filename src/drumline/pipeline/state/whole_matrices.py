@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from drumline.model.precision import LOW
 from drumline.runtime.axes.axes import Axes
 from drumline.runtime.axes.slices import slice_of
-from drumline.runtime.precision import LOW
 
 
 class WholeMatrices:

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from drumline.channel.rank_names import BY_NUMBER, RankNames
 from drumline.core.errors import MismatchError
+from drumline.model.block import Block, Model, blocks_of
+from drumline.model.blocks.pieces import Piece
+from drumline.model.blocks.script import Script
+from drumline.model.blocks.value_names import function_name, short
+from drumline.model.microbatches import has_microbatches
+from drumline.model.values import pack
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.verify.elements import samples_begun
-from drumline.runtime.blocks.cut import Block, Model, blocks_of
-from drumline.runtime.blocks.pieces import Piece
-from drumline.runtime.blocks.script import Script
-from drumline.runtime.blocks.value_names import function_name, short
-from drumline.runtime.channel.rank_names import BY_NUMBER, RankNames
-from drumline.runtime.microbatches import has_microbatches
-from drumline.runtime.values import pack
 
 Print = tuple[str, tuple[int, ...], bytes]  # a tensor's dtype, shape and some elements
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drumline.runtime.microbatches import Microbatches, has_microbatches
-from drumline.runtime.values import mapped, pack
+from drumline.model.microbatches import Microbatches, has_microbatches
+from drumline.model.values import mapped, pack
 
 
 def can_turn(*values: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drumline.runtime.values import pack
+from drumline.model.values import pack
 
 _WIDTH = 1021  # a prime, so that columns of no matrix fall together
 NUM_NUMBERS = 4

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from drumline.runtime.values import content_of
-from drumline.runtime.watch.fingerprint import LIBRARIES, PLAIN
-from drumline.runtime.watch.watch import Surroundings
+from drumline.model.values import content_of
+from drumline.model.watch.fingerprint import LIBRARIES, PLAIN
+from drumline.model.watch.watch import Surroundings
 
 PutBack = Callable[[], None]
 

@@ -17,6 +17,12 @@ from torch import Tensor, nn
 from drumline.core import rules
 from drumline.core.errors import DrumlineError, ModelError
 from drumline.core.program import Program
+from drumline.model.block import blocks_of
+from drumline.model.blocks.cut import cut
+from drumline.model.microbatches import has_microbatches
+from drumline.model.randomness import HostChance, Randomness
+from drumline.model.values import moved, pack
+from drumline.model.weights.tied import Ties
 from drumline.pipeline.assembly import device_of
 from drumline.pipeline.loss.own_loss import OwnWeight, own_loss
 from drumline.pipeline.loss.targets import size_of
@@ -28,11 +34,6 @@ from drumline.pipeline.verify.plain import Plain
 from drumline.plan.cut.peaks import held_by
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.batch import num_rows, shares
-from drumline.runtime.blocks.cut import blocks_of, cut
-from drumline.runtime.microbatches import has_microbatches
-from drumline.runtime.randomness import HostChance, Randomness
-from drumline.runtime.values import moved, pack
-from drumline.runtime.weights.tied import Ties
 
 LEARNING_RATE = 0.01
 _ALIKE = 1e-5  # allowed difference between two runs of one model

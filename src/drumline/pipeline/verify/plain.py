@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from drumline.model.block import Model, blocks_of
+from drumline.model.randomness import Randomness, may_draw
 from drumline.pipeline.model.blocks import is_chain
-from drumline.runtime.blocks.cut import Model, blocks_of
-from drumline.runtime.randomness import Randomness, may_draw
 
 
 class ByItself(Protocol):

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
+from drumline.model.loss.sheet import Factors
+from drumline.model.precision import Precision
+from drumline.model.randomness import HostChance, Randomness
+from drumline.model.values import mapped, moved
 from drumline.pipeline.verify.keeping import undisturbed
 from drumline.pipeline.verify.plain import ByItself
 from drumline.runtime.gradients.sketch import sketch
-from drumline.runtime.loss.sheet import Factors
-from drumline.runtime.precision import Precision
-from drumline.runtime.randomness import HostChance, Randomness
-from drumline.runtime.values import mapped, moved
 
 
 @dataclass(frozen=True, slots=True)

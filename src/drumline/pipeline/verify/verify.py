@@ -24,10 +24,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from drumline.channel.launch.launch import launch
 from drumline.core.errors import DrumlineError, ModelError, RunError, UsageError, nearest
 from drumline.core.program import Program
+from drumline.model.follow.inputs import Inputs
+from drumline.model.microbatches import has_microbatches
+from drumline.model.precision import one_thread
 from drumline.pipeline.assembly import Checkpointing
-from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.model.blocks import example_inputs
 from drumline.pipeline.model.sources import Maker, Material, material_from
 from drumline.pipeline.pipeline import Pipeline
@@ -47,9 +50,6 @@ from drumline.pipeline.verify.small import small
 from drumline.runtime.axes.axes import ROWS, Axes, described, shown
 from drumline.runtime.axes.slices import put_together, slice_of
 from drumline.runtime.batch import cut as cut_batch
-from drumline.runtime.follow.inputs import Inputs
-from drumline.runtime.microbatches import has_microbatches
-from drumline.runtime.precision import one_thread
 
 TRANSPORTS = ("auto", "in-process", "shared-memory", "gloo")
 

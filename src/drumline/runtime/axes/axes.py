@@ -32,10 +32,10 @@ from torch import Tensor
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import ProcessGroup, Store, Work
 
+from drumline.channel.channel import too_late
+from drumline.channel.rank_names import RankNames
+from drumline.channel.rendezvous import exchange
 from drumline.core.errors import MismatchError, ModelError, RankFailed, UsageError, nearest
-from drumline.runtime.channel.channel import too_late
-from drumline.runtime.channel.rank_names import RankNames
-from drumline.runtime.channel.rendezvous import exchange
 
 AXES = ("pp", "dp", "cp", "ep", "tp")  # from the outermost to the innermost, unless a mesh says otherwise
 DATA = ("dp", "cp", "ep")  # lines along these axes see different tokens, so their gradients are summed

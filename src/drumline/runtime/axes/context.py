@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from drumline.core.errors import ModelError
+from drumline.model.patches import Patch, Replaced
 from drumline.runtime.axes.axes import Axes
-from drumline.runtime.patches import Patch, Replaced
 
 AXIS = "cp"
 _PACKED = "find_packed_sequence_indices"  # by which transformers finds packed documents

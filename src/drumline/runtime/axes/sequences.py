@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import BatchError, ModelError
+from drumline.model.microbatches import Microbatches, has_microbatches
+from drumline.model.values import mapped, pack
 from drumline.runtime.axes.axes import Axes
 from drumline.runtime.axes.context import AXIS
-from drumline.runtime.microbatches import Microbatches, has_microbatches
-from drumline.runtime.values import mapped, pack
 
 _POSITIONS = ("position_ids", "positions")  # what models call the argument with each token's position
 _SHIFTING = "ForCausalLMLoss"  # the loss of transformers' language models

@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 from drumline.core.errors import ModelError, nearest
+from drumline.model.blocks.pieces import Piece
+from drumline.model.loss.sheet import stay_out_of_compiled_code
+from drumline.runtime.backward.facts import needs_triton
 from drumline.runtime.backward.split_backend import AotEager, Inductor, at, uncompiled
-from drumline.runtime.blocks.pieces import Piece
-from drumline.runtime.capture.facts import needs_triton
-from drumline.runtime.loss.sheet import stay_out_of_compiled_code
 
 Compile = bool | str | Mapping[str, Any]
 Named = Sequence[tuple[str, nn.Module]]

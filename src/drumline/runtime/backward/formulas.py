@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn import functional
 
-from drumline.runtime.backward.guards import begun, transformed
+from drumline.model.precision import LOW
+from drumline.model.transforms import transformed
+from drumline.runtime.backward.facts import widens_norms
+from drumline.runtime.backward.guards import begun
 from drumline.runtime.backward.tape import Gradients, Owner, OwnerCall, Tape, changed_in_place
-from drumline.runtime.capture.facts import widens_norms
-from drumline.runtime.precision import LOW
 
 
 class ModuleOwner(Owner):

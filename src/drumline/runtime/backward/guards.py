@@ -37,12 +37,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node
 
 from drumline.core.errors import ModelError
+from drumline.model.patches import Patch, Replaced
 from drumline.runtime.backward.tape import Tape
-from drumline.runtime.patches import Patch, Replaced
 
 
 def begun(tensor: Tensor) -> Tensor:
@@ -167,18 +166,6 @@ def _refusal(number: int) -> ModelError:
         expected="no such gradient: it would miss how the other tensors depend on this one in earlier stages",
         fix="take it in the block that creates the tensor; or, if the others do not depend on x, of x = x.view_as(x)",
     )
-
-
-_interpreter: Any = torch._C._functorch.peek_interpreter_stack
-
-
-def transformed() -> bool:
-    """Whether this runs inside a function transform (torch.func), or with forward derivatives.
-
-    >>> torch.func.vmap(lambda x: x * transformed())(torch.ones(2)), transformed()
-    (tensor([1., 1.]), False)
-    """
-    return forward_ad._current_level >= 0 or _interpreter() is not None
 
 
 class TakesGradients(BaseException):

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drumline.model.transforms import transformed
+from drumline.model.values import pack, unpack
+from drumline.runtime.backward.facts import knows_autocast
 from drumline.runtime.backward.formulas import (
     EmbeddingOwner,
     LayerNormOwner,
@@ -22,10 +25,8 @@ from drumline.runtime.backward.formulas import (
     WithFormula,
     place_of,
 )
-from drumline.runtime.backward.guards import begin_again, begun, leaves_of, transformed
+from drumline.runtime.backward.guards import begin_again, begun, leaves_of
 from drumline.runtime.backward.tape import Gradients, OwnerCall, Tape
-from drumline.runtime.capture.facts import knows_autocast
-from drumline.runtime.values import pack, unpack
 
 
 class GeneralOwner(ModuleOwner):

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from drumline.core.errors import ModelError
-from drumline.runtime.precision import gradient_dtype
+from drumline.model.precision import gradient_dtype
 
 _run: Any = torch._C._ImperativeEngine().run_backward  # the original, even if other code replaced torch's
 

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drumline.channel.channel import Wait
 from drumline.core.errors import ModelError
+from drumline.model.precision import casts_kept
+from drumline.model.randomness import Randomness
+from drumline.model.values import mapped, pack
 from drumline.runtime.batch import cut
 from drumline.runtime.capture.captured import CapturedRow, Recorder
-from drumline.runtime.channel.channel import Wait
 from drumline.runtime.draft import Draft
-from drumline.runtime.executor import Executor
-from drumline.runtime.precision import casts_kept
-from drumline.runtime.randomness import Randomness
+from drumline.runtime.execute.executor import Executor
 from drumline.runtime.step import Step
-from drumline.runtime.values import mapped, pack
 
 Drive = Callable[[Sequence[Generator[Wait, None, None]]], None]
 

@@ -29,15 +29,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drumline.channel.channel import Delivery
 from drumline.core.action import RECV_OPS, SEND_OPS, Action
 from drumline.core.errors import DrumlineError, ModelError
-from drumline.runtime.blocks.pieces import Piece
-from drumline.runtime.channel.channel import Delivery
-from drumline.runtime.executor import Executor
-from drumline.runtime.jobs import Job
-from drumline.runtime.precision import gradient_dtype
+from drumline.model.blocks.pieces import Piece
+from drumline.model.precision import gradient_dtype
+from drumline.model.watch.fingerprint import PLAIN
+from drumline.runtime.execute.executor import Executor
+from drumline.runtime.execute.jobs import Job
 from drumline.runtime.step import Step
-from drumline.runtime.watch.fingerprint import PLAIN
 
 
 @dataclass(slots=True)

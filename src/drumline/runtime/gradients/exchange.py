@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drumline.channel.channel import Channel, Delivery, Wait
 from drumline.core.action import Action, Op
 from drumline.core.errors import MismatchError, ModelError
 from drumline.core.placement import Placement
+from drumline.model.catalogue import Place, places_in
+from drumline.model.values import pack, unpack
+from drumline.model.weights.tied import HeldTensor, Ties
 from drumline.runtime.axes.reduce import Bucket, Reducer
 from drumline.runtime.axes.sharding import FullShards, ShardSum
-from drumline.runtime.channel.channel import Channel, Delivery, Wait
 from drumline.runtime.draft import POST, Clock, Draft
 from drumline.runtime.stage import Stage
-from drumline.runtime.values import pack, unpack
-from drumline.runtime.weights.catalogue import Place, places_in
-from drumline.runtime.weights.tied import HeldTensor, Ties
 
 _BEFORE_ALL_STEPS = -1
 

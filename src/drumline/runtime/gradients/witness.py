@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drumline.model.patches import put_in
+from drumline.model.values import mapped
 from drumline.runtime.backward.tape import accumulate
 from drumline.runtime.gradients.sketch import distances, sketch
-from drumline.runtime.patches import put_in
 from drumline.runtime.stage import Stage
-from drumline.runtime.values import mapped
 
 Added = dict[nn.Parameter, Tensor]
 

@@ -1,1 +1,1 @@
-"""The parts of a loss, and how much each counts in a microbatch."""
+"""Compare a loss with itself on fewer rows, to find how much each microbatch counts."""

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
+from drumline.model.values import pack
 from drumline.runtime.loss.draws import Draws
 from drumline.runtime.loss.rows import Places, Rows, chosen_rows, first_rows
 from drumline.runtime.loss.sides import Share, Side, linked_side_of, norm_of, products, side_of
 from drumline.runtime.loss.state import untouched
-from drumline.runtime.values import pack
 
 _NEAR = {torch.float64: 1e-7, torch.float32: 1e-4}
 _LESS_NEAR, _HALF = 2e-3, 2e-2  # of float32 on an accelerator, and of lower precision

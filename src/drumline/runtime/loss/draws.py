@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drumline.runtime.randomness import HostChance, generator_states, seed_generators, set_generator_states
+from drumline.model.randomness import HostChance, generator_states, seed_generators, set_generator_states
 
 
 class Draws:

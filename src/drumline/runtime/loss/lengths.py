@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from drumline.model.values import mapped, pack
 from drumline.runtime.loss.draws import Draws
 from drumline.runtime.loss.rules import ROWS, SIZE
 from drumline.runtime.loss.sides import Share, Side, side_of
 from drumline.runtime.loss.state import untouched
 from drumline.runtime.loss.tallies import counted_in, tallies_of
-from drumline.runtime.values import mapped, pack
 
 NOTHING = "nothing"  # it has no gradient here, and loses nothing whatever it averages over
 _NEAR = 0.05

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from drumline.model.values import pack, unpack
 from drumline.runtime.loss.rows import Places
-from drumline.runtime.values import pack, unpack
 
 
 class Linked(TorchFunctionMode):

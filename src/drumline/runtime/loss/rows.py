@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drumline.runtime.values import mapped, pack, unpack
+from drumline.model.values import mapped, pack, unpack
 
 AFFORDABLE = 2**26  # most bytes of outputs that are compared
 _SHRUNK = (1.0, 0.875, 0.75)  # what copies of a row are multiplied by, so that no two rows are alike

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from drumline.runtime.loss.calls import name_of
+from drumline.model.loss.calls import name_of
+from drumline.model.loss.terms import Term, Walk
 from drumline.runtime.loss.compare import Comparison
 from drumline.runtime.loss.sides import Share, Side, own_terms
 from drumline.runtime.loss.tallies import Tally, counted_in, place_of, tallies_of
-from drumline.runtime.loss.terms import Term, Walk
 from drumline.runtime.loss.watching import shapes_by_values
 
 ROWS, SIZE = "rows", "size"

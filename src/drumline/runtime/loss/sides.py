@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from drumline.model.loss.calls import name_of
+from drumline.model.loss.counts import mixed_by
+from drumline.model.loss.terms import Term, Walk
+from drumline.model.values import mapped, pack, unpack
 from drumline.runtime.backward.tape import gradients_at
-from drumline.runtime.loss.calls import name_of
-from drumline.runtime.loss.counts import mixed_by
 from drumline.runtime.loss.linked import Linked
 from drumline.runtime.loss.rows import Places
-from drumline.runtime.loss.terms import Term, Walk
 from drumline.runtime.loss.watching import Known, Watched, picks_by_outputs, reads_targets, watched
-from drumline.runtime.values import mapped, pack, unpack
 
 _MOST_TERMS = 8
 _AT_ONCE = 2**20  # numbers that are made double at a time

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.runtime.values import MISSING, content_of
+from drumline.model.values import MISSING, content_of
 
 _MOST_BYTES = 2**26  # of one tensor that is kept
 _MOST = 10_000  # things looked at

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drumline.runtime.blocks.emit import Emitter
-from drumline.runtime.loss.calls import Labels, labels_of
-from drumline.runtime.loss.counts import Count, labels_counted
-from drumline.runtime.loss.terms import Term
+from drumline.model.graph.emit import Emitter
+from drumline.model.loss.calls import Labels, labels_of
+from drumline.model.loss.counts import Count, labels_counted
+from drumline.model.loss.terms import Term
+from drumline.model.values import mapped, pack
 from drumline.runtime.loss.watching import Known, Watched
-from drumline.runtime.values import mapped, pack
 
 _MOST = 8  # different counts of one loss
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from drumline.runtime.blocks.graph import Call, CallGraph, Value, may_draw
-from drumline.runtime.values import found_in, pack, tensors_in
+from drumline.model.graph.graph import Call, CallGraph, Value, may_draw
+from drumline.model.values import found_in, pack, tensors_in
 
 _READS = {
     "tolist", "item", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__",

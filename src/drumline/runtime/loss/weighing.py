@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from drumline.core.errors import BatchError
-from drumline.runtime.loss.counts import Across, Count, Weighing
+from drumline.model.loss.counts import Across, Count, Weighing
 from drumline.runtime.loss.rules import ROWS, Chosen, Rule
 
 _SAME = 1e-9

@@ -22,13 +22,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from drumline.channel.channel import Wait
 from drumline.core.action import Action, Op
 from drumline.core.rules import Backward
-from drumline.runtime.channel.channel import Wait
 from drumline.runtime.draft import BEGIN, NOTE, Draft
-from drumline.runtime.executor import Executor, Gradients
+from drumline.runtime.execute.executor import Executor, Gradients
+from drumline.runtime.execute.jobs import Job
 from drumline.runtime.gradients.clip import all_finite
-from drumline.runtime.jobs import Job
 from drumline.runtime.step import Step
 from drumline.runtime.stream.rows import BACKWARDS, Cell, StreamRows, runs
 from drumline.runtime.stream.verdicts import Judged, Norms, Place, Verdicts

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from drumline.channel.channel import Channel, Wait
 from drumline.core.action import Action, Op
-from drumline.runtime.channel.channel import Channel, Wait
 
 Place = tuple[int, int]  # of an update: the position of its step in the stream, and its last microbatch
 

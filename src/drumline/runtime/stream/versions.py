@@ -44,8 +44,8 @@ class _User:
 class Versions:
     """The versions of a stage's parameters.
 
-    >>> from drumline.runtime.blocks.cut import Block
-    >>> from drumline.runtime.randomness import Randomness
+    >>> from drumline.model.block import Block
+    >>> from drumline.model.randomness import Randomness
     >>> layer = nn.Linear(2, 2, bias=False)
     >>> versions = Versions(Stage(0, [Block("0", layer)], Randomness(0, torch.device("cpu"))))
     >>> with versions.forward("microbatch 0"):

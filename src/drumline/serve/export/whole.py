@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from drumline.core.errors import ModelError
-from drumline.runtime.values import pack
+from drumline.model.values import pack
 from drumline.serve.wire.manifest import BATCH
 
 LENGTH = "length"

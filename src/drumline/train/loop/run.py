@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
+from drumline.channel.launch.stop import stop_on_signals
 from drumline.core.simulate.steps import in_groups
-from drumline.pipeline.launch.stop import stop_on_signals
 from drumline.pipeline.pipeline import Pipeline
 from drumline.train.config.settings import TrainSettings
 from drumline.train.config.write import keep_settings

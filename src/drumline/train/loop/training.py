@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from drumline.channel.launch.stop import asked
 from drumline.core.errors import BatchError, RunError, UsageError
 from drumline.core.measured.measured import Measured
-from drumline.pipeline.launch.stop import asked
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.step import StepResult
 from drumline.runtime.axes.axes import ROWS

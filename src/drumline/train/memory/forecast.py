@@ -28,6 +28,11 @@ from drumline.core.memory import Sizes, holdings
 from drumline.core.program import Program
 from drumline.core.prove.frozen import prune
 from drumline.core.simulate.simulate import Simulation, simulate
+from drumline.model.block import Block
+from drumline.model.blocks.cut import cut
+from drumline.model.precision import LOW, Precision, casts_kept
+from drumline.model.randomness import Randomness
+from drumline.model.values import moved, pack
 from drumline.pipeline.assembly import checkpointed
 from drumline.pipeline.balance import is_asked
 from drumline.pipeline.intake import Intake
@@ -40,11 +45,7 @@ from drumline.plan.cut.timed import TimedCuts, steps_of
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.stages import split_share
 from drumline.profile.blocks import profile, tied
-from drumline.runtime.blocks.cut import Block, cut
-from drumline.runtime.precision import LOW, Precision, casts_kept
-from drumline.runtime.randomness import Randomness
 from drumline.runtime.stage import Stage
-from drumline.runtime.values import moved, pack
 from drumline.schedules import find
 from drumline.train.memory.stand_ins import is_on_meta, stand_ins
 

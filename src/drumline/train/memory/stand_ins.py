@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.runtime.blocks.cut import Block
-from drumline.runtime.weights.catalogue import Catalogue, Entry, places_in, with_memory
-from drumline.runtime.weights.initialise import initialise
+from drumline.model.block import Block
+from drumline.model.catalogue import Catalogue, Entry, places_in, with_memory
+from drumline.model.weights.initialise import initialise
 
 _DEVIATION = 0.02
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.runtime.precision import LOW
+from drumline.model.precision import LOW
 
 _IN_ONE_KERNEL = ("foreach", "fused", "capturable")
 

@@ -23,14 +23,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
+from drumline.model.block import Block
+from drumline.model.patches import put_in
 from drumline.runtime.axes.axes import Axes
 from drumline.runtime.axes.experts.moe import Experts
 from drumline.runtime.axes.experts.routing import Sorted, is_traced
 from drumline.runtime.axes.experts.turns import hand_over
 from drumline.runtime.axes.reduce import share_values
 from drumline.runtime.axes.slices import Slice, slice_of
-from drumline.runtime.blocks.cut import Block
-from drumline.runtime.patches import put_in
 
 AXIS = "ep"
 _TAKES = ["hidden_states", "top_k_index", "top_k_weights"]  # what experts of transformers take

@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 
 from drumline.core.errors import ModelError
+from drumline.model.block import Block
+from drumline.model.blocks.pieces import Piece
 from drumline.runtime.axes.slices import Slice
 from drumline.runtime.axes.tensor.passing import AXIS
 from drumline.runtime.axes.tensor.styles import (
@@ -23,8 +25,6 @@ from drumline.runtime.axes.tensor.styles import (
     Vocabulary,
     Whole,
 )
-from drumline.runtime.blocks.cut import Block
-from drumline.runtime.blocks.pieces import Piece
 
 # Attributes by which modules know how many heads they have; each line has some of them.
 _COUNTS = (

@@ -20,6 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import DrumlineError, ModelError
+from drumline.model.block import Block
+from drumline.model.catalogue import places_in
+from drumline.model.patches import put_in
+from drumline.model.randomness import generator_states
+from drumline.model.values import mapped
 from drumline.runtime.axes.axes import Axes
 from drumline.runtime.axes.reduce import share_values
 from drumline.runtime.axes.slices import Slice, slice_of
@@ -30,11 +35,6 @@ from drumline.runtime.axes.tensor.pairs import refuse_unpaired
 from drumline.runtime.axes.tensor.passing import AXIS, is_traced
 from drumline.runtime.axes.tensor.sequence import Sequenced, mark_partial
 from drumline.runtime.axes.tensor.styles import Colwise, Latent, Once, Partial, Plan, Rowwise, Stacked
-from drumline.runtime.blocks.cut import Block
-from drumline.runtime.patches import put_in
-from drumline.runtime.randomness import generator_states
-from drumline.runtime.values import mapped
-from drumline.runtime.weights.catalogue import places_in
 
 
 @dataclass(frozen=True, slots=True, eq=False)

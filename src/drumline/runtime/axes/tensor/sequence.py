@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import ModelError
+from drumline.model.block import Block
+from drumline.model.blocks.pieces import Piece
 from drumline.runtime.axes.axes import Axes
 from drumline.runtime.axes.tensor import passing
 from drumline.runtime.axes.tensor.divide import Divided
 from drumline.runtime.axes.tensor.passing import AXIS
 from drumline.runtime.axes.tensor.styles import Colwise, Rowwise, Stacked
-from drumline.runtime.blocks.cut import Block
-from drumline.runtime.blocks.pieces import Piece
 
 _TOKENS = 1  # the dimension of a row's tokens
 _FIX = "use sequence_parallel=False"

@@ -1,0 +1,1 @@
+"""Write a traced forward as pieces, and cut any model into stages."""

@@ -1,0 +1,140 @@
+"""The notes of a trace: the values of a forward, the calls that create them, and where no cut is possible.
+
+A tensor is a value of the graph: an input, the result of a call, part of the model's state, or one that existed before.
+A tensor that a block created but did not return is not a value: using it elsewhere is refused, or prevents cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from drumline.core.errors import ModelError
+from drumline.model.catalogue import whole_name
+from drumline.model.follow.skeleton import Skeleton
+from drumline.model.graph.graph import Autocast, Barrier, Call, CallGraph, Value
+from drumline.model.values import found_in, pack, refuse_objects
+
+
+class Unseen(ModelError):
+    """A tensor that a block created but did not return is used outside it."""
+
+    def __init__(self, error: str, *, expected: str = "", fix: str = "", block: str = "") -> None:
+        self.block = block
+        super().__init__(error, expected=expected, fix=fix)
+
+
+class Notes:
+    """The graph of a forward while it is traced."""
+
+    def __init__(self, skeleton: Skeleton) -> None:
+        self.skeleton = skeleton
+        self.graph = CallGraph()
+        self.numbers: dict[int, int] = {}  # numbers of values, by the tensor's id
+        self.kept: list[Any] = []  # kept alive, so that no id is reused
+        self.storages: dict[int, int] = {}
+        self.made_by: dict[int, int] = {}  # the call that created a value
+        self.where: dict[int, int] = {}  # tensors created inside blocks: the call
+        self.base = _autocast(skeleton.device.type)
+        self.gradients = torch.is_grad_enabled()
+
+    def new(self, tensor: Tensor, **more: Any) -> int:
+        """Return the number of a new value."""
+        number = len(self.graph.values)
+        storage = id(tensor.untyped_storage())
+        self.kept += [tensor, tensor.untyped_storage()]
+        kind = f"{tensor.dtype}{tuple(tensor.shape)}".removeprefix("torch.")
+        self.graph.values.append(Value(tensor.nbytes, self.storages.setdefault(storage, number), kind=kind, **more))
+        self.numbers[id(tensor)] = number
+        return number
+
+    def number(self, tensor: Tensor, what: str) -> int:
+        """Return the value of a tensor; a part of the model, or a tensor that existed before, becomes one."""
+        if id(tensor) in self.numbers:
+            return self.numbers[id(tensor)]
+        if id(tensor) in self.skeleton.states:
+            return self.new(tensor, state=self.skeleton.states[id(tensor)])
+        if not isinstance(tensor, FakeTensor) and id(tensor) not in self.where:
+            if tensor.requires_grad and tensor.is_leaf:
+                raise ModelError(
+                    f"{what} uses a tensor of shape {tuple(tensor.shape)} that requires grad but is not a parameter of "
+                    f"the model{self.kept_in(tensor)}",
+                    expected="every trained tensor to be a parameter",
+                    fix="register it: self.scale = nn.Parameter(scale)",
+                )
+            return self.new(tensor, constant=tensor)
+        if (made := self.where.get(id(tensor))) is not None:
+            block = self.graph.calls[made].block
+            self.bar(made, f"{what} uses a tensor that {block!r} created but did not return{self.kept_in(tensor)}")
+            raise Unseen(
+                self.graph.barriers[-1].reason,
+                expected="blocks that return every tensor used elsewhere",
+                fix=f"return it from {block!r}, or use it only inside that block",
+                block=block,
+            )
+        raise ModelError(
+            f"{what} takes a tensor that was created where Drumline cannot trace it",
+            expected="tensors created by torch functions, but not inside torch.vmap or another torch.func transform",
+            fix="move it into a block, or register it as a buffer",
+        )
+
+    def kept_in(self, tensor: Tensor) -> str:
+        """Return where the model keeps a tensor, in words, if it does."""
+        for name, module in self.skeleton.model.named_modules():
+            for key, one in vars(module).items():
+                if one is tensor:
+                    return f" (the model keeps it as {whole_name(name, key)})"
+        return ""
+
+    def bar(self, first: int, reason: str, last: int | None = None) -> None:
+        """Forbid cuts after call `first` and up to call `last`, by default the next one."""
+        self.graph.barriers.append(Barrier(first, len(self.graph.calls) if last is None else last, reason))
+
+    def note(
+        self,
+        func: Callable[..., Any] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        made: Any,
+        changed: Sequence[Tensor] = (),
+        block: str = "",
+        reads: Sequence[str] = (),
+    ) -> None:
+        """Record a call of a function or block, with what it took, created and changed."""
+        what = f"{block!r}" if block else f"the model, in {getattr(func, '__name__', func)}"
+        tensors, form = pack((args, kwargs))
+        refuse_objects(form, what)
+        takes = tuple(self.number(one, what) for one in tensors)
+        for one in changed:
+            self._alone(self.number(one, what), what)
+        makes = tuple((path, self.new(one)) for path, one in found_in(made) if id(one) not in self.numbers)
+        self.made_by.update((value, len(self.graph.calls)) for _, value in makes)
+        self.graph.calls.append(
+            Call(
+                None if block else func,
+                block,
+                form,
+                takes,
+                makes,
+                tuple(self.numbers[id(one)] for one in changed),
+                None if (on := torch.is_grad_enabled()) is self.gradients else on,
+                None if (now := _autocast(self.skeleton.device.type)) == self.base else now,
+                tuple(reads),
+            )
+        )
+
+    def _alone(self, changed: int, what: str) -> None:
+        """Forbid cuts between a value that is changed in place and others that share its memory."""
+        values = self.graph.values
+        shared = [one for one, value in enumerate(values) if value.storage == values[changed].storage]
+        if len(shared) > 1:
+            first = min(self.made_by.get(one, 0) for one in shared)
+            self.bar(first, f"{what} changes in place a tensor that shares memory with other values")
+
+
+def _autocast(device: str) -> Autocast:
+    return device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)

@@ -1,0 +1,232 @@
+"""A copy of a model without its memory: all of its code and structure, none of its values.
+
+Parameters and buffers are stand-ins that know their shape, dtype and device. Running the copy needs almost no memory
+and changes nothing in the model itself. So every rank can trace the whole model's forward while it holds only its own
+part.
+
+`copy.deepcopy` does not copy functions. A hook that appends to `model.features` through a captured variable would
+append to the model's list, while the copy reads its own. So functions are copied too if they captured something that
+is an attribute of the model; their other captured variables stay the same.
+
+Running a block on stand-ins, or if necessary on zeros, shows what it returns. Its hooks always run, on stand-ins, as
+they will in real runs. Results of blocks that ran on zeros are remembered for similar blocks: only the forward of these
+is skipped.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from types import CellType, FunctionType, MethodType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+from drumline.core.errors import ModelError
+from drumline.model.catalogue import named_tensors
+from drumline.model.hooks import BACKWARD, FORWARD
+from drumline.model.patches import Patch, Replaced, put_in
+from drumline.model.values import MISSING, content_of, pack, unpack
+from drumline.model.watch.fingerprint import can_change
+
+M = TypeVar("M", bound=nn.Module)
+_dispatch: dict[Any, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
+
+
+def copied(model: M, memo: dict[int, Any]) -> M:
+    """Return a deep copy of a model, including functions that refer to parts of it.
+
+    >>> class Keeps(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.kept = kept = []
+    ...         self.keep = lambda x: kept.append(x)
+    >>> made = copied(Keeps(), {})
+    >>> made.keep(1)
+    >>> made.kept
+    [1]
+    """
+    held = (one for module in model.modules() for one in (module, *vars(module).values()))
+    own = {id(one) for one in held if isinstance(one, nn.Module | Tensor) or can_change(one)}
+    own |= memo.keys()
+    with _FUNCTIONS.by(own), _METHODS.by(own):
+        return copy.deepcopy(model, memo)
+
+
+def _of_function(replaced: Replaced) -> Any:
+    def copy_function(fn: FunctionType, memo: dict[int, Any]) -> Any:
+        own, cells = replaced.watcher or (), fn.__closure__ or ()
+        if not any(id(content_of(cell)) in own for cell in cells):
+            return replaced.found(fn, memo)
+        made = FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, tuple(CellType() for _ in cells))
+        made.__kwdefaults__, made.__module__, made.__qualname__ = fn.__kwdefaults__, fn.__module__, fn.__qualname__
+        made.__dict__.update(fn.__dict__)
+        memo[id(fn)] = made
+        for cell, before in zip(made.__closure__ or (), cells, strict=True):
+            content = content_of(before)
+            if content is not MISSING:
+                cell.cell_contents = copy.deepcopy(content, memo) if id(content) in own else content
+        return made
+
+    return copy_function
+
+
+def _of_method(replaced: Replaced) -> Any:
+    def copy_method(method: MethodType, memo: dict[int, Any]) -> Any:
+        own = replaced.watcher
+        if own is None:
+            return replaced.found(method, memo)
+        if id(method.__self__) not in own:
+            return method
+        return MethodType(method.__func__, copy.deepcopy(method.__self__, memo))
+
+    return copy_method
+
+
+_FUNCTIONS, _METHODS = Patch(_dispatch, FunctionType, _of_function), Patch(_dispatch, MethodType, _of_method)
+
+
+class Meta(NamedTuple):
+    """What is known about a tensor without its values; without strides it is contiguous."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    strides: tuple[int, ...] | None = None
+    wants_gradient: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Meta:
+        """Return the description of a tensor.
+
+        >>> Meta.of(torch.ones(2, 3).t()).strides
+        (1, 3)
+        """
+        strides = None if tensor.is_contiguous() else tensor.stride()
+        return cls(tensor.shape, tensor.dtype, strides, tensor.requires_grad)
+
+
+class Skeleton:
+    """The copy, and what its stand-ins represent."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.device = device
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.states: dict[int, str] = {}  # first names of parameters and buffers, by the stand-in's id
+        memo: dict[int, Any] = {}
+        with self.mode:
+            for name, tensor in named_tensors(model):
+                if id(tensor) not in memo:
+                    memo[id(tensor)] = stand_in = self._like(tensor)
+                    self.states[id(stand_in)] = name
+        self._alive = list(memo.values())
+        try:
+            self.model: nn.Module = copied(model, memo)
+        except Exception as error:
+            raise ModelError(
+                f"the model, a {type(model).__name__}, cannot be copied: {error}",
+                expected="a model that copy.deepcopy can copy: Drumline traces the copy to see where it can cut",
+                fix="pass an nn.Sequential or a list of blocks, which Drumline does not copy",
+            ) from error
+        _without_cache(self.model)
+        self.names = {id(module): name for name, module in self.model.named_modules()}
+        # Results of blocks that cannot run on stand-ins, by what such blocks have in common.
+        self._known: dict[Any, tuple[Any, tuple[int | Meta, ...]]] = {}
+
+    def _like(self, tensor: Tensor) -> Tensor:
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+    def fakes(self, metas: Iterable[Meta]) -> list[Tensor]:
+        """Return new stand-ins for tensors like these; one that requires grad has a place in a graph."""
+        with self.mode:
+            return [self._fake(one) for one in metas]
+
+    def _fake(self, meta: Meta) -> Tensor:
+        shape, dtype, strides, wants_gradient = meta
+        if strides is None:
+            made = torch.empty(shape, dtype=dtype, device=self.device)
+        else:
+            made = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
+        return made.requires_grad_().clone() if wants_gradient and torch.is_grad_enabled() else made
+
+    def run(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return the output of a block with its hooks: on stand-ins, else on zeros or from memory."""
+        tensors, form = pack((args, kwargs))
+        metas = tuple(Meta.of(one) for one in tensors)
+        around = (module.training, torch.is_grad_enabled(), torch.is_autocast_enabled(self.device.type))
+        key = (_kind(module), str(form), metas, around)
+        if key not in self._known:
+            try:
+                with _QUIET[0].by(self), _QUIET[1].by(self), self.mode:
+                    return call(*args, **kwargs)
+            except ModelError:
+                raise
+            except Exception:
+                self._known[key] = self._on_zeros(module, args, kwargs)
+        made_form, outputs = self._known[key]
+
+        def remembered(*args: Any, **kwargs: Any) -> Any:
+            given, fakes = pack((args, kwargs))[0], iter(self.fakes(one for one in outputs if isinstance(one, Meta)))
+            return unpack([next(fakes) if isinstance(one, Meta) else given[one] for one in outputs], made_form)
+
+        with put_in([(vars(module), "forward", remembered)]):  # so that the call still runs its hooks
+            return call(*args, **kwargs)
+
+    def _on_zeros(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, tuple[int | Meta, ...]]:
+        """Run one block on zeros, because nothing else shows what it returns.
+
+        Return the form of the result and, for each tensor in it, the input that it is, or its description.
+        """
+        tensors, form = pack((args, kwargs))
+        own: list[tuple[dict[str, Any], str, Tensor]] = [
+            (places, name, one)
+            for part in module.modules()
+            for places in (part._parameters, part._buffers)
+            for name, one in places.items()
+            if one is not None
+        ]
+        with unset_fake_temporarily():
+            # Tensors that are not stand-ins have values, on which the block may branch.
+            zeros = {
+                id(one): self._zeros(one) if isinstance(one, FakeTensor) else one
+                for one in (*tensors, *(one for _, _, one in own))
+            }
+            entries: list[tuple[dict[str, Any], str, Any]] = [(table, name, zeros[id(one)]) for table, name, one in own]
+            # Hooks must see stand-ins.
+            entries += [(vars(module), kind, OrderedDict()) for kind in (*FORWARD, *BACKWARD)]
+            with put_in(entries):
+                given, named = unpack([zeros[id(one)] for one in tensors], form)
+                made, made_form = pack(module(*given, **named))
+        inputs = {id(zeros[id(one)]): at for at, one in enumerate(tensors)}
+        return made_form, tuple(inputs[id(one)] if id(one) in inputs else Meta.of(one) for one in made)
+
+    def _zeros(self, like: Tensor) -> Any:
+        made = torch.zeros(tuple(like.shape), dtype=like.dtype, device=self.device)
+        if isinstance(like, nn.Parameter):
+            return nn.Parameter(made, like.requires_grad)
+        return made.requires_grad_().clone() if like.requires_grad else made
+
+
+def _without_cache(model: nn.Module) -> None:
+    """Switch off the caches that Hugging Face models keep for generating text: training does not need them."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False) is True:
+            config.use_cache = False
+
+
+# Stop torch from logging that a function cannot run on stand-ins: there is another way.
+_QUIET = [
+    Patch(logging.getLogger(f"torch._subclasses.{name}"), "disabled", lambda _: True)
+    for name in ("fake_tensor", "fake_impls")
+]
+
+
+def _kind(module: nn.Module) -> str:
+    """Return what modules with the same kind of result have in common."""
+    shapes = [(name, tuple(one.shape), one.dtype) for name, one in module.named_parameters()]
+    return f"{type(module)} {module} {shapes}"

@@ -1,0 +1,338 @@
+"""Trace a model's forward: which blocks it calls, what it computes between them, and which tensors go where.
+
+The forward runs once on a `Skeleton`, with two watchers. Calls of blocks are recorded whole, whatever happens inside.
+All other calls into torch are recorded one by one. Python's control flow is not, so a graph belongs to one kind of
+input (structure, shapes, plain values), and another kind is traced again.
+
+Between blocks, only what depends on the inputs or on parameters is a stand-in. The rest (positions counted from
+nothing) is real, so that the model may branch on it.
+
+Inside a block, the watcher only looks for what would break a cut: a tensor that another block created and that is not
+among the block's arguments.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from drumline.core.errors import ModelError
+from drumline.model.catalogue import whole_name
+from drumline.model.follow.attributes import BETWEEN, Attributes
+from drumline.model.follow.inputs import Inputs, Kind, unchecked
+from drumline.model.follow.interception import coming_by, node_like, version_of
+from drumline.model.follow.notes import Notes
+from drumline.model.follow.refusals import (
+    LocalHooks,
+    around,
+    line_here,
+    line_of,
+    name_of,
+    property_of,
+    refuse_around,
+    refuse_backward_hooks,
+    refuse_changed,
+    refuse_function,
+    refuse_marked,
+    refuse_others,
+)
+from drumline.model.follow.skeleton import Meta, Skeleton
+from drumline.model.graph.graph import CallGraph, may_draw
+from drumline.model.hooks import HOOKS
+from drumline.model.randomness import HostChance
+from drumline.model.transforms import transformed
+from drumline.model.values import pack, refuse_objects, tensors_in, unpack
+from drumline.model.watch.watch import AttributeName, Surroundings
+
+
+def trace(skeleton: Skeleton, inside: frozenset[str], kind: Kind) -> tuple[CallGraph, list[AttributeName]]:
+    """Trace the model's forward on inputs of this kind; return its graph, and the attributes that it depends on.
+
+    It is traced as it will run: with gradients if it trains, and under autocast to a dtype if one is given.
+    """
+    refuse_backward_hooks(skeleton.model, inside)
+    device = skeleton.device.type
+    chance = HostChance()
+    autocast = torch.autocast(device, dtype=kind.autocast, enabled=kind.autocast is not None)
+    with torch.set_grad_enabled(kind.train), autocast:
+        inputs = skeleton.fakes(kind.metas)
+        args, kwargs = Inputs(*unpack(inputs, kind.form)).unpacked(skeleton.device)
+        tracer = _Tracer(skeleton, inside, inputs)
+        everywhere = Surroundings(skeleton.model.modules())
+        with chance.kept(), everywhere.kept(), unchecked(), tracer.watching(train=kind.train):
+            try:
+                made = skeleton.model(*args, **kwargs)
+            except ModelError:
+                raise
+            except Exception as error:
+                raise tracer.failed(error) from error
+            tracer.finish(made)
+    return tracer.graph, tracer.attributes.read_between()
+
+
+class Decides(ModelError):
+    """The forward branches on values; `inputs` are the positions of the inputs that they depend on."""
+
+    def __init__(self, error: str, *, expected: str = "", fix: str = "", inputs: Sequence[int] = ()) -> None:
+        self.inputs = inputs
+        super().__init__(error, expected=expected, fix=fix)
+
+
+class _Tracer(Notes, TorchFunctionMode):
+    def __init__(self, skeleton: Skeleton, inside: frozenset[str], inputs: Sequence[Tensor]) -> None:
+        Notes.__init__(self, skeleton)
+        TorchFunctionMode.__init__(self)
+        self.inside = inside
+        self.within: list[str] = []  # the current block
+        self.taken: set[int] = set()  # tensors among the current block's arguments
+        self.reads: set[str] = set()
+        self.drawn: dict[int, bool] = {}  # random tensors created between blocks: whether uniform from 0 to 1
+        self.broken = ""  # the block that failed
+        self.read: tuple[Tensor, ...] = ()  # tensors whose values were read last, between blocks
+        self.thread = threading.get_ident()
+        self.names = skeleton.names
+        self.attributes = Attributes(skeleton.names, self._who)
+        self.function = ""  # the current autograd function, between blocks
+        self.nodes: dict[int, Any] = {}  # replacements for nodes of autograd's graph, one each
+        self.surroundings = Surroundings(one for name, one in skeleton.model.named_modules() if name in inside)
+        self.variables = self.surroundings.now()
+        self.chance = HostChance()  # Python's random state when the last block ended
+        self.marks = frozenset(vars(skeleton.fakes([Meta(torch.Size((1,)), torch.float32)])[0]))
+        for tensor in inputs:
+            self.graph.inputs.append(self.new(tensor))
+
+    def _who(self) -> int:
+        return len(self.graph.calls) if self.within else BETWEEN
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if threading.get_ident() != self.thread:
+            return func(*args, **named)
+        if self.within:
+            return self._inside(func, args, named)
+        return self._noted(func, args, named)
+
+    def _inside(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function inside a block, looking for tensors that are not among its arguments."""
+        given = tensors_in((args, kwargs))
+        for one in given:
+            self._look(one)
+        self._ask(func, given)
+        made = func(*args, **kwargs)
+        known = {id(one) for one in given}
+        for one in tensors_in(made):
+            if id(one) not in known:
+                self.where.setdefault(id(one), len(self.graph.calls))
+                self.kept.append(one)
+        return made
+
+    def _ask(self, func: Callable[..., Any], given: Sequence[Tensor]) -> None:
+        """Forbid cuts before a block that asks how its input was computed: after a cut, the input has no history."""
+        asked = property_of(func)
+        if asked not in ("grad_fn", "is_leaf") or id(given[0]) not in self.taken:
+            return
+        with torch._C.DisableTorchFunction():
+            has_past = given[0].grad_fn is not None
+        number = self.numbers.get(id(given[0]))
+        if has_past and number is not None:
+            reason = f"{self.within[-1]!r} reads {asked} of its input, which a cut would change"
+            self.bar(self.made_by.get(number, 0), reason)
+
+    def _look(self, tensor: Tensor) -> None:
+        at, block = len(self.graph.calls), self.within[-1]
+        if id(tensor) in self.taken or self.where.get(id(tensor)) == at:
+            return
+        if name := self.skeleton.states.get(id(tensor)):
+            self.reads.add(name)
+        elif (number := self.numbers.get(id(tensor))) is not None:
+            if self.graph.is_carried(number):
+                reason = f"{block!r} uses a tensor that is not among its arguments{self.kept_in(tensor)}"
+                self.bar(self.made_by.get(number, 0), reason)
+                self.taken.add(id(tensor))
+        elif (made := self.where.get(id(tensor))) is not None:
+            other = self.graph.calls[made].block
+            reason = f"{block!r} reads a tensor that {other!r} created but did not return{self.kept_in(tensor)}"
+            self.bar(made, reason)
+            self.taken.add(id(tensor))
+
+    def _noted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if transformed():
+            return func(*args, **kwargs)
+        refuse_function(func)
+        given = tensors_in((args, kwargs))
+        if self.drawn and name_of(func) in _READS and any(id(one) in self.drawn for one in given):
+            raise ModelError(
+                f"the model's forward branches on a random number between its blocks{line_here()}",
+                expected="the same branches in every step, between blocks",
+                fix="draw it inside a block, or switch it off (layerdrop=0)",
+            )
+        for one in given:
+            if id(one) in self.where and not isinstance(one, FakeTensor):
+                self.number(one, f"the model, in {name_of(func)}")  # raises unless the block returned it
+        if name_of(func) in _READS:
+            self.read = tuple(given)
+        versions = [version_of(one) for one in given]
+        made = func(*args, **kwargs)
+        if property_of(func) == "grad_fn":
+            return None if made is None else self.nodes.setdefault(id(made), node_like(made))
+        changed = [one for one, before in zip(given, versions, strict=True) if version_of(one) != before]
+        if func is Tensor.requires_grad_ or property_of(func, "__set__") == "requires_grad":
+            func, changed = Tensor.requires_grad_, [given[0]]
+        if changed or any(id(one) not in self.numbers for one in tensors_in(made)):
+            self.note(func, args, kwargs, made, changed)
+        self._follow_chance(func, args, made)
+        return made
+
+    def _follow_chance(self, func: Callable[..., Any], args: tuple[Any, ...], made: Any) -> None:
+        """Remember random tensors on which Python could branch, and what is computed from them."""
+        given = [one for one in tensors_in(args) if id(one) in self.drawn]
+        if name_of(func).strip("_") in _COMPARES and given and self.drawn[id(given[0])] and len(args) == 2:
+            bound = args[1] if args[0] is given[0] else args[0]
+            if isinstance(bound, int | float) and not 0 < bound < 1:
+                return  # the result is the same whatever is drawn
+        if given or may_draw(func):
+            evenly = func is torch.rand
+            self.drawn.update((id(one), evenly) for one in tensors_in(made) if not isinstance(one, FakeTensor))
+
+    def block(self, module: nn.Module, name: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a block and record it as one call."""
+        self._begin(module, name)
+        before = pack((args, kwargs))
+        given = tensors_in((args, kwargs))
+        refuse_marked(self._unmarked(given), self.marks, f"the model's forward gives {name!r}")
+        with torch._C.DisableTorchFunction():
+            versions = [version_of(one) for one in given]
+        self.taken = {id(one) for one in given}
+        own = {self.skeleton.states.get(id(one), "") for one in (*module.parameters(), *module.buffers())}
+        self.reads = set()
+        self.within.append(name)
+        try:
+            made = self.skeleton.run(module, call, args, kwargs)
+            self.attributes.look()
+        except Exception:
+            self.broken = name
+            raise
+        finally:
+            self.within.pop()
+        self.chance = HostChance()
+        refuse_changed(name, before, pack((args, kwargs)))
+        refuse_marked(self._unmarked(tensors_in(made)), self.marks, f"{name!r} returns")
+        with torch._C.DisableTorchFunction():
+            changed = [one for one, before in zip(given, versions, strict=True) if version_of(one) != before]
+            self.note(None, args, kwargs, made, changed, block=name, reads=sorted(self.reads - own))
+        return made
+
+    def _begin(self, module: nn.Module, name: str) -> None:
+        """Refuse to run a block in different surroundings than its own."""
+        self._look_around()
+        refuse_around(name, self.around)
+        self.hooks.look_after(module, name)
+        refuse_others(module, name, self.skeleton.states)
+
+    def _look_around(self) -> None:
+        """Refuse changes since the last block that cannot be repeated."""
+        if self.chance.has_moved():
+            raise ModelError(
+                "the model's forward draws random numbers from Python or NumPy between its blocks",
+                expected="a forward that does the same between its blocks in every step",
+                fix="draw them inside a block, or switch it off (layerdrop=0, apply_spec_augment=False)",
+            )
+        if name := self.surroundings.changed(self.variables):
+            raise ModelError(
+                f"the model's forward, or one of its blocks, changes {name}, which the forward reads between blocks",
+                expected="variables outside the model that stay unchanged while the forward runs",
+                fix="collect what blocks return in a local variable of the forward; count outside the forward",
+            )
+        self.attributes.look()
+
+    def _unmarked(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the stand-ins for values: parameters may have custom attributes."""
+        return [one for one in tensors if isinstance(one, FakeTensor) and id(one) not in self.skeleton.states]
+
+    def applied(self, cls: Any, apply: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a custom autograd function and record it as one call."""
+        given = tensors_in((args, kwargs))
+        self.function = cls.__name__
+        try:
+            with torch._C.DisableTorchFunction():
+                versions = [version_of(one) for one in given]
+                made = apply(*args, **kwargs)
+                changed = [one for one, before in zip(given, versions, strict=True) if version_of(one) != before]
+                self.note(cls.apply, args, kwargs, made, changed)
+        finally:
+            self.function = ""
+        return made
+
+    @contextmanager
+    def watching(self, *, train: bool) -> Iterator[None]:
+        """Watch everything that happens, in the requested mode."""
+        model = self.skeleton.model
+        before = [(module, dict(vars(module))) for module in model.modules()]
+        parts = [(own[kind], dict(own[kind])) for _, own in before for kind in _PARTS if kind in own]
+        buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
+        self.hooks = LocalHooks(model)
+        if not train:
+            for module, _ in before:
+                module.training = False
+        try:
+            with coming_by(self), self:
+                self.around = around()
+                yield
+            self._refuse_exchanged(buffers)
+        finally:
+            for module, own in before:
+                vars(module).clear()
+                vars(module).update(own)
+            for part, content in parts:
+                part.clear()
+                part.update(content)
+
+    def _refuse_exchanged(self, buffers: Sequence[tuple[nn.Module, Mapping[str, Any]]]) -> None:
+        """Refuse a forward that replaces a buffer between blocks: only the copy would see the new tensor."""
+        for module, before in buffers:
+            name = self.skeleton.names[id(module)]
+            for key, buffer in module._buffers.items():
+                if name in self.inside and buffer is not before.get(key):
+                    raise ModelError(
+                        f"the model's forward replaces the buffer {whole_name(name, key)!r} by another tensor",
+                        expected="in-place changes of buffers between blocks",
+                        fix=f"write self.{key}.copy_(...), or do it inside a block",
+                    )
+
+    def finish(self, made: Any) -> None:
+        """Record what the model returned, and refuse what cannot be repeated."""
+        self._look_around()
+        self.attributes.judge(lambda call: self.graph.calls[call].block, self.bar)
+        tensors, self.graph.output_form = pack(made)
+        refuse_objects(self.graph.output_form, "the model's output")
+        self.graph.outputs = tuple(self.number(one, "the model's output") for one in tensors)
+
+    def failed(self, error: Exception) -> ModelError:
+        """Return the error to raise for one that occurred while tracing."""
+        block = self.within[-1] if self.within else self.broken
+        where = f" in {block!r}" if block else " between its blocks"
+        kind = type(error).__name__
+        if "DataDependent" in kind or "DynamicOutputShape" in kind:
+            read = [self.numbers[id(one)] for one in self.read if id(one) in self.numbers and not block]
+            return Decides(
+                f"the model's forward branches on the values of a tensor{where}{line_of(error)}",
+                expected="branches on shapes and plain values only, between blocks",
+                fix="move it into a block",
+                inputs=sorted(self.graph.inputs.index(one) for one in self.graph.origins(read)[0]),
+            )
+        told = f"while Drumline traced it: {kind}: {error}{line_of(error)}"
+        return ModelError(f"the model's forward failed{where} {told}")
+
+
+_READS = ("__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy", "__array__")
+_COMPARES = ("lt", "le", "gt", "ge")
+_PARTS = ("_parameters", "_buffers", "_modules", *HOOKS)  # the dicts of a module

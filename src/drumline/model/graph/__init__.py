@@ -1,0 +1,1 @@
+"""The calls of a traced forward, and Python functions that repeat some of them."""

@@ -1,0 +1,232 @@
+"""Values that travel between stages: any nesting of tensors and plain values, taken apart and put together again.
+
+    (x, {"mask": m, "scale": 2.0})   ──►   tensors (x, m) and the form ("tuple", 0, ("dict", ("mask", "scale"), 1, ...))
+
+A single tensor, the common case, has the form None. A tensor in two places stays one tensor.
+
+This module also searches the values inside a model: tensors with the path to each, and objects that must not travel.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from drumline.core.errors import ModelError
+from drumline.model.microbatches import Microbatches
+
+Path = tuple[tuple[str, Any], ...]  # the path to a tensor inside a result: ("item", 0), ("field", "x")
+
+# How many parts of a form precede its values: names, a type, or both.
+HEADERS = {"dict": 1, "named": 1, "fields": 2, "mapping": 2}
+APART = "microbatches"  # the kind of a form with one part per microbatch
+_CONTAINERS: dict[str, Callable[[Sequence[Any]], Any]] = {"tuple": tuple, "list": list, APART: Microbatches}
+
+
+def pack(value: Any) -> tuple[tuple[Tensor, ...], Any]:
+    """Return the tensors inside `value`, and the form from which `unpack` rebuilds it.
+
+    >>> import torch
+    >>> tensors, form = pack({"a": torch.ones(2), "b": [3, None]})
+    >>> form
+    ('dict', ('a', 'b'), 0, ('list', ('plain', 3), ('plain', None)))
+    >>> unpack(tensors, form)
+    {'a': tensor([1., 1.]), 'b': [3, None]}
+    """
+    if isinstance(value, Tensor):
+        return (value,), None
+    tensors: dict[int, Tensor] = {}
+    form = _form(value, tensors)
+    return tuple(tensors.values()), form
+
+
+def unpack(tensors: Sequence[Tensor], form: Any) -> Any:
+    """Return the value that `pack` took apart."""
+    return tensors[0] if form is None else _value(tensors, form)
+
+
+def _form(value: Any, tensors: dict[int, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors.setdefault(id(value), value)  # a tensor in two places stays one
+        return list(tensors).index(id(value))
+    if type(value) in (tuple, list):
+        return (type(value).__name__, *(_form(one, tensors) for one in value))
+    if type(value) is dict:
+        return ("dict", tuple(value), *(_form(one, tensors) for one in value.values()))
+    if type(value) is Microbatches:
+        return (APART, *(_form(one, tensors) for one in value))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return ("named", type(value), *(_form(one, tensors) for one in value))
+    if is_dataclass(value) and not isinstance(value, type):
+        names = tuple(one.name for one in fields(value))
+        return ("fields", type(value), names, *(_form(getattr(value, name), tensors) for name in names))
+    if type(value) is slice:
+        return ("slice", *(_form(one, tensors) for one in (value.start, value.stop, value.step)))
+    if isinstance(value, dict):
+        return ("mapping", type(value), tuple(value), *(_form(one, tensors) for one in value.values()))
+    _refuse_hidden(value)
+    return ("plain", value)
+
+
+def _refuse_hidden(value: Any) -> None:
+    """Refuse an object with hidden tensors: their gradients would be lost."""
+    sequence = isinstance(value, tuple | list | set | frozenset)
+    inside = value if sequence else getattr(value, "__dict__", {}).values()
+    if any(isinstance(one, Tensor) and one.requires_grad for one in inside):
+        raise ModelError(
+            f"a block returns a {type(value).__name__} with tensors inside",
+            expected="tensors in tuples, lists, dicts, named tuples or dataclasses",
+        )
+
+
+def _value(tensors: Sequence[Tensor], form: Any) -> Any:
+    if isinstance(form, int):
+        return tensors[form]
+    kind, *parts = form
+    if kind == "plain":
+        return parts[0]
+    if kind == "named":
+        return parts[0](*(_value(tensors, part) for part in parts[1:]))
+    if kind in ("fields", "mapping"):
+        made = {name: _value(tensors, part) for name, part in zip(parts[1], parts[2:], strict=True)}
+        return rebuilt(parts[0], made) if kind == "fields" else parts[0](made)
+    if kind == "slice":
+        return slice(*(_value(tensors, part) for part in parts))
+    if kind == "dict":
+        return dict(zip(parts[0], (_value(tensors, part) for part in parts[1:]), strict=True))
+    return _CONTAINERS[kind]([_value(tensors, part) for part in parts])
+
+
+def rebuilt(kind: type, values: dict[str, Any]) -> Any:
+    """Return a dataclass with these values, including those that its constructor does not take."""
+    late = [one.name for one in fields(kind) if not one.init]
+    made = kind(**{name: value for name, value in values.items() if name not in late})
+    for name in late:
+        object.__setattr__(made, name, values[name])  # works for frozen dataclasses too
+    return made
+
+
+def plain_in(form: Any) -> Iterator[Any]:
+    """Yield the plain values in a form.
+
+    >>> list(plain_in(pack(("a", {"b": [1, None]}))[1]))
+    ['a', 1, None]
+    """
+    if isinstance(form, tuple):
+        kind, *parts = form
+        if kind == "plain":
+            yield parts[0]
+        else:
+            for part in parts[HEADERS.get(kind, 0) :]:
+                yield from plain_in(part)
+
+
+def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return the value with a function applied to each of its tensors.
+
+    >>> mapped({"a": torch.ones(2), "b": 3}, torch.neg)
+    {'a': tensor([-1., -1.]), 'b': 3}
+    """
+    tensors, form = pack(value)
+    return unpack([function(one) for one in tensors], form)
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Return the value with its tensors on a device."""
+    return mapped(value, lambda one: one.to(device, non_blocking=True))
+
+
+def joined(values: Sequence[Any], shares: Sequence[Tensor] = ()) -> Any:
+    """Merge the values of several microbatches, joining tensors along the first dimension.
+
+    Tensors without dimensions (losses) are averaged, by the microbatches' shares if given.
+
+    >>> joined([(torch.zeros(1, 2), "a"), (torch.ones(2, 2), "a")])[0].shape
+    torch.Size([3, 2])
+    """
+    packed = [pack(value) for value in values]
+    columns = zip(*(each for each, _ in packed), strict=True)
+    tensors = [torch.cat(column) if column[0].dim() else _mean(column, shares) for column in columns]
+    return unpack(tensors, packed[0][1])
+
+
+def _mean(column: Sequence[Tensor], shares: Sequence[Tensor]) -> Tensor:
+    stacked = torch.stack(list(column))
+    return (stacked * torch.stack(list(shares)).to(stacked.dtype)).sum() if len(shares) else stacked.float().mean()
+
+
+_PLAIN = (
+    type(None), bool, int, float, complex, str, bytes, enum.Enum, type(...), type, range,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo,
+)  # fmt: skip
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return every tensor inside."""
+    return [one for _, one in found_in(value)]
+
+
+def found_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """Yield every tensor inside, with the path to it."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield from found_in(one, (*path, ("item", key)))
+    elif isinstance(value, tuple | list):
+        for at, one in enumerate(value):
+            yield from found_in(one, (*path, ("item", at)))
+    elif isinstance(value, slice):
+        for name in ("start", "stop", "step"):
+            yield from found_in(getattr(value, name), (*path, ("field", name)))
+    elif is_dataclass(value) and not isinstance(value, type):
+        for one in fields(value):
+            yield from found_in(getattr(value, one.name, None), (*path, ("field", one.name)))
+
+
+def refuse_objects(form: Any, what: str) -> None:
+    """Refuse plain objects that can change: all microbatches would share them, and they would stay on this rank."""
+    for one in plain_in(form):
+        if not isinstance(one, _PLAIN) and not callable(one):
+            raise ModelError(
+                f"{what} gets or returns a {type(one).__name__}",
+                expected="tensors, plain values, or tuples, lists, dicts and dataclasses of these",
+                fix="pass its contents instead",
+            )
+
+
+def refuse_fake(value: Any) -> None:
+    """Refuse a constant that is a stand-in, or a function or module that holds one: it would have no data."""
+    inside = [value]
+    if isinstance(value, functools.partial):
+        inside += [value.func, *value.args, *value.keywords.values()]
+    for one in list(inside):
+        inside += [content_of(cell) for cell in getattr(one, "__closure__", None) or ()]
+        inside += [*(getattr(one, "__defaults__", None) or ()), getattr(one, "__self__", None)]
+    for one in inside:
+        held = [*one.parameters(), *one.buffers()] if isinstance(one, nn.Module) else tensors_in(one)
+        if any(isinstance(tensor, FakeTensor) for tensor in held):
+            raise ModelError(
+                f"the model's forward passes a {type(value).__name__} that contains tensors of the model to a function "
+                "between its blocks",
+                expected="tensors and plain values as arguments between blocks",
+                fix="move the call into a block",
+            )
+
+
+MISSING: Any = object()  # marks a missing value
+
+
+def content_of(cell: Any) -> Any:
+    """Return the value of a closure's variable, MISSING if it is not set."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING

@@ -1,0 +1,1 @@
+"""A model's tensors: tied, left out, read from files, initialised."""

@@ -1,0 +1,224 @@
+"""Values for tensors that have none: every module's own initialiser, with its own random numbers.
+
+Modules run children first, as their constructors would have. An initialiser is
+
+- `_init_weights(module)` of the module itself or its nearest parent, as in Hugging Face models;
+- if there is none, or it skips a tensor: the module's `reset_parameters()` or `_reset_parameters()`.
+
+Every draw is seeded from (seed, module name, number of earlier draws of the initialiser). Draws into a tensor of
+another rank, which is on the meta device, count too. So the same model results from any cut, on any ranks.
+
+Whether a tensor got a value is checked, not assumed: it is filled with NaN before, and compared afterwards.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from drumline.core.errors import ModelError
+from drumline.model.catalogue import Catalogue, Entry, with_memory
+from drumline.model.patches import put_in
+
+Initialiser = Callable[[nn.Module], Any]
+
+
+def initialise(
+    catalogue: Catalogue, wanted: Sequence[Entry], *, seed: int, device: torch.device, parents: bool = True
+) -> None:
+    """Give the wanted entries, which have memory, their first values.
+
+    With `parents`, modules above the owners run too; they may change what their children drew.
+    """
+    run = _Run(catalogue, wanted, seed, device)
+    owners = run.owned
+    devices = [] if device.type == "cpu" else [device]
+    with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices, device_type=device.type):
+        for module in _children_first(catalogue.modules):
+            if module in owners or (parents and any(one in owners for one in module.modules())):
+                run.module(module)
+    for entry in wanted:
+        if run.untouched(entry):
+            raise _refusal(entry)
+
+
+class _Run:
+    """One initialisation: the wanted entries, and their state before."""
+
+    def __init__(self, catalogue: Catalogue, wanted: Sequence[Entry], seed: int, device: torch.device) -> None:
+        self.names = catalogue.modules
+        self.entries = {id(entry.tensor): entry for entry in catalogue.entries}
+        self.wanted = set(wanted)
+        self.owned: dict[nn.Module, list[Entry]] = {}
+        for entry in wanted:
+            self.owned.setdefault(entry.owner, []).append(entry)
+        self.seed = seed
+        self.device = device
+        self.above = _above(catalogue)
+        with torch.no_grad():
+            self.versions = {entry: _emptied(entry.tensor) for entry in wanted}
+
+    def untouched(self, entry: Entry) -> bool:
+        """Whether an entry still has no value."""
+        one = entry.tensor.detach()
+        if _has_nan(one):
+            return bool(one.numel()) and bool(one.min().isnan())
+        return bool(one.numel()) and one._version == self.versions[entry]
+
+    def module(self, module: nn.Module) -> None:
+        """Run a module's initialisers, for the tensors that it owns and those below it."""
+        above, own = self.above[module], _own(module)
+        if above is None and own is None:
+            return
+        with self._values_kept(module), self._foreign_put_aside(module):
+            if above is not None:
+                self._call(module, "above", above, module)
+            left = any(self.untouched(entry) for entry in self.owned.get(module, ()))
+            if own is not None and (above is None or left):
+                self._call(module, "own", own)
+                if above is not None:
+                    self._call(module, "above", above, module)
+
+    def _call(self, module: nn.Module, which: str, initialiser: Callable[..., Any], *arguments: Any) -> None:
+        with _Seeded(f"{self.seed}/{self.names[module]}/{which}"):
+            initialiser(*arguments)
+        self._adopt(module)
+
+    def _adopt(self, module: nn.Module) -> None:
+        """Adopt buffers that an initialiser replaced."""
+        for entry in self.owned.get(module, ()):
+            place = entry.places[0]
+            found = place.table[place.key]
+            if found is not None and found is not entry.tensor:
+                made = found.to(self.device)
+                self.entries[id(made)] = entry
+                entry.put(made)
+                self.versions[entry] = -1
+
+    def _foreign_put_aside(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Discard what the module writes to tensors that it does not own or that are not wanted."""
+        tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+        return put_in(
+            (table, slot, with_memory(one, torch.device("meta")))
+            for table in tables
+            for slot, one in table.items()
+            if one is not None and not (self._is_wanted(one) and self.entries[id(one)].owner is module)
+        )
+
+    @contextmanager
+    def _values_kept(self, module: nn.Module) -> Iterator[None]:
+        """Refuse an initialiser that overwrites existing values of its children."""
+        below = (one for part in module.children() for one in (*part.parameters(), *part.buffers()))
+        others = [one for one in below if not one.is_meta and not self._is_wanted(one)]
+        before = [one._version for one in others]
+        yield
+        if before != [one._version for one in others]:
+            raise ModelError(
+                f"the initialiser of {self.names[module] or 'the model'} ({type(module).__name__}) overwrites tensors "
+                "that already have values",
+                expected="a model that is entirely on the meta device",
+            )
+
+    def _is_wanted(self, tensor: Tensor) -> bool:
+        entry = self.entries.get(id(tensor))
+        return entry is not None and entry in self.wanted
+
+
+class _Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Seeds the generators before every operation that draws from them."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.key = key
+        self.num_draws = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here; telling the compiler would import it: seconds, 40 MB
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, seeded."""
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            digest = blake2b(f"{self.key}/{self.num_draws}".encode(), digest_size=8).digest()
+            torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+            self.num_draws += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _children_first(modules: Mapping[nn.Module, str]) -> Iterator[nn.Module]:
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> Iterator[nn.Module]:
+        if module not in seen:
+            seen.add(module)
+            for child in module.children():
+                yield from visit(child)
+            yield module
+
+    for module in modules:
+        yield from visit(module)
+
+
+def _above(catalogue: Catalogue) -> dict[nn.Module, Initialiser | None]:
+    """Return the nearest `_init_weights` of every module, its own or that of a parent."""
+    found: dict[nn.Module, Initialiser | None] = {}
+
+    def visit(module: nn.Module, inherited: Initialiser | None) -> None:
+        mine = getattr(module, "_init_weights", None)
+        one = mine if callable(mine) and _takes_one(mine) else inherited
+        if found.get(module) is None:
+            found[module] = one
+            for child in module.children():
+                visit(child, one)
+
+    for top in ([catalogue.root] if catalogue.root is not None else []) + [one.module for one in catalogue.blocks]:
+        visit(top, None)
+    return found
+
+
+def _takes_one(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind(None)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _own(module: nn.Module) -> Callable[[], Any] | None:
+    named = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
+    return next(filter(callable, named), None)
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.element_size() > 1
+
+
+def _emptied(tensor: Tensor) -> int:
+    """Make a tensor look untouched; return its version."""
+    if _has_nan(tensor):
+        tensor.detach().fill_(torch.nan)
+    return tensor._version
+
+
+def _refusal(entry: Entry) -> ModelError:
+    kind = type(entry.owner).__name__
+    if entry.kind == "buffer" and not entry.saved:
+        return ModelError(
+            f"the buffer {entry.name} of {kind} is on the meta device, and no weights file contains it",
+            expected="a module that can compute it",
+            fix="add a reset_parameters() that computes it, or create the buffer on the host: device='cpu'",
+        )
+    return ModelError(
+        f"the {entry.kind} {entry.name} is on the meta device, and {kind} has no initialiser for it",
+        expected="reset_parameters() in the module, or _init_weights(module) in a parent module",
+        fix="add one of these, or pass weights= to read it from files",
+    )

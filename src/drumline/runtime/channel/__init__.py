@@ -1,1 +1,0 @@
-"""Messages between ranks: the interface for the executor, the control mesh, and one file per transport."""

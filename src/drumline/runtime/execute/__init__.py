@@ -1,0 +1,1 @@
+"""Run one rank's row, job by job."""
