@@ -41,12 +41,13 @@ from drumline.pipeline.programs import program_for
 from drumline.pipeline.record.loads import ExpertLoads
 from drumline.pipeline.record.recording import Recording
 from drumline.pipeline.record.tally import Ledger
-from drumline.pipeline.state.frozen import Frozen, unused_in
+from drumline.pipeline.state.frozen import Frozen
 from drumline.pipeline.state.kept import KeptBuffers
 from drumline.pipeline.state.materialise import opened
 from drumline.pipeline.state.shared_state import Shared, refuse_hidden
 from drumline.pipeline.state.stream import Stream, check_options, check_ties, rows_of
 from drumline.pipeline.state.tensors import Holdings
+from drumline.pipeline.state.unused import unused_in
 from drumline.pipeline.state.updates import Updates
 from drumline.pipeline.state.validated import Validation
 from drumline.pipeline.step import StepRun

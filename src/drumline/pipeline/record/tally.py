@@ -21,7 +21,7 @@ from drumline.core.measured.measured import Measured
 from drumline.core.measured.metrics import load_metrics, step_metrics
 from drumline.core.measured.record import Record
 from drumline.core.program import Program
-from drumline.pipeline.state.frozen import Unused
+from drumline.pipeline.state.unused import Unused
 from drumline.pipeline.verify.agreement import (
     Given,
     agree_on_batch,
