@@ -24,7 +24,7 @@ from drumline.core.program import Program
 from drumline.pipeline.engine import Engine
 from drumline.pipeline.lengths.programs import Programs
 from drumline.pipeline.options import Options
-from drumline.pipeline.saving.snapshot import plain
+from drumline.pipeline.state.optimizer_state import plain
 from drumline.pipeline.state.updates import Updates
 from drumline.runtime.gradients import clip
 from drumline.runtime.step import Step
