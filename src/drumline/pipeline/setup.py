@@ -24,12 +24,13 @@ from drumline.pipeline import assembly, transports
 from drumline.pipeline.adapting.adapting import Adapting, decider_for
 from drumline.pipeline.adapting.auto_schedule import AUTO, AutoSchedule, first_schedule
 from drumline.pipeline.assembly import Assembly, loss_block
-from drumline.pipeline.balance import Balance, chosen_stages
+from drumline.pipeline.balance import Balance
 from drumline.pipeline.check.buffers import LineBuffers
 from drumline.pipeline.check.lines import LineParts
 from drumline.pipeline.check.model_check import ModelCheck
 from drumline.pipeline.check.watched import Watched
 from drumline.pipeline.crew import Crew
+from drumline.pipeline.cutting import chosen_stages
 from drumline.pipeline.dividing import Dividing
 from drumline.pipeline.engine import CapturingEngine, Engine
 from drumline.pipeline.intake import Intake
@@ -45,12 +46,13 @@ from drumline.pipeline.state.frozen import Frozen
 from drumline.pipeline.state.kept import KeptBuffers
 from drumline.pipeline.state.materialise import opened
 from drumline.pipeline.state.shared_state import Shared, refuse_hidden
-from drumline.pipeline.state.stream import Stream, check_options, check_ties, rows_of
+from drumline.pipeline.state.stream import Stream
 from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.state.unused import unused_in
 from drumline.pipeline.state.updates import Updates
 from drumline.pipeline.state.validated import Validation
 from drumline.pipeline.step import StepRun
+from drumline.pipeline.streaming import check_options, check_ties, is_synchronous, rows_of
 from drumline.pipeline.verify.agreement import Followed, agree_on_lines, code_of, first_difference, plan_of, weights_of
 from drumline.plan.device.blocks import Profile
 from drumline.runtime.axes.axes import DATA, Axes
@@ -172,7 +174,8 @@ class _SetUp:
         stream = None
         if self.program.num_updates:
             rows = rows_of(given, self.program, frozen.pruned_too)
-            stream = Stream(engine, updates, programs, rows, given)
+            how = {"check_finite": given.check_finite, "is_synchronous": is_synchronous(given)}
+            stream = Stream(engine, updates, programs, rows, **how)
             recording.notes_late = 1 + stream.num_ahead
         intake.precise = any(one.dtype is torch.float64 for one in holdings.parameters())
         frozen.forget_all_but(engine.assembly.cuts)

@@ -29,7 +29,7 @@ from drumline.core.program import Program
 from drumline.core.prove.frozen import prune
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.pipeline.assembly import checkpointed
-from drumline.pipeline.balance import is_asked
+from drumline.pipeline.cutting import is_asked
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.model.blocks import blocks_for, example_inputs
 from drumline.pipeline.options import Options
