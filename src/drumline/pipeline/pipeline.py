@@ -27,7 +27,7 @@ from drumline.pipeline.state.names import matching
 from drumline.pipeline.state.scaler import LossScaler
 from drumline.pipeline.state.validated import Verdict, refusal
 from drumline.pipeline.state.validated import check as validated_after
-from drumline.pipeline.step import CalledWith, StepResult, output_of
+from drumline.pipeline.steps.result import CalledWith, StepResult, output_of
 from drumline.runtime.axes.axes import AXES, Axes
 from drumline.runtime.gradients import clip
 from drumline.runtime.step import Step

@@ -12,11 +12,10 @@ Recording, adaptation, capture and saved state observe the step: see observer.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +45,7 @@ from drumline.pipeline.state.frozen import Frozen
 from drumline.pipeline.state.stream import Stream
 from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.state.updates import Updates
+from drumline.pipeline.steps.result import CalledWith
 from drumline.pipeline.verify.agreement import Followed, Given, begun
 from drumline.pipeline.verify.same_rows import agree_on_rows
 from drumline.runtime.axes import sequences
@@ -54,48 +54,11 @@ from drumline.runtime.axes.losses import summed_losses
 from drumline.runtime.batch import counted_in
 from drumline.runtime.channel.channel import step_topic
 from drumline.runtime.gradients.clip import all_finite
-from drumline.runtime.microbatches import Microbatches
 from drumline.runtime.step import Step
-from drumline.runtime.values import joined, pack
+from drumline.runtime.values import pack
 from drumline.schedules import find
 
 _STEP, _EVALUATED, _KINDS = 100, 200, 1000  # the kinds of step on which lines agree
-
-
-class CalledWith(NamedTuple):
-    """The arguments of a step."""
-
-    batch: tuple[Any, ...]
-    named: dict[str, Any]
-    target: Any
-
-
-@dataclass
-class StepResult:
-    """The outcome of one step. `loss` is that of the whole batch, on every rank; reading may wait for the last stage.
-
-    `step` counts training steps from 0, as the run folder does; an evaluation has the number of the step that follows.
-
-    `output` is the model's output for the whole batch, if requested and this rank has the last stage; else None.
-    """
-
-    step: int
-    _loss: Callable[[], Tensor | None] = field(repr=False)
-    output: Any = field(default=None, repr=False)
-    _skipped: Mapping[int, str] = field(default_factory=dict, repr=False)
-
-    @cached_property
-    def loss(self) -> Tensor | None:
-        """The mean loss over the batch, detached; None without a target."""
-        return self._loss()
-
-    @property
-    def skipped(self) -> str:
-        """With a schedule without a flush, the ranks whose NaN or infinity left out an update of this step, if any.
-
-        It is known `pipe.steps_in_flight` steps later, and after `pipe.settle()`; until then it is empty.
-        """
-        return self._skipped.get(self.step, "")
 
 
 @dataclass(eq=False)
@@ -399,19 +362,3 @@ class StepRun:
             return finite
         wrong = torch.tensor([0.0 if finite else 1.0], device=self.intake.device)
         return not axes.summed(wrong, *names).item()
-
-
-def output_of(step: Step) -> Any:
-    """Return the last stage's output for the whole batch; None if the stage is elsewhere or nobody wanted it.
-
-    If the user split the batch, the output comes as `Microbatches`.
-    """
-    order = sorted(step.outputs)
-    if not order:
-        return None
-    if step.order:  # as they were given
-        order = sorted(order, key=step.order.__getitem__)
-    made = [step.outputs[one] for one in order]
-    if step.apart or len({tuple(one.shape[1:] for one in pack(value)[0]) for value in made}) > 1:
-        return Microbatches(made)
-    return joined(made, [step.shares[one] for one in order] if len(step.shares) else [])
