@@ -35,7 +35,7 @@ import drumline as dl
 from drumline.core.action import Action
 from drumline.core.measured.costs import costs_of
 from drumline.core.placement import Placement
-from drumline.pipeline import transports
+from drumline.pipeline.ranks import transports
 from drumline.runtime.channel.channel import Delivery, Wait
 from drumline.runtime.channel.shared_memory import SharedMemoryChannel
 

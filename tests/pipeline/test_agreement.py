@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import DrumlineError, MismatchError, RankFailed, WaitTimeout
-from drumline.pipeline import transports
 from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.verify.agreement import (
+from drumline.pipeline.ranks import transports
+from drumline.pipeline.ranks.agreement import (
     Followed,
     Given,
     agree_on_batch,

@@ -13,9 +13,9 @@ from torch.nn import functional
 from counted_time import counted_time
 from drumline.core.errors import BatchError, ModelError, PlanError
 from drumline.core.simulate.simulate import simulate
-from drumline.pipeline.balance import Balance, balance
 from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
+from drumline.pipeline.stages.balance import Balance, balance
 from torch_models import WIDTH, Reference, data, mlp
 
 pytestmark = pytest.mark.torch

@@ -17,10 +17,10 @@ from torch.nn import functional
 
 from drumline.core.errors import ModelError
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.verify.comparing import few, off
-from drumline.pipeline.verify.keeping import undisturbed
-from drumline.pipeline.verify.plain import Plain
-from drumline.pipeline.verify.plain_step import Slice, plain_steps
+from drumline.pipeline.unsplit.comparing import few, off
+from drumline.pipeline.unsplit.keeping import undisturbed
+from drumline.pipeline.unsplit.plain import Plain
+from drumline.pipeline.unsplit.plain_step import Slice, plain_steps
 from drumline.runtime.gradients.sketch import sketch
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness

@@ -23,7 +23,7 @@ import drumline as dl
 import tied_models
 from drumline.core.errors import NonFiniteError, RankFailed, RunError, UsageError
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.state.validated import Validation
+from drumline.pipeline.updates.validated import Validation
 from drumline.runtime.blocks.cut import blocks_of, cut
 from drumline.runtime.randomness import Randomness
 from drumline.schedules import generate

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from drumline.core.errors import ModelError
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.state.guard import Guard
+from drumline.pipeline.updates.guard import Guard
 from drumline.runtime.blocks.pieces import pieces_of
 from drumline.runtime.follow.inputs import Inputs
 from drumline.runtime.follow.skeleton import copied

@@ -9,11 +9,11 @@ from typing import Any
 
 from drumline.core.errors import ModelError
 from drumline.core.program import Program
-from drumline.pipeline.balance import Balance, balanced, of_rank_0
-from drumline.pipeline.crew import Crew
-from drumline.pipeline.intake import Intake
 from drumline.pipeline.model.blocks import blocks_for, example_inputs
 from drumline.pipeline.options import Options
+from drumline.pipeline.ranks.crew import Crew
+from drumline.pipeline.stages.balance import Balance, balanced, of_rank_0
+from drumline.pipeline.stages.intake import Intake
 from drumline.plan.cut.peaks import held_by
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.model_profile import refuse_other

@@ -24,10 +24,10 @@ from drumline.pipeline.saving.saver import Saving
 from drumline.pipeline.saving.state import State
 from drumline.pipeline.setup import set_up
 from drumline.pipeline.state.names import matching
-from drumline.pipeline.state.scaler import LossScaler
-from drumline.pipeline.state.validated import Verdict, refusal
-from drumline.pipeline.state.validated import check as validated_after
 from drumline.pipeline.steps.result import CalledWith, StepResult, output_of
+from drumline.pipeline.updates.scaler import LossScaler
+from drumline.pipeline.updates.validated import Verdict, refusal
+from drumline.pipeline.updates.validated import check as validated_after
 from drumline.runtime.axes.axes import AXES, Axes
 from drumline.runtime.gradients import clip
 from drumline.runtime.step import Step

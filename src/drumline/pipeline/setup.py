@@ -20,40 +20,41 @@ from drumline.adapt.settings import KEEP, Adapt
 from drumline.core.errors import DrumlineError
 from drumline.core.lower.lower import lower
 from drumline.core.program import Program
-from drumline.pipeline import assembly, transports
 from drumline.pipeline.adapting.adapting import Adapting, decider_for
 from drumline.pipeline.adapting.auto_schedule import AUTO, AutoSchedule, first_schedule
-from drumline.pipeline.assembly import Assembly, loss_block
-from drumline.pipeline.balance import Balance
 from drumline.pipeline.check.buffers import LineBuffers
 from drumline.pipeline.check.lines import LineParts
 from drumline.pipeline.check.model_check import ModelCheck
 from drumline.pipeline.check.watched import Watched
-from drumline.pipeline.crew import Crew
 from drumline.pipeline.cutting import chosen_stages
 from drumline.pipeline.dividing import Dividing
-from drumline.pipeline.engine import CapturingEngine, Engine
-from drumline.pipeline.intake import Intake
 from drumline.pipeline.lengths.arrange import Arranging
-from drumline.pipeline.lengths.programs import Programs, named_programs
 from drumline.pipeline.model.blocks import is_chain
 from drumline.pipeline.options import Options, device_named
-from drumline.pipeline.programs import program_for
+from drumline.pipeline.program.find import program_for
+from drumline.pipeline.program.frozen import Frozen
+from drumline.pipeline.program.programs import Programs, named_programs
+from drumline.pipeline.ranks import transports
+from drumline.pipeline.ranks.agreement import Followed, agree_on_lines, code_of, first_difference, plan_of, weights_of
+from drumline.pipeline.ranks.crew import Crew
+from drumline.pipeline.ranks.tally import Ledger
+from drumline.pipeline.ranks.unused import unused_in
 from drumline.pipeline.record.loads import ExpertLoads
 from drumline.pipeline.record.recording import Recording
-from drumline.pipeline.record.tally import Ledger
-from drumline.pipeline.state.frozen import Frozen
-from drumline.pipeline.state.kept import KeptBuffers
+from drumline.pipeline.stages import assembly
+from drumline.pipeline.stages.assembly import Assembly, loss_block
+from drumline.pipeline.stages.balance import Balance
+from drumline.pipeline.stages.engine import CapturingEngine, Engine
+from drumline.pipeline.stages.intake import Intake
 from drumline.pipeline.state.materialise import opened
 from drumline.pipeline.state.shared_state import Shared, refuse_hidden
-from drumline.pipeline.state.stream import Stream
 from drumline.pipeline.state.tensors import Holdings
-from drumline.pipeline.state.unused import unused_in
-from drumline.pipeline.state.updates import Updates
-from drumline.pipeline.state.validated import Validation
-from drumline.pipeline.step import StepRun
+from drumline.pipeline.steps.step import StepRun
 from drumline.pipeline.streaming import check_options, check_ties, is_synchronous, rows_of
-from drumline.pipeline.verify.agreement import Followed, agree_on_lines, code_of, first_difference, plan_of, weights_of
+from drumline.pipeline.updates.kept import KeptBuffers
+from drumline.pipeline.updates.stream import Stream
+from drumline.pipeline.updates.updates import Updates
+from drumline.pipeline.updates.validated import Validation
 from drumline.plan.device.blocks import Profile
 from drumline.runtime.axes.axes import DATA, Axes
 from drumline.runtime.axes.context import whole_context

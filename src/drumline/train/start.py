@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from drumline.core.errors import DrumlineError, UsageError, counted
-from drumline.pipeline import transports
 from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.launch.worker import die_with
 from drumline.pipeline.options import device_named
+from drumline.pipeline.ranks import transports
 from drumline.train.claim import Claim, job_here, take_part
 from drumline.train.config.settings import TrainSettings
 from drumline.train.config.tables import Source

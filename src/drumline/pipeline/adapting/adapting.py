@@ -23,12 +23,12 @@ from drumline.adapt.seen import Seen
 from drumline.adapt.settings import Adapt
 from drumline.core.errors import DrumlineError, ModelError, RunError, UsageError
 from drumline.core.program import Program
-from drumline.pipeline.assembly import LossHolder
-from drumline.pipeline.crew import Crew
-from drumline.pipeline.engine import Engine
-from drumline.pipeline.observer import Observer
+from drumline.pipeline.ranks.crew import Crew
+from drumline.pipeline.ranks.observer import Observer
+from drumline.pipeline.ranks.tally import Ledger
 from drumline.pipeline.record.recording import Recording
-from drumline.pipeline.record.tally import Ledger
+from drumline.pipeline.stages.assembly import LossHolder
+from drumline.pipeline.stages.engine import Engine
 from drumline.plan.device.blocks import Profile
 from drumline.runtime.blocks.cut import Block, guessed_costs
 from drumline.runtime.step import Step

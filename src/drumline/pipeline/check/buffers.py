@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import ModelError
-from drumline.pipeline.observer import Observer
+from drumline.pipeline.ranks.observer import Observer
 from drumline.runtime.axes.axes import Axes
 from drumline.runtime.step import Step
 from drumline.runtime.weights.catalogue import Place

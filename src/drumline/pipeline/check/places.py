@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from drumline.pipeline.assembly import LossHolder
+from drumline.pipeline.stages.assembly import LossHolder
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.blocks.pieces import Piece
 

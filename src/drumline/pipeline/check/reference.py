@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from drumline.pipeline.check.places import Home, Places
 from drumline.pipeline.model.blocks import is_chain
-from drumline.pipeline.verify.plain import Plain
+from drumline.pipeline.unsplit.plain import Plain
 from drumline.runtime.blocks.cut import Block, Model
 from drumline.runtime.follow.skeleton import copied
 from drumline.runtime.weights.absent import without_memory

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from drumline.core.errors import RankFailed, WaitTimeout
 from drumline.pipeline.check.places import Home, Places
-from drumline.pipeline.crew import Crew
+from drumline.pipeline.ranks.crew import Crew
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.values import pack, plain_in, unpack
 from drumline.runtime.watch.fingerprint import can_change

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from drumline.core.errors import ModelError
-from drumline.pipeline.assembly import Assembly
+from drumline.pipeline.stages.assembly import Assembly
 from drumline.runtime.channel.rank_names import BY_NUMBER, RankNames
 
 FLOOR = 1e-6  # of all gradients' norm: what is smaller is rounding

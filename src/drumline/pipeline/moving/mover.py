@@ -28,7 +28,7 @@ from drumline.runtime.weights.tied import Ties
 from drumline.runtime.weights.transfer import transferred
 
 if TYPE_CHECKING:
-    from drumline.pipeline.step import StepRun
+    from drumline.pipeline.steps.step import StepRun
 
 _DURING = "the move of layers"
 

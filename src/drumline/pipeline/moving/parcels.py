@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from drumline.pipeline.moving.chain import Chain
-from drumline.pipeline.state.updates import Handed, Kept, Updates
+from drumline.pipeline.stages.chain import Chain
+from drumline.pipeline.updates.updates import Handed, Kept, Updates
 from drumline.runtime.watch.fingerprint import plain_in
 from drumline.runtime.weights.tied import Ties
 from drumline.runtime.weights.transfer import Shape

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from drumline.core.errors import ModelError, RecordError
-from drumline.pipeline.state.optimizer_state import PLAIN, plain
+from drumline.pipeline.updates.optimizer_state import PLAIN, plain
 
 
 @dataclass(frozen=True, slots=True)

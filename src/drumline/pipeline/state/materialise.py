@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from drumline.core.errors import ModelError
-from drumline.pipeline.assembly import device_of
+from drumline.pipeline.stages.assembly import device_of
 from drumline.runtime.blocks.cut import Block, blocks_of
 from drumline.runtime.weights import materialise as runtime
 from drumline.runtime.weights.files import Weights as Weights

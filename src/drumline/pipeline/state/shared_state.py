@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import ModelError
-from drumline.pipeline.engine import Engine
-from drumline.pipeline.observer import Observer
+from drumline.pipeline.ranks.observer import Observer
+from drumline.pipeline.stages.engine import Engine
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.stage import Stage
 from drumline.runtime.step import Step

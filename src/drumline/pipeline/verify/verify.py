@@ -26,12 +26,12 @@ from torch import Tensor
 
 from drumline.core.errors import DrumlineError, ModelError, RunError, UsageError, nearest
 from drumline.core.program import Program
-from drumline.pipeline.assembly import Checkpointing
 from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.model.blocks import example_inputs
 from drumline.pipeline.model.sources import Maker, Material, material_from
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.programs import program_for
+from drumline.pipeline.program.find import program_for
+from drumline.pipeline.stages.assembly import Checkpointing
 from drumline.pipeline.verify.batches import can_turn, turned
 from drumline.pipeline.verify.one_process import (
     LEARNING_RATE,

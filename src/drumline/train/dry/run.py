@@ -15,7 +15,7 @@ from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import simulate
 from drumline.pipeline.model.blocks import is_chain
 from drumline.pipeline.options import Options
-from drumline.pipeline.programs import program_for
+from drumline.pipeline.program.find import program_for
 from drumline.runtime.blocks.cut import Block
 from drumline.train.config.settings import OptimizerSettings, TrainSettings
 from drumline.train.data.example import example_of, fullest, sized

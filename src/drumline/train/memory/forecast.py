@@ -28,13 +28,13 @@ from drumline.core.memory import Sizes, holdings
 from drumline.core.program import Program
 from drumline.core.prove.frozen import prune
 from drumline.core.simulate.simulate import Simulation, simulate
-from drumline.pipeline.assembly import checkpointed
 from drumline.pipeline.cutting import is_asked
-from drumline.pipeline.intake import Intake
 from drumline.pipeline.model.blocks import blocks_for, example_inputs
 from drumline.pipeline.options import Options
-from drumline.pipeline.programs import program_for
-from drumline.pipeline.state.frozen import trainable
+from drumline.pipeline.program.find import program_for
+from drumline.pipeline.program.frozen import trainable
+from drumline.pipeline.stages.assembly import checkpointed
+from drumline.pipeline.stages.intake import Intake
 from drumline.plan.cut.peaks import held_by
 from drumline.plan.cut.timed import TimedCuts, steps_of
 from drumline.plan.device.blocks import Profile

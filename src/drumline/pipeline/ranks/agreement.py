@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from drumline.core.errors import MismatchError
-from drumline.pipeline.crew import Crew
-from drumline.pipeline.verify.elements import samples_begun
+from drumline.pipeline.ranks.crew import Crew
+from drumline.pipeline.ranks.elements import samples_begun
 from drumline.runtime.blocks.cut import Block, Model, blocks_of
 from drumline.runtime.blocks.pieces import Piece
 from drumline.runtime.blocks.script import Script

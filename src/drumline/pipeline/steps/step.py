@@ -28,26 +28,26 @@ from drumline.core.prove.violation import InvalidProgram
 from drumline.core.timeline.idle import Limit
 from drumline.pipeline.adapting.adapting import Adapting
 from drumline.pipeline.adapting.auto_schedule import AutoSchedule
-from drumline.pipeline.balance import Balance
 from drumline.pipeline.check.model_check import ModelCheck
 from drumline.pipeline.check.watched import Watched
-from drumline.pipeline.crew import Crew
-from drumline.pipeline.engine import Engine
-from drumline.pipeline.intake import Intake
 from drumline.pipeline.launch.stop import asked
 from drumline.pipeline.lengths.arrange import Arranging
-from drumline.pipeline.lengths.programs import Programs, digest_of
-from drumline.pipeline.observer import Observer
-from drumline.pipeline.programs import program_for
+from drumline.pipeline.program.find import program_for
+from drumline.pipeline.program.frozen import Frozen
+from drumline.pipeline.program.programs import Programs, digest_of
+from drumline.pipeline.ranks.agreement import Followed, Given, begun
+from drumline.pipeline.ranks.crew import Crew
+from drumline.pipeline.ranks.observer import Observer
+from drumline.pipeline.ranks.same_rows import agree_on_rows
+from drumline.pipeline.ranks.tally import Ledger, Tally, Told
 from drumline.pipeline.record.recording import Recording
-from drumline.pipeline.record.tally import Ledger, Tally, Told
-from drumline.pipeline.state.frozen import Frozen
-from drumline.pipeline.state.stream import Stream
+from drumline.pipeline.stages.balance import Balance
+from drumline.pipeline.stages.engine import Engine
+from drumline.pipeline.stages.intake import Intake
 from drumline.pipeline.state.tensors import Holdings
-from drumline.pipeline.state.updates import Updates
 from drumline.pipeline.steps.result import CalledWith
-from drumline.pipeline.verify.agreement import Followed, Given, begun
-from drumline.pipeline.verify.same_rows import agree_on_rows
+from drumline.pipeline.updates.stream import Stream
+from drumline.pipeline.updates.updates import Updates
 from drumline.runtime.axes import sequences
 from drumline.runtime.axes.axes import DATA
 from drumline.runtime.axes.losses import summed_losses

@@ -19,11 +19,11 @@ from drumline.core.errors import DrumlineError
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.timeline import Timeline
-from drumline.pipeline import transports
-from drumline.pipeline.assembly import device_of
-from drumline.pipeline.intake import Intake
 from drumline.pipeline.model.blocks import blocks_for, example_inputs
-from drumline.pipeline.programs import program_for
+from drumline.pipeline.program.find import program_for
+from drumline.pipeline.ranks import transports
+from drumline.pipeline.stages.assembly import device_of
+from drumline.pipeline.stages.intake import Intake
 from drumline.plan.cut.partition import Partition
 from drumline.plan.cut.timed import TimedCuts, steps_of
 from drumline.plan.device.blocks import Profile

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
-from drumline.pipeline.verify.keeping import undisturbed
-from drumline.pipeline.verify.plain import ByItself
+from drumline.pipeline.unsplit.keeping import undisturbed
+from drumline.pipeline.unsplit.plain import ByItself
 from drumline.runtime.gradients.sketch import sketch
 from drumline.runtime.loss.sheet import Factors
 from drumline.runtime.precision import Precision
@@ -82,7 +82,7 @@ def plain_steps(
     outside of the model, such as those of a loss. The user's own loss may be `keeping` something too.
 
     >>> model = nn.Linear(2, 1, bias=False)
-    >>> from drumline.pipeline.verify.plain import Plain
+    >>> from drumline.pipeline.unsplit.plain import Plain
     >>> [seen] = plain_steps(
     ...     Plain([model], ["0"]), [Slice(0, torch.ones(3, 2), None, 1.0)], lambda output, _: output.sum(),
     ...     wanted=[model.weight], device=torch.device("cpu"), randomness=Randomness(0, torch.device("cpu")),

@@ -14,7 +14,7 @@ from drumline.core.action import Op
 from drumline.core.errors import ModelError, nearest
 from drumline.core.program import Program
 from drumline.core.rules import Backward
-from drumline.pipeline import transports
+from drumline.pipeline.ranks import transports
 from drumline.runtime.backward.compiled import Compiler
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.gradients import clip

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
-from drumline.pipeline.assembly import LossHolder
+from drumline.pipeline.stages.assembly import LossHolder
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.weights.absent import Absent
 from drumline.runtime.weights.catalogue import places_in

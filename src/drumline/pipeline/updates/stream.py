@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drumline.core.errors import ModelError, RunError, UsageError, counted
-from drumline.pipeline.engine import Engine
-from drumline.pipeline.lengths.programs import Programs
-from drumline.pipeline.state.optimizer_state import plain
-from drumline.pipeline.state.updates import Updates
+from drumline.pipeline.program.programs import Programs
+from drumline.pipeline.stages.engine import Engine
+from drumline.pipeline.updates.optimizer_state import plain
+from drumline.pipeline.updates.updates import Updates
 from drumline.runtime.gradients import clip
 from drumline.runtime.step import Step
 from drumline.runtime.stream.executor import Group, StreamExecutor
