@@ -49,6 +49,7 @@ from drumline.pipeline.stages.intake import Intake
 from drumline.pipeline.state.materialise import opened
 from drumline.pipeline.state.shared_state import Shared, refuse_hidden
 from drumline.pipeline.state.tensors import Holdings
+from drumline.pipeline.steps.program_choice import ProgramChoice
 from drumline.pipeline.steps.step import StepRun
 from drumline.pipeline.streaming import check_options, check_ties, is_synchronous, rows_of
 from drumline.pipeline.updates.kept import KeptBuffers
@@ -194,6 +195,7 @@ class _SetUp:
         followed = Followed(blocks)
         auto = AutoSchedule(crew, ledger, frozen) if given.schedule == AUTO else None
         adapting = self._adapting(stages, profile, ledger, recording, engine)
+        choice = ProgramChoice(crew, programs, frozen, engine, intake, recording, stream, auto, adapting)
         arranging = Arranging(
             crew, lambda: programs[engine.number] if engine.number else frozen.program, is_on=given.arrange
         )
@@ -215,7 +217,7 @@ class _SetUp:
         ]
         return StepRun(
             crew, ledger, intake, frozen, engine, holdings, updates, recording, watched, followed, check,
-            observers, auto, adapting, balance, given.check_finite, programs, arranging, positions, stream,
+            observers, choice, balance, given.check_finite, programs, arranging, positions, stream,
         )  # fmt: skip
 
     def _adapting(
