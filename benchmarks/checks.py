@@ -60,11 +60,10 @@ def timed(seconds: list[float], function: Callable[..., Any]) -> Callable[..., A
 
 def watched() -> dict[str, list[float]]:
     """Have the comparisons of all pipelines timed, from here on."""
-    from drumline.pipeline import step
     from drumline.pipeline.check.watched import Watched
-    from drumline.pipeline.record import tally
-    from drumline.pipeline.verify import agreement
-    from drumline.pipeline.verify.agreement import Followed
+    from drumline.pipeline.ranks import agreement, tally
+    from drumline.pipeline.ranks.agreement import Followed
+    from drumline.pipeline.steps import step
 
     seconds: dict[str, list[float]] = {part: [0.0] for part in PARTS}
     begun = agreement.begun

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from drumline.core.timeline.idle import Limit
     from drumline.core.timeline.timeline import Timeline
     from drumline.model.microbatches import Microbatches
-    from drumline.pipeline.balance import balance
     from drumline.pipeline.pipeline import Pipeline
     from drumline.pipeline.profiling import profile_model
+    from drumline.pipeline.stages.balance import balance
     from drumline.pipeline.state.materialise import Weights, materialise
     from drumline.pipeline.verify.verify import verify
     from drumline.plan.device.plan import Plan
@@ -78,7 +78,7 @@ _HOME = {
     "Weights": "pipeline.state.materialise",
     "analyze": "report.kineto.analysis",
     "attribute": "core.timeline.attribute",
-    "balance": "pipeline.balance",
+    "balance": "pipeline.stages.balance",
     "compare": "report.compare",
     "for_torch": "core.lower.torch_text",
     "generate": "schedules",

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 import drumline as dl
 from drumline.core.errors import ConfigError, MismatchError, RankFailed, UsageError
-from drumline.pipeline import balance as balances
+from drumline.pipeline.stages.balance import Balance, balanced
 from drumline.train.config.files.read import read_settings
 from drumline.train.config.settings import (
     BatchSettings,
@@ -206,14 +207,13 @@ def _signal_once(file: Path) -> None:
 
 def _balanced() -> tuple[int, ...]:
     """Return the cut of balance="auto", where every rank would measure something else."""
-    measured, rank = balances._balanced, int(os.environ["RANK"])
+    rank = int(os.environ["RANK"])
 
-    def odd(*args: Any, **kwargs: Any) -> balances.Balance:
-        found = measured(*args, **kwargs)
+    def odd(*args: Any, **kwargs: Any) -> Balance:
+        found = balanced(*args, **kwargs)
         return replace(found, partition=replace(found.partition, counts=(1 + rank, 5 - rank)))
 
-    balances._balanced = odd
-    try:
+    with mock.patch("drumline.pipeline.cutting.balanced", odd):
         model, x, y = made_model(TrainSettings()).model, torch.randn(4, WIDTH), torch.randn(4, 2)
         options: dict[str, Any] = {"num_microbatches": 2, "timeout": 120.0, "balance": "auto"}
         options |= {"example": x, "example_target": y, "loss_fn": nn.functional.mse_loss}
@@ -221,8 +221,6 @@ def _balanced() -> tuple[int, ...]:
             pipe.step(x, target=y)
             assert pipe.balance is not None
             return pipe.balance.counts
-    finally:
-        balances._balanced = measured
 
 
 def _different() -> str:

@@ -21,7 +21,7 @@ from drumline.model.follow.skeleton import copied
 from drumline.model.patches import Patch, Replaced
 from drumline.model.randomness import Randomness
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.state.guard import Guard
+from drumline.pipeline.updates.guard import Guard
 from some import some
 from torch_models import data
 

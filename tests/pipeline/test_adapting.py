@@ -89,7 +89,7 @@ class Scripted:
 
 
 def scripted(pipe: Pipeline, script: dict[int, dict[str, Any]]) -> Scripted:
-    adapting = pipe._run.adapting
+    adapting = pipe._run.choice.adapting
     assert adapting is not None
     decider = Scripted(Arrangement(program("1f1b"), (3, 3)), script)
     if adapting._decider is not None:
@@ -228,7 +228,7 @@ def test_a_real_decider_chooses_the_number_of_microbatches_in_a_run() -> None:
     """Ranks take turns here, so that more microbatches cost more: whatever it takes up, losses agree to rounding."""
     pipe = piped(adapt={"microbatches": "batch", "program": False, "rebalance": "keep", "max_activations": 8})
     assert trained(pipe, 12) == pytest.approx(trained(piped(), 12), rel=1e-4)
-    adapting = pipe._run.adapting
+    adapting = pipe._run.choice.adapting
     assert adapting is not None
     assert adapting._decider is not None
     sizing = adapting._decider._sizing

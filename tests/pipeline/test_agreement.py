@@ -17,9 +17,9 @@ from drumline.core.errors import DrumlineError, MismatchError, RankFailed, WaitT
 from drumline.model.block import Block
 from drumline.model.blocks.pieces import pieces_of
 from drumline.model.follow.inputs import Inputs
-from drumline.pipeline import transports
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.verify.agreement import (
+from drumline.pipeline.ranks import transports
+from drumline.pipeline.ranks.agreement import (
     Followed,
     Given,
     agree_on_batch,

@@ -16,7 +16,7 @@ from drumline.channel.launch.launch import launch
 from drumline.core.errors import BatchError, MismatchError, ModelError, RankFailed
 from drumline.pipeline.model.sources import Material
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.verify.agreement import Given, agree_on_batch
+from drumline.pipeline.ranks.agreement import Given, agree_on_batch
 from drumline.pipeline.verify.verify import verify
 from drumline.runtime.batch import Microbatches, counted_in, cut, num_rows
 from matrices import long, matrix

@@ -19,10 +19,10 @@ from drumline.core.errors import ModelError
 from drumline.model.precision import Precision
 from drumline.model.randomness import Randomness
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.verify.comparing import few, off
-from drumline.pipeline.verify.keeping import undisturbed
-from drumline.pipeline.verify.plain import Plain
-from drumline.pipeline.verify.plain_step import Slice, plain_steps
+from drumline.pipeline.unsplit.comparing import few, off
+from drumline.pipeline.unsplit.keeping import undisturbed
+from drumline.pipeline.unsplit.plain import Plain
+from drumline.pipeline.unsplit.plain_step import Slice, plain_steps
 from drumline.runtime.gradients.sketch import sketch
 from follow_faults import FAULTS, Skips, data, lost_path
 from torch_models import on_meta

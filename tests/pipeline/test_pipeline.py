@@ -14,8 +14,8 @@ from torch.nn import functional
 
 import drumline as dl
 from drumline.core.errors import BatchError, ModelError, NonFiniteError, ProgramError, RunError, UsageError
-from drumline.pipeline.crew import Crew
 from drumline.pipeline.pipeline import Pipeline
+from drumline.pipeline.ranks.crew import Crew
 from some import some
 from torch_models import Reference, Unused, data, mlp, programs
 

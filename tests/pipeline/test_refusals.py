@@ -14,14 +14,14 @@ from torch.nn import functional
 
 from drumline.channel.launch import stop
 from drumline.core.errors import MismatchError, UsageError
-from drumline.pipeline import crew
 from drumline.pipeline.check.verdict import Outcome, verdict
 from drumline.pipeline.model.blocks import guesses
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.profiling import profile_model
+from drumline.pipeline.ranks import crew
 from drumline.pipeline.saving.loader import agreed_paths
-from drumline.pipeline.state.whole_matrices import WholeMatrices
-from drumline.pipeline.verify.plain_step import _Collected
+from drumline.pipeline.unsplit.plain_step import _Collected
+from drumline.pipeline.updates.whole_matrices import WholeMatrices
 from drumline.pipeline.verify.verify import verify
 from drumline.runtime.axes.slices import Slice
 from torch_models import mlp
@@ -71,7 +71,7 @@ def test_ranks_that_are_gone_are_known_to_who_stops(lost: bool, monkeypatch: pyt
 
 
 def test_without_a_pipeline_no_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "drumline.pipeline.crew")
+    monkeypatch.delitem(sys.modules, "drumline.pipeline.ranks.crew")
     assert stop._others_are_gone() is False
 
 

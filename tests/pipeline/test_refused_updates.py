@@ -14,9 +14,9 @@ from drumline.core.errors import MismatchError, ModelError, NonFiniteError
 from drumline.core.program import Program
 from drumline.model.block import Block
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.programs import edges_of
-from drumline.pipeline.state.frozen import Frozen
-from drumline.pipeline.transports import agree
+from drumline.pipeline.program.find import edges_of
+from drumline.pipeline.program.frozen import Frozen
+from drumline.pipeline.ranks.transports import agree
 from drumline.schedules import generate
 from some import some
 from torch_models import data, mlp

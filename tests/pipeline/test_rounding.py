@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.pipeline.check.rounding import DRAWS, Nudged, Rounding
-from drumline.pipeline.verify.plain_step import Wanted
+from drumline.pipeline.unsplit.plain_step import Wanted
 
 pytestmark = pytest.mark.torch
 

@@ -26,7 +26,7 @@ from drumline.model.block import blocks_of
 from drumline.model.blocks.cut import cut
 from drumline.model.randomness import Randomness
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.state.validated import Validation
+from drumline.pipeline.updates.validated import Validation
 from drumline.schedules import generate
 from matrices import ALL, long, matrix
 from reference_step import reference_step

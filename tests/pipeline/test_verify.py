@@ -23,7 +23,7 @@ from drumline.core.errors import (
 )
 from drumline.pipeline.model.sources import Material
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.step import StepResult
+from drumline.pipeline.steps.result import StepResult
 from drumline.pipeline.verify.result import Verification, difference
 from drumline.pipeline.verify.verify import verify
 from drumline.schedules import generate

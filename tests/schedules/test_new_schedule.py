@@ -143,7 +143,7 @@ def test_a_recipe_that_refuses_small_counts_has_no_facts_and_hurts_nobody() -> N
 QUOTED = {
     "cli/verify.py": {"1f1b"},
     "core/simulate/simulate.py": {"1f1b"},
-    "pipeline/balance.py": {"1f1b"},
+    "pipeline/stages/balance.py": {"1f1b"},
     "pipeline/verify/verify.py": {"1f1b"},
     "plan/cluster/layout.py": {"1f1b"},
     "plan/cluster/published.py": {"1f1b", "interleaved-1f1b"},

@@ -13,7 +13,7 @@ import torch
 
 from drumline.core.errors import ConfigError
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.state.validated import Validation
+from drumline.pipeline.updates.validated import Validation
 from drumline.train.config.files.read import read_settings
 from drumline.train.config.settings import (
     BatchSettings,

@@ -18,11 +18,11 @@ from drumline.core.errors import UsageError
 from drumline.core.program import Program
 from drumline.core.state import with_state
 from drumline.model.block import Block
-from drumline.pipeline.engine import Engine
 from drumline.pipeline.options import Options
+from drumline.pipeline.ranks.agreement import plan_of
+from drumline.pipeline.stages.engine import Engine
 from drumline.pipeline.state.tensors import Holdings
-from drumline.pipeline.state.updates import Updates
-from drumline.pipeline.verify.agreement import plan_of
+from drumline.pipeline.updates.updates import Updates
 from drumline.runtime.axes.axes import DATA, Axes
 from drumline.runtime.axes.experts.parallel import ExpertParallel
 from drumline.runtime.axes.sharding import FullShards, StateShards

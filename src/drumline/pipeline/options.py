@@ -18,11 +18,11 @@ from drumline.core.errors import ModelError, UsageError, counted
 from drumline.core.program import Program
 from drumline.model.block import Model
 from drumline.model.weights.files import Weights
-from drumline.pipeline import transports
-from drumline.pipeline.assembly import Checkpointing
 from drumline.pipeline.check.sentinels import When, is_when
-from drumline.pipeline.lengths import programs
 from drumline.pipeline.model import splits
+from drumline.pipeline.program import programs
+from drumline.pipeline.ranks import transports
+from drumline.pipeline.stages.assembly import Checkpointing
 from drumline.plan.device.plan import Plan
 from drumline.plan.device.planner import Planned
 from drumline.runtime.axes import axes as meshes

@@ -24,10 +24,10 @@ from drumline.pipeline.saving.saver import Saving
 from drumline.pipeline.saving.state import State
 from drumline.pipeline.setup import set_up
 from drumline.pipeline.state.names import matching
-from drumline.pipeline.state.scaler import LossScaler
-from drumline.pipeline.state.validated import Verdict, refusal
-from drumline.pipeline.state.validated import check as validated_after
-from drumline.pipeline.step import CalledWith, StepResult, output_of
+from drumline.pipeline.steps.result import CalledWith, StepResult, output_of
+from drumline.pipeline.updates.scaler import LossScaler
+from drumline.pipeline.updates.validated import Verdict, refusal
+from drumline.pipeline.updates.validated import check as validated_after
 from drumline.runtime.axes.axes import AXES, Axes
 from drumline.runtime.gradients import clip
 from drumline.runtime.step import Step
@@ -173,8 +173,8 @@ class Pipeline:
         call = self._run.part_of(given)
         step.wants_outputs, step.share = _switched(outputs), _shared(share)
         self._run.refuse(step)
-        self._run.adapt(step, self._mover.repartition)
-        self._run.run_by(step, program)
+        self._run.choice.adapt(step, self._mover.repartition)
+        self._run.choice.run_by(step, program)
         self._run.catch_up(step)
         self._run.check_before(step, call, given)
         tally = self._run.run(step, call)
@@ -195,7 +195,7 @@ class Pipeline:
         Ranks with the last stage return `result.output`, unless `outputs=False`.
         """
         wanted, step = _switched(outputs), self._new_step(train=False)
-        self._run.run_by(step, program)
+        self._run.choice.run_by(step, program)
         self._run.pause("eval_step")
         with self._recording.between.during("evaluate"):
             self._run.catch_up(step)
@@ -314,7 +314,7 @@ class Pipeline:
         >>> pipe.take_program("gpipe", num_microbatches=2).num_microbatches
         2
         """
-        return self._run.take_program(program, num_microbatches)
+        return self._run.choice.take_program(program, num_microbatches)
 
     def search(self, sizes: Iterable[Any], *, seconds: float = 2.0, num_steps: int = 1000) -> SearchedSizes:
         """Search a program for steps whose microbatches have these sizes: lengths, or (rows, length) for each.
@@ -333,7 +333,8 @@ class Pipeline:
     @property
     def searched(self) -> Searched | None:
         """On rank 0 with schedule="auto", the result of the search and its gain; None before the search."""
-        return None if self._run.auto is None else self._run.auto.searched
+        auto = self._run.choice.auto
+        return None if auto is None else auto.searched
 
     @property
     def blocks(self) -> list[list[str]]:
@@ -556,8 +557,8 @@ class Pipeline:
     def _close(self, most_seconds: float | None = None) -> None:
         self._state.finish(most_seconds)
         self._recording.close()
-        if self._run.adapting is not None:
-            self._run.adapting.close()
+        if (adapting := self._run.choice.adapting) is not None:
+            adapting.close()
         self._crew.close()
 
     def __repr__(self) -> str:

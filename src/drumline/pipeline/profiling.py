@@ -33,14 +33,14 @@ from drumline.core.measured.measured import Measured
 from drumline.model.block import Block
 from drumline.model.follow.inputs import Inputs
 from drumline.model.values import moved, pack, unpack
-from drumline.pipeline import transports
-from drumline.pipeline.crew import Crew
-from drumline.pipeline.intake import Intake
 from drumline.pipeline.model import sources
 from drumline.pipeline.model.blocks import blocks_for, example_inputs
 from drumline.pipeline.model.sources import Maker, Material
 from drumline.pipeline.options import device_named
 from drumline.pipeline.pipeline import Pipeline
+from drumline.pipeline.ranks import transports
+from drumline.pipeline.ranks.crew import Crew
+from drumline.pipeline.stages.intake import Intake
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.model_profile import Identity, ModelProfile, ProfiledLink, merged
 from drumline.plan.device.overheads import Overheads

@@ -27,37 +27,42 @@ from drumline.model.precision import Precision
 from drumline.model.randomness import Randomness
 from drumline.model.weights.materialise import materialise
 from drumline.model.weights.tied import Ties
-from drumline.pipeline import assembly, transports
 from drumline.pipeline.adapting.adapting import Adapting, decider_for
 from drumline.pipeline.adapting.auto_schedule import AUTO, AutoSchedule, first_schedule
-from drumline.pipeline.assembly import Assembly, loss_block
-from drumline.pipeline.balance import Balance, chosen_stages
 from drumline.pipeline.check.buffers import LineBuffers
 from drumline.pipeline.check.lines import LineParts
 from drumline.pipeline.check.model_check import ModelCheck
 from drumline.pipeline.check.watched import Watched
-from drumline.pipeline.crew import Crew
+from drumline.pipeline.cutting import chosen_stages
 from drumline.pipeline.dividing import Dividing
-from drumline.pipeline.engine import CapturingEngine, Engine
-from drumline.pipeline.intake import Intake
 from drumline.pipeline.lengths.arrange import Arranging
-from drumline.pipeline.lengths.programs import Programs, named_programs
 from drumline.pipeline.model.blocks import is_chain
 from drumline.pipeline.options import Options, device_named
-from drumline.pipeline.programs import program_for
+from drumline.pipeline.program.find import program_for
+from drumline.pipeline.program.frozen import Frozen
+from drumline.pipeline.program.programs import Programs, named_programs
+from drumline.pipeline.ranks import transports
+from drumline.pipeline.ranks.agreement import Followed, agree_on_lines, code_of, first_difference, plan_of, weights_of
+from drumline.pipeline.ranks.crew import Crew
+from drumline.pipeline.ranks.tally import Ledger
+from drumline.pipeline.ranks.unused import unused_in
 from drumline.pipeline.record.loads import ExpertLoads
 from drumline.pipeline.record.recording import Recording
-from drumline.pipeline.record.tally import Ledger
-from drumline.pipeline.state.frozen import Frozen, unused_in
-from drumline.pipeline.state.kept import KeptBuffers
+from drumline.pipeline.stages import assembly
+from drumline.pipeline.stages.assembly import Assembly, loss_block
+from drumline.pipeline.stages.balance import Balance
+from drumline.pipeline.stages.engine import CapturingEngine, Engine
+from drumline.pipeline.stages.intake import Intake
 from drumline.pipeline.state.materialise import opened
 from drumline.pipeline.state.shared_state import Shared, refuse_hidden
-from drumline.pipeline.state.stream import Stream, check_options, check_ties, rows_of
 from drumline.pipeline.state.tensors import Holdings
-from drumline.pipeline.state.updates import Updates
-from drumline.pipeline.state.validated import Validation
-from drumline.pipeline.step import StepRun
-from drumline.pipeline.verify.agreement import Followed, agree_on_lines, code_of, first_difference, plan_of, weights_of
+from drumline.pipeline.steps.program_choice import ProgramChoice
+from drumline.pipeline.steps.step import StepRun
+from drumline.pipeline.streaming import check_options, check_ties, is_synchronous, rows_of
+from drumline.pipeline.updates.kept import KeptBuffers
+from drumline.pipeline.updates.stream import Stream
+from drumline.pipeline.updates.updates import Updates
+from drumline.pipeline.updates.validated import Validation
 from drumline.plan.device.blocks import Profile
 from drumline.runtime.axes.axes import DATA, Axes
 from drumline.runtime.axes.context import whole_context
@@ -171,7 +176,8 @@ class _SetUp:
         stream = None
         if self.program.num_updates:
             rows = rows_of(given, self.program, frozen.pruned_too)
-            stream = Stream(engine, updates, programs, rows, given)
+            how = {"check_finite": given.check_finite, "is_synchronous": is_synchronous(given)}
+            stream = Stream(engine, updates, programs, rows, **how)
             recording.notes_late = 1 + stream.num_ahead
         intake.precise = any(one.dtype is torch.float64 for one in holdings.parameters())
         frozen.forget_all_but(engine.assembly.cuts)
@@ -189,6 +195,7 @@ class _SetUp:
         followed = Followed(blocks)
         auto = AutoSchedule(crew, ledger, frozen) if given.schedule == AUTO else None
         adapting = self._adapting(stages, profile, ledger, recording, engine)
+        choice = ProgramChoice(crew, programs, frozen, engine, intake, recording, stream, auto, adapting)
         arranging = Arranging(
             crew, lambda: programs[engine.number] if engine.number else frozen.program, is_on=given.arrange
         )
@@ -210,7 +217,7 @@ class _SetUp:
         ]
         return StepRun(
             crew, ledger, intake, frozen, engine, holdings, updates, recording, watched, followed, check,
-            observers, auto, adapting, balance, given.check_finite, programs, arranging, positions, stream,
+            observers, choice, balance, given.check_finite, programs, arranging, positions, stream,
         )  # fmt: skip
 
     def _adapting(

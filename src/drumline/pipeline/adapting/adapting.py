@@ -25,12 +25,12 @@ from drumline.core.errors import DrumlineError, ModelError, RunError, UsageError
 from drumline.core.program import Program
 from drumline.model.block import Block
 from drumline.model.blocks.cut import guessed_costs
-from drumline.pipeline.assembly import LossHolder
-from drumline.pipeline.crew import Crew
-from drumline.pipeline.engine import Engine
-from drumline.pipeline.observer import Observer
+from drumline.pipeline.ranks.crew import Crew
+from drumline.pipeline.ranks.observer import Observer
+from drumline.pipeline.ranks.tally import Ledger
 from drumline.pipeline.record.recording import Recording
-from drumline.pipeline.record.tally import Ledger
+from drumline.pipeline.stages.assembly import LossHolder
+from drumline.pipeline.stages.engine import Engine
 from drumline.plan.device.blocks import Profile
 from drumline.runtime.step import Step
 from drumline.schedules import generate, schedules

@@ -21,10 +21,10 @@ from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
-from drumline.pipeline.crew import Crew
-from drumline.pipeline.observer import Observer
-from drumline.pipeline.record.tally import Ledger
-from drumline.pipeline.state.frozen import Frozen
+from drumline.pipeline.program.frozen import Frozen
+from drumline.pipeline.ranks.crew import Crew
+from drumline.pipeline.ranks.observer import Observer
+from drumline.pipeline.ranks.tally import Ledger
 from drumline.plan.search.search import search
 from drumline.runtime.step import Step
 from drumline.schedules import schedules

@@ -30,13 +30,13 @@ from drumline.pipeline.check.row import Row
 from drumline.pipeline.check.sample import Sample
 from drumline.pipeline.check.sketched import Expected
 from drumline.pipeline.check.verdict import allowed_off
-from drumline.pipeline.crew import Crew
-from drumline.pipeline.engine import Engine
-from drumline.pipeline.intake import Intake
+from drumline.pipeline.ranks.agreement import Given, agree_on_batch, first_difference, samples_of
+from drumline.pipeline.ranks.crew import Crew
+from drumline.pipeline.stages.engine import Engine
+from drumline.pipeline.stages.intake import Intake
 from drumline.pipeline.state.tensors import Holdings
-from drumline.pipeline.verify.agreement import Given, agree_on_batch, first_difference, samples_of
-from drumline.pipeline.verify.plain import ByItself
-from drumline.pipeline.verify.plain_step import Slice, Wanted, plain_steps
+from drumline.pipeline.unsplit.plain import ByItself
+from drumline.pipeline.unsplit.plain_step import Slice, Wanted, plain_steps
 from drumline.runtime.axes.slices import slice_of
 from drumline.runtime.execute.executor import Executor
 from drumline.runtime.gradients.sketch import sketch

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drumline.core.errors import ModelError
 from drumline.model.catalogue import Place
-from drumline.pipeline.observer import Observer
+from drumline.pipeline.ranks.observer import Observer
 from drumline.runtime.axes.axes import Axes
 from drumline.runtime.step import Step
 

@@ -24,10 +24,10 @@ from drumline.pipeline.check.reference import Reference
 from drumline.pipeline.check.sentinels import Sentinels, When
 from drumline.pipeline.check.trial import Trial
 from drumline.pipeline.check.verdict import Checked, Outcome, merged, verdict
-from drumline.pipeline.crew import Crew
-from drumline.pipeline.engine import Engine
-from drumline.pipeline.intake import Intake
-from drumline.pipeline.observer import Observer
+from drumline.pipeline.ranks.crew import Crew
+from drumline.pipeline.ranks.observer import Observer
+from drumline.pipeline.stages.engine import Engine
+from drumline.pipeline.stages.intake import Intake
 from drumline.pipeline.state.tensors import Holdings
 from drumline.runtime.gradients.heap import giving_back
 from drumline.runtime.step import Step

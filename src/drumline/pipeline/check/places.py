@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from drumline.model.block import Block
 from drumline.model.blocks.pieces import Piece
-from drumline.pipeline.assembly import LossHolder
+from drumline.pipeline.stages.assembly import LossHolder
 
 
 @dataclass(frozen=True, slots=True)

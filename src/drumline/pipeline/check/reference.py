@@ -19,7 +19,7 @@ from drumline.model.follow.skeleton import copied
 from drumline.model.weights.absent import without_memory
 from drumline.pipeline.check.places import Home, Places
 from drumline.pipeline.model.blocks import is_chain
-from drumline.pipeline.verify.plain import Plain
+from drumline.pipeline.unsplit.plain import Plain
 
 _ROOM = 0.5  # of the memory that is free: what bringing a whole model to a device may take
 

@@ -28,7 +28,7 @@ from drumline.model.randomness import Randomness
 from drumline.model.values import pack, plain_in, unpack
 from drumline.model.watch.fingerprint import can_change
 from drumline.pipeline.check.places import Home, Places
-from drumline.pipeline.crew import Crew
+from drumline.pipeline.ranks.crew import Crew
 
 MOST_BYTES = 512 * 2**20  # most bytes that blocks send in total
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drumline.model.precision import LOW
-from drumline.pipeline.verify.comparing import norm_of, off, outputs_off
-from drumline.pipeline.verify.plain_step import Wanted
+from drumline.pipeline.unsplit.comparing import norm_of, off, outputs_off
+from drumline.pipeline.unsplit.plain_step import Wanted
 
 # What a pipeline may be off, of what a nudged run is: it rounds at several places where one process has one.
 TIMES = 4.0

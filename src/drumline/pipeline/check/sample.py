@@ -10,9 +10,9 @@ import torch
 
 from drumline.model.values import moved, pack
 from drumline.pipeline.check.lines import LineParts
-from drumline.pipeline.crew import Crew
-from drumline.pipeline.intake import Intake
-from drumline.pipeline.verify.plain_step import Slice
+from drumline.pipeline.ranks.crew import Crew
+from drumline.pipeline.stages.intake import Intake
+from drumline.pipeline.unsplit.plain_step import Slice
 from drumline.runtime.step import Step
 
 _HOST = torch.device("cpu")

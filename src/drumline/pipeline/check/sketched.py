@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from drumline.pipeline.check.rounding import TIMES
 from drumline.pipeline.check.verdict import FLOOR
-from drumline.pipeline.verify.comparing import off
+from drumline.pipeline.unsplit.comparing import off
 from drumline.runtime.execute.executor import Executor
 from drumline.runtime.gradients.sketch import distances, norms, sketch
 

@@ -22,8 +22,8 @@ from drumline.pipeline.check.asking import Asking, Take
 from drumline.pipeline.check.rounding import DRAWS, TIMES
 from drumline.pipeline.check.sketched import Expected, Found, differences, found_by, unsettled
 from drumline.pipeline.check.verdict import Outcome
-from drumline.pipeline.verify.comparing import few, norm_of, off, outputs_off
-from drumline.pipeline.verify.plain_step import Wanted
+from drumline.pipeline.unsplit.comparing import few, norm_of, off, outputs_off
+from drumline.pipeline.unsplit.plain_step import Wanted
 from drumline.runtime.gradients.sketch import sketch
 from drumline.runtime.step import Step
 

@@ -9,7 +9,7 @@ import torch
 
 from drumline.channel.rank_names import BY_NUMBER, RankNames
 from drumline.core.errors import ModelError
-from drumline.pipeline.assembly import Assembly
+from drumline.pipeline.stages.assembly import Assembly
 
 FLOOR = 1e-6  # of all gradients' norm: what is smaller is rounding
 

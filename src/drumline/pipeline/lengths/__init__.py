@@ -1,1 +1,1 @@
-"""Steps of unequal microbatches: a program for each bucket of lengths, and the order that serves them best."""
+"""Steps of unequal microbatches: what each size takes, and the order that serves them best."""

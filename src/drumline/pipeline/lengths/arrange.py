@@ -20,10 +20,10 @@ from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import makespans, simulate
 from drumline.core.timeline.idle import Limit
-from drumline.pipeline.crew import Crew
 from drumline.pipeline.lengths.sizes import Size, SizeCosts, fitted, sizes_given
-from drumline.pipeline.observer import Observer
-from drumline.pipeline.record.tally import Tally, Told
+from drumline.pipeline.ranks.crew import Crew
+from drumline.pipeline.ranks.observer import Observer
+from drumline.pipeline.ranks.tally import Tally, Told
 from drumline.plan.search.search import search
 from drumline.runtime.step import Step
 

@@ -28,7 +28,7 @@ from drumline.pipeline.moving.parcels import Freight, Parcel, Unpacked, freights
 from drumline.plan.cut.peaks import held_by
 
 if TYPE_CHECKING:
-    from drumline.pipeline.step import StepRun
+    from drumline.pipeline.steps.step import StepRun
 
 _DURING = "the move of layers"
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from drumline.model.blocks.script import Script
-from drumline.pipeline.engine import Engine
-from drumline.pipeline.observer import Observer
-from drumline.pipeline.record.tally import Told
+from drumline.pipeline.ranks.observer import Observer
+from drumline.pipeline.ranks.tally import Told
+from drumline.pipeline.stages.engine import Engine
 from drumline.runtime.axes.axes import DATA, Axes
 from drumline.runtime.axes.experts.moe import Experts, MoE
 from drumline.runtime.axes.experts.parallel import is_experts, taken

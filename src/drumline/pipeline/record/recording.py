@@ -24,14 +24,14 @@ from drumline.core.errors import RunError, UsageError
 from drumline.core.measured.align import Dial
 from drumline.core.measured.record import BETWEEN, Record
 from drumline.core.program import Program
-from drumline.pipeline.assembly import Assembly
-from drumline.pipeline.balance import Balance
-from drumline.pipeline.crew import Crew
-from drumline.pipeline.lengths.programs import Programs
-from drumline.pipeline.observer import Observer
+from drumline.pipeline.program.programs import Programs
+from drumline.pipeline.ranks.crew import Crew
+from drumline.pipeline.ranks.observer import Observer
+from drumline.pipeline.ranks.tally import Ledger, Tally, Told
 from drumline.pipeline.record.continued import set_aside
 from drumline.pipeline.record.run_folder import RunFolder, config_of, environment_of, plan_of, problem
-from drumline.pipeline.record.tally import Ledger, Tally, Told
+from drumline.pipeline.stages.assembly import Assembly
+from drumline.pipeline.stages.balance import Balance
 from drumline.pipeline.state.tensors import Holdings
 from drumline.runtime.draft import END, LEAVE, Clock, Draft
 from drumline.runtime.step import Step

@@ -40,9 +40,9 @@ from drumline.core.measured.run import (
 from drumline.core.program import Program
 from drumline.core.version import __version__
 from drumline.model.blocks.cut import guessed_costs
-from drumline.pipeline.assembly import Assembly
-from drumline.pipeline.balance import Balance
 from drumline.pipeline.record.outbox import ADDING, Outbox
+from drumline.pipeline.stages.assembly import Assembly
+from drumline.pipeline.stages.balance import Balance
 from drumline.runtime.capture.cuda import device_name
 
 _SECONDS_TO_FLUSH = 1.0

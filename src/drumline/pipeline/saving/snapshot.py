@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from drumline.core.errors import ModelError, RecordError
-
-_PLAIN = (bool, int, float, str, type(None))
+from drumline.pipeline.updates.optimizer_state import PLAIN, plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +59,6 @@ def optimizer_share(number: int, optimizer: Optimizer) -> tuple[dict[str, Tensor
                 numbers.setdefault(name, {})[key] = plain(value, f"{name}'s {key}")
     groups = [{key: plain(value, key) for key, value in one.items()} for one in state["param_groups"]]
     return tensors, {"kind": type(optimizer).__name__, "groups": groups, "numbers": numbers}
-
-
-def plain(value: Any, what: str) -> Any:
-    """Return a setting as JSON has it."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, tuple | list):
-        return [plain(one, what) for one in value]
-    if not isinstance(value, _PLAIN):
-        raise RecordError(
-            f"the optimizer's {what} is a {type(value).__name__}", expected="a number, a text or a tensor"
-        )
-    return value
 
 
 def joined_groups(shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -135,7 +121,7 @@ def fits(stored: Any, own: Any) -> bool:
         return isinstance(stored, list) and len(stored) == len(own) and all(map(fits, stored, own))
     if isinstance(own, str):
         return stored is None or isinstance(stored, str)
-    return isinstance(stored, _PLAIN) if own is None else True
+    return isinstance(stored, PLAIN) if own is None else True
 
 
 def generators(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:

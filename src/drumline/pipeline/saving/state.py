@@ -21,12 +21,12 @@ from drumline.pipeline.saving.plain import packed, unpacked
 from drumline.pipeline.saving.saver import Saver, Saving
 from drumline.pipeline.saving.shelf import Choice, Shelf
 from drumline.pipeline.saving.snapshot import Snapshot
-from drumline.pipeline.state.stream import check_goes_on
+from drumline.pipeline.updates.stream import check_goes_on
 from drumline.runtime.axes.axes import Axes
 from drumline.runtime.axes.slices import FlatSlice, Slice, cut_out, put_together, slice_of, writes
 
 if TYPE_CHECKING:
-    from drumline.pipeline.step import StepRun
+    from drumline.pipeline.steps.step import StepRun
 
 _MOST_STEPS = 2**53
 

@@ -1,1 +1,1 @@
-"""Parameters, buffers, optimizers and scales: who holds them, and how to store, update and return them."""
+"""Parameters and buffers: who holds them, under which names, and how to store and return them."""

@@ -12,7 +12,7 @@ from drumline.core.errors import ModelError
 from drumline.model.block import Block, blocks_of
 from drumline.model.weights import materialise as runtime
 from drumline.model.weights.files import Weights as Weights
-from drumline.pipeline.assembly import device_of
+from drumline.pipeline.stages.assembly import device_of
 
 M = TypeVar("M")
 

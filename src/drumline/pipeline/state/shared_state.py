@@ -19,8 +19,8 @@ from drumline.model.block import Block
 from drumline.model.catalogue import Place, places_in
 from drumline.model.watch.fingerprint import plain_in
 from drumline.model.weights.tied import HeldTensor, Ties
-from drumline.pipeline.engine import Engine
-from drumline.pipeline.observer import Observer
+from drumline.pipeline.ranks.observer import Observer
+from drumline.pipeline.stages.engine import Engine
 from drumline.runtime.stage import Stage
 from drumline.runtime.step import Step
 

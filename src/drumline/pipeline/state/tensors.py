@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from drumline.core.errors import DrumlineError, ModelError, nearest
 from drumline.model.block import Block
 from drumline.model.weights.tied import Copies, Ties
-from drumline.pipeline.crew import Crew
-from drumline.pipeline.moving.chain import Chain
-from drumline.pipeline.observer import Observer
+from drumline.pipeline.ranks.crew import Crew
+from drumline.pipeline.ranks.observer import Observer
+from drumline.pipeline.stages.chain import Chain
 from drumline.runtime.axes.sharding import FullShards
 from drumline.runtime.axes.slices import FlatSlice, Slice, cut_out, put_together, sharded_over, slice_of
 from drumline.runtime.execute.executor import Executor

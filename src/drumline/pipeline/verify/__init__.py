@@ -1,1 +1,1 @@
-"""Compare a pipeline with one process: the unsplit model, what `verify` does with it, and agreement between ranks."""
+"""Compare a whole pipeline with one process: what `verify` runs, and what came of it."""

@@ -23,14 +23,14 @@ from drumline.model.microbatches import has_microbatches
 from drumline.model.randomness import HostChance, Randomness
 from drumline.model.values import moved, pack
 from drumline.model.weights.tied import Ties
-from drumline.pipeline.assembly import device_of
 from drumline.pipeline.loss.own_loss import OwnWeight, own_loss
 from drumline.pipeline.loss.targets import size_of
 from drumline.pipeline.model.blocks import blocks_for, example_inputs
 from drumline.pipeline.model.sources import Material
+from drumline.pipeline.stages.assembly import device_of
+from drumline.pipeline.unsplit.keeping import undisturbed
+from drumline.pipeline.unsplit.plain import Plain
 from drumline.pipeline.verify.batches import can_turn, turned
-from drumline.pipeline.verify.keeping import undisturbed
-from drumline.pipeline.verify.plain import Plain
 from drumline.plan.cut.peaks import held_by
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.batch import num_rows, shares

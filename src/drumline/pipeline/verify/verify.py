@@ -30,11 +30,11 @@ from drumline.core.program import Program
 from drumline.model.follow.inputs import Inputs
 from drumline.model.microbatches import has_microbatches
 from drumline.model.precision import one_thread
-from drumline.pipeline.assembly import Checkpointing
 from drumline.pipeline.model.blocks import example_inputs
 from drumline.pipeline.model.sources import Maker, Material, material_from
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.programs import program_for
+from drumline.pipeline.program.find import program_for
+from drumline.pipeline.stages.assembly import Checkpointing
 from drumline.pipeline.verify.batches import can_turn, turned
 from drumline.pipeline.verify.one_process import (
     LEARNING_RATE,

@@ -24,7 +24,7 @@ from drumline.channel.launch.stop import asked
 from drumline.core.errors import BatchError, RunError, UsageError
 from drumline.core.measured.measured import Measured
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.step import StepResult
+from drumline.pipeline.steps.result import StepResult
 from drumline.runtime.axes.axes import ROWS
 from drumline.train.config.settings import TrainSettings
 from drumline.train.data.items.batch import Batch, Data

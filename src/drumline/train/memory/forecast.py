@@ -33,13 +33,13 @@ from drumline.model.blocks.cut import cut
 from drumline.model.precision import LOW, Precision, casts_kept
 from drumline.model.randomness import Randomness
 from drumline.model.values import moved, pack
-from drumline.pipeline.assembly import checkpointed
-from drumline.pipeline.balance import is_asked
-from drumline.pipeline.intake import Intake
+from drumline.pipeline.cutting import is_asked
 from drumline.pipeline.model.blocks import blocks_for, example_inputs
 from drumline.pipeline.options import Options
-from drumline.pipeline.programs import program_for
-from drumline.pipeline.state.frozen import trainable
+from drumline.pipeline.program.find import program_for
+from drumline.pipeline.program.frozen import trainable
+from drumline.pipeline.stages.assembly import checkpointed
+from drumline.pipeline.stages.intake import Intake
 from drumline.plan.cut.peaks import held_by
 from drumline.plan.cut.timed import TimedCuts, steps_of
 from drumline.plan.device.blocks import Profile

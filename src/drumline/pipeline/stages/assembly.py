@@ -18,7 +18,7 @@ from drumline.model.block import Block
 from drumline.model.precision import Precision
 from drumline.model.randomness import Randomness
 from drumline.model.weights.tied import Copies, Ties
-from drumline.pipeline import transports
+from drumline.pipeline.ranks import transports
 from drumline.runtime.backward.compiled import Compiler
 from drumline.runtime.gradients import clip
 from drumline.runtime.stage import Loss, Stage

@@ -15,9 +15,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from drumline.core.errors import ModelError, RunError, nearest
+from drumline.core.errors import ModelError, RecordError, RunError, nearest
 
 NamedTensors = Callable[[], Iterable[tuple[str, Tensor]]]
+PLAIN = (bool, int, float, str, type(None))  # what JSON has
 
 
 class StateByName:
@@ -86,6 +87,19 @@ class StateByName:
             made.append({**settings, "params": [position[name] for name in own]})
         held = {position[name]: one for name, one in state.items() if name in position}
         return {**given, "state": held, "param_groups": made}
+
+
+def plain(value: Any, what: str) -> Any:
+    """Return a setting of an optimizer as JSON has it."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, tuple | list):
+        return [plain(one, what) for one in value]
+    if not isinstance(value, PLAIN):
+        raise RecordError(
+            f"the optimizer's {what} is a {type(value).__name__}", expected="a number, a text or a tensor"
+        )
+    return value
 
 
 def _checked(given: Any) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:

@@ -24,8 +24,8 @@ from drumline.channel.in_process import Hub, take_turns
 from drumline.channel.rank_names import RankNames
 from drumline.core.errors import MismatchError, RunError, UsageError
 from drumline.core.program import Program
-from drumline.pipeline import transports
-from drumline.pipeline.programs import edges_of
+from drumline.pipeline.program.find import edges_of
+from drumline.pipeline.ranks import transports
 from drumline.runtime.axes.axes import Axes
 from drumline.runtime.capture.capture import Drive
 

@@ -1,9 +1,8 @@
-"""Choose where to cut a model: time every block on this device with an example batch, then pick the best cut."""
+"""The best cut of a model: time every block on this device with a batch, then search."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,34 +15,25 @@ from torch import Tensor
 
 from drumline.core.action import COMPUTE_OPS
 from drumline.core.costs import Costs
-from drumline.core.errors import DrumlineError, ModelError
+from drumline.core.errors import DrumlineError
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.timeline import Timeline
 from drumline.model.block import Block, Model
-from drumline.model.blocks.cut import check_enough, cut
-from drumline.model.precision import Precision
+from drumline.model.blocks.cut import check_enough
 from drumline.model.values import moved
-from drumline.pipeline import transports
-from drumline.pipeline.assembly import device_of
-from drumline.pipeline.crew import Crew
-from drumline.pipeline.intake import Intake
 from drumline.pipeline.model.blocks import blocks_for, example_inputs
-from drumline.pipeline.options import Options
-from drumline.pipeline.programs import program_for
+from drumline.pipeline.program.find import program_for
+from drumline.pipeline.ranks import transports
+from drumline.pipeline.stages.assembly import device_of
+from drumline.pipeline.stages.intake import Intake
 from drumline.plan.cut.partition import Partition
-from drumline.plan.cut.peaks import held_by
 from drumline.plan.cut.timed import TimedCuts, steps_of
 from drumline.plan.device.blocks import Profile
-from drumline.plan.device.model_profile import refuse_other
-from drumline.plan.device.plan import Plan
 from drumline.plan.device.stages import split_share
 from drumline.profile.blocks import profile
-from drumline.profile.identity import identity_of
 from drumline.report.draw.table import table
 from drumline.runtime.stage import Loss
-
-_SECONDS_TO_MEASURE = 10.0  # after the first run of each block
 
 
 @dataclass(frozen=True)
@@ -180,12 +170,12 @@ def balance(
         given = (example_inputs(model, batch), "the batch"), (target, "the target")
         loss_fn = intake.loss if intake.has_loss else None
         how: Any = {"max_bytes": max_bytes, "optimizer_states": optimizer_states, "num_runs": num_runs}
-        return _balanced(blocks, program, intake, *given, loss_fn, **how)
+        return balanced(blocks, program, intake, *given, loss_fn, **how)
 
-    return _of_rank_0(measured, _gathered) if transports.started_by_launcher() else measured()
+    return of_rank_0(measured, _gathered) if transports.started_by_launcher() else measured()
 
 
-def _balanced(
+def balanced(
     blocks: Sequence[Block],
     program: Program,
     intake: Intake,
@@ -221,7 +211,7 @@ def _gathered(value: object) -> list[Any]:
     return told
 
 
-def _of_rank_0(measured: Callable[[], Balance], gathered: Callable[[object], list[Any]]) -> Balance:
+def of_rank_0(measured: Callable[[], Balance], gathered: Callable[[object], list[Any]]) -> Balance:
     """Measure on all ranks at once; return the result of rank 0, or raise the error of any rank."""
     mine: Balance | DrumlineError
     gathered(None)
@@ -240,79 +230,3 @@ def _of_rank_0(measured: Callable[[], Balance], gathered: Callable[[object], lis
 def _splits(program: Program) -> bool:
     """Whether most backwards of the program are split into I and W."""
     return split_share(program) > 0.5
-
-
-def is_asked(balance: Sequence[int] | str | None, cuts: Sequence[str] | None, example: Any) -> bool:
-    """Whether to find the cut by measurement.
-
-    >>> is_asked(None, None, None), is_asked(None, None, [1.0]), is_asked([2, 2], None, [1.0])
-    (False, True, False)
-    """
-    asked = isinstance(balance, str) and balance == "auto"
-    if asked and example is None:
-        raise ModelError(
-            "balance is 'auto' but there is no example batch",
-            expected="an example batch for timing the blocks",
-            fix="pass example=, a batch like those you pass to step, and example_target= if you use loss_fn",
-        )
-    return asked or (balance is None and cuts is None and example is not None)
-
-
-def chosen_stages(
-    given: Options, crew: Crew, program: Program, intake: Intake, precision: Precision
-) -> tuple[list[tuple[Block, ...]], Balance | None, Profile | None]:
-    """Return the blocks of every stage, the cut and its measurements if it was chosen by them, and what blocks take.
-
-    Blocks of a given cut are timed too if layers may move later.
-    """
-    blocks = blocks_for(
-        given.model,
-        given.example,
-        intake.device,
-        num_microbatches=program.num_microbatches,
-        cuts=given.cuts,
-        split=given.split,
-    )
-    balance, measured, timed = given.balance, None, None
-    if isinstance(given.plan, Plan):
-        refuse_other(given.plan.model, identity_of(blocks, type(given.model).__name__), "the plan")
-    elif is_asked(balance, given.cuts, given.example):
-        with precision.autocast:
-            measured = _measured(given, crew, program, intake, blocks)
-        balance = None if measured is None else measured.counts
-    elif given.moves_layers and given.example is not None:
-        with precision.autocast:
-            timed = _timed(given, crew, program, intake, blocks)
-    stages = cut(blocks, program.num_stages, balance, given.cuts, held=held_by(program))
-    known = measured or timed
-    return stages, measured, None if known is None else known.profile
-
-
-def _measured(given: Options, crew: Crew, program: Program, intake: Intake, blocks: Sequence[Block]) -> Balance | None:
-    """Time the blocks on all ranks at once, print and return rank 0's best cut; None for a model on meta."""
-    found = _timed(given, crew, program, intake, blocks)
-    if found is not None and crew.rank == crew.axes.number == 0:
-        print(f"{found.table()}\nbalance={list(found.counts)}, measured on {found.profile.device}", file=sys.stderr)
-        if found.profile.disturbed:
-            print(f"{found.profile.disturbed} Measure again on an idle machine, or pass balance=.", file=sys.stderr)
-    return found
-
-
-def _timed(given: Options, crew: Crew, program: Program, intake: Intake, blocks: Sequence[Block]) -> Balance | None:
-    """Time the blocks on all ranks at once, and return rank 0's best cut; None for a model on meta."""
-    if any(one.is_meta for block in blocks for one in block.module.parameters()):
-        return None
-    for block in blocks:
-        block.module.to(intake.device)
-    has_loss = intake.own or (intake.has_loss and given.example_target is not None)
-    measured = partial(
-        _balanced,
-        blocks,
-        program,
-        intake,
-        (example_inputs(given.model, given.example), "the example"),
-        (given.example_target, "the example's target"),
-        intake.loss if has_loss else None,
-        max_seconds=_SECONDS_TO_MEASURE,
-    )
-    return _of_rank_0(measured, partial(crew.everywhere, "balance"))

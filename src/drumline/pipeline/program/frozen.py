@@ -1,18 +1,13 @@
-"""Which parameters train, and which of them no loss reaches.
+"""Which parameters train, and the program without backwards for those that do not.
 
 A pipeline reads once which stages train, and compares this with the parameters at every step. Its program has no
 backward for parameters that were frozen when it was created. So freezing more of them later only costs time, but
 unfreezing one without a backward is refused: its gradient would be missing silently.
-
-If no loss reaches a parameter, its gradient stays None, as in one process, and training continues. An expert without
-tokens in one step may get some in the next. So the warning comes once, and names only parameters that the forward never
-uses and those that no loss reaches in any of the first steps.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from weakref import ref
 
@@ -23,12 +18,9 @@ from drumline.core.program import Program
 from drumline.core.prove.frozen import prune
 from drumline.core.rules import Backward
 from drumline.model.block import Block
-from drumline.model.blocks.pieces import Piece
 from drumline.runtime.stage import Stage
 
 Cuts = Sequence[Sequence[Block]]
-
-_NUM_STEPS = 10  # steps in which to look for unreached parameters
 
 
 def trainable(cuts: Cuts) -> list[bool]:
@@ -124,60 +116,3 @@ class Frozen:
 def _parameters(blocks: Sequence[Block]) -> Iterator[tuple[str, nn.Parameter]]:
     for block in blocks:
         yield from block.named_parameters()
-
-
-class Unused:
-    """Tracks parameters without gradient; `mode` is "warn", "raise" or "ignore".
-
-    `known` are those that the forward never uses; None on ranks that do not warn.
-    """
-
-    def __init__(self, mode: str, known: Collection[str] | None = None) -> None:
-        self.mode = mode
-        self.known = known
-        self.begin()
-
-    def begin(self) -> None:
-        """Start again, because other parameters train now."""
-        self._never: set[str] | None = None
-        self._num_steps = 0
-        self._named: set[str] = set()
-
-    @property
-    def looks(self) -> bool:
-        """Whether ranks should still report which of their parameters got no gradient."""
-        return self._num_steps < _NUM_STEPS and self.mode != "ignore"
-
-    def hear(self, unreached: Collection[str] | None) -> None:
-        """Record which parameters got no gradient in a step."""
-        if unreached is None:
-            return
-        self._never = set(unreached) if self._never is None else self._never & set(unreached)
-        self._num_steps += 1
-        if self.mode == "raise" and self._num_steps == 1 and unreached:
-            raise ModelError(
-                f"no loss reaches {_listed(sorted(unreached))}",
-                expected='a gradient for every trainable parameter, because unused is "raise"',
-                fix="freeze the parameters that the loss does not use: parameter.requires_grad_(False)",
-            )
-        if self.mode != "warn" or self.known is None:
-            return
-        never = self._never if self._num_steps == _NUM_STEPS else self._never & set(self.known)
-        if fresh := never - self._named:
-            self._named |= fresh
-            how = "in any step so far" if self._num_steps == _NUM_STEPS else "and the forward never uses them"
-            warnings.warn(
-                f"no loss reaches {_listed(sorted(fresh))}, {how}: they will not change. Freeze them to save memory, or"
-                ' pass unused="ignore"',
-                stacklevel=2,
-            )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:4])}{' and others' if len(names) > 4 else ''}"
-
-
-def unused_in(stages: Cuts) -> frozenset[str]:
-    """Return the names of parameters that a traced model's forward never uses."""
-    last = stages[0][0].module
-    return last.script.unused if isinstance(last, Piece) else frozenset()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from drumline.core.errors import MismatchError
-from drumline.pipeline.verify.agreement import Given
+from drumline.pipeline.ranks.agreement import Given
 from drumline.runtime.axes.axes import Axes
 
 _SHARED = {"tp": "hold parts of the same layers", "cp": "see parts of the same sequences"}

@@ -18,7 +18,7 @@ from typing import Any
 
 from drumline.core.errors import ProgramError, UsageError, nearest
 from drumline.core.program import Program, once_per_program
-from drumline.pipeline.programs import edges_of, program_for
+from drumline.pipeline.program.find import edges_of, program_for
 
 Given = Program | Path | str | int
 

@@ -12,90 +12,43 @@ Recording, adaptation, capture and saved state observe the step: see observer.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from drumline.adapt.move import Move
 from drumline.channel.channel import step_topic
 from drumline.channel.launch.stop import asked
-from drumline.core.errors import DrumlineError, MismatchError, ModelError, ProgramError, RunError, UsageError, counted
-from drumline.core.program import Program
-from drumline.core.prove.validate import validate
-from drumline.core.prove.violation import InvalidProgram
-from drumline.core.timeline.idle import Limit
-from drumline.model.microbatches import Microbatches
-from drumline.model.values import joined, pack
-from drumline.pipeline.adapting.adapting import Adapting
-from drumline.pipeline.adapting.auto_schedule import AutoSchedule
-from drumline.pipeline.balance import Balance
+from drumline.core.errors import ModelError, RunError
+from drumline.model.values import pack
 from drumline.pipeline.check.model_check import ModelCheck
 from drumline.pipeline.check.watched import Watched
-from drumline.pipeline.crew import Crew
-from drumline.pipeline.engine import Engine
-from drumline.pipeline.intake import Intake
 from drumline.pipeline.lengths.arrange import Arranging
-from drumline.pipeline.lengths.programs import Programs, digest_of
-from drumline.pipeline.observer import Observer
-from drumline.pipeline.programs import program_for
+from drumline.pipeline.program.frozen import Frozen
+from drumline.pipeline.program.programs import Programs, digest_of
+from drumline.pipeline.ranks.agreement import Followed, Given, begun
+from drumline.pipeline.ranks.crew import Crew
+from drumline.pipeline.ranks.observer import Observer
+from drumline.pipeline.ranks.same_rows import agree_on_rows
+from drumline.pipeline.ranks.tally import Ledger, Tally, Told
 from drumline.pipeline.record.recording import Recording
-from drumline.pipeline.record.tally import Ledger, Tally, Told
-from drumline.pipeline.state.frozen import Frozen
-from drumline.pipeline.state.stream import Stream
+from drumline.pipeline.stages.balance import Balance
+from drumline.pipeline.stages.engine import Engine
+from drumline.pipeline.stages.intake import Intake
 from drumline.pipeline.state.tensors import Holdings
-from drumline.pipeline.state.updates import Updates
-from drumline.pipeline.verify.agreement import Followed, Given, begun
-from drumline.pipeline.verify.same_rows import agree_on_rows
+from drumline.pipeline.steps.program_choice import ProgramChoice
+from drumline.pipeline.steps.result import CalledWith
+from drumline.pipeline.updates.stream import Stream
+from drumline.pipeline.updates.updates import Updates
 from drumline.runtime.axes import sequences
 from drumline.runtime.axes.axes import DATA
 from drumline.runtime.axes.losses import summed_losses
 from drumline.runtime.batch import counted_in
 from drumline.runtime.gradients.clip import all_finite
 from drumline.runtime.step import Step
-from drumline.schedules import find
 
 _STEP, _EVALUATED, _KINDS = 100, 200, 1000  # the kinds of step on which lines agree
-
-
-class CalledWith(NamedTuple):
-    """The arguments of a step."""
-
-    batch: tuple[Any, ...]
-    named: dict[str, Any]
-    target: Any
-
-
-@dataclass
-class StepResult:
-    """The outcome of one step. `loss` is that of the whole batch, on every rank; reading may wait for the last stage.
-
-    `step` counts training steps from 0, as the run folder does; an evaluation has the number of the step that follows.
-
-    `output` is the model's output for the whole batch, if requested and this rank has the last stage; else None.
-    """
-
-    step: int
-    _loss: Callable[[], Tensor | None] = field(repr=False)
-    output: Any = field(default=None, repr=False)
-    _skipped: Mapping[int, str] = field(default_factory=dict, repr=False)
-
-    @cached_property
-    def loss(self) -> Tensor | None:
-        """The mean loss over the batch, detached; None without a target."""
-        return self._loss()
-
-    @property
-    def skipped(self) -> str:
-        """With a schedule without a flush, the ranks whose NaN or infinity left out an update of this step, if any.
-
-        It is known `pipe.steps_in_flight` steps later, and after `pipe.settle()`; until then it is empty.
-        """
-        return self._skipped.get(self.step, "")
 
 
 @dataclass(eq=False)
@@ -114,8 +67,7 @@ class StepRun:
     followed: Followed
     check: ModelCheck
     observers: Sequence[Observer]
-    auto: AutoSchedule | None
-    adapting: Adapting | None
+    choice: ProgramChoice
     balance: Balance | None
     check_finite: bool
     programs: Programs
@@ -123,96 +75,6 @@ class StepRun:
     positions: sequences.Takes | None  # how the model takes positions, if lines of a mesh divide sequences
     stream: Stream | None  # of a schedule without a flush
     _whole: Callable[[], Given] | None = None  # fingerprint of the step's whole sequences, if lines divide them
-
-    def run_by(self, step: Step, program: str | Program | None) -> None:
-        """Have a step run by the program that it names, or by the pipeline's own; all ranks call it alike."""
-        own = step.program = self.programs.own
-        if program is None and self.engine.number == own:
-            return
-        if self.stream is not None:
-            raise UsageError(
-                f"a step names a program, and {self.stream.name} has no flush", expected="one schedule in all steps"
-            )
-        with self.crew.together("the choice of a program"):
-            number = self.programs.number_of(program)
-            why = self.engine.runs_one_program or ("schedule='auto'" if self.auto is not None else "")
-            if number != own and why:
-                raise UsageError(
-                    f"a step names a program, and the pipeline was made with {why}",
-                    expected="one program in all steps there",
-                )
-            step.program = number
-            if number != self.engine.number:
-                self._switch(number)
-
-    def _switch(self, number: int) -> None:
-        program = self.programs[number]
-        self.engine.run_by(number, program)
-        self.intake.num_microbatches = program.num_microbatches
-
-    def adapt(self, step: Step, move: Callable[..., Move]) -> None:
-        """Change the program or the cut before a step, where `schedule="auto"` or `adapt` find that it pays."""
-        if self.auto is not None and not self.auto.is_over:
-            self.auto.before(step, self.take)
-        elif self.adapting is not None:
-            self.adapting.before(step, self.take, move)
-
-    def take(self, program: Program) -> None:
-        """Run by another program from the next step on; all ranks call it with the same one, which is proven."""
-        self.recording.settle()
-        self.programs.own = self.programs.number_of(program)
-        self.frozen.pruned(program)
-        self._switch(self.programs.own)
-        if self.adapting is not None:
-            self.adapting.took_up(program, self.programs.own)
-
-    def take_program(self, given: Any, num_microbatches: int | None) -> Program:
-        """Run by another program from the next step on, once all ranks have proven the same one."""
-        mine: str | DrumlineError
-        try:
-            program = self._proven(given, num_microbatches)
-            mine = digest_of(program)
-        except DrumlineError as error:
-            mine = error
-        with self.crew.together("taking up a program"):
-            told = self.crew.everywhere("program", mine)
-        for one in told:
-            if isinstance(one, DrumlineError):
-                raise one
-        if len(set(told)) > 1:
-            raise MismatchError("ranks were given different programs to take up", expected="the same on every rank")
-        with self.crew.together("taking up a program"):
-            self.take(program)
-        return self.frozen.program
-
-    def _proven(self, given: Any, num_microbatches: int | None) -> Program:
-        """Return the program that a user means, if these stages can run it and it stays within the limit."""
-        now = self.programs[self.programs.own]
-        if not isinstance(given, str | Path | Program):
-            raise UsageError(f"the program to take up is {given!r:.60}", expected="a schedule, a Program or a CSV file")
-        named, stages_per_rank = isinstance(given, str) and not given.endswith(".csv"), now.num_stages // now.num_ranks
-        if isinstance(given, str) and named and not find(given).admits_stages(stages_per_rank):
-            raise ProgramError(
-                f"{given} cannot use {counted(stages_per_rank, 'stage')} per rank, which this pipeline has",
-                expected="a schedule for the same stages in the same places, so that nothing moves between two steps",
-                fix=f"make a pipeline of its own for it: Pipeline(..., schedule={given!r})",
-            )
-        program = program_for(
-            given,
-            num_ranks=now.num_ranks,
-            num_microbatches=now.num_microbatches if named and num_microbatches is None else num_microbatches,
-            stages_per_rank=stages_per_rank,
-        )
-        if self.stream is not None or program.num_updates:
-            raise UsageError(
-                f"the program to take up is {program.name}, after {now.name}",
-                expected="two flushed schedules: between their steps no microbatch is in flight",
-            )
-        limit = None if self.adapting is None else Limit(self.adapting.settings.max_activations)
-        if violations := validate(program, limit=limit or None):
-            raise InvalidProgram(program.name, violations)
-        self.engine.refuse(self.programs[self.programs.number_of(program)])
-        return program
 
     def pause(self, what: str) -> None:
         """Before something else than a step, run what is in flight; all ranks call it alike."""
@@ -399,19 +261,3 @@ class StepRun:
             return finite
         wrong = torch.tensor([0.0 if finite else 1.0], device=self.intake.device)
         return not axes.summed(wrong, *names).item()
-
-
-def output_of(step: Step) -> Any:
-    """Return the last stage's output for the whole batch; None if the stage is elsewhere or nobody wanted it.
-
-    If the user split the batch, the output comes as `Microbatches`.
-    """
-    order = sorted(step.outputs)
-    if not order:
-        return None
-    if step.order:  # as they were given
-        order = sorted(order, key=step.order.__getitem__)
-    made = [step.outputs[one] for one in order]
-    if step.apart or len({tuple(one.shape[1:] for one in pack(value)[0]) for value in made}) > 1:
-        return Microbatches(made)
-    return joined(made, [step.shares[one] for one in order] if len(step.shares) else [])

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drumline.pipeline.crew import CrewObserver
-from drumline.pipeline.record.tally import Tally, Told
+from drumline.pipeline.ranks.crew import CrewObserver
+from drumline.pipeline.ranks.tally import Tally, Told
 from drumline.runtime.step import Step
 
 

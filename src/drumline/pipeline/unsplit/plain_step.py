@@ -25,8 +25,8 @@ from drumline.model.loss.sheet import Factors
 from drumline.model.precision import Precision
 from drumline.model.randomness import HostChance, Randomness
 from drumline.model.values import mapped, moved
-from drumline.pipeline.verify.keeping import undisturbed
-from drumline.pipeline.verify.plain import ByItself
+from drumline.pipeline.unsplit.keeping import undisturbed
+from drumline.pipeline.unsplit.plain import ByItself
 from drumline.runtime.gradients.sketch import sketch
 
 
@@ -82,7 +82,7 @@ def plain_steps(
     outside of the model, such as those of a loss. The user's own loss may be `keeping` something too.
 
     >>> model = nn.Linear(2, 1, bias=False)
-    >>> from drumline.pipeline.verify.plain import Plain
+    >>> from drumline.pipeline.unsplit.plain import Plain
     >>> [seen] = plain_steps(
     ...     Plain([model], ["0"]), [Slice(0, torch.ones(3, 2), None, 1.0)], lambda output, _: output.sum(),
     ...     wanted=[model.weight], device=torch.device("cpu"), randomness=Randomness(0, torch.device("cpu")),

@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drumline.core.errors import DrumlineError, RunError, UsageError
-from drumline.pipeline.observer import Observer
+from drumline.pipeline.ranks.observer import Observer
+from drumline.pipeline.ranks.tally import Ledger, Tally, Told
 from drumline.pipeline.record.recording import Recording
-from drumline.pipeline.record.tally import Ledger, Tally, Told
-from drumline.pipeline.state.kept import KeptBuffers, KeptOptimizer
 from drumline.pipeline.state.tensors import Holdings
+from drumline.pipeline.updates.kept import KeptBuffers, KeptOptimizer
 from drumline.runtime.gradients import clip
 from drumline.runtime.step import Step
 

@@ -18,13 +18,13 @@ from drumline.core.lower.lower import lower
 from drumline.core.program import Program
 from drumline.core.state import with_state
 from drumline.model.weights.tied import Copies, Ties
-from drumline.pipeline.assembly import Assembly, split_of
-from drumline.pipeline.crew import Crew
-from drumline.pipeline.lengths.programs import digest_of
 from drumline.pipeline.model.blocks import evaluating
-from drumline.pipeline.moving.chain import Chain
-from drumline.pipeline.observer import Observer
-from drumline.pipeline.programs import forwards_of
+from drumline.pipeline.program.find import forwards_of
+from drumline.pipeline.program.programs import digest_of
+from drumline.pipeline.ranks.crew import Crew
+from drumline.pipeline.ranks.observer import Observer
+from drumline.pipeline.stages.assembly import Assembly, split_of
+from drumline.pipeline.stages.chain import Chain
 from drumline.runtime.axes.axes import DATA
 from drumline.runtime.axes.context import whole_context
 from drumline.runtime.axes.reduce import Reducer, summed_over

@@ -22,8 +22,7 @@ from drumline.core.measured.measured import Measured
 from drumline.core.measured.metrics import load_metrics, step_metrics
 from drumline.core.measured.record import Record
 from drumline.core.program import Program
-from drumline.pipeline.state.frozen import Unused
-from drumline.pipeline.verify.agreement import (
+from drumline.pipeline.ranks.agreement import (
     Given,
     agree_on_batch,
     agree_on_followed,
@@ -31,6 +30,7 @@ from drumline.pipeline.verify.agreement import (
     agree_on_order,
     agree_on_program,
 )
+from drumline.pipeline.ranks.unused import Unused
 
 _MANY = 8
 _NUM_RECENT = 16

@@ -19,98 +19,35 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drumline.core.errors import ModelError, ProgramError, RunError, UsageError, counted
-from drumline.core.program import Program
-from drumline.model.weights.tied import Ties
-from drumline.pipeline.engine import Engine
-from drumline.pipeline.lengths.programs import Programs
-from drumline.pipeline.options import Options
-from drumline.pipeline.saving.snapshot import plain
-from drumline.pipeline.state.updates import Updates
+from drumline.core.errors import ModelError, RunError, UsageError, counted
+from drumline.pipeline.program.programs import Programs
+from drumline.pipeline.stages.engine import Engine
+from drumline.pipeline.updates.optimizer_state import plain
+from drumline.pipeline.updates.updates import Updates
 from drumline.runtime.gradients import clip
 from drumline.runtime.step import Step
 from drumline.runtime.stream.executor import Group, StreamExecutor
 from drumline.runtime.stream.rows import StreamRows
-from drumline.schedules import find
 
 Move = Callable[[list[nn.Parameter]], None]
 Settings = list[list[dict[str, Any]]]  # of every optimizer's groups
 
 
-def check_options(options: Options, program: Program) -> None:
-    """Refuse what does not go together with a schedule without a flush."""
-    wrong = {
-        "capture": "CUDA graphs of whole steps",
-        "compile": "compiled stages: compiled code may keep weights of its own for the backward",
-        "programs": "several programs",
-        "mesh": "several lines",
-        "arrange": "another order of microbatches",
-        "adapt": "programs and cuts that change while it runs",
-    }
-    for name, what in wrong.items():
-        if value := getattr(options, name):
-            raise UsageError(
-                f"{name} is {value if isinstance(value, bool) else 'set'} and {program.name} has no flush",
-                expected=f"a flushed schedule for {what}",
-                fix="use 1f1b, or leave it out",
-            )
-    if options.precision == "fp16":
-        raise UsageError(
-            f"precision is 'fp16' and {program.name} has no flush",
-            expected='"fp32" or "bf16": all ranks would have to agree on a loss scale before every update',
-        )
-    if not isinstance(options.schedule, str) or options.schedule.endswith(".csv"):
-        raise ProgramError(
-            f"program {program.name!r} updates weights while it runs",
-            expected="the name of its schedule, so that its rows can go on for ever",
-            fix=f"pass schedule={program.name!r}",
-        )
-
-
-def rows_of(options: Options, program: Program, pruned: Callable[[Program], Program]) -> StreamRows:
-    """Return the endless rows of a schedule; `pruned` takes out backwards of frozen stages."""
-    assert isinstance(options.schedule, str)
-    schedule, count, ranks = find(options.schedule), program.num_microbatches, program.num_ranks
-    chosen = {"vertical_sync": True} if options.vertical_sync else {}
-
-    def build(steps: int) -> Program:
-        if "num_steps" in schedule.options:
-            return pruned(schedule.build(ranks, count, num_steps=steps, **chosen))
-        return pruned(schedule.build(ranks, count * steps, **chosen))
-
-    return StreamRows.of(build, count)
-
-
-def check_ties(ties: Ties, options: Options, *, alone: bool) -> None:
-    """Refuse tied parameters of which all ranks would not use the same version."""
-    shared = next((one for one in ties.tensors if one.is_copied and one.is_parameter), None)
-    if shared is None:
-        return
-    assert isinstance(options.schedule, str)
-    what = f"{' and '.join(shared.names)} are one tensor on ranks {' and '.join(map(str, shared.ranks))}"
-    if alone:
-        raise UsageError(
-            f"{what}, which take turns in this process", expected=f"with {options.schedule}, a process for every rank"
-        )
-    if not is_synchronous(options):
-        raise UsageError(
-            f"{what}, which {options.schedule} updates at different times",
-            expected="an update at the same place in all rows",
-            fix="pass vertical_sync=True",
-        )
-
-
-def is_synchronous(options: Options) -> bool:
-    """Whether an update comes at the same place in the rows of all ranks."""
-    assert isinstance(options.schedule, str)
-    return options.vertical_sync or "vertical_sync" not in find(options.schedule).options
-
-
 class Stream:
-    """What a pipeline without a flush does beyond running steps; the optimizers as its executors see them."""
+    """What a pipeline without a flush does beyond running steps; the optimizers as its executors see them.
+
+    It `is_synchronous` if an update comes at the same place in the rows of all ranks.
+    """
 
     def __init__(
-        self, engine: Engine, updates: Updates, programs: Programs, rows: StreamRows, options: Options
+        self,
+        engine: Engine,
+        updates: Updates,
+        programs: Programs,
+        rows: StreamRows,
+        *,
+        check_finite: bool,
+        is_synchronous: bool,
     ) -> None:
         self._engine, self._updates, self._programs = engine, updates, programs
         self.rows = rows
@@ -119,8 +56,8 @@ class Stream:
         self.max_norm: float | None = None  # largest norm of all gradients in an update
         updates.streams = True
         for one in self.executors:
-            one.attach(rows, self, check_finite=options.check_finite, together=is_synchronous(options))
-        self._is_synchronous = is_synchronous(options)
+            one.attach(rows, self, check_finite=check_finite, together=is_synchronous)
+        self._is_synchronous = is_synchronous
         self.skipped: dict[int, str] = {}  # steps of which an update was left out, and the ranks with a NaN, by name
 
     @property

@@ -23,17 +23,17 @@ from torch.optim import Optimizer
 from drumline.core.errors import ModelError, RunError, UsageError
 from drumline.model.precision import LOW, Precision, settle_products
 from drumline.pipeline.check.model_check import ModelCheck
-from drumline.pipeline.observer import Observer
+from drumline.pipeline.ranks.observer import Observer
+from drumline.pipeline.ranks.tally import Handler
 from drumline.pipeline.record.recording import Recording
-from drumline.pipeline.record.tally import Handler
-from drumline.pipeline.state.guard import Guard, guarded_by
-from drumline.pipeline.state.kept import KeptOptimizer
-from drumline.pipeline.state.masters import Masters
-from drumline.pipeline.state.optimizer_state import NamedTensors, StateByName
-from drumline.pipeline.state.scaler import LossScaler, multiplied
 from drumline.pipeline.state.tensors import Holdings
-from drumline.pipeline.state.validated import Validation, refusal
-from drumline.pipeline.state.whole_matrices import WholeMatrices
+from drumline.pipeline.updates.guard import Guard, guarded_by
+from drumline.pipeline.updates.kept import KeptOptimizer
+from drumline.pipeline.updates.masters import Masters
+from drumline.pipeline.updates.optimizer_state import NamedTensors, StateByName
+from drumline.pipeline.updates.scaler import LossScaler, multiplied
+from drumline.pipeline.updates.validated import Validation, refusal
+from drumline.pipeline.updates.whole_matrices import WholeMatrices
 from drumline.runtime.axes.sharding import StateShards, by_element
 from drumline.runtime.step import Step
 

@@ -23,8 +23,8 @@ from drumline.model.blocks.script import Script
 from drumline.model.blocks.value_names import function_name, short
 from drumline.model.microbatches import has_microbatches
 from drumline.model.values import pack
-from drumline.pipeline.crew import Crew
-from drumline.pipeline.verify.elements import samples_begun
+from drumline.pipeline.ranks.crew import Crew
+from drumline.pipeline.ranks.elements import samples_begun
 
 Print = tuple[str, tuple[int, ...], bytes]  # a tensor's dtype, shape and some elements
 

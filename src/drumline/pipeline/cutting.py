@@ -1,0 +1,102 @@
+"""Where the options of a pipeline cut its model: as given, evenly, or by what its blocks take with an example."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from drumline.core.errors import ModelError
+from drumline.core.program import Program
+from drumline.model.block import Block
+from drumline.model.blocks.cut import cut
+from drumline.model.precision import Precision
+from drumline.pipeline.model.blocks import blocks_for, example_inputs
+from drumline.pipeline.options import Options
+from drumline.pipeline.ranks.crew import Crew
+from drumline.pipeline.stages.balance import Balance, balanced, of_rank_0
+from drumline.pipeline.stages.intake import Intake
+from drumline.plan.cut.peaks import held_by
+from drumline.plan.device.blocks import Profile
+from drumline.plan.device.model_profile import refuse_other
+from drumline.plan.device.plan import Plan
+from drumline.profile.identity import identity_of
+
+_SECONDS_TO_MEASURE = 10.0  # after the first run of each block
+
+
+def is_asked(balance: Sequence[int] | str | None, cuts: Sequence[str] | None, example: Any) -> bool:
+    """Whether to find the cut by measurement.
+
+    >>> is_asked(None, None, None), is_asked(None, None, [1.0]), is_asked([2, 2], None, [1.0])
+    (False, True, False)
+    """
+    asked = isinstance(balance, str) and balance == "auto"
+    if asked and example is None:
+        raise ModelError(
+            "balance is 'auto' but there is no example batch",
+            expected="an example batch for timing the blocks",
+            fix="pass example=, a batch like those you pass to step, and example_target= if you use loss_fn",
+        )
+    return asked or (balance is None and cuts is None and example is not None)
+
+
+def chosen_stages(
+    given: Options, crew: Crew, program: Program, intake: Intake, precision: Precision
+) -> tuple[list[tuple[Block, ...]], Balance | None, Profile | None]:
+    """Return the blocks of every stage, the cut and its measurements if it was chosen by them, and what blocks take.
+
+    Blocks of a given cut are timed too if layers may move later.
+    """
+    blocks = blocks_for(
+        given.model,
+        given.example,
+        intake.device,
+        num_microbatches=program.num_microbatches,
+        cuts=given.cuts,
+        split=given.split,
+    )
+    balance, measured, timed = given.balance, None, None
+    if isinstance(given.plan, Plan):
+        refuse_other(given.plan.model, identity_of(blocks, type(given.model).__name__), "the plan")
+    elif is_asked(balance, given.cuts, given.example):
+        with precision.autocast:
+            measured = _measured(given, crew, program, intake, blocks)
+        balance = None if measured is None else measured.counts
+    elif given.moves_layers and given.example is not None:
+        with precision.autocast:
+            timed = _timed(given, crew, program, intake, blocks)
+    stages = cut(blocks, program.num_stages, balance, given.cuts, held=held_by(program))
+    known = measured or timed
+    return stages, measured, None if known is None else known.profile
+
+
+def _measured(given: Options, crew: Crew, program: Program, intake: Intake, blocks: Sequence[Block]) -> Balance | None:
+    """Time the blocks on all ranks at once, print and return rank 0's best cut; None for a model on meta."""
+    found = _timed(given, crew, program, intake, blocks)
+    if found is not None and crew.rank == crew.axes.number == 0:
+        print(f"{found.table()}\nbalance={list(found.counts)}, measured on {found.profile.device}", file=sys.stderr)
+        if found.profile.disturbed:
+            print(f"{found.profile.disturbed} Measure again on an idle machine, or pass balance=.", file=sys.stderr)
+    return found
+
+
+def _timed(given: Options, crew: Crew, program: Program, intake: Intake, blocks: Sequence[Block]) -> Balance | None:
+    """Time the blocks on all ranks at once, and return rank 0's best cut; None for a model on meta."""
+    if any(one.is_meta for block in blocks for one in block.module.parameters()):
+        return None
+    for block in blocks:
+        block.module.to(intake.device)
+    has_loss = intake.own or (intake.has_loss and given.example_target is not None)
+    measured = partial(
+        balanced,
+        blocks,
+        program,
+        intake,
+        (example_inputs(given.model, given.example), "the example"),
+        (given.example_target, "the example's target"),
+        intake.loss if has_loss else None,
+        max_seconds=_SECONDS_TO_MEASURE,
+    )
+    return of_rank_0(measured, partial(crew.everywhere, "balance"))
