@@ -56,6 +56,8 @@ class Accelerators:
                 patch.setenv(name, value)
         for (module, name), asked in self._asked.items():
             patch.setattr(f"torch.{module}.{name}", asked)
+        if self._asked:  # what may have been counted while they were hidden, by a caller with the function at hand
+            patch.setattr("torch.cuda._cached_device_count", None, raising=False)
 
 
 def _always(answer: Any) -> Any:

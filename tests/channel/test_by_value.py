@@ -14,7 +14,6 @@ import pytest
 from drumline.channel.launch import by_value
 from drumline.channel.launch.blame import blame
 from drumline.channel.launch.by_name import goes_by_name, is_importable
-from matrices import long
 
 # What a notebook's cells might hold. Every case is called in another process, which cannot import any of it.
 CELLS = '''
@@ -314,7 +313,6 @@ def test_arrays_are_parts_of_their_own_and_stay_writable() -> None:
     assert array[0] == 0
 
 
-@long
 @pytest.mark.torch
 def test_tensors_that_share_memory_still_do_and_models_of_a_cell_travel() -> None:
     import torch

@@ -17,6 +17,7 @@ from drumline.core.errors import MismatchError, ModelError
 from drumline.core.program import Program
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.backward import compiled
+from drumline.runtime.backward.compiled import compiler_for
 from drumline.runtime.backward.split_backend import Waiting
 from matrices import ALL, long, mainly, matrix
 from some import some
@@ -277,6 +278,20 @@ def test_frozen_stages_go_together_with_it() -> None:
     for first, second in zip(model.parameters(), other.parameters(), strict=True):
         assert (first.grad is None) == (second.grad is None) == (not first.requires_grad)
         torch.testing.assert_close(first.grad, second.grad, rtol=0, atol=0)
+
+
+def test_what_was_frozen_when_it_was_compiled_gets_a_gradient_once_it_is_trained() -> None:
+    model = model_of("mlp", 2)
+    compiler = compiler_for(EAGER, torch.device("cpu"))
+    assert compiler is not None
+    run = compiler.function(list(model.named_children()), stage=0, split=False)
+    batch, _ = data(8)
+    weight = next(model.parameters())
+    for is_trained in (False, True, False, True):
+        weight.requires_grad_(is_trained)
+        model.zero_grad()
+        run(batch).sum().backward()
+        assert (weight.grad is not None) == is_trained
 
 
 def test_parameters_may_be_frozen_freed_and_hooked_between_steps() -> None:

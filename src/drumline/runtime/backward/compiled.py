@@ -145,7 +145,21 @@ def compiler_for(choice: Compile, device: torch.device) -> Compiler | None:
             )
         _patches(settings)
     stay_out_of_compiled_code()
+    _look_at_every_tensor()
     return _compilers.setdefault(str(settings), Compiler(settings))
+
+
+def _look_at_every_tensor() -> None:
+    """Have code that torch before 2.13 compiled be compiled again, for as many kinds of input as later ones do.
+
+    There, code whose dictionaries of parameters look untouched is run as it is. So a parameter that was frozen when it
+    was compiled, and is trained now, would get no gradient.
+    """
+    from torch._dynamo import config
+
+    if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
+        config.skip_tensor_guards_with_matching_dict_tags = False
+        config.recompile_limit = max(config.recompile_limit, _RECOMPILES)
 
 
 def settings_of(choice: Compile) -> dict[str, Any]:
