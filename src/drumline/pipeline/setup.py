@@ -44,6 +44,7 @@ from drumline.pipeline.program.programs import Programs, named_programs
 from drumline.pipeline.ranks import transports
 from drumline.pipeline.ranks.agreement import Followed, agree_on_lines, code_of, first_difference, plan_of, weights_of
 from drumline.pipeline.ranks.crew import Crew
+from drumline.pipeline.ranks.observer import Observer
 from drumline.pipeline.ranks.tally import Ledger
 from drumline.pipeline.ranks.unused import unused_in
 from drumline.pipeline.record.loads import ExpertLoads
@@ -67,7 +68,7 @@ from drumline.plan.device.blocks import Profile
 from drumline.runtime.axes.axes import DATA, Axes
 from drumline.runtime.axes.context import whole_context
 from drumline.runtime.axes.reduce import share_values
-from drumline.runtime.axes.sequences import positions_of
+from drumline.runtime.axes.sequences import Takes, positions_of
 from drumline.runtime.backward.compiled import compiler_for
 from drumline.runtime.capture.cuda import clock_for
 
@@ -118,6 +119,51 @@ def set_up(options: Options) -> StepRun:
 
 
 @dataclass(frozen=True, slots=True)
+class _Cut:
+    """The model as blocks of stages, and what splits and counts its batches."""
+
+    intake: Intake
+    numbers: Precision
+    values: dict[str, bytes]  # digests of the model's values as given, if ranks must agree on them
+    stages: list[tuple[Block, ...]]
+    balance: Balance | None
+    profile: Profile | None
+    positions: Takes | None
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [block for stage in self.stages for block in stage]
+
+
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """What runs on this process's ranks: its stages, divided as a mesh says, and the programs that they run."""
+
+    dividing: Dividing
+    frozen: Frozen
+    assembled: Assembly
+    check: ModelCheck
+    engine: Engine
+    programs: Programs
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [block for stage in self.engine.stages() for block in stage.blocks]
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Who holds tensors, notes steps and updates parameters."""
+
+    holdings: Holdings
+    ledger: Ledger
+    recording: Recording
+    validation: Validation
+    updates: Updates
+    stream: Stream | None
+
+
+@dataclass(frozen=True, slots=True)
 class _SetUp:
     options: Options
     device: torch.device
@@ -125,7 +171,44 @@ class _SetUp:
     program: Program
 
     def run(self) -> StepRun:
+        """Return what runs the steps: each part is made from those above it."""
         given, crew = self.options, self.crew
+        cut = self._cut()
+        built = self._built(cut)
+        held = self._held_by(built, cut)
+        engine, check, recording = built.engine, built.check, held.recording
+        loads = self._loads(engine, plan_of(cut.blocks))
+        watched = Watched(given.model, cut.stages, alone=crew.alone)
+        self._share_values(built, held)
+        watched.begin()
+        shared = Shared(engine)
+        check.attach(engine, held.holdings)
+        followed = Followed(built.blocks)
+        choice = self._choice(built, cut, held)
+        arranging = self._arranging(built, cut.intake)
+        lines = LineBuffers(self.axes, (place for block in built.blocks for place in places_in(block)))
+        observers: list[Observer] = [
+            *(one for one in (choice.auto, choice.adapting) if one is not None),
+            held.validation,
+            loads,
+            engine,
+            held.holdings,
+            held.updates,
+            shared,
+            recording,
+            arranging,
+            lines,
+            check,
+        ]
+        return StepRun(
+            crew, held.ledger, cut.intake, built.frozen, engine, held.holdings, held.updates, recording, watched,
+            followed, check, observers, choice, cut.balance, given.check_finite, built.programs, arranging,
+            cut.positions, held.stream,
+        )  # fmt: skip
+
+    def _cut(self) -> _Cut:
+        """Return the model in stages; this process's blocks have their parameters."""
+        given, axes = self.options, self.axes
         intake = Intake(
             given.model,
             given.loss_fn,
@@ -135,90 +218,91 @@ class _SetUp:
             split=given.split,
         )
         numbers = Precision(given.precision, self.device)
-        values = {} if crew.alone or given.weights is not None else weights_of(given.model)
+        values = {} if self.crew.alone or given.weights is not None else weights_of(given.model)
         stages, balance, profile = self._stages(intake, numbers)
+        positions = positions_of(given.model) if axes.size("cp") > 1 else None
+        cut = _Cut(intake, numbers, values, stages, balance, profile, positions)
         refuse_hidden(stages)
-        if self.axes.size(*DATA) > 1:
-            intake.count_across(partial(self.axes.totals, device=self.device), self.axes.size("cp"))
-            assembly.refuse_statistics(
-                [block for stage in stages for block in stage],
-                "with several lines of a mesh: each sees a part of the batch",
-            )
-        positions = positions_of(given.model) if self.axes.size("cp") > 1 else None
+        if axes.size(*DATA) > 1:
+            intake.count_across(partial(axes.totals, device=self.device), axes.size("cp"))
+            why = "with several lines of a mesh: each sees a part of the batch"
+            assembly.refuse_statistics(cut.blocks, why)
+        return cut
+
+    def _built(self, cut: _Cut) -> _Built:
+        """Return the engine with its programs, after the check has seen the layers that a mesh divides whole."""
+        given, stages = self.options, cut.stages
         dividing = Dividing(given, self.axes, self.program, self._held(), self.device, self._agree)
         tensors = dividing.tensors(stages)
         frozen = Frozen(self.program, stages, dividing.completing(tensors))
-        assembled = self._assembled(frozen.program, stages, intake, numbers).named()
+        assembled = self._assembled(frozen.program, stages, cut.intake, cut.numbers).named()
         copied = {name for one in assembled.ties.tensors if one.is_copied for name in one.names}
         # Tensors that several ranks hold get the values of the rank that owns them.
-        values = {name: one for name, one in values.items() if name not in copied}
+        values = {name: one for name, one in cut.values.items() if name not in copied}
         experts = dividing.experts(stages)
-        check = self._check(stages, intake, values, LineParts(self.axes, tensors, experts))
+        check = self._check(stages, cut.intake, values, LineParts(self.axes, tensors, experts))
         dividing.divide(stages, tensors, experts)
         if self.program.num_updates:
-            check_ties(assembled.ties, given, alone=crew.alone)
+            check_ties(assembled.ties, given, alone=self.crew.alone)
         engine = self._engine(assembled)
         if tensors is not None:
             engine.explaining = tensors.explaining
-        programs = self._programs(frozen)
-        holdings = Holdings(assembled.ties, crew, engine.executors, list(engine.copies.values()), engine.chain)
-        ledger = Ledger(given.unused, unused_in(stages) if crew.rank == 0 and self.axes.number == 0 else None)
+        return _Built(dividing, frozen, assembled, check, engine, self._programs(frozen))
+
+    def _held_by(self, built: _Built, cut: _Cut) -> _Held:
+        """Return who holds tensors, notes steps and updates parameters."""
+        given, crew, engine = self.options, self.crew, built.engine
+        holdings = Holdings(built.assembled.ties, crew, engine.executors, list(engine.copies.values()), engine.chain)
+        ledger = Ledger(given.unused, unused_in(cut.stages) if crew.rank == 0 and self.axes.number == 0 else None)
         clocks = [one.clock for one in engine.executors]
         recording = Recording(self._record, crew, ledger, holdings, clocks, continues=given.continue_record)
         if recording.folder is not None:
             crew.observe(recording)
-            recording.describe(given.settings(), frozen.program, assembled, balance)
-            recording.runs_several(programs)
-        blocks = [block for stage in engine.stages() for block in stage.blocks]
-        buffers = KeptBuffers(place for block in blocks for place in places_in(block))
+            recording.describe(given.settings(), built.frozen.program, built.assembled, cut.balance)
+            recording.runs_several(built.programs)
+        buffers = KeptBuffers(place for block in built.blocks for place in places_in(block))
         validation = Validation(holdings, ledger, recording, buffers, engine.total_norm)
-        updates = Updates(numbers, holdings, recording, check, validation, master_weights=given.master_weights)
+        updates = Updates(
+            cut.numbers, holdings, recording, built.check, validation, master_weights=given.master_weights
+        )
         stream = None
         if self.program.num_updates:
-            rows = rows_of(given, self.program, frozen.pruned_too)
+            rows = rows_of(given, self.program, built.frozen.pruned_too)
             how = {"check_finite": given.check_finite, "is_synchronous": is_synchronous(given)}
-            stream = Stream(engine, updates, programs, rows, **how)
+            stream = Stream(engine, updates, built.programs, rows, **how)
             recording.notes_late = 1 + stream.num_ahead
-        intake.precise = any(one.dtype is torch.float64 for one in holdings.parameters())
-        frozen.forget_all_but(engine.assembly.cuts)
-        loads = self._loads(engine, plan_of(block for stage in stages for block in stage))
-        watched = Watched(given.model, stages, alone=crew.alone)
-        updates.follow(engine.parameters())
-        holdings.share()
+        cut.intake.precise = any(one.dtype is torch.float64 for one in holdings.parameters())
+        built.frozen.forget_all_but(engine.assembly.cuts)
+        return _Held(holdings, ledger, recording, validation, updates, stream)
+
+    def _share_values(self, built: _Built, held: _Held) -> None:
+        """Give all ranks and lines the same values, then divide the state of which each line keeps a part."""
+        held.updates.follow(built.engine.parameters())
+        held.holdings.share()
         if self.axes.is_mesh:
-            share_values(self.axes, holdings.tensors())
-        if given.zero:
-            dividing.divide_state(engine, holdings, updates)
-        watched.begin()
-        shared = Shared(engine)
-        check.attach(engine, holdings)
-        followed = Followed(blocks)
-        auto = AutoSchedule(crew, ledger, frozen) if given.schedule == AUTO else None
-        adapting = self._adapting(stages, profile, ledger, recording, engine)
-        choice = ProgramChoice(crew, programs, frozen, engine, intake, recording, stream, auto, adapting)
-        arranging = Arranging(
-            crew, lambda: programs[engine.number] if engine.number else frozen.program, is_on=given.arrange
+            share_values(self.axes, held.holdings.tensors())
+        if self.options.zero:
+            built.dividing.divide_state(built.engine, held.holdings, held.updates)
+
+    def _choice(self, built: _Built, cut: _Cut, held: _Held) -> ProgramChoice:
+        """Return what chooses the program of each step."""
+        crew, frozen, engine = self.crew, built.frozen, built.engine
+        auto = AutoSchedule(crew, held.ledger, frozen) if self.options.schedule == AUTO else None
+        adapting = self._adapting(cut.stages, cut.profile, held.ledger, held.recording, engine)
+        return ProgramChoice(
+            crew, built.programs, frozen, engine, cut.intake, held.recording, held.stream, auto, adapting
         )
-        intake.order_of = arranging.order_of if given.arrange else None
-        changing = [one for one in (auto, adapting) if one is not None]
-        lines = LineBuffers(self.axes, (place for block in blocks for place in places_in(block)))
-        observers = [
-            *changing,
-            validation,
-            loads,
-            engine,
-            holdings,
-            updates,
-            shared,
-            recording,
-            arranging,
-            lines,
-            check,
-        ]
-        return StepRun(
-            crew, ledger, intake, frozen, engine, holdings, updates, recording, watched, followed, check,
-            observers, choice, balance, given.check_finite, programs, arranging, positions, stream,
-        )  # fmt: skip
+
+    def _arranging(self, built: _Built, intake: Intake) -> Arranging:
+        """Return what orders microbatches of unequal sizes."""
+        frozen, engine, programs = built.frozen, built.engine, built.programs
+        arranging = Arranging(
+            self.crew,
+            lambda: programs[engine.number] if engine.number else frozen.program,
+            is_on=self.options.arrange,
+        )
+        intake.order_of = arranging.order_of if self.options.arrange else None
+        return arranging
 
     def _adapting(
         self,
