@@ -196,7 +196,7 @@ PIPELINE = (
     ),
     Bug(
         "merged-steps-never-captured",
-        "_SetUp._engine",
+        "_engine",
         "CapturingEngine if given.capture else Engine",
         "CapturingEngine if given.capture and not given.merge_weight_gradients else Engine",
         "capture=True does nothing with merged weight gradients.",

@@ -110,7 +110,7 @@ OF_FILE = {
     "pipeline/ranks/elements.py": ("tests/pipeline/test_agreement.py",),
     "pipeline/stages/engine.py": ("tests/pipeline/test_captured.py",),
     "pipeline/model/blocks.py": ("tests/pipeline/test_pipeline.py",),
-    "pipeline/setup.py": ("tests/pipeline/test_captured.py",),
+    "pipeline/building.py": ("tests/pipeline/test_captured.py",),
     "pipeline/state/tensors.py": ("tests/pipeline/test_tied.py",),
     "pipeline/moving": ("tests/pipeline/test_moving.py",),
     "pipeline/updates/guard.py": ("tests/model/test_patches.py", "tests/pipeline/test_pipeline.py"),

@@ -1,29 +1,106 @@
-"""Where the options of a pipeline cut its model: as given, evenly, or by what its blocks take with an example."""
+"""The model of a pipeline in stages: cut as the options say, evenly, or by what its blocks take with an example."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+from torch import nn
 
 from drumline.core.errors import ModelError
 from drumline.core.program import Program
 from drumline.model.block import Block
 from drumline.model.blocks.cut import cut
 from drumline.model.precision import Precision
+from drumline.model.weights.materialise import materialise
 from drumline.pipeline.model.blocks import blocks_for, example_inputs
 from drumline.pipeline.options import Options
+from drumline.pipeline.ranks.agreement import weights_of
 from drumline.pipeline.ranks.crew import Crew
+from drumline.pipeline.setting import Setting
+from drumline.pipeline.stages import assembly
 from drumline.pipeline.stages.balance import Balance, balanced, of_rank_0
 from drumline.pipeline.stages.intake import Intake
+from drumline.pipeline.state.materialise import opened
+from drumline.pipeline.state.shared_state import refuse_hidden
 from drumline.plan.cut.peaks import held_by
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.model_profile import refuse_other
 from drumline.plan.device.plan import Plan
 from drumline.profile.identity import identity_of
+from drumline.runtime.axes.context import whole_context
+from drumline.runtime.axes.grid import DATA
+from drumline.runtime.axes.sequences import Takes, positions_of
 
 _SECONDS_TO_MEASURE = 10.0  # after the first run of each block
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The model as blocks of stages, and what splits and counts its batches."""
+
+    intake: Intake
+    numbers: Precision
+    values: dict[str, bytes]  # digests of the model's values as given, if ranks must agree on them
+    stages: list[tuple[Block, ...]]
+    balance: Balance | None
+    profile: Profile | None
+    positions: Takes | None
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks of all stages."""
+        return [block for stage in self.stages for block in stage]
+
+
+def cut_model(setting: Setting) -> Cut:
+    """Return a pipeline's model in stages; this process's blocks have their parameters."""
+    given, axes = setting.options, setting.axes
+    intake = Intake(
+        given.model,
+        given.loss_fn,
+        setting.device,
+        num_microbatches=setting.program.num_microbatches,
+        weigh=given.loss_weight,
+        split=given.split,
+    )
+    numbers = Precision(given.precision, setting.device)
+    values = {} if setting.crew.alone or given.weights is not None else weights_of(given.model)
+    stages, balance, profile = _stages(setting, intake, numbers)
+    refuse_hidden(stages)
+    if axes.size(*DATA) > 1:
+        intake.count_across(partial(axes.totals, device=setting.device), axes.size("cp"))
+        assembly.refuse_statistics(
+            [block for stage in stages for block in stage],
+            "with several lines of a mesh: each sees a part of the batch",
+        )
+    positions = positions_of(given.model) if axes.size("cp") > 1 else None
+    return Cut(intake, numbers, values, stages, balance, profile, positions)
+
+
+def _stages(
+    setting: Setting, intake: Intake, numbers: Precision
+) -> tuple[list[tuple[Block, ...]], Balance | None, Profile | None]:
+    """Return the blocks of every stage; those of this process have their parameters."""
+    given = setting.options
+    stored = opened(given.weights)
+    setting.agree({"weights": stored and stored.described()})
+    with whole_context(setting.axes):  # which refuses masks
+        stages, balance, profile = chosen_stages(given, setting.crew, setting.program, intake, numbers)
+    intake.weigh_by(stages)
+    stages[-1] = (*stages[-1], *assembly.loss_block(given.loss_fn))
+    materialise(
+        [block for stage in stages for block in stage],
+        [block for at in setting.held for block in stages[at]],
+        root=given.model if isinstance(given.model, nn.Module) else None,
+        weights=stored,
+        device=setting.device,
+        seed=given.seed,
+    )
+    return stages, balance, profile
 
 
 def is_asked(balance: Sequence[int] | str | None, cuts: Sequence[str] | None, example: Any) -> bool:

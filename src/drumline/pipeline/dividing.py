@@ -23,8 +23,9 @@ from drumline.pipeline.ranks.agreement import plan_of
 from drumline.pipeline.stages.engine import Engine
 from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.updates.updates import Updates
-from drumline.runtime.axes.axes import DATA, Axes
+from drumline.runtime.axes.axes import Axes
 from drumline.runtime.axes.experts.parallel import ExpertParallel
+from drumline.runtime.axes.grid import DATA
 from drumline.runtime.axes.sharding import FullShards, StateShards
 from drumline.runtime.axes.tensor.layers import TensorParallel
 from drumline.runtime.axes.tensor.styles import Plan

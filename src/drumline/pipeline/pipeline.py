@@ -28,7 +28,8 @@ from drumline.pipeline.steps.result import CalledWith, StepResult, output_of
 from drumline.pipeline.updates.scaler import LossScaler
 from drumline.pipeline.updates.validated import Verdict, refusal
 from drumline.pipeline.updates.validated import check as validated_after
-from drumline.runtime.axes.axes import AXES, Axes
+from drumline.runtime.axes.axes import Axes
+from drumline.runtime.axes.grid import AXES
 from drumline.runtime.gradients import clip
 from drumline.runtime.step import Step
 

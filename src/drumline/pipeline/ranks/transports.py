@@ -22,7 +22,8 @@ from drumline.channel.rendezvous import agreed_place, exchange, host_id, hosted_
 from drumline.channel.shared_memory import SharedMemoryChannel
 from drumline.channel.start import this_start
 from drumline.core.errors import MismatchError, RunError, UsageError, nearest
-from drumline.runtime.axes.axes import Axes, described, shown
+from drumline.runtime.axes.axes import Axes
+from drumline.runtime.axes.grid import described, shown
 
 TRANSPORTS = ("auto", "in-process", "shared-memory", "gloo", "nccl")
 _INTERFACE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -12,10 +12,11 @@ from drumline.model.blocks.script import Script
 from drumline.pipeline.ranks.observer import Observer
 from drumline.pipeline.ranks.tally import Told
 from drumline.pipeline.stages.engine import Engine
-from drumline.runtime.axes.axes import DATA, Axes
+from drumline.runtime.axes.axes import Axes
 from drumline.runtime.axes.experts.moe import Experts, MoE
 from drumline.runtime.axes.experts.parallel import is_experts, taken
 from drumline.runtime.axes.experts.routing import is_traced
+from drumline.runtime.axes.grid import DATA
 from drumline.runtime.step import Step
 
 

@@ -25,8 +25,8 @@ from drumline.pipeline.ranks.crew import Crew
 from drumline.pipeline.ranks.observer import Observer
 from drumline.pipeline.stages.assembly import Assembly, split_of
 from drumline.pipeline.stages.chain import Chain
-from drumline.runtime.axes.axes import DATA
 from drumline.runtime.axes.context import whole_context
+from drumline.runtime.axes.grid import DATA
 from drumline.runtime.axes.reduce import Reducer, summed_over
 from drumline.runtime.axes.sharding import FullShards
 from drumline.runtime.capture.capture import Capture

@@ -42,7 +42,7 @@ from drumline.pipeline.steps.result import CalledWith
 from drumline.pipeline.updates.stream import Stream
 from drumline.pipeline.updates.updates import Updates
 from drumline.runtime.axes import sequences
-from drumline.runtime.axes.axes import DATA
+from drumline.runtime.axes.grid import DATA
 from drumline.runtime.axes.losses import summed_losses
 from drumline.runtime.batch import counted_in
 from drumline.runtime.gradients.clip import all_finite

@@ -47,7 +47,8 @@ from drumline.pipeline.verify.one_process import (
 )
 from drumline.pipeline.verify.result import Verification, difference, differences
 from drumline.pipeline.verify.small import small
-from drumline.runtime.axes.axes import ROWS, Axes, described, shown
+from drumline.runtime.axes.axes import Axes
+from drumline.runtime.axes.grid import ROWS, described, shown
 from drumline.runtime.axes.slices import put_together, slice_of
 from drumline.runtime.batch import cut as cut_batch
 

@@ -17,7 +17,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from drumline.runtime.axes.axes import DATA, Axes
+from drumline.runtime.axes.axes import Axes
+from drumline.runtime.axes.grid import DATA
 
 _KINDS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

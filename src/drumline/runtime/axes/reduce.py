@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Work
 
 from drumline.core.errors import ModelError
-from drumline.runtime.axes.axes import AXES, DATA, Axes
+from drumline.runtime.axes.axes import Axes
+from drumline.runtime.axes.grid import AXES, DATA
 from drumline.runtime.axes.slices import sharded_over
 
 _BUCKET_BYTES = 25 * 2**20  # as in torch's DistributedDataParallel

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from drumline.core.errors import ModelError, RunError
 from drumline.pipeline.pipeline import Pipeline
-from drumline.runtime.axes.axes import ROWS
+from drumline.runtime.axes.grid import ROWS
 from drumline.train.config.settings import EvaluationSettings
 from drumline.train.data.items.batch import Batch
 from drumline.train.loop.making import Calling

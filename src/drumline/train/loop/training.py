@@ -25,7 +25,7 @@ from drumline.core.errors import BatchError, RunError, UsageError
 from drumline.core.measured.measured import Measured
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.steps.result import StepResult
-from drumline.runtime.axes.axes import ROWS
+from drumline.runtime.axes.grid import ROWS
 from drumline.train.config.settings import TrainSettings
 from drumline.train.data.items.batch import Batch, Data
 from drumline.train.loop.checkpoints import Checkpoints
