@@ -7,7 +7,7 @@
              or, if the update before it was wrong: observers mend that, and it runs again
     tell     all ranks tell each other the outcome, and none waits for another
 
-Recording, adaptation, capture and saved state observe the step: see observer.py.
+Recording, adaptation, capture and saved state observe the step: see ranks/observer.py.
 """
 
 from __future__ import annotations
