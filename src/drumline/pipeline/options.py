@@ -25,7 +25,7 @@ from drumline.pipeline.ranks import transports
 from drumline.pipeline.stages.assembly import Checkpointing
 from drumline.plan.device.plan import Plan
 from drumline.plan.device.planner import Planned
-from drumline.runtime.axes import axes as meshes
+from drumline.runtime.axes import grid as meshes
 from drumline.runtime.axes import sequences
 from drumline.runtime.axes.tensor import styles
 from drumline.runtime.backward.compiled import Compile

@@ -1,17 +1,7 @@
-"""The axes of a mesh: the ranks of all processes, by what each pair of them shares.
+"""What the ranks of a mesh exchange along its axes.
 
-    mesh={"pp": 2, "dp": 2}           dp 0      dp 1
-                               pp 0   rank 0    rank 1     one column is a line: a pipeline of its own
-                               pp 1   rank 2    rank 3     one row holds the same stages
-
-    pp   stages            the ranks of a line pass microbatches on
-    dp   batches           lines get different rows, and sum their gradients
-    cp   sequences         lines get different parts of the same rows, and sum their gradients
-    ep   experts           lines get different rows; each holds some of the experts
-    tp   matrices          lines get the same rows; each holds a part of every matrix
-
-Without a mesh, all ranks form one line. Each axis has a process group of torch for its collectives. Small values that
-all ranks exchange go through the store, which also tells every line when a rank of another one has failed.
+Each axis has a process group of torch for its collectives. Small values that all ranks exchange go through the store,
+which also tells every line when a rank of another one has failed. `grid.py` has the axes themselves.
 """
 
 from __future__ import annotations
@@ -33,14 +23,10 @@ from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import ProcessGroup, Store, Work
 
 from drumline.channel.channel import too_late
-from drumline.channel.rank_names import RankNames
 from drumline.channel.rendezvous import exchange
-from drumline.core.errors import MismatchError, ModelError, RankFailed, UsageError, nearest
+from drumline.core.errors import MismatchError, ModelError, RankFailed
+from drumline.runtime.axes.grid import DATA, Grid, described, shown
 
-AXES = ("pp", "dp", "cp", "ep", "tp")  # from the outermost to the innermost, unless a mesh says otherwise
-DATA = ("dp", "cp", "ep")  # lines along these axes see different tokens, so their gradients are summed
-ROWS = ("dp", "ep")  # lines along these axes get different rows of the batch
-_EXPECTED = 'a dict such as {"pp": 2, "dp": 2}, or a DeviceMesh whose dimensions have such names'
 _LOOK_SECONDS = 0.5  # how often a rank that waits asks whether another one has failed
 _NUM_LOOKS = 10
 _MOST_COUNTS = 16  # of one step: the parts of its loss, and its rows
@@ -48,7 +34,7 @@ _FAILED = "drumline/failed"
 _SPIN_SECONDS = 2e-3  # how long it polls before it sleeps
 
 
-class Axes:
+class Axes(Grid):
     """The place of this process in the mesh, and its groups.
 
     >>> axes = Axes.single(num_ranks=4, rank=1)
@@ -59,10 +45,8 @@ class Axes:
     def __init__(
         self, ranks: np.ndarray[Any, Any], names: Sequence[str], rank: int, *, timeout: float, store: Store | None
     ) -> None:
-        self.names, self.rank, self.timeout = tuple(names), rank, timeout
-        self._ranks, self._store = ranks, store
-        self._at = dict(zip(names, (int(one[0]) for one in np.nonzero(ranks == rank)), strict=True))
-        self._sizes = dict(zip(names, ranks.shape, strict=True))
+        super().__init__(ranks, names, rank)
+        self.timeout, self._store = timeout, store
         self._groups: dict[tuple[str, ...], ProcessGroup | None] = {}
 
     @staticmethod
@@ -100,89 +84,6 @@ class Axes:
                 self._groups[names] = self._new_group(names)
 
     most_counts = _MOST_COUNTS  # parts of a loss, and its rows
-
-    @property
-    def is_mesh(self) -> bool:
-        """Whether there are several lines."""
-        return self.num_lines > 1
-
-    @property
-    def num_lines(self) -> int:
-        """The number of lines, each a pipeline of its own."""
-        return self._ranks.size // self.size("pp")
-
-    def size(self, *names: str) -> int:
-        """Return the size of an axis, 1 if the mesh lacks it; of several, their product."""
-        return math.prod(self._sizes.get(name, 1) for name in names)
-
-    def place(self, *names: str) -> int:
-        """Return this process's place along an axis; along several, its number among their combinations.
-
-        >>> axes = Axes(np.arange(8).reshape(2, 2, 2), ("pp", "dp", "tp"), 7, timeout=0.0, store=None)
-        >>> axes.place("dp"), axes.place("dp", "tp"), axes.line
-        (1, 3, [3, 7])
-        """
-        at = 0
-        for name in names:
-            at = at * self.size(name) + self._at.get(name, 0)
-        return at
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        """Which part of the batch's rows this line gets: its number, and how many parts there are."""
-        return self.place(*ROWS), self.size(*ROWS)
-
-    @property
-    def line(self) -> list[int]:
-        """The ranks of this process's line, by their place in the pipeline."""
-        return self._members({"pp"})
-
-    @property
-    def lines(self) -> list[list[int]]:
-        """The ranks of every line, in order."""
-        moved = np.moveaxis(self._ranks, self.names.index("pp"), -1)
-        return [[int(rank) for rank in line] for line in moved.reshape(-1, self.size("pp"))]
-
-    @property
-    def number(self) -> int:
-        """The number of this process's line; line 0 writes what one of them must write."""
-        return self.place(*(name for name in self.names if name != "pp"))
-
-    def members(self, *names: str) -> list[int]:
-        """Return the ranks that differ from this one only along these axes, this one included."""
-        return self._members(set(names))
-
-    def _members(self, free: set[str]) -> list[int]:
-        found = self._ranks[tuple(slice(None) if name in free else self._at[name] for name in self.names)]
-        return [int(one) for one in found.reshape(-1)]
-
-    def described(self) -> str:
-        """Return this process's place in words.
-
-        >>> Axes(np.arange(4).reshape(2, 2), ("pp", "dp"), 3, timeout=0.0, store=None).described()
-        'rank 3 (pp 1, dp 1)'
-        """
-        return self.named(self.rank)
-
-    def named(self, rank: int) -> str:
-        """Return what messages call a rank of the mesh: its number and its place; its number alone without a mesh.
-
-        >>> Axes(np.arange(4).reshape(2, 2), ("pp", "dp"), 3, timeout=0.0, store=None).named(1)
-        'rank 1 (pp 0, dp 1)'
-        """
-        return f"rank {rank} ({self._placed(rank)})" if self.is_mesh else f"rank {rank}"
-
-    def _placed(self, rank: int) -> str:
-        places = (int(one[0]) for one in np.nonzero(self._ranks == rank))
-        pairs = zip(self.names, places, strict=True)
-        return ", ".join(f"{name} {at}" for name, at in pairs if name == "pp" or self._sizes[name] > 1)
-
-    @property
-    def called(self) -> RankNames:
-        """What messages call the ranks of this process's line."""
-        if not self.is_mesh:
-            return RankNames()
-        return RankNames(tuple(self.line), tuple(map(self._placed, self.line)))
 
     def group(self, *names: str) -> ProcessGroup | None:
         """Return the group of the ranks along these axes, None if this rank is alone there."""
@@ -370,46 +271,3 @@ class Axes:
 
 def _digest(value: Any) -> str:
     return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
-
-
-def described(mesh: Any) -> tuple[dict[str, int], list[int] | None]:
-    """Return the sizes of a mesh by axis, and its ranks if it lists them.
-
-    >>> described({"pp": 2, "dp": 4})
-    ({'pp': 2, 'dp': 4}, None)
-    >>> described({"pp": 2, "data": 4})
-    Traceback (most recent call last):
-    drumline.core.errors.UsageError: the mesh has an axis 'data'; expected pp, dp, cp, ep or tp; ...
-    """
-    ranks: list[int] | None = None
-    if isinstance(mesh, Mapping):
-        given = list(mesh.items())
-    elif isinstance(getattr(mesh, "mesh", None), Tensor):
-        if mesh.mesh_dim_names is None:
-            raise UsageError("the DeviceMesh has no mesh_dim_names", expected="names among pp, dp, cp, ep and tp")
-        given = list(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
-        ranks = [int(one) for one in mesh.mesh.reshape(-1).tolist()]
-    else:
-        raise UsageError(f"mesh is {mesh!r:.60}", expected=_EXPECTED)
-    sizes: dict[str, int] = {}
-    for name, size in given:
-        if name not in AXES:
-            fix = nearest(str(name), AXES)
-            raise UsageError(f"the mesh has an axis {name!r}", expected="pp, dp, cp, ep or tp", fix=fix)
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise UsageError(f"the mesh's axis {name} is {size!r}", expected="an integer of at least 1")
-        sizes[name] = size
-    if "pp" not in sizes:
-        sizes = {"pp": 1, **sizes}
-    if ranks is None:
-        sizes = {name: sizes[name] for name in AXES if name in sizes}
-    return sizes, ranks
-
-
-def shown(sizes: Mapping[str, int]) -> str:
-    """Return a mesh as people write it.
-
-    >>> shown({"pp": 2, "dp": 4})
-    'pp2 x dp4'
-    """
-    return " x ".join(f"{name}{size}" for name, size in sizes.items())
