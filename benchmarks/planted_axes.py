@@ -28,9 +28,9 @@ AXES = (
     ),
     Bug(
         "latent-outputs-of-plain-runs",
-        "_Latent.after",
-        "if not self._tensors.is_on or is_traced(made):",
-        "if not self._tensors.is_on and is_traced(made):",
+        "RotaryKeys.after",
+        "if not self._exchanges.is_on or is_traced(made):",
+        "if not self._exchanges.is_on and is_traced(made):",
         "A model that is traced, or run as a whole, exchanges gradients with other lines.",
     ),
     Bug(

@@ -16,7 +16,7 @@ from drumline.runtime.axes.experts.moe import Experts
 from drumline.runtime.axes.experts.parallel import is_experts
 from drumline.runtime.axes.experts.routing import Sorted
 from drumline.runtime.axes.tensor.divide import Divided
-from drumline.runtime.axes.tensor.layers import _Latent
+from drumline.runtime.axes.tensor.exchanges import RotaryKeys
 from drumline.runtime.axes.tensor.pairs import refuse_unpaired
 from drumline.runtime.axes.tensor.styles import Colwise, Rowwise
 
@@ -105,9 +105,9 @@ def test_layers_of_different_modules_go_together_where_neither_has_a_nearer_one(
 
 @pytest.mark.parametrize(("is_on", "is_fake"), [(True, False), (False, False), (True, True), (False, True)])
 def test_latent_outputs_are_copied_to_lines_where_they_hold_values(is_on: bool, is_fake: bool) -> None:
-    tensors: Any = SimpleNamespace(is_on=is_on, _copied=lambda rotary: rotary * 10)
+    exchanges: Any = SimpleNamespace(is_on=is_on, copied=lambda rotary: rotary * 10)
     with FakeTensorMode() if is_fake else nullcontext():
-        found = _Latent(tensors, 2).after(nn.Module(), (), torch.ones(1, 5))
+        found = RotaryKeys(exchanges, 2).after(nn.Module(), (), torch.ones(1, 5))
     if is_on and not is_fake:
         assert found.tolist() == [[1, 1, 1, 10, 10]]
     else:

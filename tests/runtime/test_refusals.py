@@ -22,7 +22,8 @@ from drumline.model.block import Block
 from drumline.runtime.axes.experts.moe import MoE
 from drumline.runtime.axes.slices import Slice
 from drumline.runtime.axes.tensor.divide import Divided, _check, _fitting, _own_styles
-from drumline.runtime.axes.tensor.layers import TensorParallel, rotary_width
+from drumline.runtime.axes.tensor.exchanges import LayerExchanges, rotary_width
+from drumline.runtime.axes.tensor.layers import TensorParallel
 from drumline.runtime.axes.tensor.sequence import Sequenced, _changed
 from drumline.runtime.axes.tensor.styles import Colwise, Plan, Rowwise, Stacked, Vocabulary, Whole, style_named
 from drumline.runtime.backward import compiled
@@ -140,7 +141,8 @@ def test_layers_that_may_be_in_parts_are_taken() -> None:
 )
 def test_divided_layers_tell_the_sizes_that_they_have(module: nn.Module, style: Any, attribute: str, here: int) -> None:
     one: Any = TensorParallel.__new__(TensorParallel)
-    one.axes, one._attributes, one._unseen = SimpleNamespace(size=lambda _: 2, place=lambda _: 0), [], set()
+    one.axes, one._attributes = SimpleNamespace(size=lambda _: 2, place=lambda _: 0), []
+    one.exchanges = LayerExchanges(one.axes, ())
     one._attach(Divided("one", module, style, nn.Module()))
     assert getattr(module, attribute) == here
     assert one._attributes[0][1:] == (attribute, 8)
