@@ -67,7 +67,7 @@ def build(setting: Setting, cut: Cut) -> Built:
         check_ties(assembled.ties, given, alone=setting.crew.alone)
     engine = _engine(setting, assembled)
     if tensors is not None:
-        engine.explaining = tensors.explaining
+        engine.explaining = tensors.exchanges.explaining
     return Built(dividing, frozen, assembled, check, engine, _programs(setting, frozen))
 
 
