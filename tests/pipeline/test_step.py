@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from drumline.pipeline.options import Options
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.ranks.observer import Observer
+from drumline.pipeline.ranks.observer import Observer, Observers
 from drumline.runtime.step import Step
 
 pytestmark = pytest.mark.torch
@@ -38,7 +38,7 @@ def test_observers_hear_of_every_step_that_trains_and_end_in_the_opposite_order(
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     pipe = Pipeline(model, loss_fn=functional.mse_loss, num_microbatches=2, num_ranks=2)
     heard: list[str] = []
-    pipe._run.observers = [*pipe._run.observers, Listener("a", heard), Listener("b", heard)]
+    pipe._run.observers = Observers([*pipe._run.observers.each, Listener("a", heard), Listener("b", heard)])
     x = torch.ones(4, 2)
     pipe.eval_step(x, target=x)
     pipe.step(x, target=x)

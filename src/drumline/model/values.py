@@ -140,6 +140,8 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 def moved(value: Any, device: torch.device) -> Any:
     """Return the value with its tensors on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
     return mapped(value, lambda one: one.to(device, non_blocking=True))
 
 

@@ -30,7 +30,7 @@ from drumline.pipeline.program.find import program_for
 from drumline.pipeline.ranks import transports
 from drumline.pipeline.ranks.agreement import Followed, plan_of
 from drumline.pipeline.ranks.crew import Crew
-from drumline.pipeline.ranks.observer import Observer
+from drumline.pipeline.ranks.observer import Observer, Observers
 from drumline.pipeline.ranks.tally import Ledger
 from drumline.pipeline.ranks.unused import unused_in
 from drumline.pipeline.record.loads import ExpertLoads
@@ -123,7 +123,7 @@ def _made(setting: Setting) -> StepRun:
     choice = _choice(setting, built, cut, held)
     arranging = _arranging(setting, built, cut.intake)
     lines = LineBuffers(setting.axes, (place for block in built.blocks for place in places_in(block)))
-    observers: list[Observer] = [
+    observers: list[Observer] = [  # in the order in which they are called
         *(one for one in (choice.auto, choice.adapting) if one is not None),
         held.validation,
         loads,
@@ -138,7 +138,7 @@ def _made(setting: Setting) -> StepRun:
     ]
     return StepRun(
         crew, held.ledger, cut.intake, built.frozen, engine, held.holdings, held.updates, recording, watched,
-        followed, check, observers, choice, cut.balance, given.check_finite, built.programs, arranging,
+        followed, check, Observers(observers), choice, cut.balance, given.check_finite, built.programs, arranging,
         cut.positions, held.stream,
     )  # fmt: skip
 

@@ -38,10 +38,21 @@ def cut(batch: Any, num_microbatches: int, *, what: str = "the batch", split: Sp
     >>> [x.tolist() for x, _ in cut((torch.arange(4), torch.ones(1, 3)), 2)]
     [[0, 1], [2, 3]]
     """
+    return cut_and_counted(batch, num_microbatches, what=what, split=split)[0]
+
+
+def cut_and_counted(
+    batch: Any, num_microbatches: int, *, what: str = "the batch", split: Split | None = None
+) -> tuple[list[Any], int]:
+    """Return the microbatches of `batch`, and how many rows it has.
+
+    >>> cut_and_counted(torch.zeros(7, 2), 4)[1]
+    7
+    """
     tensors, form = pack(batch)
     if form is not None and apart.is_apart(form):
-        return _cut_apart(batch, num_microbatches, what, split)
-    rows = num_rows(batch, what=what, split=split)
+        return _cut_apart(batch, num_microbatches, what, split), sum(rows_apart(batch, split))
+    rows = _rows_in(batch, tensors, what, split)
     if rows < num_microbatches:
         raise BatchError(
             f"{what} has {counted(rows, 'row')} for {counted(num_microbatches, 'microbatch')}",
@@ -49,11 +60,11 @@ def cut(batch: Any, num_microbatches: int, *, what: str = "the batch", split: Sp
             fix=f"use num_microbatches={rows} or fewer" if rows else "skip empty batches",
         )
     if form is None:
-        return list(tensors[0].tensor_split(num_microbatches))
+        return list(tensors[0].tensor_split(num_microbatches)), rows
     hows = _hows(batch, split)
     given, each = dict(_items(batch)), rows_of_each(rows, num_microbatches)
     pieces = [_parts(tensor, hows.get(id(tensor), _BY_ITSELF), each, given, what) for tensor in tensors]
-    return [unpack(one, form) for one in zip(*pieces, strict=True)]
+    return [unpack(one, form) for one in zip(*pieces, strict=True)], rows
 
 
 def _cut_apart(batch: Any, num_microbatches: int, what: str, split: Split | None) -> list[Any]:
@@ -106,6 +117,11 @@ def num_rows(batch: Any, *, what: str = "the batch", split: Split | None = None)
     tensors, form = pack(batch)
     if form is not None and apart.is_apart(form):
         return sum(rows_apart(batch, split))
+    return _rows_in(batch, tensors, what, split)
+
+
+def _rows_in(batch: Any, tensors: Sequence[Tensor], what: str, split: Split | None) -> int:
+    """Return the number of rows in a batch with these tensors."""
     if not tensors:
         raise BatchError(f"{what} contains no tensor", expected="tensors whose first dimension is the batch")
     hows = _hows(batch, split) if split else {}

@@ -9,6 +9,7 @@ import hashlib
 import os
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -93,9 +94,7 @@ class Clock:
         """The number of this clock: clocks with the same number show the same time."""
         return _host_clock()
 
-    def now(self) -> int:
-        """Return the current time in nanoseconds."""
-        return time.perf_counter_ns()
+    now: Callable[[], int] = staticmethod(time.perf_counter_ns)  # in nanoseconds, by a call that costs little
 
     def begin(self, draft: Draft) -> None:
         """Start a step, whose marks belong to the draft."""
@@ -116,6 +115,9 @@ class Clock:
 class NoClock(Clock):
     """Always zero, for pipelines that record nothing."""
 
-    def now(self) -> int:
+    now: Callable[[], int] = staticmethod(int)
+    mark: Callable[[], int] = staticmethod(int)
+
+    def start(self, directly: bool) -> int:
         """Return 0."""
         return 0

@@ -238,11 +238,8 @@ class Watch:
         self._before = self._now()
         self._tables: list[tuple[str, ref[nn.Module], Table, Table]] = []
 
-    def _alive(self) -> Iterator[tuple[str, ref[nn.Module], nn.Module]]:
-        for name, seen in self._modules:
-            module = seen()
-            if module is not None:
-                yield name, seen, module
+    def _alive(self) -> list[tuple[str, ref[nn.Module], nn.Module]]:
+        return [(name, seen, module) for name, seen in self._modules if (module := seen()) is not None]
 
     def read(self, places: Iterable[AttributeName]) -> None:
         """Also check these attributes, on which the trace depends."""
@@ -293,9 +290,12 @@ class Watch:
         """Refuse modules that were replaced, added or removed."""
         for name, seen, before in self._children:
             module = seen()
-            if module is None or _children(module) == before:
+            if module is None:
                 continue
-            now = _children(module)
+            children = module.__dict__["_modules"]
+            now = [(key, id(one)) for key, one in children.items()] if children else []
+            if now == before:
+                continue
             keys = [key for key in {**dict(before), **dict(now)} if dict(before).get(key) != dict(now).get(key)]
             whole = whole_name(name, keys[0])
             raise ModelError(
@@ -325,9 +325,8 @@ class Watch:
         return found
 
 
-def _children(module: nn.Module) -> Sequence[tuple[str, int]]:
-    children = module.__dict__["_modules"]
-    return [(key, id(one)) for key, one in children.items()] if children else ()
+def _children(module: nn.Module) -> list[tuple[str, int]]:
+    return [(key, id(one)) for key, one in module.__dict__["_modules"].items()]
 
 
 def _attribute(module: nn.Module, key: str) -> Any:

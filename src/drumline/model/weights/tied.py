@@ -242,7 +242,7 @@ class Copies:
         )
         self._memo: dict[int, Any] = {id(tensor): tensor for tensor in own}
         self._tables: list[tuple[str, Table, Table, frozenset[str]]] = []  # the user's, ours, and what they share
-        self._modules: list[tuple[nn.Module, nn.Module]] = []
+        self.modules: list[tuple[nn.Module, nn.Module]] = []  # the user's, and ours
         self._attributes: list[tuple[str, Table, Table, Table, Any]] = []  # the user's, ours, and their last values
 
     def of(self, stage: int, blocks: Sequence[Block]) -> tuple[Block, ...]:
@@ -256,7 +256,7 @@ class Copies:
     def _copied(self, block: Block) -> Block:
         made = copy.deepcopy(block.module, self._memo)
         for original, ours in zip(block.module.modules(), made.modules(), strict=True):
-            self._modules.append((original, ours))
+            self.modules.append((original, ours))
             if not isinstance(original, Piece):  # which is not the user's
                 space, copied = vars(original), vars(ours)
                 copied.update({kind: space[kind] for kind in HOOKS if kind in space})  # both share their hooks
@@ -269,7 +269,7 @@ class Copies:
     @torch.no_grad()
     def follow(self) -> None:
         """Update the copies from the user's modules: values, what is frozen, mode, hooks."""
-        for original, ours in self._modules:
+        for original, ours in self.modules:
             ours.training = original.training
         for at in range(len(self._attributes)):
             self._follow_attributes(at)

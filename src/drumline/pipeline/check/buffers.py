@@ -29,6 +29,11 @@ class LineBuffers(Observer):
         self._marks: list[tuple[int, int]] | None = None
         self._is_done = not axes.is_mesh
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there are no other lines, or they were compared."""
+        return self._is_done
+
     def begin(self, step: Step) -> None:
         """Note how the buffers are before the first step."""
         if not self._is_done:

@@ -100,7 +100,7 @@ class Sample:
     def _taken(self, ends: Collection[str]) -> tuple[Step, list[int]]:
         """Return the step, cut into microbatches, and those of them that are looked at."""
         step = Step(self.number)
-        self.intake.take(step, self.called, self.target, ends, self.crew.called.one(self.crew.rank))
+        self.intake.take(step, self.called, self.target, ends, self.crew)
         self.intake.cut(step)
         counts = likely(step.targets) if self.intake.is_open and step.targets else step.shares
         return step, chosen(self.parts.counts(counts, self.intake.device), self.copies, self.num_microbatches)

@@ -70,6 +70,8 @@ class FnWeight:
         self._kinds: set[Any] = set()  # of outputs and targets that were compared
         self._by_target: dict[Any, _Seen] = {}
         self._found: Found | None = None
+        # What was found, the rows of microbatches and their shares, if nothing else decides on these.
+        self._by_rows: tuple[Found, list[int], Weighing] | None = None
         self.lent: list[nn.Parameter] = []  # parameters that it uses, whoever holds them
         self._doubts = Doubts()
         self._varied: set[int] = set()  # counts that differed between rows when it was compared
@@ -93,6 +95,8 @@ class FnWeight:
             return weighed([[_quiet(self.direct(one))] for one in targets], rows, across=self.across)
         if self._found is None or self._doubts.reads:  # what it reads on the host, only a call of it can tell
             return None
+        if self._by_rows is not None and self._by_rows[0] is self._found and self._by_rows[1] == rows and sizes is None:
+            return self._by_rows[2]
         counted = self._counted(targets, rows, self._sizes(targets, rows, sizes))
         if not self._found.trusted and self._told(counted is None or self._is_open(counted)):
             return None
@@ -100,7 +104,11 @@ class FnWeight:
             raise _uncounted(is_apart=sizes is not None)
         if self.across is None and counted.is_nothing(self._found.chosen()):  # only a call tells whether that is NaN
             return None
-        return counted.weighing(self._found.chosen())
+        weighing = counted.weighing(self._found.chosen())
+        counts_rows = all(one.tally is None for one in self._found.chosen().all)
+        if self._found.trusted and counts_rows and sizes is None and self.across is None:
+            self._by_rows = self._found, list(rows), weighing
+        return weighing
 
     def _counted(self, targets: Sequence[Any], rows: Sequence[int], sizes: Sequence[int] | None) -> Counted | None:
         """Return what the microbatches count; None if a kind of target must be seen first."""

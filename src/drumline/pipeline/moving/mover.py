@@ -25,6 +25,7 @@ from drumline.model.blocks.cut import cut
 from drumline.model.weights.absent import give_up
 from drumline.model.weights.tied import Ties
 from drumline.pipeline.moving.parcels import Freight, Parcel, Unpacked, freights, packed, put_attributes, unpacked
+from drumline.pipeline.ranks.observer import Observers
 from drumline.plan.cut.peaks import held_by
 
 if TYPE_CHECKING:
@@ -267,8 +268,9 @@ class Mover:
             tensor: one.handed for name, one in arrived.items() if isinstance(tensor := named[name], nn.Parameter)
         }
         run.updates.take_over(handed, run.holdings.parameters())
-        for observer in run.observers:
-            observer.moved()
+        for moved in run.observers.moved:
+            moved()
+        run.observers = Observers(run.observers.each)
 
     def _noted(self, move: Move) -> Move:
         self.moves.append(move)

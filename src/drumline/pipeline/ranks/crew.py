@@ -70,12 +70,15 @@ class Crew:
     def __init__(self, channels: Sequence[Channel], hub: Hub | None, axes: Axes, *, timeout: float) -> None:
         self.channels = list(channels)
         self.hub = hub
+        self.alone = hub is not None  # whether all ranks are in this process
         self.axes = axes
         self.timeout = timeout
         self.over = ""  # why the pipeline can no longer be used; empty while it can
         self._is_running = False  # whether ranks of this process are in the middle of their rows
         self._observers: list[CrewObserver] = []
         self._topics = itertools.count()
+        # Runs this process's ranks through their rows, and waits where needed.
+        self.drive: Drive = self._drive if hub is None else partial(take_turns, hub)
         if hub is None:
             _open.add(self)
 
@@ -122,11 +125,6 @@ class Crew:
         return crew
 
     @property
-    def alone(self) -> bool:
-        """Whether all ranks are in this process."""
-        return self.hub is not None
-
-    @property
     def num_ranks(self) -> int:
         """The number of ranks, in this process and in others."""
         return self.channels[0].num_ranks
@@ -141,6 +139,11 @@ class Crew:
         """What messages call the ranks of this pipeline."""
         return self.axes.called
 
+    @property
+    def name(self) -> str:
+        """What messages call this process's first rank."""
+        return self.called.one(self.rank)
+
     def connect(self, edges: Sequence[tuple[int, int]]) -> None:
         """Open more edges between ranks; all ranks call it with the same edges."""
         for channel in self.channels:
@@ -149,11 +152,6 @@ class Crew:
     def observe(self, observer: CrewObserver) -> None:
         """Tell an observer whenever this process waits or fails."""
         self._observers.append(observer)
-
-    @property
-    def drive(self) -> Drive:
-        """The function that runs this process's ranks through their rows and waits where needed."""
-        return self._drive if self.hub is None else partial(take_turns, self.hub)
 
     def _drive(self, runs: Sequence[Generator[Wait, None, None]]) -> None:
         for wait in runs[0]:

@@ -4,12 +4,13 @@
                          └── waiting, ... ── again ──┘   if the update before the step was wrong
                                                                                moved, between two steps
 
-The code that runs a step calls all observers at each moment, and knows nothing else about them.
+The code that runs a step calls at each moment the observers that do something then, and knows nothing else about them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from drumline.pipeline.ranks.crew import CrewObserver
 from drumline.pipeline.ranks.tally import Tally, Told
@@ -21,6 +22,11 @@ class Observer(CrewObserver):
 
     Observers get `end` in reverse order, and everything else in order. Evaluations call only `tell` and `told`.
     """
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has nothing to do in any step, until layers move."""
+        return False
 
     def called(self, step: Step) -> None:
         """React to the call of a training step; all ranks have reached it."""
@@ -45,3 +51,32 @@ class Observer(CrewObserver):
 
     def moved(self) -> None:
         """React to layers having moved between ranks since the last step; the stages here are others now."""
+
+
+class Observers:
+    """The observers of a pipeline by what each does: who has nothing to do at a moment is not called then.
+
+    >>> class Greets(Observer):
+    ...     def called(self, step: Step) -> None:
+    ...         print("hello")
+    >>> observers = Observers([Observer(), Greets()])
+    >>> len(observers.each), len(observers.called), len(observers.taken)
+    (2, 1, 0)
+    """
+
+    def __init__(self, each: Iterable[Observer]) -> None:
+        self.each = tuple(each)
+        self.called: list[Callable[[Step], None]] = self._at("called")
+        self.taken: list[Callable[[Step], None]] = self._at("taken")
+        self.begin: list[Callable[[Step], None]] = self._at("begin")
+        self.again: list[Callable[[Step], None]] = self._at("again")
+        self.end: list[Callable[[Step], None]] = self._at("end")[::-1]
+        self.tell: list[Callable[[Step, Sequence[Told]], None]] = self._at("tell")
+        self.told: list[Callable[[Step, Tally, Sequence[Told]], None]] = self._at("told")
+        self.moved: list[Callable[[], None]] = [one.moved for one in self.each]  # after which some are idle no more
+
+    def _at(self, moment: str) -> list[Any]:
+        """Return what to call at a moment, in order."""
+        nothing = getattr(Observer, moment)
+        busy = [one for one in self.each if not one.is_idle]
+        return [getattr(one, moment) for one in busy if getattr(type(one), moment) is not nothing]

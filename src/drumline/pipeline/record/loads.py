@@ -65,6 +65,11 @@ class ExpertLoads(Observer):
             self._counted[module] = _Counted(module, int(vars(module)["num_experts"]) * self._axes.size("ep"))
         return self._counted[module]
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the stages here have no experts."""
+        return not self._blocks
+
     def begin(self, step: Step) -> None:
         """Forget what was counted before."""
         for one in self._blocks:

@@ -205,6 +205,8 @@ class Recording(Observer):
             self.folder.add_program(step.program, self._programs[step.program])
             self._described.add(step.program)
         step.drafts = [Draft(rank, step.draw) for rank in self._ranks]
+        if not self.is_on:
+            return
         for draft, clock, channel in zip(step.drafts, self._clocks, self._crew.channels, strict=True):
             draft.clock, draft.program = clock.number, step.program
             if self._has_clocks:

@@ -75,6 +75,7 @@ class Engine(Observer):
         self.executors = [self._executor(*each) for each in zip(crew.channels, clocks, strict=True)]
         self.chain = self._chained()
         self.assembly = assembly.of_ranks(channel.rank for channel in crew.channels)
+        self._note_stages()
         self._lineups = {0: Lineup(self.assembly.program, list(self.executors))}
         self.number = 0  # of the program that runs
         self._num_trained = 0
@@ -82,8 +83,15 @@ class Engine(Observer):
         # first step some of them may watch each half.
         self.takes_turns = crew.axes.size("ep") > 1 and crew.axes.size("cp") == 1 and weigh != "always"
         self.takes_turns &= not assembly.checkpointed
+        self._divides_sequences = crew.axes.size("cp") > 1
         # Says what divided layers have to do with an error of a forward.
         self.explaining: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def _note_stages(self) -> None:
+        """Note the stages of this process, and which ends of the model it holds: "first", "last"."""
+        self._stages = [stage for executor in self.executors for stage in executor.stages.values()]
+        held, last = {stage.index for stage in self._stages}, self.assembly.program.num_stages - 1
+        self.ends = {end for end, at in (("first", 0), ("last", last)) if at in held}
 
     def total_norm(self, norms: Iterable[Mapping[str, float]], norm_type: float) -> Tensor:
         """Return the norm of all gradients, given the norms by name that ranks have told."""
@@ -131,6 +139,7 @@ class Engine(Observer):
             self.executors[at] = self._executor(channel, old.clock, old.stages)
             if old.scale is None:
                 self.executors[at].scale = None
+        self._note_stages()
         self._lineups = {number: self._coded(Lineup(self.assembly.program, list(self.executors)), number)}
         self.number = number
 
@@ -208,17 +217,15 @@ class Engine(Observer):
         """Run every rank of this process through its row, in eval mode if the step does not train."""
         randomness, executors, drafts = self.assembly.randomness, self.executors, step.drafts
         randomness.step = step.draw
-        axes = self._crew.axes
         self.seed_lines()
         if not step.train:
             executors = self.evaluators
             drafts = step.drafts or [Draft(executor.rank) for executor in executors]
         for executor in executors:
             executor.takes_turns = self.takes_turns and self._num_trained > 0 and step.train
-        modules = (block.module for stage in self.stages() for block in stage.blocks)
         with (
-            nullcontext() if step.train else evaluating(modules),
-            whole_context(axes),
+            nullcontext() if step.train else evaluating(block.module for one in self.stages() for block in one.blocks),
+            whole_context(self._crew.axes) if self._divides_sequences else nullcontext(),
             self._computing(),
         ):
             jobs = [None if step.accepts is None else one.gated(step.accepts) for one in executors]
@@ -244,9 +251,7 @@ class Engine(Observer):
 
     def seed_lines(self) -> None:
         """Let this line draw random numbers for its own microbatches; those with other parts of sequences, others."""
-        axes, num_microbatches = self._crew.axes, self.assembly.program.num_microbatches
-        first = (axes.rows[0] + axes.place("cp") * axes.rows[1]) * num_microbatches
-        self.assembly.randomness.first = first
+        self.assembly.randomness.first = self._crew.axes.tokens * self.assembly.program.num_microbatches
 
     def weigh_next(self) -> None:
         """Count the bytes of the next step, in a pipeline that otherwise counts those of its first one alone."""
@@ -261,24 +266,17 @@ class Engine(Observer):
             for executor in self.executors:
                 executor.scale = None
 
-    def stages(self) -> Iterator[Stage]:
-        """Yield the stages of this process, including second copies."""
-        for executor in self.executors:
-            yield from executor.stages.values()
+    def stages(self) -> list[Stage]:
+        """Return the stages of this process, including second copies."""
+        return self._stages
 
     def renew(self) -> bool:
         """Adopt changes of the parameters since the last step; return whether there were any."""
-        renewed = [stage.renew() for stage in self.stages()]
+        renewed = [stage.renew() for stage in self._stages]
         if any(renewed):
             for executor in self.executors:
                 executor.exchange.renew()
         return any(renewed)
-
-    @property
-    def ends(self) -> set[str]:
-        """Which ends of the model this process holds: "first", "last"."""
-        held = {stage.index for stage in self.stages()}
-        return {end for end, at in (("first", 0), ("last", self.assembly.program.num_stages - 1)) if at in held}
 
     @property
     def action(self) -> str:

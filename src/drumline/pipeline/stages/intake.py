@@ -23,7 +23,8 @@ from drumline.pipeline.loss.own_loss import OwnShares, own_loss
 from drumline.pipeline.loss.targets import size_of, uneven
 from drumline.pipeline.model.blocks import inputs_for, is_chain
 from drumline.pipeline.model.splits import found_split
-from drumline.runtime.batch import Split, cut, num_rows, rows_apart, rows_of_each, shares
+from drumline.pipeline.ranks.crew import Crew
+from drumline.runtime.batch import Split, cut_and_counted, rows_apart, rows_of_each, shares
 from drumline.runtime.step import Step
 
 LossFunction = Callable[..., Tensor]
@@ -56,6 +57,7 @@ class Intake:
         self._is_chain = is_chain(model)
         self._trains = True
         self.own = not self._is_chain and loss_fn is None  # whether the model computes its own loss
+        self.has_loss = self.own or loss_fn is not None
         self._found = found_split(model, split)
         self._own_shares: OwnShares | None = None
         self._fn = None if loss_fn is None or weigh is not None else FnWeight(loss_fn, device)
@@ -103,35 +105,31 @@ class Intake:
         """Whether the shares depend on the targets' values, so that every step counts them."""
         return self.weigh is not None or self.own or (self._fn is not None and self._fn.counts_targets)
 
-    @property
-    def has_loss(self) -> bool:
-        """Whether there is a loss for training."""
-        return self.own or self.loss_fn is not None
-
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments of a step as the value that the first block takes."""
         return inputs_for(args, kwargs, is_chain=self._is_chain)
 
-    def take(self, step: Step, batch: Any, target: Any, ends: Collection[str], rank: str) -> None:
+    def take(self, step: Step, batch: Any, target: Any, ends: Collection[str], crew: Crew) -> None:
         """Store batch and target on the processes whose `ends` are "first" or "last"."""
         self._trains = step.train
-        step.apart = self._are_apart(batch, target)
+        is_plain = isinstance(batch, Tensor) and isinstance(target, Tensor)
+        step.apart = not is_plain and self._are_apart(batch, target)
         if step.apart:
             step.sizes = sizes_of(batch) or sizes_of(target)
         if "first" in ends:
             if batch is None:
-                raise BatchError(f"{rank} holds the first stage but got no batch", fix="pass the batch to step")
+                raise BatchError(f"{crew.name} holds the first stage but got no batch", fix="pass the batch to step")
             step.batch = moved(batch, self.device)
         if "last" in ends and self.own:  # the batch tells the weight of each microbatch
             if batch is None:
                 raise BatchError(
-                    f"{rank} holds the last stage but got no batch",
+                    f"{crew.name} holds the last stage but got no batch",
                     expected="the batch here too: the model computes its own loss, and its labels must be counted",
                 )
             step.target = moved(batch, self.device) if step.batch is None else step.batch
         elif "last" in ends and (target is not None or step.train):
             if target is None:
-                raise BatchError(f"{rank} holds the last stage but got no target", fix="pass target= to step")
+                raise BatchError(f"{crew.name} holds the last stage but got no target", fix="pass target= to step")
             step.target = moved(target, self.device)
 
     def _are_apart(self, batch: Any, target: Any) -> bool:
@@ -150,15 +148,16 @@ class Intake:
         """Split batch and target into microbatches and compute their weights."""
         self._step = step
         step.cuts = self.cut_batch
+        num_inputs: int | None = None
         if step.batch is not None:
-            step.inputs = self.cut_batch(step.batch)
+            step.inputs, num_inputs = self._cut(step.batch, "the batch")
         if step.apart and step.train and self.order_of is not None and (step.inputs or step.target is not None):
             self._check_count(step)
             step.order = self.order_of(tuple(step.sizes))
             step.inputs = [step.inputs[at] for at in step.order] if step.inputs else ()
         if step.target is None:
             return
-        targets = self.cut_batch(step.target, what="the batch" if self.own else "the target")
+        targets, rows = self._cut(step.target, "the batch" if self.own else "the target")
         if step.apart:
             each = rows_apart(step.target, self._found(step.target) if self.own else None)
             step.targets = targets = [targets[at] for at in step.order or range(len(targets))]
@@ -166,11 +165,8 @@ class Intake:
             self._sizes = [size_of(one) for one in targets]
             self._take_shares(step, self._weighed(targets))
             return
-        rows = self.num_rows(step.target) if self.own else num_rows(step.target)
-        if step.batch is not None and self.num_rows(step.batch) != rows:
-            raise BatchError(
-                f"the batch has {self.num_rows(step.batch)} rows and the target has {rows}", expected="equal numbers"
-            )
+        if num_inputs not in (None, rows):
+            raise BatchError(f"the batch has {num_inputs} rows and the target has {rows}", expected="equal numbers")
         self._rows, self._sizes = rows_of_each(rows, self.num_microbatches), None
         step.targets = targets
         self._take_shares(step, self._weighed(targets))
@@ -189,12 +185,12 @@ class Intake:
 
     def cut_batch(self, batch: Any, *, what: str = "the batch") -> list[Any]:
         """Return the microbatches of a batch, split as the user or the model says."""
-        split = None if what.endswith("target") else self._found(batch)
-        return cut(batch, self.num_microbatches, what=what, split=split)
+        return self._cut(batch, what)[0]
 
-    def num_rows(self, batch: Any) -> int:
-        """Return the number of rows in a batch."""
-        return num_rows(batch, split=self._found(batch))
+    def _cut(self, batch: Any, what: str) -> tuple[list[Any], int]:
+        """Return the microbatches of a batch, and its rows."""
+        split = None if what.endswith("target") else self._found(batch)
+        return cut_and_counted(batch, self.num_microbatches, what=what, split=split)
 
     def _weighed(self, targets: Sequence[Any]) -> Weighing | None:
         """Return the microbatches' shares; None if the loss must run first."""

@@ -55,6 +55,11 @@ class Shared(Observer):
             for module in block.module.modules()
         ]
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the stages here share nothing."""
+        return not self._kept and not self._doubled
+
     def begin(self, step: Step) -> None:
         """Record the state before a step."""
         by_value = self._num_steps < _BY_VALUE

@@ -59,7 +59,8 @@ class Holdings(Observer):
     def follow(self) -> None:
         """Update the copies in this process from their originals."""
         for copies in self.copies:
-            copies.follow()
+            if copies.modules:
+                copies.follow()
         self.chain.follow()
 
     def renew(self) -> None:

@@ -29,7 +29,7 @@ from drumline.pipeline.program.frozen import Frozen
 from drumline.pipeline.program.programs import Programs, digest_of
 from drumline.pipeline.ranks.agreement import Followed, Given, begun
 from drumline.pipeline.ranks.crew import Crew
-from drumline.pipeline.ranks.observer import Observer
+from drumline.pipeline.ranks.observer import Observers
 from drumline.pipeline.ranks.same_rows import agree_on_rows
 from drumline.pipeline.ranks.tally import Ledger, Tally, Told
 from drumline.pipeline.record.recording import Recording
@@ -49,6 +49,7 @@ from drumline.runtime.gradients.clip import all_finite
 from drumline.runtime.step import Step
 
 _STEP, _EVALUATED, _KINDS = 100, 200, 1000  # the kinds of step on which lines agree
+_NOBODY = Observers(())  # who observes an evaluation while it runs
 
 
 @dataclass(eq=False)
@@ -66,7 +67,7 @@ class StepRun:
     watched: Watched
     followed: Followed
     check: ModelCheck
-    observers: Sequence[Observer]
+    observers: Observers
     choice: ProgramChoice
     balance: Balance | None
     check_finite: bool
@@ -95,7 +96,8 @@ class StepRun:
             raise ModelError("the pipeline has no loss_fn", fix="pass loss_fn= to Pipeline, or use eval_step")
         if torch.is_inference_mode_enabled():
             raise RunError("step was called inside torch.inference_mode()", fix="call it outside, or use eval_step")
-        self.check.refuse()
+        if self.check.refusal is not None:
+            self.check.refuse()
         self.frozen.check_trains()
 
     def catch_up(self, step: Step) -> None:
@@ -161,31 +163,31 @@ class StepRun:
         return self._run(step, call)
 
     def _run(self, step: Step, call: CalledWith) -> Tally:
-        observers = self.observers if step.train else ()
-        for observer in observers:
-            observer.called(step)
+        observers = self.observers if step.train else _NOBODY
+        for called in observers.called:
+            called(step)
         with self.crew.together("the start of a step", lambda: self.engine.action):
             if step.train:
                 self.frozen.check_still(self.engine.stages())
             batch = self.intake.called(call.batch, call.named)
-            self.intake.take(step, batch, call.target, self.engine.ends, self.crew.called.one(self.crew.rank))
+            self.intake.take(step, batch, call.target, self.engine.ends, self.crew)
             # Other ranks compare their batches with this; ranks in one process share one batch.
             given = None if self.crew.alone else begun((call.batch, call.named), call.target)
             if given is not None:
                 self._agree_on_lines(step, given)
-            for observer in observers:
-                observer.taken(step)
+            for taken in observers.taken:
+                taken(step)
             if not step.repeats or self.intake.counts_labels:  # else its weights are those of the last step
                 self.intake.cut(step)
-            for observer in observers:
-                observer.begin(step)
+            for begin in observers.begin:
+                begin(step)
             self.engine.run(step)
             if step.rejected:
-                for observer in observers:
-                    observer.again(step)
+                for again in observers.again:
+                    again(step)
                 self.engine.run(step)
-            for observer in reversed(observers):
-                observer.end(step)
+            for end in observers.end:
+                end(step)
             return self._tell(step, given and given())
 
     def _agree_on_lines(self, step: Step, given: Callable[[], Given]) -> None:
@@ -211,8 +213,8 @@ class StepRun:
             told.program = (digest_of(program), program.name)
         told.order = step.order
         each = [told] + [Told(train=step.train, program=told.program) for _ in self.crew.channels[1:]]
-        for observer in self.observers:
-            observer.tell(step, each)
+        for tell in self.observers.tell:
+            tell(step, each)
         topic = step_topic(step.number)
         self.crew.tell(topic, each)
         if not step.train:
@@ -220,8 +222,8 @@ class StepRun:
         tally = Tally(step.number, lambda: self.crew.heard(topic), program, self.updates.handler, self.crew.called)
         tally.program_number, tally.trained = step.program, step.draw
         self.ledger.add(tally, trained=step.train, alone=self.crew.alone)
-        for observer in self.observers:
-            observer.told(step, tally, each)
+        for heard in self.observers.told:
+            heard(step, tally, each)
         return tally
 
     def _told(self, step: Step) -> Told:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ class Grid:
         self._at = dict(zip(names, (int(one[0]) for one in np.nonzero(ranks == rank)), strict=True))
         self._sizes = dict(zip(names, ranks.shape, strict=True))
 
-    @property
+    @cached_property
     def is_mesh(self) -> bool:
         """Whether there are several lines."""
         return self.num_lines > 1
@@ -71,10 +72,15 @@ class Grid:
             at = at * self.size(name) + self._at.get(name, 0)
         return at
 
-    @property
+    @cached_property
     def rows(self) -> tuple[int, int]:
         """Which part of the batch's rows this line gets: its number, and how many parts there are."""
         return self.place(*ROWS), self.size(*ROWS)
+
+    @cached_property
+    def tokens(self) -> int:
+        """The number of this line among those that see other tokens: other rows, or other parts of sequences."""
+        return self.rows[0] + self.place("cp") * self.rows[1]
 
     @property
     def line(self) -> list[int]:
@@ -121,7 +127,7 @@ class Grid:
         pairs = zip(self.names, places, strict=True)
         return ", ".join(f"{name} {at}" for name, at in pairs if name == "pp" or self._sizes[name] > 1)
 
-    @property
+    @cached_property
     def called(self) -> RankNames:
         """What messages call the ranks of this process's line."""
         if not self.is_mesh:
