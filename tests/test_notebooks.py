@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from extras import needed
+from matrices import long
 
 jupytext: Any = needed("jupytext", extra="notebook")
 nbformat: Any = needed("nbformat", extra="notebook")
@@ -46,6 +47,7 @@ def test_a_notebook_is_what_its_source_says(source: Path) -> None:
     assert not [one for cell in there.cells for one in cell.get("outputs", ()) if one.output_type == "error"]
 
 
+@long
 @pytest.mark.parametrize("source", SOURCES, ids=lambda one: one.stem)
 def test_a_notebook_runs(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRUMLINE_WIDTH", "32")

@@ -295,6 +295,7 @@ class Hurried:
         return time.monotonic() + (10_000 if len(pids(self.folder)) == 2 else 0)
 
 
+@long
 @pytest.mark.cold_ranks
 def test_past_the_timeout_ranks_show_their_stacks_and_are_named(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,7 @@ import pytest
 from drumline.core.measured.run import read_run
 from drumline.train.config.files.read import read_settings
 from drumline.train.start import start
-from matrices import ALL
+from matrices import ALL, long
 from some import some
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.matrix]
@@ -28,6 +28,7 @@ if not ALL:  # test_plans has the others
     del MESHES["tensor"]
 
 
+@long
 def test_training_on_a_mesh_has_the_losses_of_one_process(tmp_path: Path) -> None:
     def losses(name: str, more: dict[str, object]) -> tuple[list[float], float]:
         settings = read_settings(None, {**SMALL, **more, "run.out": str(tmp_path / name)})

@@ -25,7 +25,7 @@ from drumline.core.errors import (
     ScheduleError,
 )
 from drumline.pipeline.pipeline import Pipeline
-from matrices import KINDS, chosen, left, some_of
+from matrices import KINDS, chosen, left, long, some_of
 from torch_models import SYNCHRONOUS, TWO_WAYS, Reference, Unused, data, mlp, programs
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]  # starts processes, which takes long on a busy machine
@@ -275,6 +275,7 @@ def waits_on(waiting: int, *, check_model: bool = False) -> tuple[str, str]:
     return found
 
 
+@long
 def test_a_rank_that_waits_too_long_says_for_what(capfd: pytest.CaptureFixture[str]) -> None:
     first, second = launch(waits, num_ranks=2)
     assert [kind for kind, _ in (first[0], second[1], first[2])] == ["WaitTimeout"] * 3

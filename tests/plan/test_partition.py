@@ -20,7 +20,7 @@ from drumline.core.simulate.simulate import simulate
 from drumline.plan.cut.chain import BlockCosts
 from drumline.plan.cut.partition import Partition, partition
 from drumline.plan.cut.peaks import held_by
-from matrices import examples
+from matrices import examples, long
 from programs import build, programs
 
 blocks = st.builds(
@@ -71,6 +71,7 @@ def test_no_cut_has_a_shorter_largest_stage_or_is_more_even(chain: list[BlockCos
     assert quality(chain, found.counts) == min(quality(chain, one) for one in cuts(len(chain), num_stages))
 
 
+@long
 @pytest.mark.slow
 @settings(deadline=None, max_examples=examples(100))
 @given(programs(FLUSHED, max_ranks=3, max_microbatches=5), st.data())

@@ -244,6 +244,7 @@ def test_outputs_have_the_names_that_the_model_gives_them(
     assert capsys.readouterr().err.endswith("\ndrumline: models.py:fails failed with ValueError: no weights here\n")
 
 
+@long
 def test_models_whose_rows_depend_on_each_other_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("models.py").write_text(MODELS)
