@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,15 @@ def test_a_killed_run_is_read_up_to_its_last_complete_line(folder: Path) -> None
     assert run.steps == (0, 1)
     assert run.timeline().records == two_ranks(1, 2000)
     assert len(run.metrics()) == 2
+
+
+def test_clocks_are_read_as_they_were_in_the_step(folder: Path) -> None:
+    for rank in range(2):  # each with a clock of its own, which show the same time
+        steps = [replace(two_ranks(step, 1000 * (step + 1))[rank], clock=rank) for step in range(3)]
+        (folder / f"rank{rank}.jsonl").write_text("".join(map(line, steps)))
+    run = read_run(folder)
+    for step in range(3):
+        assert [dial.common_ns for dial in run.timeline(step).dials] == [1000 * (step + 1)] * 2
 
 
 def test_a_run_without_a_step_says_so(tmp_path: Path) -> None:
