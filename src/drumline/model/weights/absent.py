@@ -130,7 +130,7 @@ class Absent:
     ) -> None:
         self._made: dict[int, Block] = {}
         self._problems: dict[int, ModelError] = {}
-        self._pairs: dict[int, list[_Pair]] = {}
+        self.copies: dict[int, list[_Pair]] = {}  # of modules that have come here, with the user's, by block
         modules = [module for block in blocks.values() for module in block.module.modules()]
         memo: dict[int, Any] = {
             id(one): one for each in modules for one in vars(each).values() if isinstance(one, Tensor)
@@ -154,7 +154,7 @@ class Absent:
                 expected="a block that copy.deepcopy can copy",
             )
             return
-        pairs = self._pairs[number] = []
+        pairs = self.copies[number] = []
         for original, ours in zip(block.module.modules(), made.modules(), strict=True):
             if isinstance(ours, Piece):
                 ours.join()
@@ -172,11 +172,11 @@ class Absent:
 
     def arrived(self, number: int) -> None:
         """Begin to follow the user's block from its current state."""
-        for pair in self._pairs.get(number, ()):
+        for pair in self.copies.get(number, ()):
             pair.begin()
 
     def follow(self, numbers: Iterable[int]) -> None:
         """Let the copies of these blocks follow the user's modes and plain attributes, and what the user freezes."""
         for number in numbers:
-            for pair in self._pairs.get(number, ()):
+            for pair in self.copies.get(number, ()):
                 pair.follow(self._made[number].name)

@@ -77,6 +77,7 @@ class Crew:
         self._is_running = False  # whether ranks of this process are in the middle of their rows
         self._observers: list[CrewObserver] = []
         self._topics = itertools.count()
+        self._is_spread = self.channels[0].is_spread
         # Runs this process's ranks through their rows, and waits where needed.
         self.drive: Drive = self._drive if hub is None else partial(take_turns, hub)
         if hub is None:
@@ -212,7 +213,7 @@ class Crew:
                 expected="calls between two steps: other ranks are in the middle of their rows",
                 fix="make the call after `step` returns, on every rank",
             )
-        if self.channels[0].is_spread:
+        if self._is_spread:
             stacks.dump_later(self.timeout)  # by then others give up, and cannot ask for them
         try:
             yield
@@ -223,7 +224,7 @@ class Crew:
             for channel in self.channels:
                 channel.abort(error, at)
             self.axes.failed(at, error)
-            if self.channels[0].is_spread:
+            if self._is_spread:
                 stacks.keep_quiet()
             if not self.alone:
                 self.over = f"it failed at {at}: {error}"
@@ -234,7 +235,7 @@ class Crew:
         """Disconnect from the other ranks."""
         if not self.over:
             self.over = "it was closed"
-            if self.channels[0].is_spread:
+            if self._is_spread:
                 stacks.keep_quiet()
             for channel in self.channels:
                 channel.close()

@@ -93,4 +93,5 @@ class Chain:
 
     def follow(self) -> None:
         """Let copies that are in use follow the user's model, while it lives."""
-        self._absent.follow(self._held)
+        if self._absent.copies:
+            self._absent.follow(self._held)

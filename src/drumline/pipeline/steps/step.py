@@ -13,6 +13,7 @@ Recording, adaptation, capture and saved state observe the step: see ranks/obser
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -157,38 +158,33 @@ class StepRun:
 
     def run(self, step: Step, call: CalledWith) -> Tally:
         """Run a step on this process's ranks, and return a tally of what all ranks will tell about it."""
-        if self.stream is not None and step.train:
-            with self.stream.running(step):
-                return self._run(step, call)
-        return self._run(step, call)
-
-    def _run(self, step: Step, call: CalledWith) -> Tally:
-        observers = self.observers if step.train else _NOBODY
-        for called in observers.called:
-            called(step)
-        with self.crew.together("the start of a step", lambda: self.engine.action):
-            if step.train:
-                self.frozen.check_still(self.engine.stages())
-            batch = self.intake.called(call.batch, call.named)
-            self.intake.take(step, batch, call.target, self.engine.ends, self.crew)
-            # Other ranks compare their batches with this; ranks in one process share one batch.
-            given = None if self.crew.alone else begun((call.batch, call.named), call.target)
-            if given is not None:
-                self._agree_on_lines(step, given)
-            for taken in observers.taken:
-                taken(step)
-            if not step.repeats or self.intake.counts_labels:  # else its weights are those of the last step
-                self.intake.cut(step)
-            for begin in observers.begin:
-                begin(step)
-            self.engine.run(step)
-            if step.rejected:
-                for again in observers.again:
-                    again(step)
+        with nullcontext() if self.stream is None or not step.train else self.stream.running(step):
+            observers = self.observers if step.train else _NOBODY
+            for called in observers.called:
+                called(step)
+            with self.crew.together("the start of a step", lambda: self.engine.action):
+                if step.train:
+                    self.frozen.check_still(self.engine.stages())
+                batch = self.intake.called(call.batch, call.named)
+                self.intake.take(step, batch, call.target, self.engine.ends, self.crew)
+                # Other ranks compare their batches with this; ranks in one process share one batch.
+                given = None if self.crew.alone else begun((call.batch, call.named), call.target)
+                if given is not None:
+                    self._agree_on_lines(step, given)
+                for taken in observers.taken:
+                    taken(step)
+                if not step.repeats or self.intake.counts_labels:  # else its weights are those of the last step
+                    self.intake.cut(step)
+                for begin in observers.begin:
+                    begin(step)
                 self.engine.run(step)
-            for end in observers.end:
-                end(step)
-            return self._tell(step, given and given())
+                if step.rejected:
+                    for again in observers.again:
+                        again(step)
+                    self.engine.run(step)
+                for end in observers.end:
+                    end(step)
+                return self._tell(step, given and given())
 
     def _agree_on_lines(self, step: Step, given: Callable[[], Given]) -> None:
         """Raise where lines of a mesh were called with what does not go together, before they exchange anything."""
