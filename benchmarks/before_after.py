@@ -1,6 +1,6 @@
 """Two checkouts of Drumline against each other, in turns, on this machine: whether a change made anything slower.
 
-    python benchmarks/before_after.py BEFORE [AFTER] [--rounds 7] [--json FILE]
+    python benchmarks/before_after.py BEFORE [AFTER] [--rounds 7] [--only "step*"] [--processor] [--json FILE]
 
 BEFORE and AFTER are folders with a checkout each; AFTER is this one unless given. Every figure is taken in a fresh
 process of each checkout, one after the other, round after round. Printed: medians, the ratio after / before of the same
@@ -23,9 +23,10 @@ import os
 import statistics
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
-HEAD = "import statistics, sys, time\nmoment = time.perf_counter\n"
+HEAD = "import statistics, sys, time\nmoment = time.{clock}\n"
 TAIL = "\nprint(statistics.median(taken))\n"
 IMPORT = "began = moment()\nimport drumline\ntaken = [moment() - began]"
 COLD = """
@@ -110,12 +111,11 @@ FIGURES = {
 }
 
 
-def seconds(checkout: Path, code: str) -> float:
-    """Run some code in a fresh process of a checkout, and return the seconds that it says."""
+def seconds(checkout: Path, code: str, clock: str) -> float:
+    """Run some code in a fresh process of a checkout, and return the seconds that it says, by a clock of `time`."""
     env = {**os.environ, "PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", HEAD + code + TAIL], env=env, cwd=checkout, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", HEAD.format(clock=clock) + code + TAIL]
+    done = subprocess.run(command, env=env, cwd=checkout, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{checkout}: {done.stderr.strip().splitlines()[-1]}")
     return float(done.stdout.split()[-1])
@@ -134,16 +134,21 @@ def main() -> None:
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path, nargs="?", default=Path(__file__).resolve().parent.parent)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", nargs="*", default=list(FIGURES))
+    parser.add_argument("--only", metavar="PATTERN", default="*", help='figures by name, as a shell would: "step*"')
+    parser.add_argument("--processor", action="store_true", help="processor time of the measuring process alone")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     measured = {}
     print(f"{'':<24}{'before':>11}{'after':>11}   after / before")
-    for name in args.only:
+    chosen = [name for name in FIGURES if fnmatch(name, args.only)]
+    if not chosen:
+        parser.error(f"no figure matches {args.only!r}; expected {', '.join(FIGURES)}")
+    clock = "process_time" if args.processor else "perf_counter"
+    for name in chosen:
         pairs = []
         for turn in range(args.rounds):
             sides = [args.before.resolve(), args.after.resolve()]
-            taken = {side: seconds(side, FIGURES[name]) for side in (sides if turn % 2 else sides[::-1])}
+            taken = {side: seconds(side, FIGURES[name], clock) for side in (sides if turn % 2 else sides[::-1])}
             pairs.append([taken[side] for side in sides])
         ratios = [after / before for before, after in pairs]
         low, middle, high = statistics.quantiles(ratios, n=4)
