@@ -15,7 +15,6 @@ from torch.nn import functional
 import drumline as dl
 from drumline.core.errors import BatchError, ModelError, NonFiniteError, ProgramError, RunError, UsageError
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.ranks.crew import Crew
 from some import some
 from torch_models import Reference, Unused, data, mlp, programs
 
@@ -378,7 +377,7 @@ def test_an_optimizer_that_weighs_all_parameters_together_runs_in_one_process_on
 ) -> None:
     pipe = dl.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], num_microbatches=2, num_ranks=2)
     assert pipe.optimizer(torch.optim.LBFGS)
-    monkeypatch.setattr(Crew, "alone", False)
+    monkeypatch.setattr(pipe._run.crew, "alone", False)
     with pytest.raises(dl.DrumlineError, match="each rank holds a part of them; expected an optimizer that treats"):
         pipe.optimizer(torch.optim.LBFGS)
 

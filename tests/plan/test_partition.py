@@ -60,6 +60,7 @@ def assert_covers(found: Partition, chain: list[BlockCosts], num_stages: int) ->
     assert found.seconds == stage_seconds(chain, found.counts)
 
 
+@long
 @pytest.mark.slow
 @settings(max_examples=examples(500))
 @given(st.lists(blocks, min_size=1, max_size=9), st.data())

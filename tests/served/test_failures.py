@@ -195,6 +195,7 @@ def test_only_this_machine_is_served_without_tls() -> None:
     check_exposed("127.0.0.1:8001", Tls(), plain=False, flag="--listen")
 
 
+@long
 def test_sigterm_answers_what_is_under_way_and_leaves_a_timeline(slow_folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "drumline", "serve", str(slow_folder), "--listen", "127.0.0.1:0", "--json"]
     command += ["--metrics", "127.0.0.1:0", "--record", str(tmp_path / "run"), "--microbatch-rows", "1"]

@@ -37,6 +37,7 @@ from drumline.train.loop.training import Trained
 from drumline.train.models.beside import files_beside
 from drumline.train.start import start
 from extras import needed
+from matrices import left
 from some import some
 
 pytestmark = pytest.mark.torch
@@ -65,15 +66,17 @@ def trained(settings: TrainSettings) -> Trained:
     "tables",
     [
         {},
-        {
-            "lengths": LengthSettings(how="padded", search=True),
-            "optimizer": OptimizerSettings(
-                kind="SGD",
-                settings={"momentum": 0.9},
-                groups=(OptimizerGroup(("*.bias",), kind="AdamW"),),
-            ),
-            "batch": BatchSettings(sequences=8, microbatch=2, sequence=64, accumulate=2),
-        },
+        *left(
+            {
+                "lengths": LengthSettings(how="padded", search=True),
+                "optimizer": OptimizerSettings(
+                    kind="SGD",
+                    settings={"momentum": 0.9},
+                    groups=(OptimizerGroup(("*.bias",), kind="AdamW"),),
+                ),
+                "batch": BatchSettings(sequences=8, microbatch=2, sequence=64, accumulate=2),
+            }
+        ),
     ],
 )
 def test_a_run_that_continues_ends_where_the_first_did(tmp_path: Path, tables: dict[str, Any]) -> None:

@@ -112,6 +112,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@long
 def test_local_ranks_start_again_and_end_like_an_uninterrupted_run(tmp_path: Path, whole: Path) -> None:
     folder = tmp_path / "run"
     order(folder, "1-0-a", f"0-{EVERY}-b")

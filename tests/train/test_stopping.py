@@ -85,6 +85,7 @@ def signals(number: int) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
 
+@long
 def test_sigterm_to_one_rank_ends_all_after_the_same_step_and_the_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     folder = tmp_path / "first"
 

@@ -97,6 +97,11 @@ class Updates(Observer):
                     fix="use model.float(), or master_weights=True",
                 )
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no gradient is scaled."""
+        return self.scaler is None
+
     def begin(self, step: Step) -> None:
         """Before a step, set its scale and apply it to earlier gradients, so that new ones can be added."""
         if self.scaler is not None:
