@@ -95,6 +95,14 @@ class MuchLouder(Louder):
     by = 1.3
 
 
+class Heavier(parallel._Divided):
+    """Experts whose own gradients alone get something more."""
+
+    def after(self, module: nn.Module, args: Any, made: Tensor) -> Any:
+        more = sum((one.sum() - one.sum().detach() for one in module.parameters()), torch.zeros(()))
+        return super().after(module, args, made * (1 + more) if self._call is not None else made)
+
+
 def all_stepped() -> dict[str, tuple[int, str, str]]:
     found = {name: stepped(decoder(), **options) for name, options in RIGHT.items()}
     found["own positions"] = stepped(made(NoPlaces), mesh=CP)
@@ -112,7 +120,10 @@ def all_stepped() -> dict[str, tuple[int, str, str]]:
         found["louder"] = stepped(decoder(), mesh=EP)
         patch.setattr(parallel, "_Divided", MuchLouder)
         found["louder, bf16"] = stepped(decoder().bfloat16(), mesh=EP)
+        patch.setattr(parallel, "_Divided", Heavier)
+        found["heavier, bf16"] = stepped(decoder().bfloat16(), mesh=EP)
         if ALL:
+            patch.setattr(parallel, "_Divided", MuchLouder)
             found["louder, autocast"] = stepped(decoder(), mesh=EP, precision="bf16")
     return found
 
@@ -142,6 +153,7 @@ def test_what_lines_get_wrong_is_found(ranks: list[dict[str, tuple[int, str, str
             *(("own positions, bf16", "louder, autocast") if ALL else ()),
         ):
             assert "returns something else than by itself" in rank[name][2], name
+        assert "the gradient of layers.1.inner.experts.w" in rank["heavier, bf16"][2]
 
 
 def test_random_numbers_of_parts_of_sequences_are_not_compared(ranks: list[dict[str, tuple[int, str, str]]]) -> None:

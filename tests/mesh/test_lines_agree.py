@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch.nn import functional
 import drumline as dl
 from chain_tricks import Scaled
 from drumline.core.errors import DrumlineError, UsageError
+from drumline.runtime.axes.losses import summed_losses
 from drumline.runtime.axes.slices import put_together, slice_of
 from mesh.small import LENGTH, WIDTH, WORDS, decoder
 from some import some
@@ -307,3 +308,19 @@ def test_all_lines_refuse_what_one_of_them_refuses(ranks: list[dict[str, Any]]) 
     one, other = (rank["wrong"] for rank in ranks)
     assert other.startswith("ModelError: the model, run block by block, returns something else")
     assert one.startswith("ModelError: rank 1 (pp 0, dp 1) refuses the step: the model, run block by block, returns")
+
+
+class TwoLines:
+    """This line, and another that tells losses of bfloat16."""
+
+    def group(self, *_: str) -> object:
+        return self
+
+    def summed(self, own: Tensor, *_: str) -> Tensor:
+        return own + torch.tensor([0.25, 0.5, 0.0, 0.0, 1.0, 0.0], dtype=torch.float64)
+
+
+def test_a_line_without_losses_has_the_dtype_of_those_of_others() -> None:
+    found = summed_losses(cast(Any, TwoLines()), torch.zeros(2), [])
+    assert found.tolist() == [0.25, 0.5]
+    assert found.dtype is torch.bfloat16
