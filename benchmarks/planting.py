@@ -89,6 +89,14 @@ UNEQUAL = {
     "schedules": ("tests/schedules/test_counts.py",),
 }
 
+LOSSES = (
+    "tests/pipeline/test_losses.py",
+    "tests/pipeline/test_more_losses.py",
+    "tests/pipeline/test_own_loss.py",
+    "tests/pipeline/test_loss_lines.py",
+    "tests/mesh/test_fuzz_mesh.py",
+)
+
 # Tests of a file that does not share its name with them.
 OF_FILE = {
     "train/data/own": ("tests/train/test_own_data.py",),
@@ -121,7 +129,29 @@ OF_FILE = {
         "tests/pipeline/test_moving.py",
     ),
     "pipeline/check/lines.py": ("tests/mesh/test_first_check.py",),
-    "pipeline/check/sample.py": ("tests/pipeline/test_model_check.py",),
+    "pipeline/check": (
+        "tests/pipeline/test_model_check.py",
+        "tests/pipeline/test_chain_check.py",
+        "tests/pipeline/test_sentinels.py",
+        "tests/pipeline/test_relay.py",
+        "tests/pipeline/test_rounding.py",
+        "tests/pipeline/test_odd_models.py",
+        "tests/mesh/test_first_check.py",
+        "tests/mesh/test_cells.py",
+    ),
+    "pipeline/loss": LOSSES,
+    "runtime/loss": LOSSES,
+    "runtime/axes/losses.py": ("tests/mesh/test_lines_agree.py",),
+    "runtime/gradients/witness.py": ("tests/pipeline/test_inner_gradients.py", "tests/pipeline/test_model_check.py"),
+    "runtime/segment.py": ("tests/runtime/test_stash.py", "tests/pipeline/test_odd_models.py"),
+    "pipeline/steps/step.py": ("tests/pipeline/test_step.py", "tests/mesh/test_running.py"),
+    "pipeline/verify": ("tests/pipeline/test_verify.py", "tests/mesh/test_verify.py"),
+    "pipeline/unsplit": ("tests/pipeline/test_plain.py", "tests/pipeline/test_inner_gradients.py"),
+    "pipeline/stages/intake.py": (
+        "tests/pipeline/test_losses.py",
+        "tests/pipeline/test_captured.py",
+        "tests/pipeline/test_lengths_empty.py",
+    ),
     "pipeline/record/recording.py": ("tests/pipeline/test_recording.py",),
     "pipeline/loss/own_loss.py": ("tests/pipeline/test_hugging_face.py",),
     "pipeline/record/run_folder.py": ("tests/pipeline/test_recording.py",),

@@ -36,6 +36,17 @@ def test_of_several_stages_the_first_that_borders_gives() -> None:
     assert layers.half((4, 2, 4, 2), slow=1, beside=0) == (5, 1, 4, 2)
 
 
+def test_a_move_costs_the_bytes_of_the_layers_that_change_their_rank() -> None:
+    each = 4000 + 2 * 4000  # weights, and two states as large as gradients
+    layers = Layers(profile(6), one_f_one_b(6, num_ranks=3))
+    assert layers.moved_bytes((2, 2, 2), (2, 2, 2)) == 0
+    assert layers.moved_bytes((2, 2, 2), (1, 3, 2)) == each
+    assert layers.moved_bytes((2, 2, 2), (3, 2, 1)) == 2 * each
+    around = Layers(profile(6), generate("zb-v", num_ranks=2, num_microbatches=4))  # stages on ranks 0, 1, 1, 0
+    assert around.moved_bytes((1, 2, 2, 1), (1, 1, 3, 1)) == 0
+    assert around.moved_bytes((1, 2, 2, 1), (2, 1, 2, 1)) == each
+
+
 class Endless:
     """A search that goes on until it is stopped."""
 

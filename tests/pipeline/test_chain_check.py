@@ -112,6 +112,21 @@ def test_of_two_copies_each_is_checked(schedule: str) -> None:
         stepped(spoiled)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "first", "last"), [("dualpipe", 2, 4), ("dualpipe", 3, 5), ("chimera", 0, 6), ("chimera", 1, 7)]
+)
+def test_microbatches_that_overtake_each_other_are_looked_at(schedule: str, first: int, last: int) -> None:
+    """A queue between two blocks hands on another microbatch's value only where directions cross."""
+    queue: list[Tensor] = []
+    steps = [Step() for _ in range(8)]
+    steps[first] = Step(after=lambda x: queue.append(x.detach()) or x)  # type: ignore[func-returns-value]
+    steps[last] = Step(before=lambda x: x + queue.pop(0))
+    pipe = pipeline(nn.Sequential(*steps), schedule=schedule, num_ranks=4, num_microbatches=8)
+    x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ModelError, match="returns something else than by itself"):
+        pipe.step(x, target=x.flip(0))
+
+
 def test_recomputation_is_on_where_it_will_be() -> None:
     """A block that is another each time it runs is right until it is recomputed."""
     make = RIGHT["a generator"]

@@ -124,6 +124,8 @@ def test_every_call_gets_its_own_answer_in_whatever_order_they_come() -> None:
 def test_a_caller_that_asks_for_nothing_more_gets_its_answers_and_the_end() -> None:
     async def answer(body: bytes, seconds: float, left: Left, home: Home) -> Answer:
         await asyncio.sleep(0 if body == b"at once" else 0.05)
+        if body == b"at once":
+            home(Answer(body))  # and then it is returned: the caller gets it once
         return Answer(body)
 
     async def one(channel: Any, *frames: bytes) -> tuple[list[bytes], grpc.StatusCode]:

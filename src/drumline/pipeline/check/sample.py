@@ -19,17 +19,28 @@ _HOST = torch.device("cpu")
 
 
 def chosen(counts: Sequence[float], copies: Sequence[int], num_microbatches: int) -> list[int]:
-    """Return the microbatches to look at: the first that count most, each by another copy of the stages if there are.
+    """Return the microbatches to look at, of those that count most: the first, or the middle one of every copy.
 
-    >>> chosen([1, 1, 1, 1], [0, 0, 1, 1], 2), chosen([0, 1, 1, 1], [0, 0, 0, 0], 2), chosen([1], [0], 2)
-    ([0, 2], [1, 2], [0])
+    Where stages have copies, microbatches that run by different ones overtake each other, mostly in the middle of a
+    step: a value that a block leaves for a later one is then another microbatch's.
+
+    >>> chosen([0, 1, 1, 1], [0, 0, 0, 0], 2), chosen([1], [0], 2), chosen([1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1], 2)
+    ([1, 2], [0], [1, 4])
     """
     if not counts:
         return [0]
     first = counts.index(max(counts))
-    rest = [at for at in (*range(first + 1, len(counts)), *range(first)) if counts[at] > 0]
-    rest.sort(key=lambda at: copies[at] == copies[first])
-    return sorted([first, *rest[: num_microbatches - 1]])
+    if len(set(copies)) == 1:
+        rest = [at for at in (*range(first + 1, len(counts)), *range(first)) if counts[at] > 0]
+        return sorted([first, *rest[: num_microbatches - 1]])
+    found = [_middle(counts, [at for at, copy in enumerate(copies) if copy == one]) for one in dict.fromkeys(copies)]
+    return sorted([at for at in found if counts[at] > 0][:num_microbatches]) or [first]
+
+
+def _middle(counts: Sequence[float], places: Sequence[int]) -> int:
+    most = max(counts[at] for at in places)
+    found = [at for at in places if counts[at] == most]
+    return found[len(found) // 2]
 
 
 def likely(targets: Sequence[Any]) -> list[float]:
