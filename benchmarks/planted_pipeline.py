@@ -323,9 +323,16 @@ PIPELINE = (
     Bug(
         "one-copy-checked",
         "chosen",
-        "    rest.sort(key=lambda at: copies[at] == copies[first])\n",
-        "",
+        "if len(set(copies)) == 1",
+        "if copies",
         "Of two copies of a stage, one runs no microbatch that is compared.",
+    ),
+    Bug(
+        "first-of-each-copy-checked",
+        "_middle",
+        "return found[len(found) // 2]",
+        "return found[0]",
+        "Microbatches that overtake others in the middle of a step are not compared.",
     ),
     Bug(
         "gradients-put-aside-are-lost",

@@ -142,11 +142,11 @@ OF_FILE = {
     "pipeline/loss": LOSSES,
     "runtime/loss": LOSSES,
     "runtime/axes/losses.py": ("tests/mesh/test_lines_agree.py",),
-    "runtime/gradients/witness.py": ("tests/pipeline/test_inner_gradients.py", "tests/pipeline/test_model_check.py"),
+    "runtime/gradients/witness.py": ("tests/pipeline/test_inner_gradients.py", "tests/pipeline/test_chain_check.py"),
     "runtime/segment.py": ("tests/runtime/test_stash.py", "tests/pipeline/test_odd_models.py"),
     "pipeline/steps/step.py": ("tests/pipeline/test_step.py", "tests/mesh/test_running.py"),
     "pipeline/verify": ("tests/pipeline/test_verify.py", "tests/mesh/test_verify.py"),
-    "pipeline/unsplit": ("tests/pipeline/test_plain.py", "tests/pipeline/test_inner_gradients.py"),
+    "pipeline/unsplit": ("tests/pipeline/test_plain.py", "tests/pipeline/test_chain_check.py"),
     "pipeline/stages/intake.py": (
         "tests/pipeline/test_losses.py",
         "tests/pipeline/test_captured.py",

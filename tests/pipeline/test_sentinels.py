@@ -56,6 +56,20 @@ class Around(nn.Module):
         return x
 
 
+class Gains(nn.Module):
+    """Layers with parameters between them, each of which one rank alone trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.gains = nn.ParameterList([torch.full((WIDTH,), 1.5 + at) for at in range(4)])
+
+    def forward(self, x: Tensor) -> Any:
+        for layer, gain in zip(self.layers, self.gains, strict=True):
+            x = x + layer(x).tanh() * gain
+        return x
+
+
 def trained(
     pipe: Pipeline,
     num_steps: int,
@@ -264,6 +278,7 @@ def on_a_rank() -> dict[str, Any]:
         "let go": stepped(RIGHT["a counter"], keep=False),
         "traced": stepped(Around),
         "traced, let go": stepped(Around, keep=False),
+        "between blocks": stepped(Gains, keep=False),
         "validated after": stepped(RIGHT["plain"], validated="after"),
         "moved chain": moved(RIGHT["plain"]),
         "moved": moved(Around),
@@ -282,6 +297,7 @@ def test_ranks_check_later_steps_by_their_own_blocks() -> None:
         assert rank["tied, recomputed"] == (every, 7, False)
         assert rank["traced"] == (every, 9, False)
         assert rank["traced, let go"] == (every, 9, True)
+        assert rank["between blocks"] == (every, 12, True)
         assert rank["moved chain"] == rank["moved"] == [0, 2, 4]
         for name, block in (("wrong chain", "2"), ("wrong", "layers.2")):
             assert f"returns something else than by itself in step 2: the gradient of {block}" in rank[name], rank[name]
