@@ -128,7 +128,7 @@ OF_FILE = {
         "tests/pipeline/test_pipeline.py",
         "tests/pipeline/test_moving.py",
     ),
-    "pipeline/check/lines.py": ("tests/mesh/test_first_check.py",),
+    "pipeline/check/lines.py": ("tests/mesh/test_lines_agree.py", "tests/mesh/test_first_check.py"),
     "pipeline/check": (
         "tests/pipeline/test_model_check.py",
         "tests/pipeline/test_chain_check.py",
