@@ -60,9 +60,9 @@ def timed(seconds: list[float], function: Callable[..., Any]) -> Callable[..., A
 
 def watched() -> dict[str, list[float]]:
     """Have the comparisons of all pipelines timed, from here on."""
-    from drumline.pipeline.check.watched import Watched
-    from drumline.pipeline.ranks import agreement, tally
-    from drumline.pipeline.ranks.agreement import Followed
+    from drumline.engine.ranks import agreement, tally
+    from drumline.engine.ranks.agreement import Followed
+    from drumline.features.check.watched import Watched
     from drumline.pipeline.steps import step
 
     seconds: dict[str, list[float]] = {part: [0.0] for part in PARTS}
@@ -240,7 +240,7 @@ def long_run(sizes: Any, microbatches: int, rounds: int, model: str) -> list[dic
 def sentinels(args: argparse.Namespace, sizes: Any) -> list[Any]:
     """Measure and print what sentinels add to a long run."""
     import drumline as dl
-    from drumline.pipeline.check.sentinels import Sentinels
+    from drumline.features.check.sentinels import Sentinels
 
     found = []
     every = Sentinels(True)
@@ -272,7 +272,7 @@ def losses(width: int, depth: int, rounds: int) -> None:
     import torch
     from torch import nn
 
-    from drumline.pipeline.loss.fn_loss import FnWeight
+    from drumline.engine.loss.fn_loss import FnWeight
 
     torch.set_num_threads(1)
     block = nn.Sequential(nn.Linear(width, width), nn.GELU())

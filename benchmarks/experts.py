@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import drumline as dl
-from drumline.runtime.axes.axes import Axes
+from drumline.channel.lines.axes import Axes
 
 NUM_EXPERTS, NUM_HEADS = 4, 8
 KINDS = ("one by one", "in turns")

@@ -181,7 +181,7 @@ def measure(seeds: int, rounds: int, steps: int, width: int) -> list[dict[str, A
     from torch.nn import functional
 
     import drumline as dl
-    from drumline.pipeline.lengths.sizes import fitted
+    from drumline.engine.stages.sizes import fitted
 
     def loss_fn(output: Any, target: Any) -> Any:
         return functional.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
@@ -249,7 +249,7 @@ def _counted(step: list[dict[str, Any]]) -> int:
 
 
 def _sizes(ids: Any, order_of: Any) -> list[Any]:
-    from drumline.pipeline.lengths.sizes import sizes_of
+    from drumline.engine.stages.sizes import sizes_of
 
     sizes = sizes_of(ids)
     return [sizes[at] for at in (range(len(sizes)) if order_of is None else order_of(sizes))]
@@ -288,8 +288,8 @@ def simulated(draws: int = 6) -> None:
     import random
 
     import drumline as dl
-    from drumline.pipeline.lengths.arrange import arranged, orders
-    from drumline.pipeline.lengths.sizes import Size, SizeCosts
+    from drumline.engine.stages.sizes import Size, SizeCosts
+    from drumline.features.lengths.arrange import arranged, orders
 
     def sizes_of_draw(seed: int, count: int) -> list[Size]:
         draw = random.Random(seed)

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import drumline as dl
+from drumline.channel.lines.slices import put_together, slice_of
 from drumline.core.errors import DrumlineError
-from drumline.runtime.axes.slices import put_together, slice_of
 from mesh_cases import Case, drawn, example
 from mesh_judge import judged
 

@@ -93,7 +93,7 @@ def torch_step(program: Any, model: Any, x: Any, y: Any) -> tuple[Any, Any]:
 
 def gradients_of(pipe: Any) -> dict[str, Any]:
     """Return a pipeline's gradients, whole."""
-    from drumline.runtime.axes.slices import put_together, slice_of
+    from drumline.channel.lines.slices import put_together, slice_of
 
     return {
         name: put_together(one.grad.view(-1) if slice_of(one) else one.grad, slice_of(one), pipe.axes)

@@ -1,4 +1,4 @@
-"""Bugs for `runtime/loss` and `pipeline/loss`: how a loss function is compared with itself on fewer rows."""
+"""Bugs for `engine/loss/rules` and `engine/loss`: how a loss function is compared with itself on fewer rows."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class Contender:
 
     def _reject(self) -> None:
         """Update ahead of a verdict that will find the norm too large; no rank knows that by itself."""
-        validation = self.pipe._updates.validation
+        validation = self.pipe._run.validation
         norms = self.pipe._holdings.norms(2.0)
         most = max(sum(norm**2 for norm in one.values()) ** 0.5 for one in norms)
         told = self.pipe.gather(most)
@@ -120,7 +120,7 @@ def measure(width: int, depth: int, microbatches: int, name: str, most: Most) ->
     while turn < most.rounds + WARM_UP:
         for one in each[turn % 3 :] + each[: turn % 3]:  # no contender always follows the same one
             one.turn(most.steps, x, y)
-            one.pipe._updates.validation.max_norm = NEVER
+            one.pipe._run.validation.max_norm = NEVER
         turn += 1
         if max(each[0].pipe.gather(time.perf_counter() - began)) > most.seconds and turn > WARM_UP:
             break
@@ -128,7 +128,7 @@ def measure(width: int, depth: int, microbatches: int, name: str, most: Most) ->
     told = each[0].pipe.gather([waits + each[0].clipping(x, y), ahead])
     row = {"schedule": name, "width": width, "rows": depth, "microbatches": microbatches, "steps": most.steps,
            "rounds": turn - WARM_UP, **compared(each), **simulated(each[0], told)}  # fmt: skip
-    row["taken_back"] = each[2].pipe._updates.validation.num_taken_back
+    row["taken_back"] = each[2].pipe._run.validation.num_taken_back
     for one in each:
         one.pipe.close()
     return row

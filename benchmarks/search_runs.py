@@ -37,7 +37,7 @@ from drumline.channel.shared_memory import SharedMemoryChannel
 from drumline.core.action import Action
 from drumline.core.measured.costs import costs_of
 from drumline.core.placement import Placement
-from drumline.pipeline.ranks import transports
+from drumline.engine.ranks import transports
 
 QUANTILE = 0.9
 TIMES = (2, 2, 2, 10)  # how often a varying block runs

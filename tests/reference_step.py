@@ -18,9 +18,9 @@ from drumline.core.program import Program
 from drumline.model.block import Block
 from drumline.model.precision import Precision, gradient_dtype
 from drumline.model.randomness import Randomness, may_draw
-from drumline.pipeline.verify.one_process import accumulation_order
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.batch import num_rows, shares
+from drumline.verification.one_process import accumulation_order
 
 Weight = Callable[[Any], float | Tensor]
 

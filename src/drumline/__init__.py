@@ -34,12 +34,13 @@ if TYPE_CHECKING:
     from drumline.core.timeline.attribute import attribute
     from drumline.core.timeline.idle import Limit
     from drumline.core.timeline.timeline import Timeline
+    from drumline.engine.stages.balance import balance
+    from drumline.engine.state.materialise import Weights, materialise
+    from drumline.features.mesh.experts.moe import MoE, PassAux
+    from drumline.features.mesh.tensor.styles import Colwise, Rowwise
     from drumline.model.microbatches import Microbatches
     from drumline.pipeline.pipeline import Pipeline
     from drumline.pipeline.profiling import profile_model
-    from drumline.pipeline.stages.balance import balance
-    from drumline.pipeline.state.materialise import Weights, materialise
-    from drumline.pipeline.verify.verify import verify
     from drumline.plan.device.plan import Plan
     from drumline.plan.device.planner import plan
     from drumline.plan.search.objective import Jitter
@@ -47,14 +48,13 @@ if TYPE_CHECKING:
     from drumline.report.compare import compare
     from drumline.report.draw.grid import grid
     from drumline.report.kineto.analysis import analyze
-    from drumline.runtime.axes.experts.moe import MoE, PassAux
-    from drumline.runtime.axes.tensor.styles import Colwise, Rowwise
     from drumline.schedules import generate, schedule
+    from drumline.verification.verify import verify
 
 _HOME = {
     "Action": "core.action",
     "B": "core.action",
-    "Colwise": "runtime.axes.tensor.styles",
+    "Colwise": "features.mesh.tensor.styles",
     "Costs": "core.costs",
     "DrumlineError": "core.errors",
     "Edge": "core.costs",
@@ -63,22 +63,22 @@ _HOME = {
     "Jitter": "plan.search.objective",
     "Limit": "core.timeline.idle",
     "Microbatches": "model.microbatches",
-    "MoE": "runtime.axes.experts.moe",
+    "MoE": "features.mesh.experts.moe",
     "Op": "core.action",
-    "PassAux": "runtime.axes.experts.moe",
+    "PassAux": "features.mesh.experts.moe",
     "Pipeline": "pipeline.pipeline",
     "Placement": "core.placement",
     "Plan": "plan.device.plan",
     "Program": "core.program",
-    "Rowwise": "runtime.axes.tensor.styles",
+    "Rowwise": "features.mesh.tensor.styles",
     "Run": "core.measured.run",
     "Timeline": "core.timeline.timeline",
     "Violation": "core.prove.violation",
     "W": "core.action",
-    "Weights": "pipeline.state.materialise",
+    "Weights": "engine.state.materialise",
     "analyze": "report.kineto.analysis",
     "attribute": "core.timeline.attribute",
-    "balance": "pipeline.stages.balance",
+    "balance": "engine.stages.balance",
     "compare": "report.compare",
     "for_torch": "core.lower.torch_text",
     "generate": "schedules",
@@ -86,7 +86,7 @@ _HOME = {
     "launch": "channel.launch.launch",
     "lower": "core.lower.lower",
     "makespans": "core.simulate.simulate",
-    "materialise": "pipeline.state.materialise",
+    "materialise": "engine.state.materialise",
     "overlap": "core.action",
     "plan": "plan",
     "profile_model": "pipeline.profiling",
@@ -98,7 +98,7 @@ _HOME = {
     "stop_on_signals": "channel.launch.stop",
     "titan_schedule": "core.lower.torch_text",
     "validate": "core.prove.validate",
-    "verify": "pipeline.verify.verify",
+    "verify": "verification.verify",
 }
 
 __all__ = [

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import drumline as dl
+from drumline.channel.lines.slices import put_together, slice_of
 from drumline.core.errors import DrumlineError
-from drumline.runtime.axes.slices import put_together, slice_of
 from matrices import ALL, thinned
 from mesh.cells import BEGIN, END, WAYS, WHATS, Cell, cells, table
 from mesh.small import MICROBATCHES, PLAN, alone, batch, decoder, example, loss_fn

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import drumline as dl
 from drumline.core.errors import DrumlineError
-from drumline.runtime.axes.experts import parallel
+from drumline.features.mesh.experts import parallel
 from matrices import ALL
 from mesh.small import MICROBATCHES, PLAN, Decoder, batch, decoder, example, loss_fn
 from some import some

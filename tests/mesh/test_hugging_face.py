@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import drumline as dl
+from drumline.channel.lines.slices import put_together, slice_of
 from drumline.core.errors import BatchError, ModelError
+from drumline.features.mesh.tensor.divide import divided_by
+from drumline.features.mesh.tensor.styles import _THEIRS, Plan, style_named
 from drumline.model.block import Block
-from drumline.runtime.axes.slices import put_together, slice_of
-from drumline.runtime.axes.tensor.divide import divided_by
-from drumline.runtime.axes.tensor.styles import _THEIRS, Plan, style_named
 from matrices import ALL, long
 from some import some
 

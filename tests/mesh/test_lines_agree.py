@@ -13,9 +13,9 @@ from torch.nn import functional
 
 import drumline as dl
 from chain_tricks import Scaled
+from drumline.channel.lines.slices import put_together, slice_of
 from drumline.core.errors import DrumlineError, UsageError
-from drumline.runtime.axes.losses import summed_losses
-from drumline.runtime.axes.slices import put_together, slice_of
+from drumline.features.mesh.losses import summed_losses
 from mesh.small import LENGTH, WIDTH, WORDS, decoder
 from some import some
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from drumline.core.errors import ModelError
-from drumline.runtime.axes.experts.moe import Experts
-from drumline.runtime.axes.experts.parallel import is_experts
-from drumline.runtime.axes.experts.routing import Sorted
-from drumline.runtime.axes.tensor.divide import Divided
-from drumline.runtime.axes.tensor.exchanges import RotaryKeys
-from drumline.runtime.axes.tensor.pairs import refuse_unpaired
-from drumline.runtime.axes.tensor.styles import Colwise, Rowwise
+from drumline.features.mesh.experts.moe import Experts
+from drumline.features.mesh.experts.parallel import is_experts
+from drumline.features.mesh.experts.routing import Sorted
+from drumline.features.mesh.tensor.divide import Divided
+from drumline.features.mesh.tensor.exchanges import RotaryKeys
+from drumline.features.mesh.tensor.pairs import refuse_unpaired
+from drumline.features.mesh.tensor.styles import Colwise, Rowwise
 
 pytestmark = pytest.mark.torch
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import drumline as dl
 from drumline.core.errors import ConfigError, MismatchError, RankFailed, UsageError
-from drumline.pipeline.stages.balance import Balance, balanced
+from drumline.engine.stages.balance import Balance, balanced
 from drumline.train.config.files.read import read_settings
 from drumline.train.config.settings import (
     BatchSettings,

@@ -69,7 +69,7 @@ def test_what_cannot_be_compared_is_refused_before_any_rank_starts(monkeypatch: 
     def launched(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr("drumline.pipeline.verify.verify.launch", launched)
+    monkeypatch.setattr("drumline.verification.verify.launch", launched)
     for given, words in some(WRONG):
         with pytest.raises(UsageError) as caught:
             dl.verify("1f1b", num_microbatches=4, **given)

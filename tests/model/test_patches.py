@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import ModelError
+from drumline.engine.updates.guard import Guard
 from drumline.model.blocks.pieces import pieces_of
 from drumline.model.follow.inputs import Inputs
 from drumline.model.follow.skeleton import copied
 from drumline.model.patches import Patch, Replaced
 from drumline.model.randomness import Randomness
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.updates.guard import Guard
 from some import some
 from torch_models import data
 

@@ -69,7 +69,7 @@ def run_both(programs: dict[tuple[str, int], Program], folder: Path) -> tuple[di
     from torch.nn import functional
 
     from drumline.pipeline.pipeline import Pipeline
-    from drumline.pipeline.verify.result import difference
+    from drumline.verification.result import difference
     from torch_models import data, mlp
 
     warnings.simplefilter("ignore")

@@ -14,12 +14,8 @@ from torch.nn import functional
 
 from drumline.channel.launch.launch import launch
 from drumline.core.errors import DrumlineError, MismatchError, RankFailed, WaitTimeout
-from drumline.model.block import Block
-from drumline.model.blocks.pieces import pieces_of
-from drumline.model.follow.inputs import Inputs
-from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.ranks import transports
-from drumline.pipeline.ranks.agreement import (
+from drumline.engine.ranks import transports
+from drumline.engine.ranks.agreement import (
     Followed,
     Given,
     agree_on_batch,
@@ -30,6 +26,10 @@ from drumline.pipeline.ranks.agreement import (
     plan_of,
     samples_of,
 )
+from drumline.model.block import Block
+from drumline.model.blocks.pieces import pieces_of
+from drumline.model.follow.inputs import Inputs
+from drumline.pipeline.pipeline import Pipeline
 from matrices import long
 
 pytestmark = pytest.mark.torch

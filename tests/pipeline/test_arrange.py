@@ -13,8 +13,8 @@ import drumline as dl
 from drumline.core.costs import Costs
 from drumline.core.errors import BatchError, UsageError
 from drumline.core.simulate.simulate import simulate
-from drumline.pipeline.lengths.arrange import arranged, orders
-from drumline.pipeline.lengths.sizes import Size, SizeCosts, fit, fitted, sizes_given
+from drumline.engine.stages.sizes import Size, SizeCosts, fit, fitted, sizes_given
+from drumline.features.lengths.arrange import arranged, orders
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.batch import Microbatches
 from some import some

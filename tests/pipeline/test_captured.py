@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from drumline.channel.launch.launch import launch
 from drumline.core.errors import BatchError, MismatchError, ModelError, NonFiniteError, RunError
+from drumline.features.capture.engine import CapturingEngine
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.stages.engine import CapturingEngine
 from host_recorder import HostRecorder
 from matrices import chosen, long, mainly, some_of
 from some import some
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.torch
 def recording() -> Iterator[HostRecorder]:
     """Let pipelines capture on the host."""
     recorder = HostRecorder()
-    with mock.patch("drumline.pipeline.stages.engine.recorder_for", return_value=recorder):
+    with mock.patch("drumline.features.capture.engine.recorder_for", return_value=recorder):
         yield recorder
 
 
@@ -280,7 +280,7 @@ def test_another_program_is_captured_anew() -> None:
     pair.step(data(8), data(8, seed=1))
     assert pair.counts()[0] > 0
     (other,) = programs("zb-h1", 2, (4,))
-    with mock.patch("drumline.pipeline.stages.engine.recorder_for", return_value=pair.recorder):
+    with mock.patch("drumline.features.capture.engine.recorder_for", return_value=pair.recorder):
         for pipe in (pair.captured, pair.plain):
             pipe.take_program(other)
     pair.step(data(8, seed=2), data(8, seed=3), data(8, seed=4))

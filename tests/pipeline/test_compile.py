@@ -428,7 +428,7 @@ def test_without_a_compiler_it_is_refused_before_the_first_step() -> None:
 
 
 def test_ranks_that_compile_otherwise_differ() -> None:
-    from drumline.pipeline.ranks.transports import agree as compare
+    from drumline.engine.ranks.transports import agree as compare
 
     told = [pipeline(model_of("mlp", 2), compile=one)._engine.assembly.described() for one in (False, EAGER)]
     with pytest.raises(MismatchError, match="disagree on compile"):

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from drumline.channel.launch.launch import launch
 from drumline.core.errors import ModelError, NonFiniteError
+from drumline.engine.state.materialise import materialise
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.state.materialise import materialise
 from torch_models import SYNCHRONOUS, TWO_WAYS, Reference, data, mlp, on_meta, programs
 
 pytestmark = [

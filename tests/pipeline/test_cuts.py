@@ -14,8 +14,8 @@ from counted_time import counted_time
 from drumline.channel.launch.launch import launch
 from drumline.core.errors import BatchError, ModelError, PlanError
 from drumline.core.simulate.simulate import simulate
+from drumline.engine.stages.balance import Balance, balance
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.stages.balance import Balance, balance
 from torch_models import WIDTH, Reference, data, mlp
 
 pytestmark = pytest.mark.torch

@@ -17,8 +17,8 @@ from drumline.core.program import Program
 from drumline.core.prove.frozen import prune
 from drumline.core.rules import Backward
 from drumline.core.simulate.simulate import simulate
+from drumline.engine.stages.balance import balance
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.stages.balance import balance
 from matrices import chosen, matrix
 from some import some
 from torch_models import TWO_WAYS, WIDTH, Reference, data, low_rank_upper_half, mlp, programs

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import BatchError, ModelError
+from drumline.engine.loss.own_loss import OwnWeight
 from drumline.model.blocks.pieces import pieces_of
 from drumline.model.follow.inputs import Inputs
-from drumline.pipeline.loss.own_loss import OwnWeight
 from drumline.pipeline.pipeline import Pipeline
 from hf_models import (
     MODELS,

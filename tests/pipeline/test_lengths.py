@@ -14,11 +14,11 @@ from torch.nn import functional
 import drumline as dl
 from drumline.channel.launch.launch import launch
 from drumline.core.errors import BatchError, MismatchError, ModelError, RankFailed
-from drumline.pipeline.model.sources import Material
+from drumline.engine.model.sources import Material
+from drumline.engine.ranks.agreement import Given, agree_on_batch
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.ranks.agreement import Given, agree_on_batch
-from drumline.pipeline.verify.verify import verify
 from drumline.runtime.batch import Microbatches, counted_in, cut, num_rows
+from drumline.verification.verify import verify
 from matrices import long, matrix
 from some import some
 from torch_models import SYNCHRONOUS, TWO_WAYS, WIDTH, Reference, mlp, programs

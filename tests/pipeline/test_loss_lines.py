@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as nf
 
 from drumline.core.errors import ModelError
-from drumline.pipeline.loss.fn_loss import FnWeight
+from drumline.engine.loss.fn_loss import FnWeight
 
 pytestmark = pytest.mark.torch
 WIDTH = 4

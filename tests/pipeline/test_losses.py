@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as nf
 
 from drumline.core.errors import DrumlineError, ModelError
-from drumline.pipeline.loss import comparing
+from drumline.engine.loss import comparing
+from drumline.engine.loss.rules import rows
+from drumline.engine.loss.rules.compare import compare
+from drumline.engine.loss.rules.rules import MEAN, SUM, found_in
 from drumline.pipeline.pipeline import Pipeline
-from drumline.runtime.loss import rows
-from drumline.runtime.loss.compare import compare
-from drumline.runtime.loss.rules import MEAN, SUM, found_in
 from losses import MIXED, NAMED, RIGHT, ROWS, WIDTH, Learned, Output, classes, noisy, numbers
 
 pytestmark = pytest.mark.torch

@@ -6,8 +6,8 @@ import pytest
 
 from drumline.core.measured.record import BETWEEN
 from drumline.core.program import Program
-from drumline.pipeline.ranks.tally import Tally, Told
-from drumline.pipeline.record.recording import Between
+from drumline.engine.ranks.tally import Tally, Told
+from drumline.features.record.recording import Between
 from drumline.runtime.draft import Clock, Draft
 from records import two_ranks
 

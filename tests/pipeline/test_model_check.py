@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import ModelError
+from drumline.engine.unsplit.comparing import few, off
+from drumline.engine.unsplit.keeping import undisturbed
+from drumline.engine.unsplit.plain import Plain
+from drumline.engine.unsplit.plain_step import Slice, plain_steps
 from drumline.model.precision import Precision
 from drumline.model.randomness import Randomness
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.unsplit.comparing import few, off
-from drumline.pipeline.unsplit.keeping import undisturbed
-from drumline.pipeline.unsplit.plain import Plain
-from drumline.pipeline.unsplit.plain_step import Slice, plain_steps
 from drumline.runtime.gradients.sketch import sketch
 from follow_faults import FAULTS, Skips, data, lost_path
 from torch_models import on_meta

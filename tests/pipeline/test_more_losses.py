@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as nf
 
 from drumline.core.errors import DrumlineError, ModelError
-from drumline.pipeline.loss.comparing import Comparing
+from drumline.engine.loss.comparing import Comparing
 from drumline.pipeline.pipeline import Pipeline
 from more_losses import DOUBTFUL, FAIR, ROWS, UNFAIR, WIDTH, chance
 

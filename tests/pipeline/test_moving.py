@@ -404,7 +404,7 @@ def test_compiled_stages_are_compiled_again() -> None:
 def test_captured_steps_are_captured_again() -> None:
     recorder = HostRecorder()
     losses: dict[int, list[float]] = {}
-    with mock.patch("drumline.pipeline.stages.engine.recorder_for", return_value=recorder):
+    with mock.patch("drumline.features.capture.engine.recorder_for", return_value=recorder):
         for balance in ([4, 4], [3, 5]):
             pipe = made(chain_of_norms(), capture=True, **HERE)
             for step in range(6):

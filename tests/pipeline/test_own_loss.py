@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import ModelError
-from drumline.pipeline.loss.own_loss import OwnWeight
+from drumline.engine.loss.own_loss import OwnWeight
 from drumline.pipeline.pipeline import Pipeline
 from matrices import long
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from drumline.engine.unsplit.plain import Plain
 from drumline.model.randomness import Randomness
-from drumline.pipeline.unsplit.plain import Plain
 
 pytestmark = pytest.mark.torch
 

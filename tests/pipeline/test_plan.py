@@ -15,7 +15,7 @@ from torch.nn import functional
 import drumline as dl
 from drumline.cli.main import main
 from drumline.core.errors import BatchError, ModelError, PlanError, UsageError
-from drumline.pipeline.model.sources import material_from_config
+from drumline.engine.model.sources import material_from_config
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.profiling import _check_rows, profile_model
 from drumline.plan.device.blocks import Times

@@ -447,8 +447,8 @@ class LaggingClock(Clock):
 
 def use(clock: Callable[[], Clock], patch: Callable[[Any, str, Any], None] = setattr) -> None:
     """Let executors and channels of this process read another clock."""
+    from drumline.engine.stages import engine
     from drumline.pipeline import setup
-    from drumline.pipeline.stages import engine
 
     for one in (engine, setup):
         patch(one, "clock_for", lambda device: clock())

@@ -13,17 +13,17 @@ from torch import nn
 from torch.nn import functional
 
 from drumline.channel.launch import stop
+from drumline.channel.lines.slices import Slice
 from drumline.core.errors import MismatchError, UsageError
-from drumline.pipeline.check.verdict import Outcome, verdict
-from drumline.pipeline.model.blocks import guesses
+from drumline.engine.model.blocks import guesses
+from drumline.engine.ranks import crew
+from drumline.engine.unsplit.plain_step import _Collected
+from drumline.engine.updates.whole_matrices import WholeMatrices
+from drumline.features.check.verdict import Outcome, verdict
+from drumline.features.saving.loader import agreed_paths
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.profiling import profile_model
-from drumline.pipeline.ranks import crew
-from drumline.pipeline.saving.loader import agreed_paths
-from drumline.pipeline.unsplit.plain_step import _Collected
-from drumline.pipeline.updates.whole_matrices import WholeMatrices
-from drumline.pipeline.verify.verify import verify
-from drumline.runtime.axes.slices import Slice
+from drumline.verification.verify import verify
 from torch_models import mlp
 
 pytestmark = pytest.mark.torch
@@ -71,7 +71,7 @@ def test_ranks_that_are_gone_are_known_to_who_stops(lost: bool, monkeypatch: pyt
 
 
 def test_without_a_pipeline_no_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "drumline.pipeline.ranks.crew")
+    monkeypatch.delitem(sys.modules, "drumline.engine.ranks.crew")
     assert stop._others_are_gone() is False
 
 
@@ -165,7 +165,7 @@ def test_a_schedule_by_name_is_verified_and_profiled_on_what_the_pages_say(monke
         told.append(given)
         raise UsageError("enough")
 
-    monkeypatch.setattr("drumline.pipeline.verify.verify.program_for", program)
+    monkeypatch.setattr("drumline.verification.verify.program_for", program)
     with pytest.raises(UsageError, match="enough"):
         verify("1f1b")
     assert (told[0]["num_ranks"], told[0]["num_microbatches"]) == (2, 8)

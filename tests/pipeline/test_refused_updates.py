@@ -12,11 +12,11 @@ from torch.nn import functional
 
 from drumline.core.errors import MismatchError, ModelError, NonFiniteError
 from drumline.core.program import Program
+from drumline.engine.program.find import edges_of
+from drumline.engine.program.frozen import Frozen
+from drumline.engine.ranks.transports import agree
 from drumline.model.block import Block
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.program.find import edges_of
-from drumline.pipeline.program.frozen import Frozen
-from drumline.pipeline.ranks.transports import agree
 from drumline.schedules import generate
 from some import some
 from torch_models import data, mlp

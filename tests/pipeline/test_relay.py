@@ -16,13 +16,13 @@ from torch.utils.checkpoint import checkpoint
 from drumline.channel.launch.launch import launch
 from drumline.channel.rank_names import BY_NUMBER
 from drumline.core.errors import DrumlineError
+from drumline.features.check import relay
+from drumline.features.check.places import Places
+from drumline.features.check.relay import GaveUp, Relay
+from drumline.features.check.verdict import Checked
 from drumline.model.blocks.pieces import Piece
 from drumline.model.blocks.script import Live
 from drumline.model.randomness import Randomness
-from drumline.pipeline.check import relay
-from drumline.pipeline.check.places import Places
-from drumline.pipeline.check.relay import GaveUp, Relay
-from drumline.pipeline.check.verdict import Checked
 from drumline.pipeline.pipeline import Pipeline
 from follow_faults import FAULTS, WIDTH, Skips, data, stale_attribute
 from matrices import long

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 import drumline as dl
-from drumline.pipeline.ranks import crew
+from drumline.engine.ranks import crew
 
 pytestmark = pytest.mark.torch
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drumline.pipeline.check.rounding import DRAWS, Nudged, Rounding
-from drumline.pipeline.unsplit.plain_step import Wanted
+from drumline.engine.unsplit.plain_step import Wanted
+from drumline.features.check.rounding import DRAWS, Nudged, Rounding
 
 pytestmark = pytest.mark.torch
 

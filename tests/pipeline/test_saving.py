@@ -17,10 +17,10 @@ from torch.nn import functional
 
 import drumline as dl
 from drumline.core.errors import ModelError, RecordError, RunError, WaitTimeout
+from drumline.features.saving import saver
+from drumline.features.saving.folder import checkpoints, name_of
+from drumline.features.saving.staged import StagedFile
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.saving import saver
-from drumline.pipeline.saving.folder import checkpoints, name_of
-from drumline.pipeline.saving.staged import StagedFile
 from matrices import long
 from some import some
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from drumline.core.errors import DrumlineError
-from drumline.pipeline.model import splits
-from drumline.pipeline.saving.beside import checked_files
-from drumline.pipeline.saving.manifest import _object, problem_of_files
-from drumline.pipeline.saving.plain import packed, unpacked
-from drumline.pipeline.saving.snapshot import model_tensors
-from drumline.pipeline.state.names import matching
+from drumline.engine.model import splits
+from drumline.engine.state.names import matching
+from drumline.features.saving.beside import checked_files
+from drumline.features.saving.manifest import _object, problem_of_files
+from drumline.features.saving.plain import packed, unpacked
+from drumline.features.saving.snapshot import model_tensors
 from drumline.schedules import generate, schedule
 
 pytestmark = pytest.mark.torch

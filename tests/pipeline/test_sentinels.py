@@ -15,8 +15,8 @@ from torch.nn import functional
 from chain_tricks import RIGHT, WIDTH, Step, row
 from drumline.channel.launch.launch import launch
 from drumline.core.errors import DrumlineError, ModelError, UsageError
-from drumline.pipeline.check.model_check import ModelCheck
-from drumline.pipeline.check.sentinels import Sentinels
+from drumline.features.check.model_check import ModelCheck
+from drumline.features.check.sentinels import Sentinels
 from drumline.pipeline.pipeline import Pipeline
 from some import some
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from drumline.engine.loss.own_loss import OwnWeight
 from drumline.model.follow.inputs import Inputs
-from drumline.pipeline.loss.own_loss import OwnWeight
 from drumline.pipeline.pipeline import Pipeline
 from torch_models import data, mlp
 

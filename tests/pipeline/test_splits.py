@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import BatchError, UsageError
+from drumline.engine.model.splits import found_split
 from drumline.model.follow.inputs import Inputs
-from drumline.pipeline.model.splits import found_split
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.batch import cut
 

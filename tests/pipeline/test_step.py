@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from drumline.engine.ranks.observer import Observer, Observers
 from drumline.pipeline.options import Options
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.ranks.observer import Observer, Observers
 from drumline.runtime.step import Step
 
 pytestmark = pytest.mark.torch

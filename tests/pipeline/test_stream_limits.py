@@ -17,10 +17,10 @@ from drumline.core.costs import Costs
 from drumline.core.errors import ModelError, ProgramError, RunError, UsageError
 from drumline.core.measured.costs import replay
 from drumline.core.memory import holdings
+from drumline.features.stream.executor import StreamExecutor
+from drumline.features.stream.rows import StreamRows
 from drumline.pipeline.pipeline import Pipeline
 from drumline.report.summary import summarize
-from drumline.runtime.stream.executor import StreamExecutor
-from drumline.runtime.stream.rows import StreamRows
 from drumline.schedules import generate
 from drumline.train.config.settings import (
     BatchSettings,

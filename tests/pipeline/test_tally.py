@@ -8,8 +8,8 @@ import torch
 from drumline.core.errors import MismatchError, ModelError, NonFiniteError
 from drumline.core.measured.record import Record
 from drumline.core.program import Program
-from drumline.pipeline.ranks.tally import Ledger, Tally, Told
-from drumline.pipeline.updates.scaler import LossScaler
+from drumline.engine.ranks.tally import Ledger, Tally, Told
+from drumline.features.precision.scaler import LossScaler
 from drumline.schedules import generate
 
 pytestmark = pytest.mark.torch

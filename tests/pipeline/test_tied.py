@@ -13,7 +13,7 @@ from torch.nn import functional
 from drumline.core.errors import ModelError
 from drumline.core.program import Program
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.verify.verify import verify
+from drumline.verification.verify import verify
 from matrices import matrix, some_of
 from some import some
 from tied_models import MODELS, WIDTH, everywhere, language_model, loss_fn, repeated, tokens

@@ -62,7 +62,7 @@ def test_shares_make_several_steps_one_mean_over_all_labels(settings: dict[str, 
     torch.autograd.backward(whole)
     settings = {"num_ranks": 2, "num_microbatches": 4, "loss_fn": functional.cross_entropy, **settings}
     counts = [int((y != IGNORED).sum()) for _, y in batches]
-    with mock.patch("drumline.pipeline.stages.engine.recorder_for", return_value=HostRecorder()):
+    with mock.patch("drumline.features.capture.engine.recorder_for", return_value=HostRecorder()):
         pipe = Pipeline(Whole(), example=batches[0][0], balance="parameters", **settings)
     near = 5e-3 if "precision" in settings else 1e-6
     for _ in range(3):  # as ever, captured, replayed

@@ -21,12 +21,12 @@ from drumline.core.errors import (
     ScheduleError,
     UsageError,
 )
-from drumline.pipeline.model.sources import Material
+from drumline.engine.model.sources import Material
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.steps.result import StepResult
-from drumline.pipeline.verify.result import Verification, difference
-from drumline.pipeline.verify.verify import verify
 from drumline.schedules import generate
+from drumline.verification.result import Verification, difference
+from drumline.verification.verify import verify
 from follow_faults import FAULTS
 from torch_models import data, mlp
 

@@ -13,7 +13,8 @@ import pytest
 TESTS = Path(__file__).parents[1]
 ROOM = TESTS.parent / "src" / "drumline"
 MAY_NAME_IT = {
-    "runtime/capture/cuda.py": "CUDA graphs and events, which have no general form",
+    "features/capture/cuda.py": "CUDA graphs, which have no general form",
+    "runtime/clocks.py": "events that know their time, which have no general form",
     "runtime/backward/facts.py": "facts that are known of CUDA alone",
     "model/loss/terms.py": "a list of a tensor's methods, `cpu` and `cuda` among them",
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from drumline.runtime.capture.cuda import EventClock
+from drumline.runtime.clocks import EventClock
 from drumline.runtime.draft import Clock, Draft, NoClock
 from some import some
 

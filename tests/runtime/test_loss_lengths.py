@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from drumline.runtime.loss.lengths import NOTHING, lengths_of
-from drumline.runtime.loss.rules import ROWS, SIZE
+from drumline.engine.loss.rules.lengths import NOTHING, lengths_of
+from drumline.engine.loss.rules.rules import ROWS, SIZE
 
 pytestmark = pytest.mark.torch
 

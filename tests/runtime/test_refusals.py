@@ -14,22 +14,22 @@ import torch
 from torch import nn
 
 from drumline.channel.distributed import DistributedChannel, _Edge, _Sent
+from drumline.channel.lines.slices import Slice
 from drumline.channel.shared_memory import SharedMemoryChannel
 from drumline.core.action import Action
 from drumline.core.errors import DrumlineError
 from drumline.core.program import Program
+from drumline.features.mesh.experts.moe import MoE
+from drumline.features.mesh.tensor.divide import Divided, _check, _fitting, _own_styles
+from drumline.features.mesh.tensor.exchanges import LayerExchanges, rotary_width
+from drumline.features.mesh.tensor.layers import TensorParallel
+from drumline.features.mesh.tensor.sequence import Sequenced, _changed
+from drumline.features.mesh.tensor.styles import Colwise, Plan, Rowwise, Stacked, Vocabulary, Whole, style_named
+from drumline.features.stream.rows import StreamRows
 from drumline.model.block import Block
-from drumline.runtime.axes.experts.moe import MoE
-from drumline.runtime.axes.slices import Slice
-from drumline.runtime.axes.tensor.divide import Divided, _check, _fitting, _own_styles
-from drumline.runtime.axes.tensor.exchanges import LayerExchanges, rotary_width
-from drumline.runtime.axes.tensor.layers import TensorParallel
-from drumline.runtime.axes.tensor.sequence import Sequenced, _changed
-from drumline.runtime.axes.tensor.styles import Colwise, Plan, Rowwise, Stacked, Vocabulary, Whole, style_named
 from drumline.runtime.backward import compiled
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.batch import num_rows, shares
-from drumline.runtime.stream.rows import StreamRows
 
 pytestmark = pytest.mark.torch
 

@@ -114,7 +114,7 @@ def test_a_cluster_is_planned_with_it(name: str) -> None:
 
 @pytest.mark.torch
 def test_it_runs_with_the_gradients_of_one_process(name: str) -> None:
-    from drumline.pipeline.verify.verify import verify
+    from drumline.verification.verify import verify
 
     assert verify(name, num_ranks=2, num_microbatches=4, transport="in-process").passes
 
@@ -143,8 +143,8 @@ def test_a_recipe_that_refuses_small_counts_has_no_facts_and_hurts_nobody() -> N
 QUOTED = {
     "cli/verify.py": {"1f1b"},
     "core/simulate/simulate.py": {"1f1b"},
-    "pipeline/stages/balance.py": {"1f1b"},
-    "pipeline/verify/verify.py": {"1f1b"},
+    "engine/stages/balance.py": {"1f1b"},
+    "verification/verify.py": {"1f1b"},
     "plan/cluster/layout.py": {"1f1b"},
     "plan/cluster/published.py": {"1f1b", "interleaved-1f1b"},
     "plan/cluster/stages.py": {"1f1b"},

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from drumline.core.errors import ConfigError
+from drumline.features.validated.validated import Validation
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.updates.validated import Validation
 from drumline.train.config.files.read import read_settings
 from drumline.train.config.settings import (
     BatchSettings,
@@ -107,7 +107,7 @@ def test_a_dry_run_counts_the_copies() -> None:
             pipe.step(given.inputs["input"], target=given.target)
             optimizers.step()
             optimizers.zero_grad()
-        kept = pipe._updates.validation.num_bytes
+        kept = pipe._run.validation.num_bytes
     assert after - before == kept > before
 
 

@@ -14,8 +14,8 @@ import torch
 
 from drumline.core.errors import RunError, UsageError
 from drumline.core.measured.run import read_run
+from drumline.features.saving.staged import StagedFile
 from drumline.model.weights.files import Weights
-from drumline.pipeline.saving.staged import StagedFile
 from drumline.train.config.settings import (
     BatchSettings,
     CheckpointSettings,

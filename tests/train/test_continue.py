@@ -15,7 +15,7 @@ import torch
 
 from drumline.cli.train import add_arguments, resume_line, torchrun_line
 from drumline.core.errors import RecordError, UsageError
-from drumline.pipeline.saving.loader import Checkpoint
+from drumline.features.saving.loader import Checkpoint
 from drumline.train import start as starting
 from drumline.train.claim import Held, claim
 from drumline.train.config.files.read import read_settings

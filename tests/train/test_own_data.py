@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 from drumline.core.errors import RecordError, UsageError
-from drumline.pipeline.saving.plain import packed, unpacked
+from drumline.features.saving.plain import packed, unpacked
 from drumline.train.config.settings import (
     BatchSettings,
     CheckpointSettings,

@@ -12,7 +12,7 @@ from drumline.cli.output import TEXTS, Paper, deliver, progress, pytorch, wrappe
 from drumline.core.errors import counted
 
 if TYPE_CHECKING:
-    from drumline.pipeline.verify.result import Verification
+    from drumline.verification.result import Verification
 
 _MOST_NAMED = 5
 _RANKS = 2
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     """Run both, and say whether they match."""
     program = flags.program_of(args, ranks=args.mesh.get("pp", 1) if args.mesh else _RANKS)
     with pytorch("verify runs a model"):
-        from drumline.pipeline.verify.verify import verify
+        from drumline.verification.verify import verify
     progress(f"{program.name}: {counted(args.steps, 'step')} on {counted(program.num_ranks, 'rank')} ...")
     try:
         with redirect_stdout(sys.stderr):  # the user's model may print

@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
 from drumline.adapt.settings import Adapt
 from drumline.core.lower.lower import lower
 from drumline.core.program import Program
+from drumline.engine.model.blocks import is_chain
+from drumline.engine.program.frozen import Frozen
+from drumline.engine.program.programs import Programs, named_programs
+from drumline.engine.ranks.agreement import agree_on_lines, code_of, first_difference, plan_of
+from drumline.engine.stages.assembly import Assembly, checkpointed
+from drumline.engine.stages.engine import Attached, Engine
+from drumline.engine.unsplit.parts import Parts
+from drumline.features.capture.engine import CapturingEngine
+from drumline.features.check.model_check import ModelCheck
+from drumline.features.mesh.attach.checked import LineParts
+from drumline.features.mesh.context import whole_context
+from drumline.features.mesh.reduce import reducer_for
+from drumline.features.stream.executor import StreamExecutor
 from drumline.model.block import Block
 from drumline.model.randomness import Randomness
 from drumline.model.weights.tied import Ties
-from drumline.pipeline.check.lines import LineParts
-from drumline.pipeline.check.model_check import ModelCheck
 from drumline.pipeline.cutting import Cut
 from drumline.pipeline.dividing import Dividing
-from drumline.pipeline.model.blocks import is_chain
-from drumline.pipeline.program.frozen import Frozen
-from drumline.pipeline.program.programs import Programs, named_programs
-from drumline.pipeline.ranks.agreement import agree_on_lines, code_of, first_difference, plan_of
 from drumline.pipeline.setting import Setting
-from drumline.pipeline.stages.assembly import Assembly, checkpointed
-from drumline.pipeline.stages.engine import CapturingEngine, Engine
 from drumline.pipeline.streaming import check_ties
 from drumline.runtime.backward.compiled import compiler_for
+from drumline.runtime.execute.executor import Executor
 
 # Settings that must be the same on all ranks, besides what ranks agree on anyway.
 _ALIKE = ("arrange", "check_finite", "check_model", "master_weights", "merge_weight_gradients", "capture", "ahead",
@@ -61,7 +69,9 @@ def build(setting: Setting, cut: Cut) -> Built:
     # Tensors that several ranks hold get the values of the rank that owns them.
     values = {name: one for name, one in cut.values.items() if name not in copied}
     experts = dividing.experts(stages)
-    check = _check(setting, cut, values, LineParts(setting.axes, tensors, experts))
+    has_parts = setting.axes.size("tp", "ep", "cp") > 1
+    parts = LineParts(setting.axes, tensors, experts) if has_parts else Parts(setting.axes)
+    check = _check(setting, cut, values, parts)
     dividing.divide(stages, tensors, experts)
     if setting.program.num_updates:
         check_ties(assembled.ties, given, alone=setting.crew.alone)
@@ -102,7 +112,7 @@ def _lends(setting: Setting, cut: Cut) -> Callable[[], list[nn.Parameter]] | Non
     return lambda: [one for one in intake.lent() if one in held]
 
 
-def _check(setting: Setting, cut: Cut, values: dict[str, bytes], parts: LineParts) -> ModelCheck:
+def _check(setting: Setting, cut: Cut, values: dict[str, bytes], parts: Parts) -> ModelCheck:
     """Return the check of the first step, after all ranks agree on the model's code and graph."""
     given, crew = setting.options, setting.crew
     different = None
@@ -136,7 +146,12 @@ def _programs(setting: Setting, frozen: Frozen) -> Programs:
 def _engine(setting: Setting, assembled: Assembly) -> Engine:
     """Return the engine that runs the program on this process's ranks."""
     given = setting.options
-    has_folder = not isinstance(setting.record, bool)
+    has_folder, axes = not isinstance(setting.record, bool), setting.axes
+    attached = Attached(
+        StreamExecutor if setting.program.num_updates else Executor,
+        partial(reducer_for, axes),
+        partial(whole_context, axes) if axes.size("cp") > 1 else nullcontext,
+    )
     return (CapturingEngine if given.capture else Engine)(
         setting.crew,
         assembled,
@@ -144,4 +159,5 @@ def _engine(setting: Setting, assembled: Assembly) -> Engine:
         merge=given.merge_weight_gradients,
         measure=given.record is not False,
         weigh="always" if given.weigh else "first" if has_folder and not given.compile else "never",
+        attached=attached,
     )

@@ -10,30 +10,30 @@ from typing import Any
 
 from torch import nn
 
+from drumline.channel.lines.grid import DATA
 from drumline.core.errors import ModelError
 from drumline.core.program import Program
+from drumline.engine.model.blocks import blocks_for, example_inputs
+from drumline.engine.ranks.agreement import weights_of
+from drumline.engine.ranks.crew import Crew
+from drumline.engine.stages import assembly
+from drumline.engine.stages.balance import Balance, balanced, of_rank_0
+from drumline.engine.stages.intake import Intake
+from drumline.engine.state.materialise import opened
+from drumline.engine.state.shared_state import refuse_hidden
+from drumline.features.mesh.context import whole_context
+from drumline.features.mesh.sequences import Takes, positions_of
 from drumline.model.block import Block
 from drumline.model.blocks.cut import cut
 from drumline.model.precision import Precision
 from drumline.model.weights.materialise import materialise
-from drumline.pipeline.model.blocks import blocks_for, example_inputs
 from drumline.pipeline.options import Options
-from drumline.pipeline.ranks.agreement import weights_of
-from drumline.pipeline.ranks.crew import Crew
 from drumline.pipeline.setting import Setting
-from drumline.pipeline.stages import assembly
-from drumline.pipeline.stages.balance import Balance, balanced, of_rank_0
-from drumline.pipeline.stages.intake import Intake
-from drumline.pipeline.state.materialise import opened
-from drumline.pipeline.state.shared_state import refuse_hidden
 from drumline.plan.cut.peaks import held_by
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.model_profile import refuse_other
 from drumline.plan.device.plan import Plan
 from drumline.profile.identity import identity_of
-from drumline.runtime.axes.context import whole_context
-from drumline.runtime.axes.grid import DATA
-from drumline.runtime.axes.sequences import Takes, positions_of
 
 _SECONDS_TO_MEASURE = 10.0  # after the first run of each block
 

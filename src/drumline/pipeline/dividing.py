@@ -13,22 +13,22 @@ from typing import Any
 
 import torch
 
+from drumline.channel.lines.axes import Axes
+from drumline.channel.lines.grid import DATA
 from drumline.core.action import Op
 from drumline.core.errors import UsageError
 from drumline.core.program import Program
 from drumline.core.state import with_state
+from drumline.engine.ranks.agreement import plan_of
+from drumline.engine.stages.engine import Engine
+from drumline.engine.state.tensors import Holdings
+from drumline.engine.updates.updates import Updates
+from drumline.features.mesh.experts.parallel import ExpertParallel
+from drumline.features.mesh.sharding import FullShards, StateShards
+from drumline.features.mesh.tensor.layers import TensorParallel
+from drumline.features.mesh.tensor.styles import Plan
 from drumline.model.block import Block
 from drumline.pipeline.options import Options
-from drumline.pipeline.ranks.agreement import plan_of
-from drumline.pipeline.stages.engine import Engine
-from drumline.pipeline.state.tensors import Holdings
-from drumline.pipeline.updates.updates import Updates
-from drumline.runtime.axes.axes import Axes
-from drumline.runtime.axes.experts.parallel import ExpertParallel
-from drumline.runtime.axes.grid import DATA
-from drumline.runtime.axes.sharding import FullShards, StateShards
-from drumline.runtime.axes.tensor.layers import TensorParallel
-from drumline.runtime.axes.tensor.styles import Plan
 
 Stages = Sequence[Sequence[Block]]
 

@@ -14,20 +14,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from drumline.adapt.settings import KEEP, Adapt
+from drumline.channel.lines import grid as meshes
 from drumline.core.errors import ModelError, UsageError, counted
 from drumline.core.program import Program
+from drumline.engine.model import splits
+from drumline.engine.program import programs
+from drumline.engine.ranks import transports
+from drumline.engine.stages.assembly import Checkpointing
+from drumline.features.check.sentinels import When, is_when
+from drumline.features.mesh import sequences
+from drumline.features.mesh.tensor import styles
 from drumline.model.block import Model
 from drumline.model.weights.files import Weights
-from drumline.pipeline.check.sentinels import When, is_when
-from drumline.pipeline.model import splits
-from drumline.pipeline.program import programs
-from drumline.pipeline.ranks import transports
-from drumline.pipeline.stages.assembly import Checkpointing
 from drumline.plan.device.plan import Plan
 from drumline.plan.device.planner import Planned
-from drumline.runtime.axes import grid as meshes
-from drumline.runtime.axes import sequences
-from drumline.runtime.axes.tensor import styles
 from drumline.runtime.backward.compiled import Compile
 from drumline.runtime.batch import Split
 from drumline.schedules import DEFAULT

@@ -11,25 +11,25 @@ import torch
 from torch import Tensor, nn
 
 from drumline.adapt.move import Move
+from drumline.channel.lines.axes import Axes
+from drumline.channel.lines.grid import AXES
 from drumline.core.errors import DrumlineError, RunError, UsageError, counted
 from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
-from drumline.pipeline.adapting.auto_schedule import Searched
-from drumline.pipeline.check.verdict import Checked
-from drumline.pipeline.lengths.arrange import SearchedSizes
+from drumline.engine.state.names import matching
+from drumline.features.adapt.auto_schedule import Searched
+from drumline.features.check.verdict import Checked
+from drumline.features.lengths.arrange import SearchedSizes
+from drumline.features.precision.scaler import LossScaler
+from drumline.features.saving.loader import Loaded
+from drumline.features.saving.saver import Saving
+from drumline.features.validated.validated import Verdict, refusal
+from drumline.features.validated.validated import check as validated_after
+from drumline.pipeline.checkpoints import State
 from drumline.pipeline.moving.mover import Mover
 from drumline.pipeline.options import Options, made_with
-from drumline.pipeline.saving.loader import Loaded
-from drumline.pipeline.saving.saver import Saving
-from drumline.pipeline.saving.state import State
 from drumline.pipeline.setup import set_up
-from drumline.pipeline.state.names import matching
 from drumline.pipeline.steps.result import CalledWith, StepResult, output_of
-from drumline.pipeline.updates.scaler import LossScaler
-from drumline.pipeline.updates.validated import Verdict, refusal
-from drumline.pipeline.updates.validated import check as validated_after
-from drumline.runtime.axes.axes import Axes
-from drumline.runtime.axes.grid import AXES
 from drumline.runtime.gradients import clip
 from drumline.runtime.step import Step
 
@@ -232,7 +232,7 @@ class Pipeline:
         if self._run.stream is not None:
             return ledger.number - 1 - self.steps_in_flight
         # With updates that run ahead, the last step is not waited for: it has its turn after the next one.
-        return ledger.number if not self._updates.validation.is_on or ledger.last is None else ledger.last.number - 1
+        return ledger.number if not self._run.validation.is_on or ledger.last is None else ledger.last.number - 1
 
     def drain(self) -> None:
         """Finish all steps of a schedule without a flush: run what is in flight, and make all updates that are due.
@@ -277,7 +277,7 @@ class Pipeline:
     @property
     def scaler(self) -> LossScaler | None:
         """The loss scaler, the same on all ranks; None unless `precision` is "fp16"."""
-        return self._updates.scaler
+        return self._run.scaler
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of all ranks so that their global norm is at most `max_norm`; return the norm before."""
@@ -288,7 +288,7 @@ class Pipeline:
                 expected="no call of it: the gradients of all ranks are never there at once",
                 fix="pass max_norm= to pipe.optimizer",
             )
-        if self._updates.validation.is_on:
+        if self._run.validation.is_on:
             raise UsageError(
                 'clip_grad_norm_ waits for all ranks, and an optimizer has validated="after"',
                 expected="clipping after the step",
@@ -441,7 +441,7 @@ class Pipeline:
 
         It is about the update before the last pipeline step, until `settle` is called.
         """
-        return self._updates.validation.verdict
+        return self._run.validation.verdict
 
     def parameter_shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of the whole model's trainable parameters by name, those of other ranks too.
@@ -499,7 +499,7 @@ class Pipeline:
 
     def _settle_update(self) -> None:
         """Wait for the verdict on an update that was made ahead of it."""
-        if self._updates.validation.is_on:
+        if self._run.validation.is_on:
             self.settle()
 
     def save(

@@ -30,17 +30,17 @@ from drumline.core.action import Op
 from drumline.core.errors import BatchError, UsageError, counted
 from drumline.core.measured.costs import Handling, ends_of
 from drumline.core.measured.measured import Measured
+from drumline.engine.model import sources
+from drumline.engine.model.blocks import blocks_for, example_inputs
+from drumline.engine.model.sources import Maker, Material
+from drumline.engine.ranks import transports
+from drumline.engine.ranks.crew import Crew
+from drumline.engine.stages.intake import Intake
 from drumline.model.block import Block
 from drumline.model.follow.inputs import Inputs
 from drumline.model.values import moved, pack, unpack
-from drumline.pipeline.model import sources
-from drumline.pipeline.model.blocks import blocks_for, example_inputs
-from drumline.pipeline.model.sources import Maker, Material
 from drumline.pipeline.options import device_named
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.ranks import transports
-from drumline.pipeline.ranks.crew import Crew
-from drumline.pipeline.stages.intake import Intake
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.model_profile import Identity, ModelProfile, ProfiledLink, merged
 from drumline.plan.device.overheads import Overheads
@@ -48,7 +48,7 @@ from drumline.profile.blocks import profile
 from drumline.profile.identity import identity_of
 from drumline.profile.links import link, pairs
 from drumline.runtime.batch import num_rows
-from drumline.runtime.capture.cuda import device_name
+from drumline.runtime.clocks import device_name
 from drumline.schedules import DEFAULT
 
 _TURNS = 3  # rounds in which the microbatch sizes are measured

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from drumline.channel.lines.axes import Axes
 from drumline.core.program import Program
+from drumline.engine.ranks import transports
+from drumline.engine.ranks.crew import Crew
 from drumline.pipeline.options import Options
-from drumline.pipeline.ranks import transports
-from drumline.pipeline.ranks.crew import Crew
-from drumline.runtime.axes.axes import Axes
 
 
 @dataclass(frozen=True, slots=True)

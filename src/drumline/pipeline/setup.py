@@ -17,38 +17,41 @@ import torch
 from drumline.adapt.settings import KEEP, Adapt
 from drumline.core.errors import DrumlineError
 from drumline.core.program import Program
+from drumline.engine.program.find import program_for
+from drumline.engine.ranks import transports
+from drumline.engine.ranks.agreement import Followed, plan_of
+from drumline.engine.ranks.crew import Crew
+from drumline.engine.ranks.observer import Observer, Observers
+from drumline.engine.ranks.tally import Ledger
+from drumline.engine.ranks.unused import unused_in
+from drumline.engine.stages import assembly
+from drumline.engine.stages.intake import Intake
+from drumline.engine.state.shared_state import Shared
+from drumline.engine.state.tensors import Holdings
+from drumline.engine.updates.updates import Updates
+from drumline.features.adapt.adapting import Adapting, decider_for
+from drumline.features.adapt.auto_schedule import AUTO, AutoSchedule, first_schedule
+from drumline.features.check.watched import Watched
+from drumline.features.lengths.arrange import Arranging
+from drumline.features.mesh.attach.buffers import LineBuffers
+from drumline.features.mesh.experts.loads import ExpertLoads
+from drumline.features.mesh.reduce import share_values
+from drumline.features.precision.masters import Masters
+from drumline.features.precision.scaler import LossScaler
+from drumline.features.precision.scaling import Scaling
+from drumline.features.record.recording import Recording
+from drumline.features.stream.stream import Stream
+from drumline.features.validated.kept import KeptBuffers
+from drumline.features.validated.validated import Validation
 from drumline.model.catalogue import places_in
-from drumline.pipeline.adapting.adapting import Adapting, decider_for
-from drumline.pipeline.adapting.auto_schedule import AUTO, AutoSchedule, first_schedule
 from drumline.pipeline.building import Built, build
-from drumline.pipeline.check.buffers import LineBuffers
-from drumline.pipeline.check.watched import Watched
 from drumline.pipeline.cutting import Cut, cut_model
-from drumline.pipeline.lengths.arrange import Arranging
 from drumline.pipeline.options import Options, device_named
-from drumline.pipeline.program.find import program_for
-from drumline.pipeline.ranks import transports
-from drumline.pipeline.ranks.agreement import Followed, plan_of
-from drumline.pipeline.ranks.crew import Crew
-from drumline.pipeline.ranks.observer import Observer, Observers
-from drumline.pipeline.ranks.tally import Ledger
-from drumline.pipeline.ranks.unused import unused_in
-from drumline.pipeline.record.loads import ExpertLoads
-from drumline.pipeline.record.recording import Recording
 from drumline.pipeline.setting import Setting
-from drumline.pipeline.stages import assembly
-from drumline.pipeline.stages.intake import Intake
-from drumline.pipeline.state.shared_state import Shared
-from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.steps.program_choice import ProgramChoice
 from drumline.pipeline.steps.step import StepRun
 from drumline.pipeline.streaming import check_options, is_synchronous, rows_of
-from drumline.pipeline.updates.kept import KeptBuffers
-from drumline.pipeline.updates.stream import Stream
-from drumline.pipeline.updates.updates import Updates
-from drumline.pipeline.updates.validated import Validation
-from drumline.runtime.axes.reduce import share_values
-from drumline.runtime.capture.cuda import clock_for
+from drumline.runtime.clocks import clock_for
 
 
 def set_up(options: Options) -> StepRun:
@@ -101,6 +104,7 @@ class _Held:
     recording: Recording
     validation: Validation
     updates: Updates
+    scaler: LossScaler | None
     stream: Stream | None
 
 
@@ -129,7 +133,7 @@ def _made(setting: Setting) -> StepRun:
         loads,
         engine,
         held.holdings,
-        held.updates,
+        *([] if held.scaler is None else [Scaling(held.scaler, held.holdings)]),
         shared,
         recording,
         arranging,
@@ -139,7 +143,7 @@ def _made(setting: Setting) -> StepRun:
     return StepRun(
         crew, held.ledger, cut.intake, built.frozen, engine, held.holdings, held.updates, recording, watched,
         followed, check, Observers(observers), choice, cut.balance, given.check_finite, built.programs, arranging,
-        cut.positions, held.stream,
+        cut.positions, held.stream, held.validation, held.scaler,
     )  # fmt: skip
 
 
@@ -156,7 +160,9 @@ def _held_by(setting: Setting, built: Built, cut: Cut) -> _Held:
         recording.runs_several(built.programs)
     buffers = KeptBuffers(place for block in built.blocks for place in places_in(block))
     validation = Validation(holdings, ledger, recording, buffers, engine.total_norm)
-    updates = Updates(cut.numbers, holdings, recording, built.check, validation, master_weights=given.master_weights)
+    scaler = LossScaler() if cut.numbers.scales else None
+    masters = Masters() if given.master_weights else None
+    updates = Updates(cut.numbers, holdings, recording, built.check, validation, scaler, masters)
     stream = None
     if setting.program.num_updates:
         rows = rows_of(given, setting.program, built.frozen.pruned_too)
@@ -165,7 +171,7 @@ def _held_by(setting: Setting, built: Built, cut: Cut) -> _Held:
         recording.notes_late = 1 + stream.num_ahead
     cut.intake.precise = any(one.dtype is torch.float64 for one in holdings.parameters())
     built.frozen.forget_all_but(engine.assembly.cuts)
-    return _Held(holdings, ledger, recording, validation, updates, stream)
+    return _Held(holdings, ledger, recording, validation, updates, scaler, stream)
 
 
 def _share_values(setting: Setting, built: Built, held: _Held) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from drumline.core.errors import ProgramError, UsageError
 from drumline.core.program import Program
+from drumline.features.stream.rows import StreamRows
 from drumline.model.weights.tied import Ties
 from drumline.pipeline.options import Options
-from drumline.runtime.stream.rows import StreamRows
 from drumline.schedules import find
 
 

@@ -29,7 +29,7 @@ from drumline.model.catalogue import places_in
 from drumline.model.randomness import Randomness
 from drumline.model.values import pack
 from drumline.plan.device.blocks import Layer, Profile, Times
-from drumline.runtime.capture.cuda import clock_for
+from drumline.runtime.clocks import clock_for
 from drumline.runtime.draft import Clock, Draft
 from drumline.runtime.recomputing import Buffers
 from drumline.runtime.stage import Loss, Stage

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError, RecordError, UsageError
-from drumline.pipeline.saving.loader import Checkpoint
-from drumline.pipeline.saving.shelf import Shelf
+from drumline.features.saving.loader import Checkpoint
+from drumline.features.saving.shelf import Shelf
 from drumline.train.config.files.read import read_settings
 from drumline.train.config.functions import is_function
 from drumline.train.config.names import safe_name

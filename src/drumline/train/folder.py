@@ -9,9 +9,9 @@ from pathlib import Path
 
 from drumline.core.errors import UsageError
 from drumline.core.measured.run import CONFIG, METRICS
-from drumline.pipeline.saving.folder import checkpoints
-from drumline.pipeline.saving.loader import is_intact
-from drumline.pipeline.saving.shelf import Shelf
+from drumline.features.saving.folder import checkpoints
+from drumline.features.saving.loader import is_intact
+from drumline.features.saving.shelf import Shelf
 from drumline.train.changed import check_changes
 from drumline.train.claim import Claim, Held, claim, job_of, last_of, same_job
 from drumline.train.config.settings import TrainSettings

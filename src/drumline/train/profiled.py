@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from drumline.core.errors import ModelError
-from drumline.pipeline.model.sources import Material, material_from
+from drumline.engine.model.sources import Material, material_from
 from drumline.pipeline.profiling import rows_of
 from drumline.train.config.settings import TrainSettings
 

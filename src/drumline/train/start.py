@@ -16,8 +16,8 @@ import torch
 from drumline.channel.launch.launch import launch
 from drumline.channel.launch.worker import die_with
 from drumline.core.errors import DrumlineError, UsageError, counted
+from drumline.engine.ranks import transports
 from drumline.pipeline.options import device_named
-from drumline.pipeline.ranks import transports
 from drumline.train.claim import Claim, job_here, take_part
 from drumline.train.config.settings import TrainSettings
 from drumline.train.config.tables import Source

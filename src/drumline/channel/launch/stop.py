@@ -109,7 +109,7 @@ def heard(number: int, _frame: FrameType | None) -> None:
 
 
 def _others_are_gone() -> bool:
-    crews = sys.modules.get("drumline.pipeline.ranks.crew")
+    crews = sys.modules.get("drumline.engine.ranks.crew")
     return crews is not None and bool(crews.has_lost_ranks())
 
 

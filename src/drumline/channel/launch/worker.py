@@ -129,7 +129,7 @@ def _join_group(*, threads: int, backend: str) -> None:
 
 def _take_leave() -> None:
     """Tell other ranks that the pipelines still open here will send nothing more."""
-    if (crews := sys.modules.get("drumline.pipeline.ranks.crew")) is not None:
+    if (crews := sys.modules.get("drumline.engine.ranks.crew")) is not None:
         crews.leave_all()
 
 

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from drumline.adapt.move import Move
 from drumline.channel.transfer import transferred
 from drumline.core.errors import DrumlineError, MismatchError, UsageError
+from drumline.engine.ranks.observer import Observers
 from drumline.model.blocks.cut import cut
 from drumline.model.weights.absent import give_up
 from drumline.model.weights.tied import Ties
 from drumline.pipeline.moving.parcels import Freight, Parcel, Unpacked, freights, packed, put_attributes, unpacked
-from drumline.pipeline.ranks.observer import Observers
 from drumline.plan.cut.peaks import held_by
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Mover:
                 f"repartition: {run.stream.name} has no flush",
                 expected="a flushed schedule: between its steps no microbatch is in flight",
             )
-        if run.updates.validation.is_on:
+        if run.validation.is_on:
             raise UsageError(
                 'repartition: an optimizer has validated="after"',
                 expected='validated="before": copies of updates that may be taken back do not move',

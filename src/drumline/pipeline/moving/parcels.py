@@ -15,10 +15,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from drumline.channel.transfer import Shape
+from drumline.engine.stages.chain import Chain
+from drumline.engine.updates.updates import Handed, Kept, Updates
 from drumline.model.watch.fingerprint import plain_in
 from drumline.model.weights.tied import Ties
-from drumline.pipeline.stages.chain import Chain
-from drumline.pipeline.updates.updates import Handed, Kept, Updates
 
 _VALUE, _GRADIENT, _MASTER = "value", "gradient", "master"
 Key = tuple[Any, ...]  # what a tensor is to a parameter: one of these, or an optimizer's number and its name there

@@ -18,16 +18,16 @@ from drumline.core.program import Program
 from drumline.core.prove.validate import validate
 from drumline.core.prove.violation import InvalidProgram
 from drumline.core.timeline.idle import Limit
-from drumline.pipeline.adapting.adapting import Adapting
-from drumline.pipeline.adapting.auto_schedule import AutoSchedule
-from drumline.pipeline.program.find import program_for
-from drumline.pipeline.program.frozen import Frozen
-from drumline.pipeline.program.programs import Programs, digest_of
-from drumline.pipeline.ranks.crew import Crew
-from drumline.pipeline.record.recording import Recording
-from drumline.pipeline.stages.engine import Engine
-from drumline.pipeline.stages.intake import Intake
-from drumline.pipeline.updates.stream import Stream
+from drumline.engine.program.find import program_for
+from drumline.engine.program.frozen import Frozen
+from drumline.engine.program.programs import Programs, digest_of
+from drumline.engine.ranks.crew import Crew
+from drumline.engine.stages.engine import Engine
+from drumline.engine.stages.intake import Intake
+from drumline.features.adapt.adapting import Adapting
+from drumline.features.adapt.auto_schedule import AutoSchedule
+from drumline.features.record.recording import Recording
+from drumline.features.stream.stream import Stream
 from drumline.runtime.step import Step
 from drumline.schedules import find
 

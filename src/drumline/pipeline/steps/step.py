@@ -21,30 +21,32 @@ from torch import Tensor
 
 from drumline.channel.channel import step_topic
 from drumline.channel.launch.stop import asked
+from drumline.channel.lines.grid import DATA
 from drumline.core.errors import ModelError, RunError
+from drumline.engine.program.frozen import Frozen
+from drumline.engine.program.programs import Programs, digest_of
+from drumline.engine.ranks.agreement import Followed, Given, begun
+from drumline.engine.ranks.crew import Crew
+from drumline.engine.ranks.observer import Observers
+from drumline.engine.ranks.same_rows import agree_on_rows
+from drumline.engine.ranks.tally import Ledger, Tally, Told
+from drumline.engine.stages.balance import Balance
+from drumline.engine.stages.engine import Engine
+from drumline.engine.stages.intake import Intake
+from drumline.engine.state.tensors import Holdings
+from drumline.engine.updates.updates import Updates
+from drumline.features.check.model_check import ModelCheck
+from drumline.features.check.watched import Watched
+from drumline.features.lengths.arrange import Arranging
+from drumline.features.mesh import sequences
+from drumline.features.mesh.losses import summed_losses
+from drumline.features.precision.scaler import LossScaler
+from drumline.features.record.recording import Recording
+from drumline.features.stream.stream import Stream
+from drumline.features.validated.validated import Validation
 from drumline.model.values import pack
-from drumline.pipeline.check.model_check import ModelCheck
-from drumline.pipeline.check.watched import Watched
-from drumline.pipeline.lengths.arrange import Arranging
-from drumline.pipeline.program.frozen import Frozen
-from drumline.pipeline.program.programs import Programs, digest_of
-from drumline.pipeline.ranks.agreement import Followed, Given, begun
-from drumline.pipeline.ranks.crew import Crew
-from drumline.pipeline.ranks.observer import Observers
-from drumline.pipeline.ranks.same_rows import agree_on_rows
-from drumline.pipeline.ranks.tally import Ledger, Tally, Told
-from drumline.pipeline.record.recording import Recording
-from drumline.pipeline.stages.balance import Balance
-from drumline.pipeline.stages.engine import Engine
-from drumline.pipeline.stages.intake import Intake
-from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.steps.program_choice import ProgramChoice
 from drumline.pipeline.steps.result import CalledWith
-from drumline.pipeline.updates.stream import Stream
-from drumline.pipeline.updates.updates import Updates
-from drumline.runtime.axes import sequences
-from drumline.runtime.axes.grid import DATA
-from drumline.runtime.axes.losses import summed_losses
 from drumline.runtime.batch import counted_in
 from drumline.runtime.gradients.clip import all_finite
 from drumline.runtime.step import Step
@@ -76,6 +78,8 @@ class StepRun:
     arranging: Arranging
     positions: sequences.Takes | None  # how the model takes positions, if lines of a mesh divide sequences
     stream: Stream | None  # of a schedule without a flush
+    validation: Validation
+    scaler: LossScaler | None
     _whole: Callable[[], Given] | None = None  # fingerprint of the step's whole sequences, if lines divide them
 
     def pause(self, what: str) -> None:
@@ -106,7 +110,7 @@ class StepRun:
         # Raises the same error on all ranks, which may continue afterwards.
         ahead = 2 if self.stream is None else 2 + self.stream.num_ahead
         self.ledger.settle(until=step.number - ahead, gradients_left=self.holdings.has_gradients)
-        if not step.train and self.updates.validation.is_on:
+        if not step.train and self.validation.is_on:
             self.recording.settle()  # evaluations see parameters that all ranks agree on
         with self.crew.together("the start of a step"):
             if self.watched.look():
@@ -129,11 +133,11 @@ class StepRun:
                 self.check.agree_on_weights()
         if not self.check.takes(step):
             return
-        if self.updates.validation.is_on:
+        if self.validation.is_on:
             self.recording.settle()  # else an update may be taken back in the middle of the step
         with self.recording.between.during("check"), self.crew.together("the check of the model"):
             self.check.agree_on_weights()
-            scale = 1.0 if self.updates.scaler is None else self.updates.scaler.scale
+            scale = 1.0 if self.scaler is None else self.scaler.scale
             called = self.intake.called(call.batch, call.named)
             whole = None
             if self.positions is not None:
@@ -224,7 +228,7 @@ class StepRun:
 
     def _told(self, step: Step) -> Told:
         """Return the outcome of a step on this process: its parts of the loss, and any problem."""
-        alone, scaler = self.crew.alone, self.updates.scaler
+        alone, scaler = self.crew.alone, self.scaler
         told = Told(sorted(step.losses), train=step.train, share=step.share, stop=asked())
         told.num_rows, told.num_tokens = counted_in(step.batch)
         checked = [one.grad for one in self.holdings.parameters() if one.grad is not None]

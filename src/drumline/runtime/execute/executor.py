@@ -26,12 +26,11 @@ from drumline.core.prove.opening import openings
 from drumline.core.rules import Backward
 from drumline.model.values import pack, unpack
 from drumline.model.weights.tied import Ties
-from drumline.runtime.axes.experts.turns import run_both
-from drumline.runtime.axes.reduce import Reducer
-from drumline.runtime.axes.sharding import FullShards
 from drumline.runtime.draft import BEGIN, NOTE, POST, Clock, Draft
 from drumline.runtime.execute.jobs import Job, absent, merge, nothing
+from drumline.runtime.execute.turns import run_both
 from drumline.runtime.gradients.exchange import GradientExchange
+from drumline.runtime.gradients.lines import Shards, Sums
 from drumline.runtime.gradients.witness import Witness
 from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
@@ -54,8 +53,8 @@ class Executor:
         merge_weight_gradients: bool = False,
         scale: Scale | None = None,
         ties: Ties | None = None,
-        reducer: Reducer | None = None,
-        shards: FullShards | None = None,
+        reducer: Sums | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self.program = program
         self.shards = shards

@@ -23,9 +23,8 @@ from drumline.core.placement import Placement
 from drumline.model.catalogue import Place, places_in
 from drumline.model.values import pack, unpack
 from drumline.model.weights.tied import HeldTensor, Ties
-from drumline.runtime.axes.reduce import Bucket, Reducer
-from drumline.runtime.axes.sharding import FullShards, ShardSum
 from drumline.runtime.draft import POST, Clock, Draft
+from drumline.runtime.gradients.lines import Shards, Summing, Sums
 from drumline.runtime.stage import Stage
 
 _BEFORE_ALL_STEPS = -1
@@ -41,11 +40,11 @@ class GradientExchange:
         channel: Channel,
         placement: Placement,
         ties: Ties | None = None,
-        reducer: Reducer | None = None,
-        shards: FullShards | None = None,
+        reducer: Sums | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self.reducer, self.shards = reducer, shards
-        self._reduced: list[tuple[Action, list[Bucket], list[ShardSum], int]] = []
+        self._reduced: list[tuple[Action, Sequence[Summing], Sequence[Any], int]] = []
         self.rank = rank
         self.stages = stages
         self.channel = channel
@@ -94,7 +93,7 @@ class GradientExchange:
         if self.reducer is not None:
             divided = {} if self.shards is None else self.shards.pieces
             buckets = self.reducer.start([one for one in stage.parameters if one not in divided], clock.now)
-            sums = [] if self.shards is None else self.shards.start(stage.index)
+            sums: Sequence[Any] = [] if self.shards is None else self.shards.start(stage.index)
             self._reduced.append((action, buckets, sums, now))
         if other >= 0:
             if self.reducer is None:

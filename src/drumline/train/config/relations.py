@@ -13,7 +13,7 @@ from drumline.core.parsed import shown
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
 from drumline.core.prove.violation import InvalidProgram
-from drumline.pipeline.program.find import program_for
+from drumline.engine.program.find import program_for
 from drumline.plan.device.plan import Plan
 from drumline.schedules import find, schedules
 from drumline.train.config import names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from drumline.core.errors import DrumlineError
-from drumline.pipeline.program.programs import check_fits
+from drumline.engine.program.programs import check_fits
 from drumline.schedules.registry import made_by
 from drumline.train.config.relations import program_of
 from drumline.train.config.settings import TrainSettings

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from drumline.core.errors import UsageError, counted
+from drumline.features.saving.plain import packed, unpacked
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.saving.plain import packed, unpacked
 from drumline.train.data.items.batch import Stream
 
 _PARTS = "of_every_part"

@@ -13,10 +13,10 @@ from torch import Tensor
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import simulate
+from drumline.engine.model.blocks import is_chain
+from drumline.engine.program.find import program_for
 from drumline.model.block import Block
-from drumline.pipeline.model.blocks import is_chain
 from drumline.pipeline.options import Options
-from drumline.pipeline.program.find import program_for
 from drumline.train.config.settings import OptimizerSettings, TrainSettings
 from drumline.train.data.example import example_of, fullest, sized
 from drumline.train.data.items.batch import Batch, Bucket, Data

@@ -1,6 +1,6 @@
 """A run's checkpoints: saved in its folder while it trains, and the point from which another run continues.
 
-    FOLDER/checkpoints/step-00000100/    see pipeline/saving/folder.py
+    FOLDER/checkpoints/step-00000100/    see features/saving/folder.py
 
 Beside what `pipe.save` keeps, a checkpoint has the position in the data and the tokens so far. A learning rate is a
 function of the step. So a run that continues takes the same batches at the same rates as one that never stopped. Every
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from drumline.core.errors import RecordError, RunError, UsageError
+from drumline.features.saving.folder import checkpoints
+from drumline.features.saving.saver import Saving
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.saving.folder import checkpoints
-from drumline.pipeline.saving.saver import Saving
 from drumline.train.config.settings import TrainSettings
 from drumline.train.data.items.batch import Data
 from drumline.train.data.position import own_position, position_of

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drumline.channel.lines.grid import ROWS
 from drumline.core.errors import ModelError, RunError
 from drumline.pipeline.pipeline import Pipeline
-from drumline.runtime.axes.grid import ROWS
 from drumline.train.config.settings import EvaluationSettings
 from drumline.train.data.items.batch import Batch
 from drumline.train.loop.making import Calling

@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 from drumline.adapt.settings import SIZE
+from drumline.channel.lines.axes import Axes
 from drumline.core.errors import UsageError, counted
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
-from drumline.pipeline.model.blocks import guesses, is_chain
+from drumline.engine.model.blocks import guesses, is_chain
 from drumline.report.run.follow import needed
-from drumline.runtime.axes.axes import Axes
 from drumline.schedules import generate, schedules
 from drumline.train.config.settings import TrainSettings
 from drumline.train.data.items.batch import Batch

@@ -20,8 +20,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drumline.core.errors import UsageError, counted, nearest
+from drumline.engine.state.names import matching
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.state.names import matching
 from drumline.train.config.settings import OptimizerGroup, OptimizerSettings
 
 _NEEDS_CLOSURE = frozenset({"LBFGS"})

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from drumline.channel.launch.stop import asked
+from drumline.channel.lines.grid import ROWS
 from drumline.core.errors import BatchError, RunError, UsageError
 from drumline.core.measured.measured import Measured
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.steps.result import StepResult
-from drumline.runtime.axes.grid import ROWS
 from drumline.train.config.settings import TrainSettings
 from drumline.train.data.items.batch import Batch, Data
 from drumline.train.loop.checkpoints import Checkpoints

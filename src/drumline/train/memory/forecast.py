@@ -28,18 +28,18 @@ from drumline.core.memory import Sizes, holdings
 from drumline.core.program import Program
 from drumline.core.prove.frozen import prune
 from drumline.core.simulate.simulate import Simulation, simulate
+from drumline.engine.model.blocks import blocks_for, example_inputs
+from drumline.engine.program.find import program_for
+from drumline.engine.program.frozen import trainable
+from drumline.engine.stages.assembly import checkpointed
+from drumline.engine.stages.intake import Intake
 from drumline.model.block import Block
 from drumline.model.blocks.cut import cut
 from drumline.model.precision import LOW, Precision, casts_kept
 from drumline.model.randomness import Randomness
 from drumline.model.values import moved, pack
 from drumline.pipeline.cutting import is_asked
-from drumline.pipeline.model.blocks import blocks_for, example_inputs
 from drumline.pipeline.options import Options
-from drumline.pipeline.program.find import program_for
-from drumline.pipeline.program.frozen import trainable
-from drumline.pipeline.stages.assembly import checkpointed
-from drumline.pipeline.stages.intake import Intake
 from drumline.plan.cut.peaks import held_by
 from drumline.plan.cut.timed import TimedCuts, steps_of
 from drumline.plan.device.blocks import Profile

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError, UsageError, nearest
-from drumline.pipeline.state.materialise import materialise
+from drumline.engine.state.materialise import materialise
 from drumline.train.config.placed import concerning
 from drumline.train.config.settings import ModelSettings, TrainSettings
 from drumline.train.models.built import IGNORED, Built, Tokenizer

@@ -13,7 +13,7 @@ import json
 from typing import Any
 
 from drumline.core.errors import RunError, UsageError
-from drumline.pipeline.saving.plain import packed, unpacked
+from drumline.features.saving.plain import packed, unpacked
 from drumline.train.data.own.digests import digest_of
 from drumline.train.data.own.repeated import END, Source
 

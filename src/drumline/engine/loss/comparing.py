@@ -1,0 +1,242 @@
+"""Find how microbatches count in a loss function, by comparing losses of parts with the loss of the same rows together.
+
+Before the first backward, the first microbatch's output is at hand, and so are all microbatches' targets. So the
+output's rows are compared with their own targets, and where that leaves several rules, with other targets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drumline.core.errors import ModelError
+from drumline.engine.loss.rules.compare import Comparison, compare
+from drumline.engine.loss.rules.draws import Draws
+from drumline.engine.loss.rules.linked import Linked
+from drumline.engine.loss.rules.rows import TooLarge, num_attempts, stirred
+from drumline.engine.loss.rules.rules import Doubts, Found, found_in
+from drumline.engine.loss.rules.state import untouched
+from drumline.engine.loss.rules.watching import Watched, watched
+from drumline.model.values import mapped, pack
+
+LossFunction = Callable[..., Tensor]
+_FEW = 8  # rows that are enough where calls show all that a loss does
+_TURNS = 5  # comparisons of a loss whose draws are other ones in each
+Joint = tuple[Any, Any, int]  # an output, a target, and how many rows they have
+_EXPECTED = "a mean or sum over rows; a loss that compares rows with each other needs the whole batch"
+_FIX = (
+    "write it as a mean or sum over rows, or as a sum divided by a count of the target; or pass loss_weight=, a"
+    " function from a target to its weight (len, to weight by rows); or use num_microbatches=1"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What comparisons of one microbatch say; `found` is None if they say nothing."""
+
+    found: Found | None
+    made: Comparison | None = None
+    why: str = ""  # why nothing, unless there are no numbers to compare
+
+
+@dataclass(frozen=True, slots=True)
+class Comparing:
+    """Compares one loss function; `device` is where its outputs are."""
+
+    loss_fn: LossFunction
+    device: torch.device
+
+    def dry(self, output: Any, target: Any) -> Watched | None:
+        """Watch a call that leaves no trace; None if it fails, as the real call then will."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the real call tells them
+            with contextlib.suppress(Exception), torch.no_grad():
+                return self._watched(mapped(output, lambda one: one.detach().clone()), target)
+            with contextlib.suppress(Exception), torch.enable_grad():  # it takes gradients
+                linked = Linked(output, (None,) * len(pack(output)[0]), 0, 1)
+                with linked:
+                    return self._watched(linked.output, target)
+        return None
+
+    def _watched(self, output: Any, target: Any) -> Watched:
+        draws = Draws(self.device)
+        with untouched(self.loss_fn), draws.of(0, 1, 1) as mode:
+            return watched(self.loss_fn, output, mapped(target, Tensor.clone), drawing=mode)
+
+    def rules(self, output: Any, target: Any, rows: int, joint: Callable[[], Joint | None] | None = None) -> Answer:
+        """Return the rules that fit a microbatch, and `joint` if it has few rows or its own target says too little.
+
+        It raises if there are none.
+        """
+        why, best = "", None
+        for each, given, number, shrinks in self._given(output, target, rows, joint):
+            try:
+                made, found = self._compared(each, given, number, shrinks=shrinks)
+            except TooLarge as error:
+                return Answer(None, why=str(error))
+            except Exception as error:
+                why = why or f"with other numbers of rows it raises {type(error).__name__}: {error}"
+                continue
+            if made is None or found is None:
+                continue
+            if not found.fits:
+                raise refusal(made)
+            best = Answer(found if best is None or best.found is None else best.found.within(found), made)
+            is_enough = number > rows or rows > 2 or joint is None
+            if made.tells and is_enough:
+                return self._of_more(best, output, target, rows, joint)
+        return best or (self._linked(output, target, rows, why) if why else Answer(None))
+
+    def _of_more(
+        self, best: Answer, output: Any, target: Any, rows: int, joint: Callable[[], Joint | None] | None
+    ) -> Answer:
+        """Compare as many rows as a batch has, that differ more, where calls do not show all that a loss does.
+
+        The hardest five of five rows are all of them, and the largest of each may be the same in all.
+        """
+        if best.made is None or best.found is None or best.made.whole.is_clear:
+            return best
+        given, wanted, number = (None if joint is None else joint()) or (output, target, rows)
+        try:
+            made, found = self._compared(stirred(given, number), wanted, number)
+        except Exception:  # which rows like these may raise
+            return best
+        if made is None or found is None:
+            return best
+        left = best.found.within(found)
+        if not left.fits:
+            raise refusal(made)
+        return Answer(left, best.made)
+
+    def _linked(self, output: Any, target: Any, rows: int, why: str) -> Answer:
+        """Compare rows that keep their graph, for a function that takes gradients of its outputs."""
+        try:
+            made = compare(self.loss_fn, output, target, rows, self.device, linked=True)
+        except Exception:
+            return Answer(None, why=why)
+        if made is None or not made.is_finite:
+            return Answer(None, why=why)
+        found = found_in(made)
+        if not found.fits:
+            raise refusal(made)
+        return Answer(found, made)
+
+    def rules_of(self, joint: Joint) -> Answer:
+        """Return the rules that fit an output with several microbatches' targets."""
+        try:
+            made, found = self._compared(*joint)
+        except Exception as error:
+            return Answer(None, why=str(error))
+        return Answer(found, made)
+
+    def _given(
+        self, output: Any, target: Any, rows: int, joint: Callable[[], Joint | None] | None
+    ) -> Iterator[tuple[Any, Any, int, bool]]:
+        """Yield outputs and targets to compare, the likeliest first."""
+        yield output, target, rows, True
+        found = None if joint is None else joint()
+        if found is not None:
+            yield *found, True
+        if rows < 3:  # rows that are shrunk may be nothing that the function takes
+            yield output, target, rows, False
+        # Where a loss is zero for all rows, a hinge perhaps, it may not be for others.
+        flipped = mapped(output, lambda one: one.detach().neg() if one.is_floating_point() else one)
+        yield flipped, target, rows, True
+
+    def _compared(
+        self, output: Any, target: Any, rows: int, *, shrinks: bool = True
+    ) -> tuple[Comparison | None, Found | None]:
+        first: tuple[Comparison | None, Found | None] = None, None
+        failed: Exception | None = None
+        for attempt in range(num_attempts(output, rows)):
+            compared = partial(compare, self.loss_fn, output, target, rows, self.device, attempt, shrinks=shrinks)
+            try:
+                made, found = self._of_few(compared) if rows > _FEW else (None, None)
+                if found is None:
+                    made, found = self._every_turn(compared)
+            except TooLarge:
+                raise
+            except Exception as error:
+                failed = failed or error
+                continue
+            if found is not None and found.fits:
+                return made, found
+            first = first if first[0] is not None or found is None else (made, found)
+        if first[0] is None and failed is not None:
+            raise failed
+        return first
+
+    def _of_few(self, compared: Callable[..., Comparison | None]) -> tuple[Comparison | None, Found | None]:
+        """Compare few rows, if they tell as much as many: where calls show all that it does, and it counts nothing."""
+        try:
+            made = compared(most=_FEW)
+        except TooLarge:
+            raise
+        except Exception:  # more rows may do
+            return None, None
+        if made is None or not made.is_finite or not made.tells or not made.whole.is_clear or made.draws.unequal:
+            return None, None
+        found = found_in(made)
+        is_enough = found.fits and not made.draws.host and (found.trusted or not found.num_tallies)
+        return (made, found) if is_enough else (None, None)
+
+    def _every_turn(self, compared: Callable[..., Comparison | None]) -> tuple[Comparison | None, Found | None]:
+        """Compare, several times if it draws what cannot be made equal: rows may be mixed by chance as they were."""
+        made = compared()
+        if made is None or not made.is_finite:
+            return None, None
+        found = found_in(made)
+        for turn in range(1, _TURNS if made.draws.unequal or made.draws.host else 0):
+            again = compared(turn=turn)
+            if again is not None and again.is_finite and found.fits:
+                made, found = again, found.within(found_in(again))
+        if found.fits and Doubts.of(made.whole).picks:  # what it picks may by chance be as much of each part
+            again = compared(order=made.order())
+            if again is not None and again.is_finite:
+                made, found = again, found.within(found_in(again))
+        if found.fits and made.draws.host:
+            _warn_of_host(self.loss_fn)
+        return made, found
+
+
+def refusal(made: Comparison) -> ModelError:
+    """Return the error of a loss for which there are no weights."""
+    values = [one.whole.value for one in made.parts]
+    drawn = [*made.draws.unequal, *(["Python's or numpy's random numbers"] if made.draws.host else [])]
+    by = f"; it draws from {', '.join(drawn)}, which other rows get in a microbatch" if drawn else ""
+    return ModelError(
+        f"the losses of {made.sizes[0]} and {made.sizes[1]} rows are {values[0]:.6g} and {values[1]:.6g}, but loss_fn"
+        f" of the full batch is {made.whole.whole.value:.6g}, and no weights make values and gradients add up{by}",
+        expected=_EXPECTED,
+        fix=_FIX,
+    )
+
+
+def not_compared(why: str) -> ModelError:
+    """Return the error of a loss that cannot be compared and whose calls do not say what it is."""
+    return ModelError(f"loss_fn could not be compared with itself on fewer rows: {why}", expected=_EXPECTED, fix=_FIX)
+
+
+def warn_of_no_comparison(why: str) -> None:
+    """Say that a loss goes by its calls alone."""
+    warnings.warn(
+        f"loss_fn was not compared with itself on fewer rows ({why}). Drumline weights microbatches by what its calls"
+        " average over. Pass loss_weight= to say it yourself",
+        stacklevel=2,
+    )
+
+
+def _warn_of_host(loss_fn: Any) -> None:
+    warnings.warn(
+        f"loss_fn {getattr(loss_fn, '__name__', type(loss_fn).__name__)} draws from Python's or numpy's random"
+        " generators, which Drumline does not seed: each microbatch draws its own, in the order of the schedule. Draw"
+        " from torch's",
+        stacklevel=2,
+    )

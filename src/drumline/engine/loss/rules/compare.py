@@ -1,0 +1,268 @@
+"""A loss of rows together, beside the losses of the same rows in two parts of different size.
+
+    output rows   0 1 2 3 4 5 6 7        whole
+                  0 1 2 | 3 4 5 6 7      parts: do their losses and gradients add up to those of the whole, and how?
+
+The outputs are detached copies, random draws are equal for the same rows, and what the function keeps is put back, so
+that nothing is left of it but the answer.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from drumline.engine.loss.rules.draws import Draws
+from drumline.engine.loss.rules.rows import Places, Rows, chosen_rows, first_rows
+from drumline.engine.loss.rules.sides import Share, Side, linked_side_of, norm_of, products, side_of
+from drumline.engine.loss.rules.state import untouched
+from drumline.model.values import pack
+
+_NEAR = {torch.float64: 1e-7, torch.float32: 1e-4}
+_LESS_NEAR, _HALF = 2e-3, 2e-2  # of float32 on an accelerator, and of lower precision
+
+
+@dataclass(eq=False)
+class Comparison:
+    """What was found: the whole, its two parts, and how near they must come."""
+
+    rows: Rows
+    bounds: tuple[tuple[int, int], ...]
+    whole: Side
+    parts: tuple[Side, ...]
+    near: float  # of gradients
+    near_value: float
+    wanted: Places  # of the tensors that have a gradient
+    draws: Draws
+    _fits: dict[Any, tuple[float, float, float, float]] = field(default_factory=dict)
+    _kept: list[Share] = field(default_factory=list)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The rows of each part."""
+        return [end - first for first, end in self.bounds]
+
+    @property
+    def targets(self) -> list[Any]:
+        """The parts' targets."""
+        return [self.rows.part(*one)[1] for one in self.bounds]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss of all rows is a number."""
+        return self.whole.whole.is_finite
+
+    @property
+    def tells(self) -> bool:
+        """Whether there is a gradient by which weights can be told."""
+        return all(one.whole.norm > 0 for one in (self.whole, *self.parts) if one.whole.is_finite)
+
+    @property
+    def has_same_calls(self) -> bool:
+        """Whether it makes the same calls whatever the number of rows is."""
+        return all(one.seen.is_again for one in self.parts)
+
+    @property
+    def tells_apart(self) -> bool:
+        """Whether all runs have the same parts of the loss."""
+        return all(one.names == self.whole.names for one in self.parts)
+
+    def shares(self, part: int | None, *, rest: bool = False) -> list[Share]:
+        """Return what a part of the loss, or all of it, is in the whole and in the parts."""
+        sides = [self.whole, *self.parts]
+        return [one.rest if rest else one.whole if part is None else one.terms[part] for one in sides]
+
+    def order(self) -> list[int]:
+        """Return the rows by their gradient, the largest first: those first that a loss picks."""
+        norms = torch.zeros(self.rows.rows, dtype=torch.float64)
+        for one, place in zip(self.whole.whole.gradient, self.wanted, strict=True):
+            if one is not None and place is not None:
+                each = one.detach().movedim(place[0], 0).reshape(self.rows.rows, -1)
+                norms += each.double().square().sum(1).cpu()
+        return [int(at) for at in norms.argsort(descending=True)]
+
+    def is_constant(self, shares: Sequence[Share]) -> bool:
+        """Whether something is the same number in all of them, and has no gradient in the outputs."""
+        scale = max(self.whole.whole.norm, *(one.whole.norm for one in self.parts if one.whole.is_finite), 1e-300)
+        if any(one.is_finite and one.norm > 3 * self.near * scale for one in shares):
+            return False
+        values = [one.value for one in shares if math.isfinite(one.value)]
+        return max(values) - min(values) <= 3 * self.near_value * max(self._size, 1e-30)
+
+    def fits(self, shares: Sequence[Share], weights: Sequence[float]) -> bool:
+        """Whether the parts, weighted so, add up to the whole in value and in gradient."""
+        whole, *parts = shares
+        if not all(one.is_finite or not weight for one, weight in zip(parts, weights, strict=True)):
+            return False
+        error, norm = self._off(shares, weights)
+        value = sum(weight * one.value for one, weight in zip(parts, weights, strict=True) if weight)
+        return error <= self.near * norm and abs(value - whole.value) <= self.near_value * max(self._size, 1e-30)
+
+    @cached_property
+    def _size(self) -> float:
+        return max(one.size for one in (self.whole, *self.parts) if math.isfinite(one.size))
+
+    def _off(self, shares: Sequence[Share], weights: Sequence[float]) -> tuple[float, float]:
+        """Return how far the parts' gradients are from the whole's, and how large that is."""
+        whole, *parts = shares
+        error = 0.0
+        for at, place in enumerate(self.wanted):
+            if place is None:
+                error += self._off_in_all(at, shares, weights)
+            else:
+                for number, weight in enumerate(weights):
+                    best, left, square, full = self._fit(at, place, whole, parts[number], number)
+                    error += left + (best - weight) ** 2 * square if weight else full
+        return math.sqrt(error), whole.norm
+
+    def _fit(
+        self, at: int, place: tuple[int, int], whole: Share, part: Share, number: int
+    ) -> tuple[float, float, float, float]:
+        """Return the weight of a part that fits best, what that leaves, and the squares of the part and the whole."""
+        key = id(part), at, number
+        if key not in self._fits:
+            (first, end), (dim, inside) = self.bounds[number], place
+            full, one = whole.gradient[at], part.gradient[at]
+            rows = None if full is None else full.narrow(dim, first * inside, (end - first) * inside)
+            if rows is None or one is None:
+                size = 0.0 if rows is None else norm_of(rows) ** 2
+                self._fits[key] = 0.0, size, 0.0 if one is None else norm_of(one) ** 2, size
+            else:
+                size, product, square = products(rows, one)
+                best = product / square if square else 0.0
+                self._fits[key] = best, max(size - best * product, 0.0), square, size
+            self._kept.append(part)  # so that no other gets its id
+        return self._fits[key]
+
+    def _off_in_all(self, at: int, shares: Sequence[Share], weights: Sequence[float]) -> float:
+        """Return how far the gradient of a tensor without rows is off, which all parts share."""
+        full, *each = (one.gradient[at] for one in shares)
+        added = [one * weight for one, weight in zip(each, weights, strict=True) if one is not None and weight]
+        if full is None and not added:
+            return 0.0
+        total = sum(added[1:], start=added[0]) if added else torch.zeros_like(full)  # type: ignore[arg-type]
+        return norm_of(total if full is None else full - total) ** 2
+
+
+def compare(
+    loss_fn: Callable[..., Any],
+    output: Any,
+    target: Any,
+    rows: int,
+    device: torch.device,
+    attempt: int = 0,
+    *,
+    shrinks: bool = True,
+    turn: int = 0,
+    order: Sequence[int] | None = None,
+    most: int | None = None,
+    linked: bool = False,
+) -> Comparison | None:
+    """Compare a loss of rows, at `most` so many, with those of parts of them; None if it is no number.
+
+    `attempt` chooses another dimension as that of rows, if several could be. Without `shrinks`, copies are equal.
+    Every `turn` draws other random numbers. `order` is that of the rows, of which the first ones are one part.
+    With `linked`, rows keep their graph, for a loss that takes gradients of its outputs.
+
+    >>> from torch.nn.functional import mse_loss
+    >>> found = compare(mse_loss, torch.randn(5, 2), torch.ones(5, 2), 5, torch.device("cpu"))
+    >>> found.fits(found.shares(None), [0.2, 0.8]), found.fits(found.shares(None), [1, 1]), found.sizes
+    (True, False, [1, 4])
+    """
+    if linked:
+        chosen = first_rows(output, target, rows, attempt)
+        return _compared(loss_fn, chosen, [one.requires_grad for one in pack(output)[0]], device, turn, linked=True)
+    chosen = chosen_rows(output, target, rows, attempt, shrinks=shrinks, most=most)
+    if order is not None:
+        chosen = chosen.ordered(order)
+    trained = [one.requires_grad for one in pack(output)[0]]
+    if _is_low(chosen, device):  # in full precision if it can be, where weights are told better
+        try:
+            with torch.autocast(device.type, enabled=False):
+                return _compared(loss_fn, chosen.full(), trained, device, turn)
+        except Exception:  # it needs the precision that it gets
+            pass
+    return _compared(loss_fn, chosen, trained, device, turn)
+
+
+def _compared(
+    loss_fn: Callable[..., Any],
+    chosen: Rows,
+    trained: Sequence[bool],
+    device: torch.device,
+    turn: int,
+    *,
+    linked: bool = False,
+) -> Comparison | None:
+    tensors = pack(chosen.output)[0]
+    wanted = [
+        (one.is_floating_point() or one.is_complex()) and (has or not any(trained))
+        for one, has in zip(tensors, trained, strict=True)
+    ]
+    if not any(wanted):
+        return None
+    # A third, so that neither part is a multiple of the other if there are enough rows.
+    cut = max(chosen.rows // 3, 1)
+    bounds = ((0, cut), (cut, chosen.rows))
+    draws = Draws(device, turn)
+    run = partial(_linked_side if linked else _side, loss_fn, chosen, wanted)
+    whole = run(draws, 0, chosen.rows, None)
+    if draws.is_missed:
+        draws = Draws(device, turn, everywhere=True)
+        whole = run(draws, 0, chosen.rows, None)
+    if whole is None:
+        return None
+    sides = [whole]
+    for first, end in bounds:
+        side = run(draws, first, end, whole)
+        if side is None:
+            return None
+        sides.append(side)
+    places = tuple(place for place, wants in zip(chosen.outputs, wanted, strict=True) if wants)
+    near = _near([one.dtype for one, wants in zip(tensors, wanted, strict=True) if wants], draws.device)
+    near_value = max(near, _near([sides[0].seen.loss.dtype], draws.device))
+    return Comparison(chosen, bounds, sides[0], tuple(sides[1:]), near, near_value, places, draws)
+
+
+def _side(
+    loss_fn: Callable[..., Any],
+    chosen: Rows,
+    wanted: Sequence[bool],
+    draws: Draws,
+    first: int,
+    end: int,
+    like: Side | None,
+) -> Side | None:
+    """Return a loss of some rows, leaving no trace."""
+    with warnings.catch_warnings(), untouched(loss_fn):
+        warnings.simplefilter("ignore")  # the real call tells them
+        return side_of(loss_fn, *chosen.part(first, end), wanted, draws.of(first, end, chosen.rows), like)
+
+
+def _linked_side(
+    loss_fn: Callable[..., Any], chosen: Rows, wanted: Sequence[bool], draws: Draws, first: int, end: int, _: Any
+) -> Side | None:
+    with warnings.catch_warnings(), untouched(loss_fn):
+        warnings.simplefilter("ignore")
+        target, drawing = chosen.part(first, end)[1], draws.of(first, end, chosen.rows)
+        return linked_side_of(loss_fn, chosen.output, target, wanted, chosen.outputs, (first, end), drawing)
+
+
+def _is_low(chosen: Rows, device: torch.device) -> bool:
+    kinds = {one.dtype for one in pack(chosen.output)[0] if one.is_floating_point()}
+    return torch.is_autocast_enabled(device.type) or any(one not in _NEAR for one in kinds)
+
+
+def _near(kinds: Sequence[torch.dtype], device: torch.device) -> float:
+    """Return how near sums in these precisions come to each other."""
+    real = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+    near = max(_NEAR.get(real.get(one, one), _HALF) for one in kinds)
+    if torch.is_autocast_enabled(device.type):
+        return _HALF
+    return near if device.type == "cpu" else max(near, _LESS_NEAR)

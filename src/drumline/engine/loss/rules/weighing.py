@@ -1,0 +1,130 @@
+"""Every microbatch's share of a loss, and factors for its parts, by the rules that were found for it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from drumline.core.errors import BatchError
+from drumline.engine.loss.rules.rules import ROWS, Chosen, Rule
+from drumline.model.loss.counts import Across, Count, Weighing
+
+_SAME = 1e-9
+_MOST_ORDERS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What is known of a step's microbatches before it runs: their counts, their rows and their elements."""
+
+    counts: Sequence[Sequence[Count]]
+    rows: Sequence[int]
+    sizes: Sequence[int]
+    across: Across | None = None  # what all lines of a mesh count together
+    parts: int = 1  # lines that have parts of the same rows
+
+    def is_nothing(self, chosen: Chosen) -> bool:
+        """Whether nothing of what counts is in any microbatch, as far as the host knows."""
+        used = {rule.tally for rule in chosen.all if rule.tally is not None}
+        columns = [[each[at] for each in self.counts] for at in used]
+        return any(all(isinstance(one, float) and not one for one in column) for column in columns)
+
+    def weighing(self, chosen: Chosen, *, may_be_nothing: bool = False) -> Weighing:
+        """Return the shares, and factors where one share is not right for all parts.
+
+        With `may_be_nothing`, the function was seen to return 0, not NaN, where nothing counts.
+        """
+        used = sorted({rule.tally for rule in chosen.all if rule.tally is not None})
+        columns = {at: [each[at] for each in self.counts] for at in used}
+        totals: list[Count] = [sum(column[1:], start=column[0]) for column in columns.values()]
+        totals += [float(sum(self.rows)), float(sum(self.sizes))]
+        if self.across is not None:
+            totals = self.across(totals)
+        *sums, rows, sizes = totals
+        total = dict(zip(used, sums, strict=True))
+        ends = float(rows) / self.parts, float(sizes)
+        only = chosen.all[0] if len(chosen.all) == 1 else None
+        if only is not None and only.tally is not None and not only.power and not _needs_one(chosen, self.parts):
+            chosen_column = columns[only.tally]
+            if any(isinstance(one, Tensor) for one in chosen_column):  # nobody waits for it
+                return Weighing([one / total[only.tally] for one in chosen_column])
+        plain = {at: [float(one) for one in column] for at, column in columns.items()}
+        for at, column in plain.items():
+            if not float(total[at]) > 0 and not may_be_nothing:
+                raise BatchError(
+                    f"the microbatches' loss weights are {column}", expected="numbers of at least 0, not all of them 0"
+                )
+
+        def shares(rule: Rule) -> list[float]:
+            by, end = (self.rows, ends[0]) if rule.of == ROWS else (self.sizes, ends[1])
+            counts = [] if rule.tally is None else plain[rule.tally]
+            whole = 0.0 if rule.tally is None else float(total[rule.tally])
+            return rule.shares(counts, [float(one) for one in by], whole, end)
+
+        each = [shares(rule) for rule in chosen.parts]
+        if chosen.rest is None:
+            alike = bool(each) and all(_alike(each[0], one) for one in each[1:])
+            if alike and not _needs_one(chosen, self.parts):
+                return Weighing(each[0])
+            base = [one / (float(rows)) for one in self.rows]
+        else:
+            base = shares(chosen.rest)
+        if all(_alike(base, one) for one in each):
+            return Weighing(base)
+        factors = {at: [_over(column[at], base[at]) for column in each] for at in range(len(self.rows))}
+        return Weighing(base, factors)
+
+    def are_alike(self, rules: Sequence[Rule]) -> bool:
+        """Whether several rules give these microbatches the same shares, among themselves."""
+        made = []
+        for rule in rules:
+            by = [float(one) for one in (self.rows if rule.of == ROWS else self.sizes)]
+            counts = [] if rule.tally is None else [float(each[rule.tally]) for each in self.counts]
+            if rule.tally is not None and not sum(counts) > 0:
+                continue
+            total = sum(by) / (self.parts if rule.of == ROWS else 1)
+            made.append(rule.shares(counts, by, sum(counts), total))
+        return all(_alike(made[0], one, 1e-6) for one in made[1:])
+
+    def varying(self) -> set[int]:
+        """Return the counts that do not grow with the rows alone."""
+        found = set()
+        for at in range(len(self.counts[0]) if self.counts else 0):
+            column = [float(each[at]) for each in self.counts]
+            whole, rows = sum(column), sum(self.rows)
+            if not _alike([one * rows for one in column], [whole * one for one in self.rows], 1e-6):
+                found.add(at)
+        return found
+
+    def orders(self, varying: Collection[int]) -> list[list[int]]:
+        """Return orders of the microbatches in which the first ones count less than the last ones, for each count."""
+        found = [
+            sorted(range(len(self.rows)), key=lambda at: float(self.counts[at][one]) / self.rows[at])
+            for one in sorted(varying)
+        ]
+        return [list(one) for one in dict.fromkeys(map(tuple, found))][:_MOST_ORDERS] or [list(range(len(self.rows)))]
+
+
+def _needs_one(chosen: Chosen, lines: int) -> bool:
+    """Whether a constant beside the parts must be counted once, which their own shares would not do."""
+    if chosen.rest is not None or not chosen.has_rest:
+        return False
+    return not chosen.parts[0].adds_to_one or (lines > 1 and chosen.parts[0].of == ROWS)
+
+
+def _over(share: float, base: float) -> float:
+    if not base:
+        if share:
+            raise BatchError(
+                "a microbatch counts in one part of the loss, and nothing in another of unknown kind",
+                expected="parts of the loss that count the same labels",
+                fix="pass loss_weight=, a function from a target to its weight",
+            )
+        return 0.0
+    return share / base
+
+
+def _alike(one: Sequence[float], other: Sequence[float], near: float = _SAME) -> bool:
+    return all(abs(a - b) <= near * max(abs(a), abs(b)) for a, b in zip(one, other, strict=True))

@@ -1,0 +1,182 @@
+"""The programs that a pipeline runs: one for all steps unless others are named, and which of them a step takes.
+
+    Pipeline(..., num_microbatches=8, programs={"long": 2})        the same schedule with 2 microbatches
+    pipe.step(x, target=y)                                         by the first
+    pipe.step(x, target=y, program="long")                         by the other
+
+All of them have the same stages in the same places, so that nothing moves when a step takes another one. Ranks agree on
+named programs when the pipeline is made. Every message says by a byte which program sent it, and every rank's word at
+the end of a step by the whole digest, so that ranks that run different ones learn of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from drumline.core.errors import ProgramError, UsageError, nearest
+from drumline.core.program import Program, once_per_program
+from drumline.engine.program.find import edges_of, program_for
+
+Given = Program | Path | str | int
+
+
+@once_per_program
+def digest_of(program: Program) -> str:
+    r"""Return what tells a program from others, whatever it is called.
+
+    >>> digest_of(Program.parse("0F0,0B0", "a")) == digest_of(Program.parse("0F0,0B0", "b"))
+    True
+    """
+    return hashlib.blake2b(program.format().encode(), digest_size=8).hexdigest()
+
+
+def check(programs: Any) -> None:
+    """Refuse what does not name programs.
+
+    >>> check({"long": 0})
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: programs has 0 as 'long'; expected a Program, a CSV file, or a number ...
+    """
+    if programs is None:
+        return
+    if not isinstance(programs, Mapping):
+        raise UsageError(f"programs is {programs!r:.60}", expected='a dict of programs by name: {"long": 2}')
+    for name, one in programs.items():
+        if not isinstance(name, str) or not name:
+            raise UsageError(f"programs has the name {name!r:.60}", expected="text")
+        is_count = isinstance(one, int) and not isinstance(one, bool) and one >= 1
+        if not is_count and not isinstance(one, Program | Path | str):
+            raise UsageError(
+                f"programs has {one!r:.60} as {name!r}",
+                expected="a Program, a CSV file, or a number of microbatches for the pipeline's schedule",
+            )
+
+
+def named_programs(
+    programs: Mapping[str, Given] | None, first: Program, schedule: Any, stages_per_rank: int | None
+) -> dict[str, Program]:
+    """Return the programs that a user named, each for the stages and ranks of the first.
+
+    >>> from drumline.schedules import generate
+    >>> first = generate("1f1b", num_ranks=2, num_microbatches=8)
+    >>> named_programs({"long": 2}, first, "1f1b", None)["long"].num_microbatches
+    2
+    """
+    found = {}
+    for name, given in (programs or {}).items():
+        if isinstance(given, int):
+            if isinstance(schedule, Program | Path) or schedule.endswith(".csv"):
+                raise ProgramError(
+                    f"programs has {given} microbatches as {name!r}, and the schedule is a program already",
+                    expected="the name of a schedule, to be generated for another number",
+                )
+            program = program_for(
+                schedule, num_ranks=first.num_ranks, num_microbatches=given, stages_per_rank=stages_per_rank
+            )
+        else:
+            if isinstance(given, str) and not given.endswith(".csv"):
+                raise ProgramError(f"programs has {given!r} as {name!r}", expected="a Program or a CSV file")
+            program = program_for(given, num_ranks=first.num_ranks, num_microbatches=None)
+        check_fits(program, first, name)
+        found[name] = Program(program.rows, name)
+    return found
+
+
+def check_fits(program: Program, first: Program, name: str) -> None:
+    r"""Refuse a program whose stages are not where those of the first are.
+
+    >>> check_fits(Program.parse("0F0,0B0"), Program.parse("0F0,0B0\n1F0,1B0"), "short")
+    Traceback (most recent call last):
+    drumline.core.errors.ProgramError: the program 'short' has its stages on other ranks than 'custom'; expected ...
+    """
+    here, there = program.placement, first.placement
+    same = here.num_ranks == there.num_ranks and here.homes == there.homes
+    if not same or bool(here.mirrored) != bool(there.mirrored):
+        raise ProgramError(
+            f"the program {name!r} has its stages on other ranks than {first.name!r}",
+            expected="the same stages in the same places, so that nothing moves between two steps",
+            fix="make a pipeline of its own for it, or choose a schedule of the same placement",
+        )
+
+
+class Programs:
+    """The programs as they run, by number and name: number 0 is the one that the pipeline was made with.
+
+    `prune` takes out of a program what the pipeline does not need of it.
+    """
+
+    def __init__(
+        self, first: Program, named: Mapping[str, Program], prune: Callable[[Program], Program] = lambda one: one
+    ) -> None:
+        given = [first, *named.values()]
+        self._prune = prune
+        self._listed = list(map(prune, given))
+        self._numbers = {name: number for number, name in enumerate(named, start=1)}
+        # By id; they are kept, so that no others get theirs.
+        self._known = {id(one): (number, one) for number, one in enumerate(given)}
+        self._edges = set(edges_of(first)).union(*map(edges_of, named.values()))
+        self.own = 0  # the number of the program of steps that name none
+
+    def __iter__(self) -> Iterator[Program]:
+        return iter(self._listed)
+
+    def __getitem__(self, number: int) -> Program:
+        return self._listed[number]
+
+    @property
+    def edges(self) -> list[tuple[int, int]]:
+        """Every directed pair of ranks between which one of them moves anything."""
+        return sorted(self._edges)
+
+    @property
+    def named(self) -> dict[str, Program]:
+        """Those that have names."""
+        return {name: self._listed[number] for name, number in self._numbers.items()}
+
+    def renew(self) -> None:
+        """Prune all of them again, because stages have other blocks now."""
+        given = dict(reversed(self._known.values()))  # the first of each number
+        self._listed = [self._prune(given[number]) for number in range(len(self._listed))]
+
+    def number_of(self, given: str | Program | None) -> int:
+        """Return the number of the program that a step names, or brings."""
+        if given is None:
+            return self.own
+        if isinstance(given, str):
+            if given not in self._numbers:
+                fix = nearest(given, self._numbers) if self._numbers else "name programs: Pipeline(..., programs={...})"
+                raise UsageError(f"there is no program {given!r}", fix=fix)
+            return self._numbers[given]
+        if not isinstance(given, Program):
+            raise UsageError(f"program is {given!r:.60}", expected="a name out of programs=, or a Program")
+        if id(given) not in self._known:
+            self._known[id(given)] = self._added(given), given
+        return self._known[id(given)][0]
+
+    def added(self, program: Program) -> int:
+        """Return the number of what a step of a schedule without a flush runs, which is no whole program."""
+        if id(program) not in self._known:
+            self._listed.append(program)
+            self._known[id(program)] = len(self._listed) - 1, program
+        return self._known[id(program)][0]
+
+    def _added(self, program: Program) -> int:
+        """Take in a program that a step brings; one with the same rows is the same."""
+        first = self._listed[0]
+        program_for(program, num_ranks=first.num_ranks, num_microbatches=None)
+        check_fits(program, first, program.name)
+        if not set(edges_of(program)) <= self._edges:
+            raise ProgramError(
+                f"the program {program.name!r} sends between ranks that are not connected",
+                expected="messages between the same ranks",
+                fix="name it when the pipeline is made: Pipeline(..., programs={...})",
+            )
+        pruned = self._prune(program)
+        for number, known in enumerate(self._listed):
+            if digest_of(known) == digest_of(pruned):
+                return number
+        self._listed.append(pruned)
+        return len(self._listed) - 1

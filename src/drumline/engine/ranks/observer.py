@@ -1,0 +1,82 @@
+"""Observers of a pipeline's steps: adaptation, recording, capture, and saved state.
+
+    called ── taken ── begin ── waiting, waiting, ... ── end ── tell ── told       failed, at any time
+                         └── waiting, ... ── again ──┘   if the update before the step was wrong
+                                                                               moved, between two steps
+
+The code that runs a step calls at each moment the observers that do something then, and knows nothing else about them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from drumline.engine.ranks.crew import CrewObserver
+from drumline.engine.ranks.tally import Tally, Told
+from drumline.runtime.step import Step
+
+
+class Observer(CrewObserver):
+    """Does nothing at any of these moments; subclasses override some of them.
+
+    Observers get `end` in reverse order, and everything else in order. Evaluations call only `tell` and `told`.
+    """
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has nothing to do in any step, until layers move."""
+        return False
+
+    def called(self, step: Step) -> None:
+        """React to the call of a training step; all ranks have reached it."""
+
+    def taken(self, step: Step) -> None:
+        """React to the batch being stored, before it is split."""
+
+    def begin(self, step: Step) -> None:
+        """React to the batch being split, just before the step runs."""
+
+    def again(self, step: Step) -> None:
+        """React to the opening of the step having run in vain, just before the step runs once more."""
+
+    def end(self, step: Step) -> None:
+        """React to the end of all rows in this process; everything is sent."""
+
+    def tell(self, step: Step, each: Sequence[Told]) -> None:
+        """See what the ranks of this process are about to tell all others about the step, and add to it."""
+
+    def told(self, step: Step, tally: Tally, each: Sequence[Told]) -> None:
+        """React after they have told it; the tally will hold what all ranks tell."""
+
+    def moved(self) -> None:
+        """React to layers having moved between ranks since the last step; the stages here are others now."""
+
+
+class Observers:
+    """The observers of a pipeline by what each does: who has nothing to do at a moment is not called then.
+
+    >>> class Greets(Observer):
+    ...     def called(self, step: Step) -> None:
+    ...         print("hello")
+    >>> observers = Observers([Observer(), Greets()])
+    >>> len(observers.each), len(observers.called), len(observers.taken)
+    (2, 1, 0)
+    """
+
+    def __init__(self, each: Iterable[Observer]) -> None:
+        self.each = tuple(each)
+        self.called: list[Callable[[Step], None]] = self._at("called")
+        self.taken: list[Callable[[Step], None]] = self._at("taken")
+        self.begin: list[Callable[[Step], None]] = self._at("begin")
+        self.again: list[Callable[[Step], None]] = self._at("again")
+        self.end: list[Callable[[Step], None]] = self._at("end")[::-1]
+        self.tell: list[Callable[[Step, Sequence[Told]], None]] = self._at("tell")
+        self.told: list[Callable[[Step, Tally, Sequence[Told]], None]] = self._at("told")
+        self.moved: list[Callable[[], None]] = [one.moved for one in self.each]  # after which some are idle no more
+
+    def _at(self, moment: str) -> list[Any]:
+        """Return what to call at a moment, in order."""
+        nothing = getattr(Observer, moment)
+        busy = [one for one in self.each if not one.is_idle]
+        return [getattr(one, moment) for one in busy if getattr(type(one), moment) is not nothing]

@@ -1,0 +1,288 @@
+"""The outcome of a step on every rank: each rank tells it at the end, and others read it when they need it.
+
+A rank does not wait at the end of a step. The loss, the NaN check and the timeline wait when they are requested.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from drumline.channel.rank_names import BY_NUMBER, RankNames
+from drumline.core.errors import MismatchError, NonFiniteError, RunError, UsageError
+from drumline.core.measured.align import Dial, align
+from drumline.core.measured.measured import Measured
+from drumline.core.measured.metrics import load_metrics, step_metrics
+from drumline.core.measured.record import Record
+from drumline.core.program import Program
+from drumline.engine.ranks.agreement import (
+    Given,
+    agree_on_batch,
+    agree_on_followed,
+    agree_on_mode,
+    agree_on_order,
+    agree_on_program,
+)
+from drumline.engine.ranks.unused import Unused
+
+_MANY = 8
+_NUM_RECENT = 16
+
+
+class Handler(Protocol):
+    """Decides what happens after a loss or gradient that is NaN or infinite."""
+
+    def handles(self, number: int, ranks: str) -> bool:
+        """Take note of the ranks that had one in a step, by name; return whether nobody else needs to."""
+
+
+@dataclass(slots=True)
+class Told:
+    """What one rank tells: its microbatches' parts of the loss, whether all was finite, and its record."""
+
+    microbatches: list[int] = field(default_factory=list)
+    losses: Sequence[float | Tensor] = ()
+    dtype: str = "float32"
+    finite: bool | Tensor = True
+    scale: float | None = None  # the loss scale on this rank
+    share: float | None = None  # this step's share of an update, as given to this rank
+    unreached: list[str] | None = None  # parameters without gradient, if this rank checked
+    record: Record | None = None
+    late: Record | None = None  # of the previous step, if the device finished it late
+    num_rows: int = 0  # rows of the batch, if known
+    num_tokens: int = 0
+    loads: list[list[int]] = field(default_factory=list)  # of each mixture of experts: see load_metrics
+    train: bool = True
+    given: Given | None = None  # arguments of the step; None if all ranks are in one process
+    followed: dict[str, str] = field(default_factory=dict)  # digests of graphs traced for new kinds of input
+    order: tuple[int, ...] = ()  # order of the microbatches, if one was chosen
+    program: tuple[str, str] = ("", "")  # digest and name of a program other than the pipeline's own
+    stop: str = ""  # why this rank was asked to stop, if it was
+
+
+@dataclass(eq=False)
+class Tally:
+    """What all ranks told about one step; `hear` is called once, when it is first needed."""
+
+    number: int  # among steps and evaluations
+    hear: Callable[[], list[Told]]
+    program: Program
+    handler: Handler | None = None
+    called: RankNames = BY_NUMBER
+    program_number: int = 0
+    trained: int = 0  # training steps before it: its number in the run, in which evaluations are no steps
+    own: Callable[[], list[Record]] | None = None  # if all ranks are here, their records on demand
+    following: Tally | None = None  # the next training step
+
+    @cached_property
+    def told(self) -> list[Told]:
+        """What every rank told."""
+        return self.hear()
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether all ranks have told."""
+        return "told" in self.__dict__
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything about the step is known."""
+        return self.is_heard and self.known_records is not None
+
+    @property
+    def records(self) -> tuple[Record, ...] | None:
+        """The records of all ranks, waiting for those of this process; None until all others have told theirs."""
+        known = self.known_records
+        return tuple(self.own()) if known is None and self.own is not None else known
+
+    @property
+    def known_records(self) -> tuple[Record, ...] | None:
+        """The same, without waiting for a device."""
+        found = [one.record for one in self.told]
+        if None in found and self.following is not None and self.following.is_heard:
+            found = [one or other.late for one, other in zip(found, self.following.told, strict=True)]
+        known = tuple(record for record in found if record is not None)
+        return known if len(known) == len(found) else None
+
+    @cached_property
+    def loss(self) -> Tensor | None:
+        """The loss of the batch, summed over microbatches in order; None without a target."""
+        parts = {number: part for one in self.told for number, part in zip(one.microbatches, one.losses, strict=True)}
+        if not parts:
+            return None
+        dtype = next(getattr(torch, one.dtype) for one in self.told if one.losses)
+        first, *others = (torch.as_tensor(parts[number], dtype=dtype) for number in sorted(parts))
+        for part in others:
+            first = first + part
+        return first
+
+    @cached_property
+    def timeline(self) -> Measured:
+        """The timeline that the ranks measured."""
+        records = self.records
+        if records is None:
+            raise RunError("a device has not finished the step yet", fix="run another step, or use check_finite=True")
+        if not all(record.starts for record in records):
+            raise RunError("a captured step has no timeline", fix="use capture=False to measure steps")
+        return Measured(self.program, records)
+
+    @property
+    def stop(self) -> str:
+        """Why the first rank that was asked to stop was asked, by name; empty if none was."""
+        return next((f"{one.stop} on {self.called.one(at)}" for at, one in enumerate(self.told) if one.stop), "")
+
+    @property
+    def unreached(self) -> set[str] | None:
+        """The parameters that got no gradient on any rank; None if no rank checked."""
+        if any(one.unreached is None for one in self.told[:1]):
+            return None
+        return {name for one in self.told for name in one.unreached or ()}
+
+    def metrics(self, noted: Mapping[str, Any], dials: tuple[Dial, ...] = ()) -> dict[str, Any]:
+        """Return the step's metrics; `noted` are additional ones, `dials` say how to read the ranks' clocks."""
+        found: dict[str, Any] = {"loss_metrics/global_avg_loss": self.loss, **noted}
+        if self.program_number:
+            found["program"] = self.program_number
+        found |= load_metrics([load for one in self.told for load in one.loads])
+        records = self.known_records
+        if records is not None:
+            found |= step_metrics(self.program, records, dials)
+            seconds = found["time_metrics/end_to_end(s)"]
+            rows, tokens = (max(getattr(one, what) for one in self.told) for what in ("num_rows", "num_tokens"))
+            if rows:
+                found["throughput(rows/s)"] = rows / seconds
+            if tokens:
+                found["throughput(tps)"] = tokens / seconds / len(records)  # per device, as in torchtitan
+        return {name: _plain(value) for name, value in found.items()}
+
+    def check(self) -> None:
+        """Raise the same error on every rank if the step failed."""
+        agree_on_mode([one.train for one in self.told], self.number, self.called)
+        agree_on_program([one.program for one in self.told], self.number, self.called)
+        agree_on_order([one.order for one in self.told], self.number, self.called)
+        agree_on_batch([one.given for one in self.told], self.number, self.called)
+        agree_on_followed([one.followed for one in self.told], self.number, self.called)
+        bad = [at for at, one in enumerate(self.told) if not one.finite]
+        scales = sorted({one.scale for one in self.told if one.scale is not None})
+        if len(scales) > 1:
+            raise MismatchError(
+                f"step {self.number}: ranks scaled the loss by {', '.join(f'{one:g}' for one in scales)}",
+                expected="the same scale on every rank",
+                fix="load the same state into pipe.scaler on every rank",
+            )
+        given = sorted({one.share for one in self.told if one.share is not None})
+        if len(given) > 1:
+            raise MismatchError(
+                f"step {self.number}: ranks were given share={', '.join(f'{one:g}' for one in given)}",
+                expected="the same share on every rank",
+                fix="count the tokens of the whole batch on every rank",
+            )
+        if bad and not (self.handler is not None and self.handler.handles(self.number, self.called.listed(bad))):
+            raise NonFiniteError(
+                f"step {self.number}: a loss or gradient on {self.called.listed(bad)} is NaN or infinite",
+                expected="finite numbers; no optimizer has stepped",
+                fix="call zero_grad() and skip the batch, lower the learning rate, or pass check_finite=False",
+            )
+
+
+class Ledger:
+    """The tallies of all steps so far: those not yet checked, the last one, and one that failed."""
+
+    def __init__(self, unused: str = "warn", never_used: Collection[str] | None = None) -> None:
+        self.unused = Unused(unused, never_used)
+        self.number = 0  # number of the next step or evaluation
+        self.num_trained = 0  # number of training steps so far
+        self.last: Tally | None = None  # the last training step
+        self.before: Tally | None = None  # the training step before it
+        self.evaluated: Tally | None = None  # the last step that evaluated
+        self._recent: deque[Tally] = deque(maxlen=_NUM_RECENT)  # for estimating clock drift
+        self._open: list[Tally] = []
+        self._refused: Tally | None = None
+        self._stop: tuple[int, str] | None = None  # the first checked step with which a rank told that it was asked to
+        self.awaits: Callable[[], None] | None = None  # what else to wait for when all steps are checked
+        self._followed: list[int] = []  # checked steps in which a rank traced the model, for another kind or again
+        self._num_followed = 0
+
+    def add(self, tally: Tally, *, trained: bool, alone: bool) -> None:
+        """Add a finished step; ranks that are `alone` in one process share a clock."""
+        self.number = tally.number + 1
+        self._open.append(tally)
+        if not trained:
+            self.evaluated = tally
+        else:
+            self.num_trained += 1
+            if self.last is not None:
+                self.last.following = tally
+            self.before, self.last = self.last, tally
+            if not alone:
+                self._recent.append(tally)
+            self._refused = None  # gradients accumulate, so this step's check covers earlier ones
+
+    def timeline(self, what: str = "train") -> Measured:
+        """Return the last step that all ranks know; this may be the previous one, to avoid waiting for a device."""
+        if what not in ("train", "evaluate"):
+            raise UsageError(f"timeline of {what!r}", expected='"train" or "evaluate": the last step of that kind')
+        if what == "evaluate":
+            if self.evaluated is None:
+                raise RunError("no evaluation has run yet", fix="call eval_step first")
+            return self.evaluated.timeline
+        if self.last is None:
+            raise RunError("no step has run yet", fix="call pipe.step first")
+        known = self.last if self.last.records is not None or self.before is None else self.before
+        dials = self.dials(known)
+        return replace(known.timeline, dials=dials) if dials else known.timeline
+
+    def dials(self, tally: Tally) -> tuple[Dial, ...]:
+        """Return how to read the ranks' clocks in a step."""
+        records = tally.known_records
+        if records is None or len({record.clock for record in records}) == 1:
+            return ()
+        known = [(one, one.known_records) for one in self._recent if one.is_heard]
+        steps = [(one, each) for one, each in known if each is not None]
+        return align([each for _, each in steps], [one for one, _ in steps].index(tally))
+
+    def stop(self, until: int) -> str:
+        """Why some rank was asked to stop by the end of a step, the same on all ranks; empty if none was."""
+        known = [] if self._stop is None else [self._stop]
+        told = ((one.number, one.stop) for one in self._open if one.number <= until)
+        return next((why for number, why in (*known, *told) if why and number <= until), "")
+
+    def has_followed(self, until: int) -> bool:
+        """Whether the model was traced in a step up to a number, the same on all ranks; each is told once.
+
+        Of more than eight such steps, only every one that doubles their number is told.
+        """
+        now = [one for one in self._followed if one <= until]
+        self._followed = [one for one in self._followed if one > until]
+        numbers = range(self._num_followed + 1, self._num_followed + 1 + len(now))
+        self._num_followed += len(now)
+        return any(one <= _MANY or not one & (one - 1) for one in numbers)
+
+    def settle(self, *, until: int | None, gradients_left: Callable[[], bool]) -> None:
+        """Check all steps, or those up to a number, and raise if one failed."""
+        if until is None and self._refused is not None and gradients_left():
+            self._refused.check()
+        while self._open and (until is None or self._open[0].number <= until):
+            if self._stop is None and (why := self._open[0].stop):
+                self._stop = self._open[0].number, why
+            self._refused = self._open.pop(0)
+            if any(one.train and one.followed for one in self._refused.told):
+                self._followed.append(self._refused.number)
+            self._refused.check()
+            self.unused.hear(self._refused.unreached)
+            self._refused = None
+        if until is None and self.awaits is not None:
+            self.awaits()
+
+
+def _plain(value: Any) -> Any:
+    """Return a number as JSON allows it, without tensors and non-finite values."""
+    number = value.item() if isinstance(value, Tensor) else value
+    return None if isinstance(number, float) and not math.isfinite(number) else number

@@ -1,0 +1,132 @@
+"""State held by several stages, or several copies of one: a forward that changes it would be seen in a different order.
+
+    one process     F(0) changes, F(3) reads │ F(0) changes, F(3) reads       microbatch by microbatch
+    a pipeline      F(0) changes │ F(0) changes │ F(0) changes, F(3) reads    stage 3 reads what later ones left
+
+So such changes are refused. They are detected by value after the first steps, and by version after that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from drumline.core.errors import ModelError
+from drumline.engine.ranks.observer import Observer
+from drumline.engine.stages.engine import Engine
+from drumline.model.block import Block
+from drumline.model.catalogue import Place, places_in
+from drumline.model.watch.fingerprint import plain_in
+from drumline.model.weights.tied import HeldTensor, Ties
+from drumline.runtime.stage import Stage
+from drumline.runtime.step import Step
+
+_BY_VALUE = 2  # steps that compare tensors by value: some changes bypass the version
+
+
+class _Kept(NamedTuple):
+    held: HeldTensor
+    place: Place
+    block: str
+
+
+class Shared(Observer):
+    """The buffers that this process's stages share with others, and the attributes of stages with several copies."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._num_steps = 0
+        self._before: list[tuple[Tensor | None, int, Tensor | None]] = []
+        self._attributes: list[dict[str, Any]] = []
+        self.moved()
+
+    def moved(self) -> None:
+        """Find what the stages here share with others."""
+        ties, stages = self._engine.assembly.ties, list(self._engine.stages())
+        self._kept = list(_kept(ties, stages))
+        self._doubled = [
+            (block.name, module)
+            for stage in stages
+            if len(ties.placement.ranks_of(stage.index)) > 1
+            for block in stage.blocks
+            for module in block.module.modules()
+        ]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the stages here share nothing."""
+        return not self._kept and not self._doubled
+
+    def begin(self, step: Step) -> None:
+        """Record the state before a step."""
+        by_value = self._num_steps < _BY_VALUE
+        tensors = [one.place.tensor for one in self._kept]
+        self._before = [
+            (one, 0 if one is None else _version(one), None if one is None or not by_value else one.detach().clone())
+            for one in tensors
+        ]
+        self._attributes = [plain_in(vars(module)) for _, module in self._doubled] if by_value else []
+        self._num_steps += 1
+
+    def end(self, step: Step) -> None:
+        """Refuse changes made by the step."""
+        for one, (tensor, version, copy) in zip(self._kept, self._before, strict=True):
+            now = one.place.tensor
+            changed = now is not tensor or (now is not None and _version(now) != version)
+            if changed or (copy is not None and now is not None and not torch.equal(copy, now)):
+                self._refuse(one)
+        for (name, module), attributes in zip(self._doubled, self._attributes, strict=False):
+            for key in (key for key, value in plain_in(vars(module)).items() if attributes.get(key) != value):
+                raise ModelError(
+                    f"block {name!r} changes its attribute {key!r} in its forward",
+                    expected="no changes under this schedule: each of its two copies of a stage sees half of the batch",
+                    fix="choose a schedule with one copy of each stage, such as zb-v",
+                )
+        self._before = []
+
+    def _refuse(self, kept: _Kept) -> None:
+        stages = ", ".join(map(str, kept.held.stages))
+        raise ModelError(
+            f"the forward of block {kept.block!r} changes the buffer {kept.held.name!r}, which stages {stages} hold",
+            expected="a changing buffer to belong to one stage, which sees all microbatches in order",
+            fix="keep it in one block, or put all blocks that use it into one stage (cuts=, balance=)",
+        )
+
+
+def _kept(ties: Ties, stages: Sequence[Stage]) -> Iterator[_Kept]:
+    for stage in stages:
+        seen: set[str] = set()
+        for block in stage.blocks:
+            for place in places_in(block):
+                held = ties.find(place.name)  # buffers held by several ranks are checked when they are exchanged
+                if held is not None and held.is_tied and not held.is_parameter and held.name not in seen:
+                    seen.add(held.name)
+                    yield _Kept(held, place, block.name)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def refuse_hidden(cuts: Iterable[Sequence[Block]]) -> None:
+    """Refuse a block that holds another stage's buffer as a plain attribute: it would not see changes made there."""
+    owners: dict[int, tuple[int, str]] = {}
+    stages = list(cuts)
+    for at, blocks in enumerate(stages):
+        for place in (one for block in blocks for one in places_in(block)):
+            if not place.is_parameter:
+                owners.setdefault(id(place.tensor), (at, place.name))
+    for at, blocks in enumerate(stages):
+        for block in blocks:
+            for module in block.module.modules():
+                for key, one in vars(module).items():
+                    owner, name = owners.get(id(one), (at, "")) if isinstance(one, Tensor) else (at, "")
+                    if owner != at:
+                        raise ModelError(
+                            f"block {block.name!r} holds the buffer {name!r} of another stage in its attribute {key!r}",
+                            expected="each buffer to be registered in the block that uses it",
+                            fix=f"register it there too: self.register_buffer({key!r}, ...)",
+                        )

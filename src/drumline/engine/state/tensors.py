@@ -1,0 +1,278 @@
+"""The model tensors that this process's ranks hold, each once: named, kept equal, stored and loaded.
+
+A tensor that several blocks hold has several names in the unsplit model. One rank owns it. Files store it once, by its
+first name; the state that a user gets has it under all of its names, as torch's has, so that the ranks' states, merged,
+are the model's. Loading accepts any of its names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drumline.channel.lines.slices import FlatSlice, Slice, cut_out, put_together, sharded_over, slice_of
+from drumline.core.errors import DrumlineError, ModelError, nearest
+from drumline.engine.ranks.crew import Crew
+from drumline.engine.ranks.observer import Observer
+from drumline.engine.stages.chain import Chain
+from drumline.model.block import Block
+from drumline.model.weights.tied import Copies, Ties
+from drumline.runtime.execute.executor import Executor
+from drumline.runtime.gradients import clip
+from drumline.runtime.gradients.exchange import share
+from drumline.runtime.gradients.lines import Shards
+from drumline.runtime.step import Step
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+class Holdings(Observer):
+    """The tensors of this process's ranks; `copies` are those of ranks that take turns here."""
+
+    def __init__(
+        self, ties: Ties, crew: Crew, executors: Sequence[Executor], copies: Sequence[Copies], chain: Chain
+    ) -> None:
+        self.crew = crew
+        self.executors = executors
+        self.chain = chain
+        self.recut(ties, copies)
+        self.shards: Shards | None = None  # if the lines of a mesh divide parameters
+        self._named: Named | None = None
+        self._earlier: list[tuple[nn.Parameter, Tensor | None]] = []  # gradients of earlier steps
+
+    def recut(self, ties: Ties, copies: Sequence[Copies]) -> None:
+        """Take note of who holds what, at first and whenever layers have moved."""
+        self.ties = ties
+        self.copies = copies
+        self.renew()
+
+    def share(self) -> None:
+        """Give all copies of tensors that several ranks hold the values of the rank that owns them."""
+        self.follow()
+        if not self.crew.alone and any(one.is_copied for one in self.ties.tensors):
+            self.crew.drive([share(executor.exchange) for executor in self.executors])
+
+    def follow(self) -> None:
+        """Update the copies in this process from their originals."""
+        for copies in self.copies:
+            if copies.modules:
+                copies.follow()
+        self.chain.follow()
+
+    def renew(self) -> None:
+        """Read the parameters again, because some were replaced."""
+        self._named = None
+
+    def named_parameters(self) -> Named:
+        """Return the user's parameters, without copies in this process, which follow others."""
+        if self._named is None:
+            each = [self.named_on(executor, at_home=self.crew.alone) for executor in self.executors]
+            self._named = [pair for named in each for pair in named]
+        return self._named
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the same without names."""
+        return [one for _, one in self.named_parameters()]
+
+    def tensors(self) -> list[Tensor]:
+        """Return every parameter and buffer of this process's ranks once, in the same order on every line."""
+        blocks = [block for executor in self.executors for _, block in _blocks(executor)]
+        listed = (one for block in blocks for one in (*block.module.parameters(), *block.module.buffers()))
+        return list({id(one): one for one in listed}.values())
+
+    def has_gradients(self) -> bool:
+        """Return whether any of them has a gradient."""
+        return any(one.grad is not None for _, one in self.named_parameters())
+
+    def norms(self, norm_type: float) -> list[dict[str, float]]:
+        """Return, for each rank, the gradient norms of the parameters that it owns."""
+        found = []
+        for named in (self.named_on(executor, at_home=True) for executor in self.executors):
+            norms = clip.norms_of([one for _, one in named], norm_type)
+            own = {name: norm for (name, _), norm in zip(named, norms, strict=True) if norm is not None}
+            found.append(self._whole_norms(dict(named), own, norm_type))
+        return found
+
+    def _whole_norms(self, named: dict[str, nn.Parameter], own: dict[str, float], norm_type: float) -> dict[str, float]:
+        """Return the norms of whole parameters, of which other lines may hold parts; these call it alike."""
+        axes, whole = self.crew.axes, dict(own)
+        for axis in dict.fromkeys(axis for one in named.values() for axis in sharded_over(one)):
+            names = [name for name, one in named.items() if axis in sharded_over(one)]
+            norms = torch.tensor([whole.get(name, 0.0) for name in names], dtype=torch.float64)
+            every = torch.stack(axes.gathered(norms.to(next(iter(named.values())).device), axis))
+            total = torch.linalg.vector_norm(every, norm_type, dim=0)
+            whole |= {name: norm for name, norm in zip(names, total.tolist(), strict=True) if norm or name in own}
+        return whole
+
+    def named_on(self, executor: Executor, *, at_home: bool = False, pieces: bool = True) -> Named:
+        """Return one rank's parameters, each once by its first name; with `at_home`, only those that it owns.
+
+        Of those that lines of a mesh divide, return this line's pieces, or without `pieces` what the modules hold.
+        """
+        return [
+            (name, one if self.shards is None or not pieces else self.shards.shown(one))
+            for name, (home, one) in self.ties.on(_blocks(executor)).items()
+            if isinstance(one, nn.Parameter) and (home == executor.rank or not at_home)
+        ]
+
+    @contextmanager
+    def whole(self, *, changed: bool = False) -> Iterator[None]:
+        """Gather divided parameters inside; all lines call it alike. `changed` says that it gives them new values."""
+        shards = self.shards
+        held = [] if shards is None else [at for one in self.executors for at in one.stages]
+        # All of them are whole before the first step, and stay so.
+        stages = [] if shards is None else [at for at in held if not shards.is_whole(at)]
+        for stage in stages:
+            assert shards is not None
+            shards.unshard(stage)
+            shards.gathered(stage)
+        yield
+        if shards is not None:
+            if changed:
+                shards.renew()
+            for stage in stages:
+                shards.reshard(stage)
+
+    def begin(self, step: Step) -> None:
+        """Put aside earlier steps' gradients of tensors that several ranks hold: only this step's are exchanged."""
+        exchanged = [one for executor in self.executors for one in executor.exchange.parameters]
+        kept = set(self.parameters()) if exchanged else set()
+        self._earlier = [(one, one.grad) for one in exchanged if one in kept]
+        for one in exchanged:
+            one.grad = None
+
+    def end(self, step: Step) -> None:
+        """Add this step's gradients to the earlier ones."""
+        for parameter, earlier in self._earlier:
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+        self._earlier = []
+
+    def stored_names(self) -> set[str]:
+        """Return the names under which a state has what this process holds."""
+        blocks = [block for executor in self.executors for _, block in _blocks(executor)]
+        return {self.ties.first(name) for block in blocks for name, _ in _entries(block)}
+
+    def slices(self) -> dict[str, Slice | FlatSlice]:
+        """Return which parts of whole tensors this process's modules hold, by name."""
+        blocks = [block for executor in self.executors for _, block in _blocks(executor)]
+        each = {self.ties.first(name): slice_of(one) for block in blocks for name, one in _entries(block)}
+        return {name: one for name, one in each.items() if one is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this process stores: the parameters and persistent buffers that its ranks own, each once."""
+        stored: dict[str, Any] = {}
+        with self.whole():
+            for executor in self.executors:
+                for index, block in _blocks(executor):
+                    for name, value in _entries(block):
+                        if self.ties.home(name, index) == executor.rank:
+                            stored.setdefault(self.ties.first(name), self._plain(value))
+        return stored
+
+    def whole_state_dict(self) -> dict[str, Any]:
+        """Return the same under all names, and whole where lines hold parts of a tensor; all lines call it alike."""
+        stored, slices, found = self.state_dict(), self.slices(), {}
+        for name, one in stored.items():
+            whole = put_together(one, slices.get(name), self.crew.axes)
+            found.update(dict.fromkeys(self.ties.stored_as(name), whole))
+        return found
+
+    def _plain(self, value: Any) -> Any:
+        """Return what a state has of a tensor: the tensor itself, or a copy of one that lasts only for a moment."""
+        if not isinstance(value, Tensor):
+            return value
+        divided = self.shards is not None and value in self.shards.pieces
+        plain = value.detach().clone() if divided else value.detach()
+        if (part := slice_of(value)) is not None:
+            setattr(plain, "slice", part)  # noqa: B010 - an attribute that torch's class does not declare
+        return plain
+
+    def load_state_dict(self, given: Mapping[str, Any]) -> None:
+        """Load a state on all ranks, or raise on all of them before anything changes."""
+        problems = [self._problem_with(given, executor) for executor in self.executors]
+        for problem in self.crew.all_told("state", problems):
+            if problem is not None:
+                raise problem
+        with self.crew.together("load_state_dict"), self.whole(changed=True):
+            for block in (block for executor in self.executors for _, block in _blocks(executor)):
+                values = {name: (_given(given, self.ties, name), own) for name, own in _entries(block)}
+                block.module.load_state_dict(
+                    {
+                        name.removeprefix(_prefix(block)): own if value is None else self._part(value, own)
+                        for name, (value, own) in values.items()
+                    }
+                )
+            self.share()
+
+    def _whole_shape(self, own: Tensor) -> torch.Size:
+        """Return the shape of the tensor of which this process may hold a part."""
+        part, shape = slice_of(own), list(own.shape)
+        if isinstance(part, Slice):
+            shape[part.dim] *= self.crew.axes.size(part.axis)
+        return torch.Size(shape)
+
+    def _part(self, value: Any, own: Any) -> Any:
+        """Return of a whole tensor the part that this process holds; a part stays as it is."""
+        part = slice_of(own) if isinstance(own, Tensor) else None
+        return cut_out(value, part, self.crew.axes) if isinstance(part, Slice) and value.shape != own.shape else value
+
+    def _problem_with(self, state: Mapping[str, Any], executor: Executor) -> DrumlineError | None:
+        """Return why a rank cannot load a state, or None if it can."""
+        try:
+            if not isinstance(state, Mapping):
+                raise ModelError(f"the state is a {type(state).__name__}", expected="a dict from names to tensors")
+            for index, block in _blocks(executor):
+                for name, own in _entries(block):
+                    value = _given(state, self.ties, name)
+                    if value is None and self.ties.home(name, index) == executor.rank:
+                        raise ModelError(
+                            f"the state has no {name!r}",
+                            expected="every parameter and buffer of this rank's stages",
+                            fix=nearest(name, state),
+                        )
+                    if isinstance(own, Tensor) and value is not None:
+                        _check_tensor(name, value, own, self._whole_shape(own))
+        except DrumlineError as error:
+            return error
+        return None
+
+
+def _check_tensor(name: str, value: Any, own: Tensor, whole: torch.Size) -> None:
+    if not isinstance(value, Tensor):
+        raise ModelError(f"{name!r} is a {type(value).__name__} in the state", expected="a tensor")
+    if value.is_meta:
+        raise ModelError(f"{name!r} is on the meta device in the state", expected="a tensor with data")
+    if value.shape not in (own.shape, whole):
+        raise ModelError(f"{name!r} has shape {tuple(value.shape)} in the state", expected=str(tuple(whole)))
+
+
+def _given(state: Mapping[str, Any], ties: Ties, name: str) -> Any:
+    """Return the state's entry under any of a tensor's names."""
+    held = ties.find(name)
+    names = [one for one in ((name,) if held is None else held.names) if one in state]
+    values = [state[one] for one in names]
+    for other, value in zip(names[1:], values[1:], strict=True):
+        if value is not values[0] and not (value.shape == values[0].shape and torch.equal(value, values[0])):
+            raise ModelError(
+                f"{names[0]!r} and {other!r} differ in the state", expected="equal values: the model ties them"
+            )
+    return values[0] if values else None
+
+
+def _blocks(executor: Executor) -> Iterable[tuple[int, Block]]:
+    return [(index, block) for index, stage in executor.stages.items() for block in stage.blocks]
+
+
+def _prefix(block: Block) -> str:
+    prefix = block.name if block.prefix is None else block.prefix
+    return f"{prefix}." if prefix else ""
+
+
+def _entries(block: Block) -> Iterator[tuple[str, Any]]:
+    """Yield what a block stores, by the names of the unsplit model."""
+    yield from block.module.state_dict(prefix=_prefix(block), keep_vars=True).items()

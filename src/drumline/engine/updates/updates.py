@@ -1,0 +1,361 @@
+"""Update parameters: with any optimizer, or, for scaled gradients and master weights, only with `Pipeline.optimizer`.
+
+`Pipeline.optimizer` returns the requested torch optimizer. If its steps may be skipped, or update copies, this instance
+gets its own `step` and `zero_grad`, which wrap torch's.
+
+When layers move between ranks, the optimizer objects stay: each drops what has left, with its state, and takes over
+what has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drumline.core.errors import RunError, UsageError
+from drumline.engine.ranks.journal import Journal
+from drumline.engine.ranks.tally import Handler
+from drumline.engine.state.tensors import Holdings
+from drumline.engine.updates.attached import Copies, Divides, Refuses, Scales, Validates
+from drumline.engine.updates.guard import Guard, guarded_by
+from drumline.engine.updates.kinds import by_element
+from drumline.engine.updates.optimizer_state import NamedTensors, StateByName
+from drumline.engine.updates.whole_matrices import WholeMatrices
+from drumline.model.precision import Precision, settle_products
+
+
+class Kept(NamedTuple):
+    """What one optimizer keeps of a parameter: the number of its group, and its state."""
+
+    group: int
+    state: dict[str, Any]
+
+
+class Handed(NamedTuple):
+    """What optimizers keep of a parameter: its float32 copy if it has one, and what each of them keeps, if anything."""
+
+    master: Tensor | None
+    kept: list[Kept | None]
+
+
+class Updates:
+    """Everything between this process's gradients and its optimizers."""
+
+    def __init__(
+        self,
+        precision: Precision,
+        holdings: Holdings,
+        recording: Journal,
+        check: Refuses,
+        validation: Validates,
+        scaler: Scales | None,
+        masters: Copies | None,
+    ) -> None:
+        self.precision = precision
+        self.holdings = holdings
+        self._recording, self._check = recording, check
+        self.scaler, self.masters, self.validation = scaler, masters, validation
+        self.divided: Divides | None = None  # if the lines of a mesh divide optimizer state
+        self.wholes = WholeMatrices(holdings.crew.axes, precise=masters is not None)
+        self._own: WeakSet[Optimizer] = WeakSet()
+        self._made: list[ref[Optimizer]] = []  # in the order in which they were asked for
+        self._left: list[ref[nn.Parameter]] = []  # parameters whose layers have moved to other ranks
+        self._parameters: WeakKeyDictionary[Optimizer, list[nn.Parameter]] = WeakKeyDictionary()
+        self.streams = False  # whether optimizers step inside of a step, because the schedule has no flush
+        self._kept: list[Optimizer] = []  # then, because nobody else may hold them
+        self._is_inside = False
+
+    def follow(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Record the parameters of all stages here, and guard them against optimizers."""
+        left = [one for seen in self._left if (one := seen()) is not None]
+        self._guard = Guard([*self.holdings.parameters(), *left], self.before, self.after)
+        listed = list(parameters)
+        if self.masters is not None:
+            self.masters.follow(listed)
+        elif self.scaler is not None:
+            self.scaler.follow(listed)
+
+    def before(self, optimizer: Optimizer) -> None:
+        """Stop an optimizer from stepping on a failed step."""
+        self.check(optimizer)
+        if self._is_stepped_inside(optimizer):
+            return
+        self._refuse_left(optimizer)
+        self._check.refuse()
+        if not self.validation.is_on:
+            self._recording.settle()
+        self._recording.between.enter("update")
+
+    def after(self, optimizer: Optimizer) -> None:
+        """Measure the update up to here."""
+        if not self._is_inside:
+            self._recording.between.leave()
+
+    @contextmanager
+    def inside(self, parameters: list[nn.Parameter], move: Callable[[list[nn.Parameter]], None]) -> Iterator[None]:
+        """Let optimizers step inside of a step; `move` may give their parameters other memory with the same values."""
+        if self.masters is not None:
+            self.masters.catch_up()
+        move(parameters)
+        if self.masters is not None:
+            self.masters.moved()
+        self._is_inside = True
+        try:
+            yield
+        finally:
+            self._is_inside = False
+
+    def _is_stepped_inside(self, optimizer: Optimizer) -> bool:
+        """Whether the pipeline steps optimizers itself; refuse a step by anybody else."""
+        if self.streams and not self._is_inside:
+            raise RunError(
+                f"{type(optimizer).__name__}.step() was called, and the schedule has no flush",
+                expected="no call of it: optimizers from pipe.optimizer step inside pipe.step",
+                fix="remove optimizer.step()",
+            )
+        return self.streams
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that would bypass the scaler or the master weights."""
+        if optimizer in self._own or (self.scaler is None and self.masters is None and not self.validation.is_on):
+            return
+        what = f'precision="{self.precision.name}"' if self.scaler is not None else "master_weights=True"
+        only_copies = self.scaler is None and not self.validation.is_on
+        if self.validation.is_on:
+            what = 'validated="after" on another optimizer'
+        kind = type(optimizer).__name__
+        raise RunError(
+            f"{kind} was created directly over the pipeline's parameters, with {what}",
+            expected="one from pipe.optimizer, "
+            + ("for the float32 copies" if only_copies else "so that all ranks skip the same steps"),
+            fix=f"use pipe.optimizer(torch.optim.{kind}, ...)",
+        )
+
+    def _refuse_left(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that still holds what has moved to other ranks, and so lacks what has come."""
+        left = {id(one) for seen in self._left if (one := seen()) is not None}
+        if left and any(id(one) in left for group in optimizer.param_groups for one in group["params"]):
+            kind = type(optimizer).__name__
+            raise RunError(
+                f"{kind} holds parameters of layers that have moved to another rank",
+                expected="an optimizer from pipe.optimizer, which follows them",
+                fix=f"use pipe.optimizer(torch.optim.{kind}, ...)",
+            )
+
+    def forget(self) -> None:
+        """Record that all gradients were set to zero."""
+        self.validation.forget()
+        if self.scaler is not None:
+            self.scaler.forget()
+
+    @property
+    def handler(self) -> Handler:
+        """What decides about steps that are not finite."""
+        return self.validation if self.scaler is None else self.scaler
+
+    def validate(self, after: bool, max_norm: float | None, *, captures: bool) -> None:
+        """Have optimizers step before or after all ranks agree; all of them alike."""
+        if bool(self._made) and after != self.validation.is_on and self.optimizers():
+            raise UsageError(
+                f'validated is "{"after" if after else "before"}", and not so on another optimizer of this pipeline',
+                expected="the same on all optimizers",
+            )
+        if not after:
+            self.validation.turn_off()
+            return
+        self.validation.admit(scales=self.scaler is not None, captures=captures, divides=self.divided is not None)
+        self.validation.turn_on(max_norm)
+
+    def optimizers(self) -> list[Optimizer]:
+        """Return the optimizers that were made here and are still in use."""
+        return [one for made in self._made if (one := made()) is not None]
+
+    def optimizer(
+        self,
+        kind: type[Optimizer],
+        parameters: Sequence[nn.Parameter],
+        settings: dict[str, Any],
+        named: NamedTensors = tuple,
+    ) -> Optimizer:
+        """Return an optimizer of the requested class, whose state uses the names of the tensors it updates."""
+        if not isinstance(kind, type):
+            raise RunError(
+                f"pipe.optimizer got {kind!r:.60}",
+                expected="an optimizer class, as in pipe.optimizer(torch.optim.AdamW)",
+            )
+        if issubclass(kind, torch.optim.LBFGS) and not self.holdings.crew.alone:
+            raise RunError(
+                f"{kind.__name__} weighs all parameters against each other, and each rank holds a part of them",
+                expected="an optimizer that treats parameters one by one, such as AdamW",
+            )
+        if self.holdings.shards is not None and not by_element(kind):
+            raise RunError(
+                f"{kind.__name__} may look at whole matrices, and with zero=3 each line holds a piece of every one",
+                expected="an optimizer that treats every element alike, such as AdamW",
+                fix="use zero=1, where each matrix belongs to one line",
+            )
+        if not by_element(kind):
+            self.wholes.cover(parameters)
+        if issubclass(kind, torch.optim.Muon) and any(one.device.type == "cpu" for one in parameters):
+            settle_products()
+        if self.divided is not None:
+            self.divided.divide([one for one in parameters if self.wholes.of(one) is None], kind)
+        updated = [self.updated(one) for one in parameters]
+        made = kind([{"params": updated}], **settings)
+        copied = any(one is not other for one, other in zip(updated, parameters, strict=True))
+        StateByName(named).attach(made)
+        self._made.append(ref(made))
+        self._parameters[made] = list(parameters)
+        if self.streams:
+            self._kept.append(made)
+        if self.validation.is_on:
+            made.register_state_dict_pre_hook(lambda _: self._recording.settle())
+            made.register_load_state_dict_pre_hook(lambda *_: self._recording.settle())
+        if self.scaler is not None or self.masters is not None or self.validation.is_on or copied or not parameters:
+            self._wrap(made)
+        return made
+
+    def _wrap(self, made: Optimizer) -> None:
+        """Give an optimizer its own `step` and `zero_grad`.
+
+        No guard finds an optimizer without parameters here, and it must not step where others are held back.
+        """
+        self._own.add(made)
+        # Use bound methods, because learning-rate schedulers wrap the function of what they find here.
+        listed = self._parameters[made]
+        kept = self.validation.keeping(made) if self.validation.is_on else None
+        setattr(made, "step", MethodType(self._step(listed, kept), made))  # noqa: B010 - a method of this one instance
+        setattr(made, "zero_grad", MethodType(self._zero_grad(listed), made))  # noqa: B010
+
+    def strangers(self) -> list[Optimizer]:
+        """Return optimizers that have stepped on parameters here and were not made here."""
+        made = set(map(id, self.optimizers()))
+        return [one for one in guarded_by(self._guard) if id(one) not in made]
+
+    def handed_over(self, parameters: Sequence[nn.Parameter]) -> list[Handed]:
+        """Return what optimizers keep of parameters, for another rank."""
+        if self.masters is not None:
+            self.masters.catch_up()
+        groups = [
+            {id(one): at for at, group in enumerate(optimizer.param_groups) for one in group["params"]}
+            for optimizer in self.optimizers()
+        ]
+        found = []
+        for one in parameters:
+            updated = self.updated(one)
+            kept = [
+                Kept(at[id(updated)], dict(optimizer.state.get(updated, {}))) if id(updated) in at else None
+                for optimizer, at in zip(self.optimizers(), groups, strict=True)
+            ]
+            found.append(Handed(None if updated is one else updated.detach(), kept))
+        return found
+
+    def drop(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Forget parameters that have left."""
+        gone, updated = set(map(id, parameters)), [self.updated(one) for one in parameters]
+        gone_too = set(map(id, updated))
+        for optimizer in self.optimizers():
+            for group in optimizer.param_groups:
+                group["params"][:] = [one for one in group["params"] if id(one) not in gone_too]
+            self._parameters[optimizer][:] = [one for one in self._parameters[optimizer] if id(one) not in gone]
+            for one in updated:
+                optimizer.state.pop(one, None)
+            if not self._parameters[optimizer] and optimizer not in self._own:
+                self._wrap(optimizer)
+        self._left += map(ref, parameters)
+        if self.masters is not None:
+            for parameter in parameters:
+                self.masters.drop(parameter)
+
+    def take_over(self, handed: Mapping[nn.Parameter, Handed], order: Sequence[nn.Parameter]) -> None:
+        """Update parameters that have come, with what other ranks' optimizers kept of them; keep all in this order."""
+        for parameter, (master, each) in handed.items():
+            if master is not None and self.masters is not None:
+                self.masters.adopt(parameter, master)
+            updated = self.updated(parameter)
+            for optimizer, kept in zip(self.optimizers(), each, strict=True):
+                if kept is not None:
+                    optimizer.param_groups[kept.group]["params"].append(updated)
+                    self._parameters[optimizer].append(parameter)
+                    if kept.state:
+                        optimizer.state[updated] = dict(kept.state)
+        here = set(map(id, order))
+        self._left = [seen for seen in self._left if (one := seen()) is not None and id(one) not in here]
+        places = {id(self.updated(one)): at for at, one in enumerate(order)}
+        for optimizer in self.optimizers():
+            for group in optimizer.param_groups:
+                group["params"].sort(key=lambda one: places.get(id(one), -1))
+
+    def piece(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return what an optimizer updates of a parameter, before precision: a whole copy, this line's part, or it."""
+        whole = self.wholes.of(parameter)
+        if whole is not None:
+            return whole
+        return parameter if self.divided is None else self.divided.of(parameter)
+
+    def updated(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the tensor that optimizers update for a parameter here."""
+        piece = self.piece(parameter)
+        return piece if self.masters is None or self.wholes.of(parameter) is not None else self.masters.of(piece)
+
+    def named(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that optimizers update, by name."""
+        if self.masters is not None:
+            self.masters.catch_up()
+        return ((name, self.updated(one)) for name, one in parameters)
+
+    def _step(self, parameters: Sequence[nn.Parameter], kept: Any) -> Callable[..., Any]:
+        def step(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> None:
+            """Step, unless a gradient on any rank is not finite."""
+            if closure is not None:
+                raise RunError("optimizer.step got a closure", fix="call pipe.step first, then optimizer.step()")
+            apply, follow = partial(self._apply, optimizer, parameters), partial(self._follow, parameters)
+            if kept is not None:
+                self._check.refuse()
+                self.validation.step(kept, parameters, apply, follow)
+                return
+            if not self._is_stepped_inside(optimizer):
+                self._recording.settle()
+            if self.scaler is None or self.scaler.decide():
+                apply()
+
+        return step
+
+    def _apply(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        """Step, with the gradients that the parameters have now."""
+        if self.divided is not None:
+            self.divided.take(parameters)
+        if self.masters is not None:
+            self.masters.take([self.piece(one) for one in parameters])
+        self.wholes.take(parameters)
+        type(optimizer).step(optimizer)
+        self._follow(parameters)
+
+    def _follow(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Give parameters the values of what the optimizer updates in their place."""
+        if self.masters is not None:
+            self.masters.give([self.piece(one) for one in parameters])
+        self.wholes.give(parameters)
+        if self.divided is not None:
+            self.divided.give(parameters)
+
+    def _zero_grad(self, parameters: Sequence[nn.Parameter]) -> Callable[..., None]:
+        def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
+            """Clear the gradients, also of parameters that only follow their copies; never in place."""
+            held = [] if set_to_none else [(one, one.grad) for one in parameters if one.grad is not None]
+            type(optimizer).zero_grad(optimizer)
+            for one in parameters:
+                one.grad = None
+            for one, gradient in held:
+                one.grad = torch.zeros_like(gradient)
+            self.forget()
+
+        return zero_grad

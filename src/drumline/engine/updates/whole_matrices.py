@@ -1,0 +1,78 @@
+"""Whole copies of divided matrices, for optimizers whose update of one element needs the whole matrix, such as Muon.
+
+    gradients of all lines ──gathered──► whole gradient ──► the optimizer steps on the copy ──► each keeps its part
+
+Every line along the axis computes the same update. It costs the memory and time of the undivided matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from drumline.channel.lines.axes import Axes
+from drumline.channel.lines.slices import slice_of
+from drumline.model.precision import LOW
+
+
+class WholeMatrices:
+    """The whole copies of this process's divided parameters; all lines along an axis call its methods alike."""
+
+    def __init__(self, axes: Axes, *, precise: bool) -> None:
+        self._axes = axes
+        self._precise = precise  # whether copies of parameters of low precision are in float32
+        self._copies: dict[nn.Parameter, nn.Parameter] = {}
+        self._seen: dict[nn.Parameter, tuple[int, int]] = {}
+
+    def cover(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Make whole copies of those that are divided."""
+        for one in parameters:
+            if slice_of(one) is not None and one not in self._copies:
+                whole = self._whole(one, one.detach())
+                whole = whole.float() if self._precise and whole.dtype in LOW else whole
+                self._copies[one] = nn.Parameter(whole, one.requires_grad)
+                self._seen[one] = _mark(one)
+
+    def _whole(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
+        part = slice_of(parameter)
+        assert part is not None
+        return part.whole(self._axes.gathered(own, part.axis))
+
+    def of(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Return the whole copy of a parameter, None if there is none."""
+        return self._copies.get(parameter)
+
+    @torch.no_grad()
+    def take(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Before an optimizer steps, give its copies the whole gradients, and values that others changed."""
+        held = [one for one in parameters if one in self._copies]
+        self._catch_up(held)
+        for one in held:
+            self._copies[one].grad = None if one.grad is None else self._whole(one, one.grad.detach())
+
+    @torch.no_grad()
+    def give(self, parameters: Sequence[nn.Parameter]) -> None:
+        """After the optimizer steps, give each parameter its part of the copy."""
+        for one in (one for one in parameters if one in self._copies):
+            part, copy = slice_of(one), self._copies[one]
+            assert part is not None
+            one.copy_(part.local(copy.detach(), self._axes.place(part.axis), self._axes.size(part.axis)))
+            copy.grad = None
+            self._seen[one] = _mark(one)
+
+    def _catch_up(self, held: Sequence[nn.Parameter]) -> None:
+        """Adopt parameters that other code has changed on any line, such as a loaded state."""
+        for axis in dict.fromkeys(part.axis for one in held if (part := slice_of(one)) is not None):
+            along = [one for one in held if (part := slice_of(one)) is not None and part.axis == axis]
+            changed = [float(_mark(one) != self._seen[one]) for one in along]
+            every = self._axes.summed(torch.tensor(changed, device=along[0].device), axis).tolist()
+            for one, count in zip(along, every, strict=True):
+                if count:
+                    self._copies[one].copy_(self._whole(one, one.detach()))
+                    self._seen[one] = _mark(one)
+
+
+def _mark(parameter: Tensor) -> tuple[int, int]:
+    return parameter.data_ptr(), parameter._version

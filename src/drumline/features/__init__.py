@@ -1,0 +1,1 @@
+"""What attaches to a pipeline: each folder is one feature, and none imports another."""

@@ -1,0 +1,179 @@
+"""Adapt a running pipeline: rank 0 looks at each step and decides, and all ranks change alike before the next one.
+
+    step n ends      every rank tells all others what it measured
+    before n+1       rank 0 looks at step n, and tells all ranks what to change, if anything
+                     all ranks take up a program, or move layers, and go on
+
+Deciding is `drumline.adapt`, which knows no pipeline. What was decided, and what came of it, goes to stderr and to the
+run's folder.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from drumline.adapt.decide import Decider
+from drumline.adapt.move import Move
+from drumline.adapt.proposal import CUT, Arrangement, Proposal
+from drumline.adapt.rebalance import Layers, guessed
+from drumline.adapt.seen import Seen
+from drumline.adapt.settings import Adapt
+from drumline.core.errors import DrumlineError, ModelError, RunError, UsageError
+from drumline.core.program import Program
+from drumline.engine.ranks.crew import Crew
+from drumline.engine.ranks.journal import Journal
+from drumline.engine.ranks.observer import Observer
+from drumline.engine.ranks.tally import Ledger
+from drumline.engine.stages.assembly import LossHolder
+from drumline.engine.stages.engine import Engine
+from drumline.model.block import Block
+from drumline.model.blocks.cut import guessed_costs
+from drumline.plan.device.blocks import Profile
+from drumline.runtime.step import Step
+from drumline.schedules import generate, schedules
+
+Take = Callable[[Program], None]
+Moving = Callable[..., Move]
+_EVERY = 4  # steps between two looks if several lines of a mesh have to agree
+
+
+class Adapting(Observer):
+    """Watches the steps of a pipeline on the first rank, and changes it on all of them."""
+
+    def __init__(
+        self,
+        settings: Adapt,
+        crew: Crew,
+        ledger: Ledger,
+        recording: Journal,
+        engine: Engine,
+        decider: Decider | None,
+    ) -> None:
+        self.settings = settings
+        self._crew, self._ledger, self._recording, self._engine = crew, ledger, recording, engine
+        self._decider = decider
+        self._every = _EVERY if crew.axes.is_mesh else 1
+        self._seen = -1  # the last step that was looked at
+        self._own = 0  # the number of the pipeline's own program
+        self._num_judged = 0
+
+    def before(self, step: Step, take: Take, move: Moving) -> None:
+        """Change what the first rank decides, before a step."""
+        if not step.draw or step.draw % self._every:
+            return
+        with self._recording.between.during("hear"), self._crew.together("adapting"):
+            mine = None if self._decider is None else self._decided(self._decider)
+            told = self._crew.everywhere("adapt", mine)
+            first = self._crew.axes.lines[0][0] if self._crew.axes.is_mesh else 0
+            proposal: Proposal | None = told[first]
+            if proposal is not None:
+                self._change(proposal, take, move)
+
+    def _decided(self, decider: Decider) -> Proposal | None:
+        """Look at the last step, if it is a new one; return what to change."""
+        last = self._ledger.last
+        try:
+            measured = self._ledger.timeline()
+        except RunError:
+            return None  # not measured
+        number = measured.records[0].step
+        if number == self._seen or last is None or measured.records[0].program != self._own:
+            return None
+        self._seen = number
+        try:
+            proposal = decider.see(Seen(number, measured), max((one.num_rows for one in last.told), default=0))
+        except DrumlineError as error:  # training does not depend on this
+            self._tell(number, f"nothing changes from here on: {error}", {})
+            self.close()
+            self._decider = None
+            return None
+        for judged in decider.judged[self._num_judged :]:
+            self._tell(judged.step, str(judged), judged.to_json())
+        self._num_judged = len(decider.judged)
+        if proposal is not None:
+            self._tell(proposal.step, str(proposal), proposal.to_json())
+        return proposal
+
+    def _tell(self, step: int, text: str, line: dict[str, Any]) -> None:
+        print(f"adapt: step {step}: {text}", file=sys.stderr, flush=True)
+        if line:
+            self._recording.decided(step, line)
+
+    def _change(self, proposal: Proposal, take: Take, move: Moving) -> None:
+        """Take up what was decided; layers that cannot move stay where they are for good."""
+        seconds, num_bytes = 0.0, 0
+        if proposal.kind == CUT:
+            try:
+                moved = move(None, list(proposal.after.counts))
+            except (UsageError, ModelError) as error:  # the same on all ranks, before anything has moved
+                if self._decider is not None:
+                    self._tell(proposal.step, f"layers stay where they are: {error}", {})
+                    self._decider.stay()
+                return
+            seconds, num_bytes = moved.total_seconds, moved.bytes_moved
+        else:
+            take(proposal.after.program)
+        if self._decider is not None:
+            self._decider.took(proposal, proposal.after, seconds=seconds, num_bytes=num_bytes)
+
+    def took_up(self, program: Program, number: int) -> None:
+        """Hear that another program was taken up, whoever decided so; steps of others are not looked at."""
+        self._own = number
+        if self._decider is not None and program != self._decider.now.program:
+            self._decider.changed(replace(self._decider.now, program=program))
+
+    def moved(self) -> None:
+        """Hear that layers have moved, whoever decided so."""
+        if self._decider is not None:
+            chain = self._engine.chain
+            self._decider.changed(replace(self._decider.now, counts=chain.balance(chain.counts)))
+
+    def close(self) -> None:
+        """End a search that is under way."""
+        if self._decider is not None:
+            self._decider.stop()
+
+
+def decider_for(
+    settings: Adapt,
+    program: Program,
+    stages: Sequence[Sequence[Block]],
+    profile: Profile | None,
+    schedule: Any,
+    *,
+    recompute: bool,
+) -> Decider:
+    """Return what decides for a pipeline that begins with this program and these stages."""
+    blocks = [[one for one in stage if not isinstance(one.module, LossHolder)] for stage in stages]
+    counts = tuple(map(len, blocks))
+    every = [one for stage in blocks for one in stage]
+    if profile is None:
+        profile = guessed([one.name for one in every], guessed_costs(every), [_sizes(one) for one in every], 1.0)
+    layers = Layers(profile, program, max_bytes=settings.max_bytes, recompute=recompute)
+    return Decider(settings, Arrangement(program, counts), layers=layers, build=_built(schedule, program))
+
+
+def _sizes(block: Block) -> tuple[int, int]:
+    """Return a block's bytes of weights and of gradients."""
+    tensors = [*block.module.parameters(), *block.module.buffers()]
+    trained = (one.nbytes for one in block.module.parameters() if one.requires_grad)
+    return sum(one.nbytes for one in tensors), sum(trained)
+
+
+def _built(schedule: Any, program: Program) -> Callable[[int], Program | None] | None:
+    """Return what makes the program of a number of microbatches; None if the pipeline was made with a program."""
+    if not isinstance(schedule, str) or schedule not in schedules():
+        return None
+    num_ranks, per_rank = program.num_ranks, program.num_stages // program.num_ranks
+
+    def build(number: int) -> Program | None:
+        try:
+            made = generate(schedule, num_ranks=num_ranks, num_microbatches=number, stages_per_rank=per_rank)
+        except DrumlineError:
+            return None
+        return made if made.placement.homes == program.placement.homes else None
+
+    return build

@@ -1,0 +1,226 @@
+"""The check of a pipeline: whether its pieces compute what the model computes by itself.
+
+The first step is checked on two microbatches, which a pipeline interleaves and plain training does not: see trial.py.
+Later steps are checked on one, now and then: see sentinels.py. It costs little more than these microbatches' forward
+and backward. Rank 0 says what cannot be compared.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from drumline.core.action import Op
+from drumline.core.errors import DrumlineError, MismatchError, ModelError
+from drumline.engine.ranks.crew import Crew
+from drumline.engine.ranks.observer import Observer
+from drumline.engine.stages.engine import Engine
+from drumline.engine.stages.intake import Intake
+from drumline.engine.state.tensors import Holdings
+from drumline.engine.unsplit.parts import Parts
+from drumline.features.check.reference import Reference
+from drumline.features.check.sentinels import Sentinels, When
+from drumline.features.check.trial import Trial
+from drumline.features.check.verdict import Checked, Outcome, merged, verdict
+from drumline.model.block import Block, Model
+from drumline.runtime.gradients.heap import giving_back
+from drumline.runtime.step import Step
+
+NUM_MICROBATCHES = 2  # of the first step: one for each copy where a stage has two
+
+
+class ModelCheck(Observer):
+    """The checks of one pipeline.
+
+    With several processes it holds the whole model until the first step has ended, and this rank's blocks afterwards.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        blocks: Sequence[Block],
+        crew: Crew,
+        intake: Intake,
+        when: When,
+        different: tuple[int, int, str] | None,
+        parts: Parts,
+    ) -> None:
+        self.is_pending = when is not False  # whether the first step is still to be checked
+        self.checked: Checked | None = None
+        self.refusal: DrumlineError | None = None
+        self._parts, self._crew, self._intake = parts, crew, intake
+        self._reference = Reference(model, list(blocks), alone=crew.alone) if self.is_pending else None
+        self._model = ref(model) if isinstance(model, nn.Module) else None
+        self._sentinels = Sentinels(when)
+        self._different = different  # two ranks and the parameter for which they were given different values
+        self._trial: Trial | None = None
+        self._room = ExitStack()  # open while a step is checked
+        self._said: set[str] = set()  # what could not be checked, as rank 0 has said
+
+    def attach(self, engine: Engine, holdings: Holdings) -> None:
+        """Take note of what runs the steps."""
+        self._engine, self._holdings = engine, holdings
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether a list of blocks is checked."""
+        return self._reference is not None and self._reference.is_chain
+
+    def loaded(self, state: Mapping[str, Any]) -> None:
+        """Follow weights that were loaded after the pipeline was made, those of other ranks' stages too."""
+        self._different = None
+        self._sentinels.ask()
+        shards = self._holdings.shards
+        divided = {} if shards is None else shards.pieces  # they have their values, and may have no memory
+        if self.is_pending and self._reference is not None and self._reference.whole is not None:
+            named = self._reference.whole.named_parameters().items()
+            with torch.no_grad():
+                for name, one in ((name, one) for name, one in named if one not in divided):
+                    value = state.get(name)
+                    if isinstance(value, Tensor) and not one.is_meta and value.shape == one.shape:
+                        one.copy_(value)
+
+    def moved(self) -> None:
+        """Check the step after layers have moved; what left has no memory here."""
+        self._sentinels.ask()
+        if self._reference is not None and not self._crew.alone:
+            self._let_go()
+
+    def followed(self) -> None:
+        """Check the next step: the model was traced again, or for other inputs. All ranks of a line call it alike.
+
+        Where there are other lines, none is checked while others are not; they do not know of each other's inputs.
+        """
+        if self._is_only_line:
+            self._sentinels.ask()
+
+    def renewed(self) -> None:
+        """Follow a change of the model, which this process has seen, and others will tell of."""
+        if self._crew.alone and self._is_only_line:
+            self._sentinels.ask()
+        elif self._reference is not None and not self._reference.is_current and self._model is not None:
+            self._reference.renew(self._model(), [block for stage in self._engine.stages() for block in stage.blocks])
+
+    def refuse(self) -> None:
+        """Raise again what was found wrong: nothing may be built on it."""
+        if self.refusal is not None:
+            raise self.refusal
+
+    def agree_on_weights(self) -> None:
+        """Raise, alike on all ranks, if the ranks were given models with different values."""
+        if self._different is not None:
+            one, other, name = self._different
+            raise MismatchError(
+                f"{self._crew.called.several(one, other)} were given models with different values of {name}",
+                expected="the same model on every rank",
+                fix="seed before it is made, torch.manual_seed(0), or load the same state into the pipeline",
+            )
+
+    def takes(self, step: Step) -> bool:
+        """Whether a step is checked; all ranks ask alike, once for each step."""
+        if self._trial is not None:  # of a step that failed on its way
+            self._trial = None
+            self._room.close()
+            if self._is_only_line:  # others may have compared theirs
+                self._sentinels.ask()
+            for executor in self._engine.executors:
+                executor.witnesses = ()
+        is_due = self._sentinels.takes(step.draw)
+        return self.is_pending or (is_due and self._has_sentinels)
+
+    @property
+    def _has_sentinels(self) -> bool:
+        """Whether later steps can be checked: not where steps are replayed, or lines have parts of parameters."""
+        divides_stages = Op.UNSHARD in self._engine.assembly.program.columns.ops  # those of other ranks, too
+        if self._reference is None or self._parts.is_on or divides_stages:
+            return False
+        # A line in which nothing was compared, because nothing counted, checks on as others do.
+        is_worth_it = self.checked is None or self.checked.num_parameters > 0 or not self._is_only_line
+        return not self._engine.runs_one_program and is_worth_it
+
+    @property
+    def _is_only_line(self) -> bool:
+        """Whether there are no other lines of a mesh, which take part in a checked step: all check the same steps."""
+        return not self._parts.axes.is_mesh
+
+    def before(self, step: Step, called: Any, target: Any, factor: float, whole: tuple[Any, Any] | None = None) -> None:
+        """Run microbatches of a checked step through the model by itself, and have the step watched; all ranks call it.
+
+        `factor` is what the step will multiply the loss's gradient by. `whole` are batch and target with whole
+        sequences, if lines of a mesh have parts of them.
+        """
+        assert self._reference is not None
+        self._trial = Trial(
+            self._reference,
+            self._crew,
+            self._intake,
+            self._engine,
+            self._holdings,
+            self._parts,
+            NUM_MICROBATCHES if self.is_pending else 1,
+            None if self._model is None else self._model(),
+        )
+        if not self._crew.alone:  # this process may have no room for more than its part
+            self._room.enter_context(giving_back())
+        self._trial.before(step, called, target, factor, whole)
+
+    def after(self, step: Step) -> None:
+        """Compare, tell all ranks, and raise alike on all of them if the pieces compute something else."""
+        trial, self._trial = self._trial, None
+        if trial is None:
+            return
+        self._room.close()
+        is_first, self.is_pending = self.is_pending, False
+        outcomes = trial.after(step)
+        others = [[Outcome() for _ in outcomes]] * (len(self._crew.channels) - 1)
+        told = self._crew.all_told("checked", [outcomes, *others])
+        reference, order = self._reference, self._engine.assembly.order
+        assert reference is not None
+        settings = {"divides_layers": self._parts.axes.size("tp") > 1, "is_chain": reference.is_chain}
+        found = [
+            verdict(each, trial.allowed, order, reference.homes, self._crew.called, step=step.number, **settings)
+            for each in zip(*told, strict=True)
+        ]
+        self.checked, self.refusal = merged(found, step.number)
+        self._hear_other_lines(step.number)
+        if is_first and not self._crew.alone:
+            self._let_go()
+        if not self._sentinels.is_on:
+            self._reference = None
+        self.refuse()
+        self._say(self.checked.unchecked, "first" if is_first else f"{step.number + 1}th")
+
+    def _hear_other_lines(self, step: int) -> None:
+        """Refuse what any line of a mesh refuses, so that no line waits for another that has raised."""
+        axes, device = self._parts.axes, self._engine.assembly.device
+        if not axes.is_mesh:
+            return
+        refuses = torch.tensor([float(self.refusal is not None)], device=device)
+        if not float(axes.summed(refuses, *(name for name in axes.names if name != "pp"))):
+            return
+        told = axes.exchanged(f"drumline/refused/{step}", "" if self.refusal is None else str(self.refusal))
+        if self.refusal is None:
+            rank, text = next((rank, text) for rank, text in enumerate(told) if text)
+            self.refusal = ModelError(f"{axes.named(rank)} refuses the step: {text}")
+
+    def _let_go(self) -> None:
+        assert self._reference is not None
+        self._reference.let_go([block for stage in self._engine.stages() for block in stage.blocks])
+
+    def _say(self, unchecked: str, which: str) -> None:
+        """Say once what cannot be compared."""
+        assert self.checked is not None
+        if unchecked and unchecked not in self._said and self._crew.rank == self._crew.axes.number == 0:
+            self._said.add(unchecked)
+            compared = "only in part checked" if self.checked.num_parameters else "not checked"
+            print(
+                f"drumline: the {which} step was {compared} against the model by itself: {unchecked}; "
+                "`drumline verify` compares the two on a smaller one",
+                file=sys.stderr,
+            )

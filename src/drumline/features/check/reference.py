@@ -1,0 +1,97 @@
+"""The model by itself, as this process can run it: whole, or block by block together with other ranks.
+
+    all ranks in this process           the user's model, which has what the ranks train
+    the first step, several processes   the user's model, if all ranks still have the same values of all of it
+    later, or without memory for it     each rank its own blocks: a list by `Row`, other models by `Relay`
+
+With several processes the user may let go of the model. Then a copy takes its place that shares this rank's blocks and
+has no memory for others'.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from drumline.engine.model.blocks import is_chain
+from drumline.engine.unsplit.plain import Plain
+from drumline.features.check.places import Home, Places
+from drumline.model.block import Block, Model
+from drumline.model.catalogue import named_tensors
+from drumline.model.follow.skeleton import copied
+from drumline.model.weights.absent import without_memory
+
+_ROOM = 0.5  # of the memory that is free: what bringing a whole model to a device may take
+
+
+class Reference:
+    """A model, its blocks' names, and what of it is current in this process."""
+
+    def __init__(self, model: Model, blocks: list[Block], *, alone: bool) -> None:
+        self.is_chain = is_chain(model)
+        self.names = [block.name for block in blocks]
+        self.places = Places.of(blocks)
+        self.homes = {name: block.name for block in blocks for name, _ in block.named_parameters()}
+        self.whole: Plain | None = Plain(model, self.names)
+        self.is_current = True  # whether all of it has the values that the ranks train
+        self._alone = alone
+        self._husk: nn.Module | None = None
+
+    def let_go(self, here: list[Block]) -> None:
+        """Keep no memory of other processes' blocks: this process's values of them are old from now on."""
+        if self._alone:
+            return
+        self.is_current = False
+        if self.whole is not None:
+            self.renew(self.whole.model, here)
+        self.whole = None
+
+    def renew(self, model: Model | None, here: list[Block]) -> None:
+        """Copy the user's model again, which has changed."""
+        if not self.is_chain and isinstance(model, nn.Module):
+            self._husk = _husk(model, Home.of(here))
+
+    def relayed(self, model: nn.Module | None) -> Plain | None:
+        """Return what runs the model's own forward, with the user's model while it lives; None if there is none."""
+        found = self._husk if model is None else model
+        if self.whole is not None and isinstance(self.whole.model, nn.Module):
+            return self.whole
+        return None if found is None else Plain(found, self.names)
+
+    def fits(self, device: torch.device) -> bool:
+        """Whether all of the model has values here, and a device has room for what is not there yet."""
+        if self.whole is None:
+            return False
+        tensors = [
+            one
+            for part in self.whole.modules
+            for one in (*part._parameters.values(), *part._buffers.values())
+            if one is not None
+        ]
+        if any(one.is_meta for one in tensors):
+            return False
+        if device.type == "cpu":
+            return True
+        away = sum(one.nbytes for one in dict.fromkeys(tensors) if one.device.type != device.type)
+        return away <= _ROOM * torch.get_device_module(device).mem_get_info(device)[0] if away else True
+
+
+def _husk(model: nn.Module, home: Home) -> nn.Module | None:
+    """Return a copy of a model with this process's own blocks and tensors in it, and no memory for others."""
+    memo: dict[int, object] = {}
+    kept: list[Tensor] = []
+    for _, tensor in named_tensors(model):
+        if id(tensor) in home.own:
+            memo[id(tensor)] = tensor
+        elif id(tensor) not in memo:
+            made: Tensor = without_memory(tensor.shape, tensor.dtype, torch.device("cpu"))
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, tensor.requires_grad)
+            memo[id(tensor)] = made
+            kept.append(made)
+    for module in home.modules.values():
+        memo[id(module)] = module
+    try:
+        return copied(model, memo)
+    except Exception:  # of the user's own classes: then the model is checked only while it lives
+        return None

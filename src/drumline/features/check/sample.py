@@ -1,0 +1,135 @@
+"""The microbatches that the whole model runs for a checked step: cut here, or passed on by the ranks that have them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from drumline.engine.ranks.crew import Crew
+from drumline.engine.stages.intake import Intake
+from drumline.engine.unsplit.parts import Parts
+from drumline.engine.unsplit.plain_step import Slice
+from drumline.model.values import moved, pack
+from drumline.runtime.step import Step
+
+_HOST = torch.device("cpu")
+
+
+def chosen(counts: Sequence[float], copies: Sequence[int], num_microbatches: int) -> list[int]:
+    """Return the microbatches to look at, of those that count most: the first, or the middle one of every copy.
+
+    Where stages have copies, microbatches that run by different ones overtake each other, mostly in the middle of a
+    step: a value that a block leaves for a later one is then another microbatch's.
+
+    >>> chosen([0, 1, 1, 1], [0, 0, 0, 0], 2), chosen([1], [0], 2), chosen([1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1], 2)
+    ([1, 2], [0], [1, 4])
+    """
+    if not counts:
+        return [0]
+    first = counts.index(max(counts))
+    if len(set(copies)) == 1:
+        rest = [at for at in (*range(first + 1, len(counts)), *range(first)) if counts[at] > 0]
+        return sorted([first, *rest[: num_microbatches - 1]])
+    found = [_middle(counts, [at for at, copy in enumerate(copies) if copy == one]) for one in dict.fromkeys(copies)]
+    return sorted([at for at in found if counts[at] > 0][:num_microbatches]) or [first]
+
+
+def _middle(counts: Sequence[float], places: Sequence[int]) -> int:
+    most = max(counts[at] for at in places)
+    found = [at for at in places if counts[at] == most]
+    return found[len(found) // 2]
+
+
+def likely(targets: Sequence[Any]) -> list[float]:
+    """Return 1 for targets in which something seems to count, 0 for others: their values tell most.
+
+    What a loss counts may be known only once it has run. A microbatch without it would tell nothing of the model.
+
+    >>> likely([torch.tensor([-100, -100]), torch.tensor([3, -100])])
+    [0.0, 1.0]
+    """
+    told = [
+        sum(int((one != one.flatten()[0]).any()) + int(one.any()) for one in pack(target)[0] if one.numel())
+        for target in targets
+    ]
+    return [float(one == max(told)) for one in told]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What this process was given for a step; `sequences` are batch and target with whole ones, if lines have parts.
+
+    `copies` says by which copy of the stages each microbatch runs, and `num_microbatches` how many are looked at.
+    """
+
+    crew: Crew
+    intake: Intake
+    parts: Parts
+    number: int
+    called: Any
+    target: Any
+    sequences: tuple[Any, Any] | None
+    copies: Sequence[int]
+    num_microbatches: int
+
+    def cut(self) -> list[Slice] | None:
+        """Return microbatches that count, where this rank was given all of them."""
+        if self.called is None or (self.target is None and not self.intake.own):
+            return None
+        step, places = self._taken({"first", "last"})
+        return [self._with_sequences(self._slice(step, at), step.order) for at in places]
+
+    def _slice(self, step: Step, at: int) -> Slice:
+        given = step.inputs[at], step.targets[at], float(step.shares[at]), self.intake.factors_of(at)
+        return Slice(at, *given, seen_share=lambda: float(step.shares[at]))
+
+    def passed_on(self, ends: Collection[str]) -> list[Slice]:
+        """Return microbatches of which ranks have only parts: the last stage's rank chooses them, the first's has them.
+
+        All ranks call it; `ends` are those of the pipeline that are in this process.
+        """
+        step, places = self._taken(ends)
+        chosen = None
+        if "last" in ends:
+            each = [
+                Slice(at, None, step.targets[at], float(step.shares[at]), self.intake.factors_of(at)) for at in places
+            ]
+            each = [self._with_sequences(one, step.order) for one in each]
+            chosen = [(one.microbatch, moved(one.target, _HOST), one.share, one.factors) for one in each]
+        told = next(one for one in self.crew.collect("check target", chosen) if one is not None)
+        first = None
+        if "first" in ends:
+            each = [Slice(at, step.inputs[at], None, share) for at, _, share, _ in told]
+            first = [moved(self._with_sequences(one, step.order).inputs, _HOST) for one in each]
+        inputs = next(one for one in self.crew.collect("check input", first) if one is not None)
+        pairs = zip(told, inputs, strict=True)
+        return [Slice(at, given, wanted, share, factors) for (at, wanted, share, factors), given in pairs]
+
+    def _taken(self, ends: Collection[str]) -> tuple[Step, list[int]]:
+        """Return the step, cut into microbatches, and those of them that are looked at."""
+        step = Step(self.number)
+        self.intake.take(step, self.called, self.target, ends, self.crew)
+        self.intake.cut(step)
+        counts = likely(step.targets) if self.intake.is_open and step.targets else step.shares
+        return step, chosen(self.parts.counts(counts, self.intake.device), self.copies, self.num_microbatches)
+
+    def _with_sequences(self, given: Slice, order: Sequence[int]) -> Slice:
+        """Return a microbatch with whole sequences, if lines of a mesh have parts of them.
+
+        `order` says which of the given microbatches runs in each slot, if that was chosen.
+        """
+        if self.sequences is None:
+            return given
+        batch, target = self.sequences
+        at = order[given.microbatch] if order else given.microbatch
+        inputs = None if given.inputs is None else self.intake.cut_batch(batch)[at]
+        if given.target is not None:
+            own = batch if self.intake.own else target
+            targets = self.intake.cut_batch(own, what="the batch" if self.intake.own else "the target")
+            factors = self.parts.factors(given.share, given.factors, self.intake.device) if self.intake.own else ()
+            given = replace(given, target=targets[at], factors=factors)
+        # What part of the loss whole sequences are is known after the step, when all lines have counted theirs.
+        return replace(given, inputs=inputs, share=1.0 / self.intake.num_microbatches, seen_share=None)

@@ -1,0 +1,134 @@
+"""Gradients that are compared by sketches, and in full where these leave a doubt.
+
+sketches closer than 1/32 of what is allowed    the gradients are the same
+farther                                         the witness has kept the pieces' gradient: all of it is compared
+with the model's, which runs once more to give it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor, nn
+
+from drumline.engine.unsplit.comparing import off
+from drumline.features.check.rounding import TIMES
+from drumline.features.check.verdict import FLOOR
+from drumline.runtime.execute.executor import Executor
+from drumline.runtime.gradients.sketch import distances, norms, sketch
+
+_NEAR = 1 / 32  # of what is allowed
+
+Sketches = Mapping[nn.Parameter, Tensor]
+Held = Sequence[tuple[Executor, Mapping[str, nn.Parameter]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The sketches of what the model by itself gave, and how far the pieces' may be from each."""
+
+    sketches: Sketches
+    sizes: Mapping[nn.Parameter, float]  # their norms
+    allowed: float
+    rounding: Mapping[nn.Parameter, float] = field(default_factory=dict)  # how far each was measured to be off by it
+
+    @staticmethod
+    def of(sketches: Sketches, allowed: float, rounding: Mapping[nn.Parameter, float] | None = None) -> Expected:
+        """Return what is expected of gradients with these sketches."""
+        sizes = dict(zip(sketches, norms(list(sketches.values())), strict=True))
+        return Expected(sketches, sizes, allowed, rounding or {})
+
+    @property
+    def whole(self) -> float:
+        """The norm of all gradients together."""
+        return float(sum(one * one for one in self.sizes.values()) ** 0.5)
+
+    def limits(self) -> dict[nn.Parameter, float]:
+        """Return how far each sketch may be off before all of the gradient is looked at."""
+        floors = self.floors()
+        return {one: _NEAR * max(self.allowed * size, floors[one]) for one, size in self.sizes.items()}
+
+    def floors(self) -> dict[nn.Parameter, float]:
+        """Return how far each gradient may be off whatever its size: that is rounding."""
+        least = FLOOR * self.whole
+        return {one: max(least, TIMES * self.rounding.get(one, 0.0)) for one in self.sizes}
+
+    def rescaled(self, ratio: float) -> Expected:
+        """Return what is expected of gradients so many times as large."""
+        rounding = {one: each * abs(ratio) for one, each in self.rounding.items()}
+        return Expected.of({one: each * ratio for one, each in self.sketches.items()}, self.allowed, rounding)
+
+    def near(self, made: Sketches) -> set[nn.Parameter]:
+        """Return the parameters of which a sketch is as expected."""
+        limits = self.limits()
+        known = [one for one in made if one in limits]
+        far = distances([made[one] for one in known], [self.sketches[one] for one in known])
+        return {one for one, apart in zip(known, far, strict=True) if apart <= limits[one]}
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the pieces' gradient of a parameter was: its sketch, and all of it if that is not as expected."""
+
+    sketched: Tensor
+    full: Tensor | None = None
+    is_near: bool = False  # whether a witness found it as expected
+
+    def __add__(self, other: Found) -> Found:
+        both = None if self.full is None or other.full is None else self.full + other.full
+        return Found(self.sketched + other.sketched.to(self.sketched.device), both)
+
+
+def found_by(held: Held, at: int) -> dict[str, Found]:
+    """Return what the witnesses of a microbatch saw, by name; what several ranks of this process hold is added up."""
+    found: dict[str, Found] = {}
+    for executor, named in held:
+        witness = executor.witnesses[at]
+        for name, one in named.items():
+            if one in witness.near:
+                seen = Found(witness.expected[one][0], is_near=True)
+            elif one in witness.gradients:
+                full = witness.gradients[one]
+                seen = Found(sketch(full), full)
+            else:
+                continue
+            for other, its in held:  # a loss adds to the gradients of other stages' weights that it uses
+                if other is not executor and name not in its and one in other.witnesses[at].gradients:
+                    more = other.witnesses[at].gradients[one]
+                    seen = seen + Found(sketch(more), more)
+            found[name] = found[name] + seen if name in found else seen
+    return found
+
+
+def differences(
+    found: Mapping[nn.Parameter, Found | None],
+    expected: Expected,
+    in_full: Callable[[Iterable[nn.Parameter]], Sketches],
+) -> dict[nn.Parameter, float]:
+    """Return how far gradients are off, of those that are too far.
+
+    `in_full` returns the model's own gradients of those that are in doubt, as far as it can; of others the sketches
+    tell.
+    """
+    left = {one: each for one, each in found.items() if each is None or not each.is_near}
+    if not left:
+        return {}
+    near = expected.near({one: each.sketched for one, each in left.items() if each is not None})
+    left = {one: each for one, each in left.items() if one not in near}
+    doubted = [one for one, each in left.items() if each and each.full is not None and one in expected.sketches]
+    exact = in_full(doubted) if doubted else {}
+    floors, least, apart = expected.floors(), FLOOR * expected.whole, {}
+    for one, each in left.items():
+        made, wanted = None if each is None else each.sketched, expected.sketches.get(one)
+        if each is not None and each.full is not None and one in exact:
+            made, wanted = each.full, exact[one]
+        far = off(made, wanted, floor=floors.get(one, least))
+        if far > expected.allowed:
+            apart[one] = far
+    return apart
+
+
+def unsettled(found: Mapping[str, Found]) -> dict[str, Found]:
+    """Return what was found, to be compared with something else than what the witnesses expected."""
+    return {name: replace(one, is_near=False) for name, one in found.items()}

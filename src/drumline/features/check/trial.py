@@ -1,0 +1,208 @@
+"""One check: microbatches of a step through the model by itself, against what the pipeline made of them.
+
+    before the step   the model by itself runs them one after another, forward and backward each
+    in the step       witnesses note the same microbatches' gradients, outputs and losses where the stages are
+    after the step    each rank compares its own; what several ranks hold is compared by their sum: see verdict.py
+
+No gradient is kept, only sketches of them: see sketched.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drumline.engine.unsplit.comparing import few, norm_of, off, outputs_off
+from drumline.engine.unsplit.plain_step import Wanted
+from drumline.features.check.asking import Asking, Take
+from drumline.features.check.rounding import DRAWS, TIMES
+from drumline.features.check.sketched import Expected, Found, differences, found_by, unsettled
+from drumline.features.check.verdict import Outcome
+from drumline.runtime.gradients.sketch import sketch
+from drumline.runtime.step import Step
+
+
+class Trial(Asking):
+    """The check of one step."""
+
+    def after(self, step: Step) -> list[Outcome]:
+        """Compare, and return what this process has found for each microbatch; all ranks call it."""
+        started = time.perf_counter()
+        outcomes = []
+        for at, take in enumerate(self.takes):
+            self._rescale(step, take)
+            self._add_up(take)
+            found = self._outcome(step, at, take)
+            # What counts nothing is found only by its loss, which a mean over nothing makes NaN.
+            outcomes.append(found if take.counts else Outcome(unchecked=self.reason, raised=self.raised))
+        if any(one.is_wrong(self.allowed) for one in outcomes) and self.is_disturbed:
+            why = "another thread seeded random generators meanwhile, from which this model draws"
+            outcomes = [Outcome(unchecked=why) for _ in outcomes]
+        runs_again = self._can_run_again and not self.parts.is_on
+        if any(one.is_wrong(self.allowed) for one in outcomes) and runs_again:
+            has_moods = self._has_moods(step)
+            for one in outcomes:
+                one.has_moods = has_moods
+        for executor in self.engine.executors:
+            executor.witnesses = ()
+        outcomes[0].seconds = self.seconds + time.perf_counter() - started
+        return outcomes
+
+    @property
+    def raised(self) -> str:
+        """What the model by itself raised, and the step did not."""
+        return "" if self.error is None else self.reason
+
+    def _rescale(self, step: Step, take: Take) -> None:
+        """Give the wanted gradients the share that the step took: some losses must be seen before it is known."""
+        own = None
+        if take.given.microbatch in step.losses:
+            own = self.parts.share(step.shares[take.given.microbatch], self.intake.device)
+        share = next(one for one in self.crew.collect("check share", own) if one is not None)
+        take.counts = bool(share)
+        if take.counts and take.wanted is not None and take.expected is not None and share != take.wanted.share:
+            take.ratio = share / take.wanted.share
+            take.expected = take.expected.rescaled(take.ratio)
+        take.given = replace(take.given, share=share, seen_share=None)
+
+    def _add_up(self, take: Take) -> None:
+        """Complete what is wanted of experts: tokens of all lines went through them, and each line has run its own."""
+        known: dict[nn.Parameter, Tensor] = {} if take.expected is None else dict(take.expected.sketches)
+        rounding = {} if take.expected is None else dict(take.expected.rounding)
+        for one in (one for _, held in self.held for one in held.values() if one.requires_grad):
+            if self.parts.is_summed(one):
+                own = None if take.wanted is None else take.wanted.gradients.get(one)
+                if take.wanted is not None and (own is None or not take.counts):  # no token here chose any of them
+                    own = self.parts.nothing(one)
+                total, all_ran = self.parts.wanted(None if own is None else own * take.ratio, one)
+                if self.measures:
+                    rounding[one] = max(
+                        norm_of(other.double() - total.double()) for other in self._nudged_totals(take, one)
+                    )
+                if take.wanted is not None and all_ran:
+                    take.totals[one], known[one] = total, sketch(total)
+                elif take.wanted is not None:
+                    self.reason = "another line of the mesh could not run the model by itself"
+        if take.expected is not None and self.parts.is_on:
+            take.expected = Expected.of(known, self.allowed, rounding)
+
+    def _nudged_totals(self, take: Take, parameter: nn.Parameter) -> Iterator[Tensor]:
+        """Yield what is wanted of experts by each nudged run; lines on which one failed add nothing."""
+        for run in [*take.nudged, *[None] * (DRAWS - len(take.nudged))]:
+            own = None if run is None or not take.counts else run.gradients.get(parameter)
+            yield self.parts.wanted(None if own is None else own * take.ratio, parameter)[0]
+
+    def _outcome(self, step: Step, at: int, take: Take) -> Outcome:
+        outcome = Outcome(unchecked=self.reason, in_parts=frozenset(self.in_parts), raised=self.raised)
+        outcome.changed = "" if self.relay is None else self.relay.changed
+        found = self._found(at)
+        if take.ratio != 1.0:
+            found = unsettled(found)
+        ties, alone = self.engine.assembly.ties, self.crew.alone
+        shared = {one.name for one in ties.tensors if one.is_copied and not alone}
+        outcome.shared = {name: few(one.sketched) for name, one in found.items() if name in shared}
+        if take.wanted is None or take.expected is None:
+            return outcome
+        named, expected = self.named, take.expected
+        compared: dict[nn.Parameter, str] = {}
+        for name in (name for _, held in self.held for name in held if name in named):
+            if named[name]._post_accumulate_grad_hooks:
+                continue  # what it does to the gradient once that has been added is done in the step alone
+            if any(named[name] in one.witnesses[at].unclear for one in self.engine.executors):
+                outcome.unchecked = f"not the gradient of {name}, to which a hook adds once autograd has"
+                continue
+            if name not in shared:
+                compared[named[name]] = name
+            elif name in self.unsure:  # every rank has all of it here, and in the step its own part
+                outcome.unchecked = (
+                    f"not the gradient of {name}, which several ranks use, and not each in blocks of its own"
+                )
+            else:
+                numbers = few(expected.sketches.get(named[name], torch.zeros(1)))
+                # Where it is more, what is rounding counts as its size.
+                size = max(
+                    expected.sizes.get(named[name], 0.0), TIMES * expected.rounding.get(named[name], 0.0) / self.allowed
+                )
+                outcome.wanted[name] = [*numbers, size, expected.whole]
+        outcome.num_parameters = len(compared)
+        made = {one: found.get(name) for one, name in compared.items()}
+        apart = differences(made, expected, partial(self._in_full, step, take))
+        outcome.differences = {compared[one]: each for one, each in apart.items()}
+        if take.given.microbatch in step.losses:
+            others = {
+                "loss": off(self._loss(step, take), take.wanted.loss),
+                "output": outputs_off(*self.parts.outputs(self._output(at), take.wanted.output)),
+            }
+            outcome.others = {what: take.rounding.left(what, apart) for what, apart in others.items()}
+        return outcome
+
+    def _in_full(self, step: Step, take: Take, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        """Run the model once more, and return gradients in full, of those that come out as they did before."""
+        if self.parts.is_on:  # all were kept; another line may have no doubt, and would not run again
+            assert take.wanted is not None
+            whole = {one: each * take.ratio for one, each in take.wanted.gradients.items()} | take.totals
+            return {one: whole[one] for one in parameters if one in whole}
+        if self._can_run_again:
+            self._once_more(step)
+        if take.again is None or take.expected is None:
+            return {}
+        same = take.expected.near(take.again.sketches)
+        return {one: take.again.gradients[one] for one in parameters if one in same and one in take.again.gradients}
+
+    @property
+    def _can_run_again(self) -> bool:
+        """Whether the whole model is still here after the step."""
+        is_here = self.takes[0].wanted is not None and self.relay is None
+        return is_here and self.holdings.shards is None
+
+    def _once_more(self, step: Step) -> None:
+        if any(take.again is None for take in self.takes):
+            mine = dict.fromkeys(self.named[name] for _, held in self.held for name in held if name in self.named)
+            made = self.run(step.draw, step.factor, in_full=[one for one in mine if one.requires_grad])
+            for take, again in zip(self.takes, made, strict=True):
+                take.again = again
+
+    def _found(self, at: int) -> dict[str, Found]:
+        """Return what the witnesses saw, by name, with the parts of other lines where each sees a part."""
+        found = found_by(self.held, at)
+        for name, one in ((name, one) for _, held in self.held for name, one in held.items()):
+            if self.parts.seen_over(one) and one.requires_grad:
+                seen = found.get(name)
+                total = self.parts.seen(None if seen is None else seen.full, one)
+                found[name] = Found(sketch(total), total)
+        return found
+
+    def _loss(self, step: Step, take: Take) -> Tensor:
+        """Return the microbatch's loss in the step, over whole sequences."""
+        loss, share = (each[take.given.microbatch] for each in (step.losses, step.shares))
+        if not self.parts.divides_sequences or not take.given.share:
+            return loss.detach().cpu()
+        total = self.parts.total(loss.detach().double() * share, self.intake.device)
+        return torch.tensor(total / take.given.share, dtype=loss.dtype)
+
+    def _output(self, at: int) -> Any:
+        outputs = [one.witnesses[at].output for one in self.engine.executors]
+        return next((one for one in outputs if one is not None), None)
+
+    def _has_moods(self, step: Step) -> bool:
+        """Whether the model by itself returns something else when it is run again.
+
+        What blocks keep is another after the step, so that one run there may differ from before; two must not.
+        """
+        self._once_more(step)
+        again = [take.again for take in self.takes]
+        if not self._differ(again, [take.wanted for take in self.takes]):
+            return False
+        return self._differ(again, self.run(step.draw, step.factor))
+
+    def _differ(self, ones: Sequence[Wanted | None], others: Sequence[Wanted | None]) -> bool:
+        return any(
+            one is None or other is None or outputs_off(one.output, other.output) > self.allowed
+            for one, other in zip(ones, others, strict=True)
+        )

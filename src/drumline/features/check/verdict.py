@@ -1,0 +1,180 @@
+"""What the check of a step says: all ranks hear what each has found, and come to the same verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from drumline.channel.rank_names import BY_NUMBER, RankNames
+from drumline.core.errors import ModelError
+from drumline.engine.stages.assembly import Assembly
+
+FLOOR = 1e-6  # of all gradients' norm: what is smaller is rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What the last check looked at, what it cost, what it found wrong, and what it had to leave out."""
+
+    seconds: float
+    num_parameters: int
+    wrong: tuple[str, ...] = ()
+    unchecked: str = ""
+    step: int = 0  # the number of the step
+    num_microbatches: int = 1
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one rank tells of its comparison of one microbatch."""
+
+    differences: dict[str, float] = field(default_factory=dict)  # of gradients, those that are too large
+    num_parameters: int = 0
+    others: dict[str, float] = field(default_factory=dict)  # "loss", "output": their differences
+    shared: dict[str, list[float]] = field(default_factory=dict)  # sketches of what several ranks hold, as found here
+    wanted: dict[str, list[float]] = field(default_factory=dict)  # and as the model by itself has it
+    seconds: float = 0.0
+    in_parts: frozenset[str] = frozenset()  # of `wanted`, what is of this rank's blocks alone
+    changed: str = ""  # what blocks may have changed unseen by other ranks
+    unchecked: str = ""
+    raised: str = ""  # what the model by itself raised, where its pieces did not
+    has_moods: bool = False
+
+    def is_wrong(self, allowed: float) -> bool:
+        """Whether this rank has found something wrong by itself."""
+        return bool(self.differences) or any(one > allowed for one in self.others.values())
+
+
+def allowed_off(assembly: Assembly, kinds: set[torch.dtype]) -> float:
+    """Return how far the two may be apart: they run the same kernels, unless the pieces are compiled."""
+    kinds = kinds | {assembly.precision.dtype or torch.float32}
+    coarsest = max(torch.finfo(kind).eps for kind in kinds if kind.is_floating_point)
+    allowed = max(1e-4, 4 * coarsest)
+    return allowed if assembly.compiler is None else 100 * allowed if coarsest < 1e-6 else 4 * allowed
+
+
+# Outputs are right, and only gradients are wrong.
+_PARTIAL = (
+    "if the parameter is behind a colwise layer, and sees some features only: "
+    'tensor_parallel={**PLAN, MODULE: "partial"}; else '
+)
+
+_TRACED = "move what hooks, modes or attributes change between blocks into a block, or pass a list of blocks"
+_CHAIN = (
+    "let blocks return all that later blocks need, as a tuple, and keep nothing of a microbatch in lists, dicts or "
+    "attributes, where the next microbatch comes before its backward; if the model has its own forward, define that in "
+    "its class and pass example="
+)
+
+
+def verdict(
+    told: Sequence[Outcome],
+    allowed: float,
+    order: Sequence[str],
+    homes: Mapping[str, str],
+    called: RankNames = BY_NUMBER,
+    *,
+    divides_layers: bool = False,
+    is_chain: bool = False,
+    step: int = 0,
+) -> tuple[Checked, ModelError | None]:
+    """Return what all ranks found between them about a microbatch, and what to raise if something is wrong.
+
+    `order` is that of the model's parameters, and `homes` are their blocks. `divides_layers` says that tp does,
+    `is_chain` that a list of blocks is checked. A list that is another each time it is called cannot be checked, but it
+    runs as it is; of other models only what was traced runs.
+
+    >>> wrong = Outcome({"b.weight": 0.5}, num_parameters=2, others={"loss": 1e-9})
+    >>> checked, error = verdict([wrong], 1e-4, ["a.weight", "b.weight"], {"b.weight": "b"})
+    >>> checked.wrong, str(error)
+    (('b.weight',), "...the gradient of b.weight, in block 'b', is 0.5 of its size off...")
+    >>> str(verdict([Outcome(raised="it raises KeyError: 'x'")], 1e-4, [], {})[1])
+    "the model by itself cannot run a microbatch that its blocks can: it raises KeyError: 'x'; expected a model..."
+    >>> "partial" in str(verdict([wrong], 1e-4, ["b.weight"], {}, divides_layers=True)[1])
+    True
+    """
+    wrong = {name: apart for one in told for name, apart in one.differences.items()} | _shared_wrong(told, allowed)
+    places = {name: at for at, name in enumerate(order)}
+    names = sorted(wrong, key=lambda name: places.get(name, len(places)))
+    others = {what: apart for one in told for what, apart in one.others.items() if apart > allowed}
+    unchecked = {one.unchecked: rank for rank, one in reversed(list(enumerate(told))) if one.unchecked}
+    checked = Checked(
+        max(one.seconds for one in told),
+        sum(one.num_parameters for one in told) + len({name for one in told for name in one.wanted}),
+        (*others, *names),
+        "; ".join(f"{called.one(at)}: {reason}" for reason, at in unchecked.items()),
+    )
+    if raised := next((one.raised for one in told if one.raised), ""):
+        return checked, ModelError(
+            f"the model by itself cannot run a microbatch that its blocks can: {raised}",
+            expected="a model that can train without a pipeline",
+            fix=_CHAIN if is_chain else _TRACED,
+        )
+    if not checked.wrong:
+        return checked, None
+    has_moods = any(one.has_moods for one in told)
+    if has_moods and is_chain:
+        why = "the model returns something else each time it is called"
+        return Checked(checked.seconds, 0, (), why), None
+    if has_moods:
+        return checked, ModelError(
+            "the model returns something else each time it is called, so that its pieces cannot be checked",
+            expected="a forward that does the same every time, for inputs of the same kind",
+            fix="look for what it does once only, or only sometimes; check_model=False trains it unchecked",
+        )
+    what = [f"its {one} is {apart:.2g} of its size off" for one, apart in others.items()]
+    if names:
+        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+        home = homes.get(names[0], "")
+        what.append(f"the gradient of {names[0]}{more}, in block {home!r}, is {wrong[names[0]]:.2g} of its size off")
+    changed = next((one.changed for one in told if one.changed), "")
+    when = f" in step {step}" if step else ""
+    return checked, ModelError(
+        f"the model, {'run' if is_chain else 'traced'} block by block, returns something else than by itself{when}: "
+        + ", ".join(what),
+        expected="the same numbers as model(...) and backward() give; "
+        + (f"step {step} is in no update" if step else "no optimizer has stepped"),
+        fix=(_PARTIAL if divides_layers and names and not others else "")
+        + (_CHAIN if is_chain else _TRACED)
+        + (f"; or, since {changed}, which other ranks cannot see it change: check_model=False" if changed else ""),
+    )
+
+
+def merged(found: Sequence[tuple[Checked, ModelError | None]], step: int) -> tuple[Checked, ModelError | None]:
+    """Return one verdict of those about several microbatches of a step.
+
+    >>> merged([(Checked(0.1, 3), None), (Checked(0.0, 3, ("loss",)), ModelError("wrong"))], 0)
+    (Checked(seconds=0.1, num_parameters=3, wrong=('loss',), ...num_microbatches=2), ModelError('wrong'))
+    """
+    every = [checked for checked, _ in found]
+    unchecked = next((one.unchecked for one in every if one.unchecked), "")
+    error = next((error for _, error in found if error is not None), None)
+    wrong = tuple(dict.fromkeys(name for one in every for name in one.wrong))
+    number = max(one.num_parameters for one in every)
+    return Checked(sum(one.seconds for one in every), number, wrong, unchecked, step, len(every)), error
+
+
+def _shared_wrong(told: Sequence[Outcome], allowed: float) -> dict[str, float]:
+    """Return what several ranks hold and whose sum over them is wrong."""
+    found = {}
+    for name, (*wanted, norm, whole) in _wanted_of(told).items():
+        each = [one.shared[name] for one in told if name in one.shared]
+        made = [sum(column) for column in zip(*each, strict=True)] or [0.0] * len(wanted)
+        apart = max(abs(one - other) for one, other in zip(made, wanted, strict=True))
+        if apart > 4 * max(allowed * norm, FLOOR * whole):
+            found[name] = apart / norm if norm else apart
+    return found
+
+
+def _wanted_of(told: Sequence[Outcome]) -> dict[str, list[float]]:
+    """Return the sketches of what several ranks hold, as the model has it: of all of it, or the sum of the parts."""
+    found: dict[str, list[float]] = {}
+    for each in told:
+        for name, one in each.wanted.items():
+            if name in each.in_parts and name in found:
+                found[name] = [first + second for first, second in zip(found[name], one, strict=True)]
+            else:
+                found[name] = one
+    return found

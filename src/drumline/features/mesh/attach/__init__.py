@@ -1,0 +1,1 @@
+"""How lines of a mesh attach to a pipeline: what of its model they divide, check and keep alike."""

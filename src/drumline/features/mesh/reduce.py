@@ -1,0 +1,167 @@
+"""Sum a stage's gradients over the lines that saw other tokens, while the rank goes on with other stages.
+
+    2W7   last backward of stage 2
+    2REDUCE_GRAD    gradients are copied into buckets; each bucket's all-reduce starts
+    0B6 0B7 ...     other stages run meanwhile
+    end of the row  wait for the buckets, and copy the sums back
+
+A bucket also counts on how many lines each of its parameters has a gradient. One that no line reached stays without,
+as in one process; a line that did not reach it contributes zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import Work
+
+from drumline.channel.lines.axes import Axes
+from drumline.channel.lines.grid import AXES, DATA
+from drumline.channel.lines.slices import sharded_over
+from drumline.core.errors import ModelError
+
+_BUCKET_BYTES = 25 * 2**20  # as in torch's DistributedDataParallel
+
+
+@dataclass(slots=True, eq=False)
+class Bucket:
+    """Gradients of one dtype on their way: `flat` holds all of them, and a flag for each."""
+
+    parameters: Sequence[nn.Parameter]
+    flat: Tensor
+    work: Work
+    axes: tuple[str, ...]
+    ended: int = 0  # when it had its sums, if that is known
+
+
+def summed_over(parameter: Tensor) -> tuple[str, ...]:
+    """Return the axes over which a parameter's gradient is summed: those along which lines hold copies of it.
+
+    Lines along an axis hold different parts of a parameter that has a `slice`. A parameter whose copies along an axis
+    are applied to parts of the same values says so: `parameter.partial_over = ("tp",)`.
+
+    >>> from drumline.channel.lines.slices import Slice
+    >>> expert = nn.Parameter(torch.ones(1)); expert.slice = Slice("ep", 0)
+    >>> summed_over(nn.Parameter(torch.ones(1))), summed_over(expert)
+    (('dp', 'cp', 'ep'), ('dp', 'cp'))
+    """
+    sharded = sharded_over(parameter)
+    return (*(name for name in DATA if name not in sharded), *getattr(parameter, "partial_over", ()))
+
+
+class Reducer:
+    """Sums gradients over axes of the mesh."""
+
+    def __init__(self, axes: Axes, *, bucket_bytes: int = _BUCKET_BYTES) -> None:
+        self.axes = axes
+        self._bucket_bytes = bucket_bytes
+
+    def start(self, parameters: Sequence[nn.Parameter], now: Callable[[], int] = lambda: 0) -> list[Bucket]:
+        """Start to sum the gradients of these parameters; all ranks along the axes call it in the same order.
+
+        A clock, `now`, notes when each bucket had its sums, on a host.
+        """
+        buckets = [self._begun(axes, each) for axes, each in self._divided(parameters)]
+        for one in (one for one in buckets if one.flat.is_cpu):
+            one.work.get_future().add_done_callback(partial(_note_end, one, now))
+        return buckets
+
+    def finish(self, buckets: Sequence[Bucket], what: str) -> None:
+        """Wait for the sums, and give them to the parameters."""
+        for bucket in buckets:
+            self.axes.wait(bucket.work, what, bucket.axes)
+            _give(bucket)
+
+    def _divided(self, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[tuple[str, ...], list[nn.Parameter]]]:
+        """Yield the parameters in buckets of one kind, in the same order on all ranks."""
+        kinds: dict[tuple[tuple[str, ...], torch.dtype], list[nn.Parameter]] = {}
+        for one in parameters:
+            axes = summed_over(one)
+            if self.axes.group(*axes) is not None:
+                kinds.setdefault((axes, _dtype_of(one)), []).append(one)
+        for (axes, dtype), listed in kinds.items():
+            bucket: list[nn.Parameter] = []
+            for one in listed:
+                size = sum(each.numel() for each in bucket) + one.numel()
+                if bucket and size * dtype.itemsize > self._bucket_bytes:
+                    yield axes, bucket
+                    bucket = []
+                bucket.append(one)
+            yield axes, bucket
+
+    @torch.no_grad()
+    def _begun(self, axes: tuple[str, ...], parameters: list[nn.Parameter]) -> Bucket:
+        first = parameters[0]
+        total = sum(one.numel() for one in parameters)
+        flat = torch.zeros(total + len(parameters), dtype=_dtype_of(first), device=first.device)
+        flags = [0.0] * len(parameters)
+        for at, (parameter, place) in enumerate(zip(parameters, _places(flat, parameters), strict=True)):
+            gradient = parameter.grad
+            if gradient is not None:
+                if gradient.layout is not torch.strided:
+                    raise ModelError(
+                        f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient",
+                        expected="dense gradients, if several lines of a mesh sum them",
+                        fix="use sparse=False in nn.Embedding",
+                    )
+                flags[at] = 1.0
+                place.copy_(gradient)
+        flat[total:] = torch.tensor(flags, dtype=flat.dtype)
+        work = dist.all_reduce(flat, group=self.axes.group(*axes), async_op=True)
+        assert work is not None
+        return Bucket(parameters, flat, work, axes)
+
+
+def reducer_for(axes: Axes, parameters: Sequence[nn.Parameter]) -> Reducer | None:
+    """Return what sums these parameters' gradients over other lines, if there are any that hold them."""
+    sums = axes.size(*DATA) > 1 or any(axes.size(*summed_over(one)) > 1 for one in parameters)
+    return Reducer(axes) if sums else None
+
+
+def _note_end(bucket: Bucket, now: Callable[[], int], _: object) -> None:
+    bucket.ended = now()
+
+
+@torch.no_grad()
+def share_values(axes: Axes, tensors: Iterable[Tensor]) -> None:
+    """Give all copies of each tensor along the mesh the values of the first; all ranks call it alike."""
+    works = []
+    for one in tensors:
+        along = tuple(name for name in AXES[1:] if name not in sharded_over(one))
+        group = axes.group(*along)
+        if group is not None:
+            plain = one.detach() if one.is_contiguous() else one.detach().contiguous()
+            work = dist.broadcast(plain, axes.members(*along)[0], group=group, async_op=True)
+            assert work is not None
+            works.append((one, plain, work, along))
+    for one, plain, work, along in works:
+        axes.wait(work, "sharing the model's first values", along)
+        if plain.data_ptr() != one.data_ptr():
+            one.copy_(plain)
+
+
+@torch.no_grad()
+def _give(bucket: Bucket) -> None:
+    flags = bucket.flat[-len(bucket.parameters) :].tolist()
+    for parameter, flag, place in zip(bucket.parameters, flags, _places(bucket.flat, bucket.parameters), strict=True):
+        if flag and parameter.grad is None:
+            parameter.grad = place.clone()
+        elif flag and parameter.grad is not None:
+            parameter.grad.copy_(place)
+
+
+def _places(flat: Tensor, parameters: Sequence[nn.Parameter]) -> Iterator[Tensor]:
+    at = 0
+    for one in parameters:
+        yield flat[at : at + one.numel()].view(one.shape)
+        at += one.numel()
+
+
+def _dtype_of(parameter: nn.Parameter) -> torch.dtype:
+    """Return the dtype of a parameter's gradient, which may be more precise than the parameter."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype

@@ -1,0 +1,297 @@
+"""Divide what the lines of a mesh would hold twice: optimizer state (ZeRO-1), or parameters and gradients too (ZeRO-3).
+
+    ZeRO-1   parameters and gradients are whole on every line. Each line's optimizer updates its piece of every
+             parameter, a view of its memory; then all lines gather the pieces of the others.
+    ZeRO-3   each line keeps a piece of every parameter. 2UNSHARD gathers the whole stage, 2RESHARD frees it, and
+             2REDUCE_GRAD leaves each line the sum of its piece's gradient.
+
+A piece is a part of a flattened parameter, so that all lines hold equally much. Optimizers that look at whole matrices,
+such as Muon, get whole parameters instead, each on one line. A parameter without dimensions stays whole on every line:
+its optimizer's state could not be told from a count of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import Work
+from torch.optim import Optimizer
+
+from drumline.channel.lines.axes import Axes
+from drumline.channel.lines.slices import FlatSlice, Slice, slice_of
+from drumline.engine.updates.kinds import by_element
+from drumline.features.mesh.reduce import summed_over
+
+AXIS = "dp"
+
+# torch 2.13 renames these two, and warns of the older names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def piece_of(whole: nn.Parameter, axes: Axes, owner: int | None = None) -> tuple[FlatSlice, Tensor]:
+    """Return this line's piece of a parameter, as a view of it, and where it lies."""
+    inner = slice_of(whole)
+    assert inner is None or isinstance(inner, Slice)
+    found = FlatSlice(AXIS, tuple(whole.shape), owner, inner)
+    return found, found.local(whole.detach(), axes.place(AXIS), axes.size(AXIS))
+
+
+def _marked(piece: nn.Parameter, whole: nn.Parameter, found: FlatSlice) -> nn.Parameter:
+    """Return a piece that knows where it lies, with gradients as precise as those of its whole."""
+    setattr(piece, "slice", found)  # noqa: B010 - an attribute that torch's class does not declare
+    precise = getattr(whole, "grad_dtype", None)
+    if precise is not None and precise is not piece.dtype:
+        piece.grad_dtype = precise
+    return piece
+
+
+class StateShards:
+    """ZeRO-1: the pieces that this line's optimizers update, by parameter."""
+
+    def __init__(self, axes: Axes, parameters: Iterable[nn.Parameter]) -> None:
+        self._axes = axes
+        self._divided = {one for one in parameters if one.dim()}
+        self._pieces: dict[nn.Parameter, nn.Parameter] = {}
+        self._held = [0] * axes.size(AXIS)  # elements that whole parameters give each line
+
+    def of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return what an optimizer updates of a parameter here: its piece, or the parameter if it is not divided."""
+        return self._pieces.get(parameter, parameter)
+
+    def divide(self, parameters: Sequence[nn.Parameter], kind: type[Optimizer]) -> None:
+        """Divide parameters for an optimizer of a kind; whole ones go to the line that has least so far."""
+        for one in (one for one in parameters if one in self._divided and one not in self._pieces):
+            owner = None
+            if not by_element(kind):
+                owner = self._held.index(min(self._held))
+                self._held[owner] += one.numel()
+            found, view = piece_of(one, self._axes, owner)
+            # Of a matrix, the other lines hold an empty one: Muon refuses anything else.
+            rows = len(one) if view.numel() else 0
+            piece = nn.Parameter(view if owner is None else view.view(rows, *one.shape[1:]))
+            self._pieces[one] = _marked(piece, one, found)
+
+    @torch.no_grad()
+    def take(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Before an optimizer steps, give the pieces their parts of the gradients.
+
+        An empty piece of a divided parameter gets an empty gradient, so that every line has the same states to save.
+        """
+        for one in parameters:
+            piece = self._pieces.get(one)
+            if piece is not None:
+                found = slice_of(piece)
+                assert isinstance(found, FlatSlice)
+                first, last = found.span(self._axes.place(AXIS), self._axes.size(AXIS))
+                part = one.detach().reshape(-1)[first:last].view(piece.shape)
+                if not one.is_contiguous() and not torch.equal(piece, part):  # then the piece is a copy, not a view
+                    piece.copy_(part)
+                piece.grad = None
+                if one.grad is not None and (piece.numel() or found.owner is None):
+                    piece.grad = one.grad.reshape(-1)[first:last].view(piece.shape)
+
+    @torch.no_grad()
+    def give(self, parameters: Sequence[nn.Parameter]) -> None:
+        """After the optimizer stepped, gather the pieces that other lines updated; all lines call it alike."""
+        size = self._axes.size(AXIS)
+        divided = [one for one in parameters if one in self._pieces]
+        for dtype in dict.fromkeys(one.dtype for one in divided):
+            each = [one for one in divided if one.dtype is dtype]
+            spans = [[_span(self._pieces[one], at, size) for one in each] for at in range(size)]
+            lengths = [sum(last - first for first, last in row) for row in spans]
+            own = torch.zeros(max(lengths), dtype=dtype, device=each[0].device)
+            _copy(own, [self._pieces[one].reshape(-1) for one in each])
+            every = self._axes.gathered(own, AXIS)
+            wholes = [one.detach().contiguous().view(-1) for one in each]  # views, unless its elements lie otherwise
+            for at in range(size):
+                _spread(every[at], [one[a:b] for one, (a, b) in zip(wholes, spans[at], strict=True)])
+            for one, whole in zip(each, wholes, strict=True):
+                if not one.is_contiguous():
+                    one.copy_(whole.view(one.shape))
+        for one in divided:
+            self._pieces[one].grad = None
+
+
+def _span(piece: Tensor, place: int, size: int) -> tuple[int, int]:
+    found = slice_of(piece)
+    assert isinstance(found, FlatSlice)
+    return found.span(place, size)
+
+
+def _copy(flat: Tensor, parts: Iterable[Tensor]) -> None:
+    at = 0
+    for one in parts:
+        flat[at : at + one.numel()].copy_(one)
+        at += one.numel()
+
+
+def _spread(flat: Tensor, parts: Iterable[Tensor]) -> None:
+    at = 0
+    for one in parts:
+        one.copy_(flat[at : at + one.numel()])
+        at += one.numel()
+
+
+@dataclass(slots=True, eq=False)
+class _Kind:
+    """The divided parameters of a stage of one dtype, with the pieces of all lines side by side in flat tensors."""
+
+    parameters: list[nn.Parameter]
+    pieces: list[nn.Parameter]
+    along: tuple[str, ...]  # other axes over which their gradients are summed
+    flat: Tensor | None = None
+    work: Work | None = None
+
+
+@dataclass(slots=True, eq=False)
+class ShardSum:
+    """Gradients of a kind on their way to the lines that keep them."""
+
+    kind: _Kind
+    own: Tensor
+    flat: Tensor
+    flags: Tensor
+    works: list[Work] = field(default_factory=list)
+
+
+class FullShards:
+    """ZeRO-3: the pieces of this process's parameters, by stage; whole ones exist while their stage is gathered."""
+
+    def __init__(self, axes: Axes, stages: Mapping[int, Sequence[nn.Parameter]]) -> None:
+        self._axes, self._size, self._place = axes, axes.size(AXIS), axes.place(AXIS)
+        self.pieces: dict[nn.Parameter, nn.Parameter] = {}
+        self._kinds: dict[int, list[_Kind]] = {}
+        self._is_whole: set[int] = set()
+        for stage, parameters in stages.items():
+            kinds: dict[tuple[torch.dtype, bool, tuple[str, ...]], _Kind] = {}
+            for one in parameters:
+                along = tuple(name for name in summed_over(one) if name != AXIS)
+                kind = kinds.setdefault((one.dtype, one.requires_grad, along), _Kind([], [], along))
+                kind.parameters.append(one)
+                kind.pieces.append(self._piece(one))
+            self._kinds[stage] = list(kinds.values())
+            self._is_whole.add(stage)
+
+    def _piece(self, parameter: nn.Parameter) -> nn.Parameter:
+        found, view = piece_of(parameter, self._axes)
+        piece = nn.Parameter(view.clone(), requires_grad=parameter.requires_grad)
+        self.pieces[parameter] = _marked(piece, parameter, found)
+        return piece
+
+    def shown(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return what this line keeps of a parameter: its piece, or the parameter if it is not divided."""
+        return self.pieces.get(parameter, parameter)
+
+    def divides(self, stage: int) -> bool:
+        """Whether the parameters of a stage are divided."""
+        return stage in self._kinds
+
+    def is_whole(self, stage: int) -> bool:
+        """Whether a stage's parameters are all there."""
+        return stage in self._is_whole or stage not in self._kinds
+
+    @torch.no_grad()
+    def unshard(self, stage: int) -> None:
+        """Begin to gather a stage's parameters; all lines call it alike."""
+        if self.is_whole(stage):
+            return
+        for kind in self._kinds[stage]:
+            own = torch.zeros(self._length(kind), dtype=kind.pieces[0].dtype, device=kind.pieces[0].device)
+            _copy(own, kind.pieces)
+            kind.flat = own.new_empty(self._size * own.numel())
+            kind.work = _all_gather(kind.flat, own, group=self._axes.group(AXIS), async_op=True)
+
+    @torch.no_grad()
+    def gathered(self, stage: int) -> None:
+        """Wait until a stage is gathered."""
+        if self.is_whole(stage):
+            return
+        for kind in self._kinds[stage]:
+            assert kind.work is not None, "gathering has begun"
+            assert kind.flat is not None
+            self._axes.wait(kind.work, f"{stage}UNSHARD, gathering the parameters of stage {stage}", [AXIS])
+            rows = kind.flat.view(self._size, -1)
+            for one in kind.parameters:
+                one.data = torch.empty(one.shape, dtype=one.dtype, device=one.device)
+            for at in range(self._size):
+                _spread(rows[at], self._views(kind, at))
+            kind.flat = kind.work = None
+        self._is_whole.add(stage)
+
+    def reshard(self, stage: int) -> None:
+        """Free the whole parameters of a stage."""
+        if stage in self._is_whole:
+            self._is_whole.discard(stage)
+            for one in (one for kind in self._kinds[stage] for one in kind.parameters):
+                one.data = one.data.new_empty(1).expand(one.shape)  # keeps its shape, and no memory
+
+    def renew(self) -> None:
+        """Take over values that were loaded into gathered parameters."""
+        for parameter, piece in self.pieces.items():
+            with torch.no_grad():
+                piece.copy_(piece_of(parameter, self._axes)[1])
+
+    @torch.no_grad()
+    def start(self, stage: int) -> list[ShardSum]:
+        """Begin to sum a stage's gradients, each line getting those of its pieces; frees the whole gradients."""
+        sums = []
+        for kind in (one for one in self._kinds.get(stage, ()) if one.pieces[0].requires_grad):
+            first = kind.parameters[0]
+            dtype = getattr(first, "grad_dtype", None) or first.dtype
+            flat = torch.zeros(self._size * self._length(kind), dtype=dtype, device=first.device)
+            flags = torch.tensor([one.grad is not None for one in kind.parameters], dtype=dtype, device=first.device)
+            rows = flat.view(self._size, -1)
+            for at in range(self._size):
+                _copy_gradients(rows[at], kind.parameters, [_span(one, at, self._size) for one in kind.pieces])
+            for one in kind.parameters:
+                one.grad = None
+            sums.append(self._begun(ShardSum(kind, rows[self._place], flat, flags)))
+        return sums
+
+    def _begun(self, made: ShardSum) -> ShardSum:
+        group = self._axes.group(AXIS)
+        if made.flat.is_cpu:  # gloo has no reduce-scatter of its own that runs by itself
+            works = [dist.all_reduce(made.flat, group=group, async_op=True)]
+        else:
+            made.own = torch.empty_like(made.own)
+            works = [_reduce_scatter(made.own, made.flat, group=group, async_op=True)]
+        works.append(dist.all_reduce(made.flags, group=group, async_op=True))
+        made.works = [one for one in works if one is not None]
+        return made
+
+    @torch.no_grad()
+    def finish(self, sums: Sequence[ShardSum], what: str) -> None:
+        """Wait for the sums, and add them to the gradients of the pieces."""
+        for one in sums:
+            for work in one.works:
+                self._axes.wait(work, what, [AXIS])
+            at, sums_here = 0, self._axes.summed(one.own, *one.kind.along)
+            flags = self._axes.summed(one.flags, *one.kind.along).tolist()
+            for piece, flag in zip(one.kind.pieces, flags, strict=True):
+                own = sums_here[at : at + piece.numel()]
+                at += piece.numel()
+                if flag:
+                    piece.grad = own.clone() if piece.grad is None else piece.grad.add_(own)
+
+    def _length(self, kind: _Kind) -> int:
+        """Return the elements that the line with most of them has of a kind."""
+        spans = [[_span(one, at, self._size) for one in kind.pieces] for at in range(self._size)]
+        return max(sum(last - first for first, last in row) for row in spans)
+
+    def _views(self, kind: _Kind, place: int) -> Iterator[Tensor]:
+        for one, piece in zip(kind.parameters, kind.pieces, strict=True):
+            first, last = _span(piece, place, self._size)
+            yield one.detach().view(-1)[first:last]
+
+
+def _copy_gradients(flat: Tensor, parameters: Sequence[nn.Parameter], spans: Sequence[tuple[int, int]]) -> None:
+    at = 0
+    for one, (first, last) in zip(parameters, spans, strict=True):
+        if one.grad is not None:
+            flat[at : at + last - first].copy_(one.grad.reshape(-1)[first:last])
+        at += last - first

@@ -1,0 +1,286 @@
+"""Which layers of a model are divided over tp, and how: a plan applied to its modules, or refused with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from drumline.channel.lines.slices import Slice
+from drumline.core.errors import ModelError
+from drumline.features.mesh.tensor.passing import AXIS
+from drumline.features.mesh.tensor.styles import (
+    Colwise,
+    Latent,
+    Once,
+    Partial,
+    Plan,
+    Rowwise,
+    Stacked,
+    Style,
+    Vocabulary,
+    Whole,
+)
+from drumline.model.block import Block
+from drumline.model.blocks.pieces import Piece
+
+# Attributes by which modules know how many heads they have; each line has some of them.
+_COUNTS = (
+    "num_heads", "n_head", "n_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_kv_head",
+    "n_kv_heads", "n_local_heads", "n_local_kv_heads",
+)  # fmt: skip
+_ALIGNED = 16  # bytes
+_WIDTHS = ("head_dim", "head_size", "head_width", "attention_head_size")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Divided:
+    """A module that a plan names: its names, its style, the module around it, and styles of its own parameters."""
+
+    name: str
+    module: nn.Module
+    style: Style
+    parent: nn.Module
+    own: tuple[tuple[str, Colwise | Rowwise], ...] = ()
+
+    @property
+    def slices(self) -> dict[str, Slice]:
+        """Which of the module's parameters are divided, and how.
+
+        >>> Divided("q", nn.Linear(2, 2), Rowwise(), nn.Module()).slices
+        {'weight': Slice(axis='tp', dim=1, parts=1)}
+        """
+        if self.own:
+            return {key: _slice_of_stack(self.module._parameters[key], style) for key, style in self.own}
+        if isinstance(self.style, Colwise) and isinstance(self.module, nn.Embedding):
+            return {"weight": Slice(AXIS, 1, self.style.parts)}
+        if isinstance(self.style, Colwise):
+            one = Slice(AXIS, 0, self.style.parts)
+            return {"weight": one} if self.module._parameters.get("bias") is None else {"weight": one, "bias": one}
+        if isinstance(self.style, Rowwise):
+            return {"weight": Slice(AXIS, 1, self.style.parts)}
+        return {"weight": Slice(AXIS, 0)} if isinstance(self.style, Vocabulary) else {}
+
+
+def _slice_of_stack(stack: nn.Parameter | None, style: Colwise | Rowwise) -> Slice:
+    """Return how a stack of matrices is divided: each of them like a layer's weight.
+
+    >>> _slice_of_stack(nn.Conv1d(6, 4, 2).weight, Colwise(parts=2))
+    Slice(axis='tp', dim=1, parts=2)
+    """
+    assert stack is not None
+    return Slice(AXIS, stack.dim() - (2 if isinstance(style, Colwise) else 1), style.parts)
+
+
+def divided_by(plan: Plan, blocks: Sequence[Block], size: int) -> list[Divided]:
+    """Return the modules of a model's blocks that a plan divides by `size`; refuse what cannot be divided.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    >>> plan = Plan((("0", Colwise()), ("2", Rowwise())))
+    >>> [one.name for one in divided_by(plan, [Block(name, one) for name, one in model.named_children()], 2)]
+    ['0', '2']
+    >>> divided_by(plan, [Block("0", nn.Linear(4, 9)), Block("2", nn.Linear(9, 4))], 2)
+    Traceback (most recent call last):
+    drumline.core.errors.ModelError: 0.weight of shape (9, 4) is divided by 2 (tp) along dimension 0; expected a ...
+    """
+    named = list(_named(blocks))
+    plan.check(
+        [*(name for name, _, _ in named), *(f"{name}.{key}" for name, one, _ in named for key in one._parameters)]
+    )
+    found: dict[nn.Module, Divided] = {}
+    for name, module, parent in named:
+        style = plan.style_of(name)
+        if style is not None and module not in found:
+            own = _own_styles(plan, name, module) if isinstance(style, Stacked) else ()
+            found[module] = Divided(name, module, _fitting(name, module, style), parent, own)
+    for one in _tied(named, found):
+        found[one.module] = one
+    chosen = [one for one in found.values() if not isinstance(one.style, Whole)]
+    kept = [one for one in chosen if not (plan.is_own and _is_left_whole(one, size))]
+    for one in kept:
+        _check(one, size)
+    _refuse_between(blocks, kept)
+    _refuse_nothing(kept)
+    return kept
+
+
+def _named(blocks: Sequence[Block]) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """Yield every module of the blocks by its name in the unsplit model, with the module around it."""
+    for block in blocks:
+        prefix = block.name if block.prefix is None else block.prefix
+        there = dict(block.module.named_modules(prefix=prefix, remove_duplicate=False))
+        for name, module in there.items():
+            yield name, module, there.get(name.rpartition(".")[0], block.module)
+
+
+def _own_styles(plan: Plan, name: str, module: nn.Module) -> tuple[tuple[str, Colwise | Rowwise], ...]:
+    """Return the styles of the parameters that a module uses itself; refuse one that would be added up unseen."""
+    found = []
+    for key in (key for key, one in module._parameters.items() if one is not None):
+        style = plan.style_of(f"{name}.{key}")
+        if not isinstance(style, Colwise | Rowwise):
+            raise ModelError(
+                f"tensor_parallel divides {name} as stacked experts, and gives {name}.{key} no style",
+                expected="colwise or rowwise for each of its parameters: the lines' outputs are added up",
+                fix=f'name it: {{"{name}.{key}": "colwise"}}, or leave {name} whole',
+            )
+        found.append((key, style))
+    return tuple(found)
+
+
+def _fitting(name: str, module: nn.Module, style: Style) -> Style:
+    """Return the style for a module's kind; refuse kinds that cannot be divided."""
+    if isinstance(style, Whole | Partial | Stacked | Latent | Once):
+        return style
+    if isinstance(module, nn.Embedding):
+        if isinstance(style, Colwise) and not style.gather:
+            raise ModelError(
+                f"tensor_parallel divides the embedding {name} by columns",
+                expected='"embedding", by rows, or "colwise_gather"',
+            )
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            raise ModelError(
+                f"tensor_parallel divides the embedding {name}, which has max_norm, scale_grad_by_freq or sparse",
+                expected="a plain embedding",
+                fix=f'keep it whole: {{{name!r}: "whole"}}',
+            )
+        return style if isinstance(style, Colwise) else Vocabulary()
+    if not isinstance(module, nn.Linear) or isinstance(style, Vocabulary):
+        raise ModelError(
+            f"tensor_parallel divides {name}, a {type(module).__name__}, as {style}",
+            expected="nn.Linear for colwise and rowwise, nn.Embedding for embedding",
+            fix=f'keep it whole: {{{name!r}: "whole"}}, or write it with nn.Linear',
+        )
+    if module._parameters.get("weight") is None:
+        raise ModelError(
+            f"tensor_parallel divides {name}, whose weight is computed from others (a parametrization)",
+            expected="a plain parameter",
+        )
+    return style
+
+
+def _tied(named: Sequence[tuple[str, nn.Module, nn.Module]], found: dict[nn.Module, Divided]) -> Iterator[Divided]:
+    """Yield modules that share a divided weight without being named: an embedding and its head are divided alike."""
+    weights = {id(one.module.weight): one for one in found.values() if "weight" in one.slices}
+    for name, module, parent in named:
+        first = weights.get(id(module._parameters.get("weight")))
+        if first is None or first.module is module:
+            continue
+        own = found.get(module)
+        if own is None and isinstance(module, nn.Embedding | nn.Linear):
+            style: Style = Vocabulary() if isinstance(module, nn.Embedding) else Colwise(gather=True)
+            own = Divided(name, module, _fitting(name, module, style), parent)
+            yield own
+        if own is None or own.slices.get("weight") != first.slices["weight"]:
+            raise ModelError(
+                f"tensor_parallel divides {first.name}.weight and {name}.weight differently, and they are one tensor",
+                expected="the same rows of both",
+                fix=f'name both: {{{first.name!r}: "colwise_gather", {name!r}: "embedding"}}, or neither',
+            )
+
+
+def _is_left_whole(one: Divided, size: int) -> bool:
+    """Whether a layer of a model's own plan stays whole because its vocabulary cannot be divided."""
+    whole_output = isinstance(one.style, Vocabulary) or (isinstance(one.style, Colwise) and one.style.gather)
+    return whole_output and any(_length(one, key) % size for key in one.slices)
+
+
+def _length(one: Divided, key: str) -> int:
+    parameter = one.module._parameters[key]
+    assert parameter is not None
+    return parameter.shape[one.slices[key].dim]
+
+
+def _check(one: Divided, size: int) -> None:
+    """Refuse a layer that cannot be divided evenly, or only by cutting through heads."""
+    if isinstance(one.parent, nn.MultiheadAttention):
+        raise ModelError(
+            f"tensor_parallel divides {one.name}, inside an nn.MultiheadAttention, which uses its weights itself",
+            expected="an attention that calls its layers",
+            fix="write it with nn.Linear and scaled_dot_product_attention",
+        )
+    for key, part in one.slices.items():
+        if _length(one, key) % (size * part.parts):
+            shape = tuple(getattr(one.module, key).shape)
+            raise ModelError(
+                f"{one.name}.{key} of shape {shape} is divided by {size} (tp) along dimension {part.dim}",
+                expected=f"a multiple of {size * part.parts} there",
+                fix="choose another size of tp, or keep the layer whole",
+            )
+    if isinstance(one.style, Stacked):
+        _refuse_odd_experts(one, size)
+    if isinstance(one.style, Colwise) and not one.style.gather:
+        width, features = head_width(one.parent), _length(one, "weight") // one.style.parts
+        if width and features % width == 0 and features // size % width:
+            raise ModelError(
+                f"{one.name} has {features // width} heads of {width} features, and tp is {size}",
+                expected=f"a number of heads that is a multiple of {size}",
+                fix=f"choose a tp that divides {features // width}",
+            )
+        for name, count in head_counts(one.parent):
+            if count % size:
+                raise ModelError(
+                    f"{type(one.parent).__name__}.{name} is {count}, and tp is {size}",
+                    expected=f"a multiple of {size}",
+                    fix=f"choose a tp that divides {count}",
+                )
+
+
+def _refuse_odd_experts(one: Divided, size: int) -> None:
+    """Refuse experts of transformers whose parts torch's grouped products cannot take: rows of odd numbers of bytes."""
+    if getattr(getattr(one.module, "config", None), "_experts_implementation", None) != "grouped_mm":
+        return
+    for key, part in one.slices.items():
+        bytes_of_one = getattr(one.module, key).element_size()
+        width = _length(one, key) // (size * part.parts)
+        if width * bytes_of_one % _ALIGNED:
+            raise ModelError(
+                f"the experts {one.name} are {width * size} wide and tp is {size}: rows of a part have {width} numbers "
+                f"of {bytes_of_one} bytes",
+                expected=f"a multiple of {_ALIGNED} bytes, which torch's grouped products need",
+                fix='call model.set_experts_implementation("eager") before, choose another tp, or divide experts by ep',
+            )
+
+
+def head_width(module: nn.Module) -> int:
+    """Return how wide a module's heads are, 0 if it does not say."""
+    for place in (module, getattr(module, "sizes", None)):
+        for name in _WIDTHS:
+            width = getattr(place, name, None)
+            if isinstance(width, int) and width > 0:
+                return width
+    return 0
+
+
+def head_counts(module: nn.Module) -> list[tuple[str, int]]:
+    """Return the attributes by which a module knows its number of heads."""
+    return [(name, one) for name in _COUNTS if type(one := vars(module).get(name)) is int]
+
+
+def _refuse_between(blocks: Sequence[Block], found: Sequence[Divided]) -> None:
+    """Refuse layers between which a traced forward would see parts: its shapes are those of the whole model."""
+    called: dict[int, str] = {}
+    for block in blocks:
+        if isinstance(block.module, Piece):
+            shells: dict[str, Any] = dict(block.module.named_modules())
+            called |= {id(shells[name]): name for name in block.module.callees if name in shells}
+    for one in found:
+        takes_part = isinstance(one.style, Rowwise) and not one.style.split
+        makes_part = isinstance(one.style, Colwise) and not one.style.gather
+        if id(one.module) in called and (takes_part or makes_part):
+            raise ModelError(
+                f"tensor_parallel divides {one.name}, a block of its own, and the model's forward would see its part",
+                expected="colwise and rowwise layers inside one module, which the forward calls as a whole",
+                fix='put both into one module, pass a list of blocks, or use "colwise_gather" and "rowwise_split"',
+            )
+
+
+def _refuse_nothing(found: Sequence[Divided]) -> None:
+    if not any(one.slices for one in found):
+        raise ModelError(
+            "tensor_parallel divides no layer of this model",
+            expected="at least one linear layer or embedding",
+            fix="choose another axis of the mesh, such as dp",
+        )

@@ -1,0 +1,252 @@
+"""What divided layers exchange around their forwards, so that each computes what it would in one process.
+
+Each exchange is a hook of a module. They share what is known while a forward runs: the last input of layers by columns,
+whether random numbers were drawn for parts, and which layer has made parts that are on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drumline.channel.lines.axes import Axes
+from drumline.core.errors import DrumlineError, ModelError
+from drumline.features.mesh.tensor import passing
+from drumline.features.mesh.tensor.divide import Divided
+from drumline.features.mesh.tensor.explained import refusal
+from drumline.features.mesh.tensor.passing import AXIS, is_traced
+from drumline.features.mesh.tensor.sequence import Sequenced
+from drumline.features.mesh.tensor.styles import Colwise, Stacked
+from drumline.model.randomness import generator_states
+from drumline.model.values import mapped
+
+
+class LayerExchanges:
+    """The exchanges of a model's divided layers, and what they share while a forward runs."""
+
+    def __init__(self, axes: Axes, found: Sequence[Divided], sequenced: Sequenced | None = None) -> None:
+        self.axes, self.found, self.sequenced = axes, found, sequenced
+        self.is_on = True  # while off, modules are as in one process
+        self.unseen: set[nn.Module] = set()  # layers by rows before which it is not known that nothing is drawn
+        self._last: tuple[Tensor, int, Tensor] | None = None  # the last input of layers by columns, and its copy
+        self._states: list[Tensor] = []
+        self._makers = {one.module: one for one in found if makes_part(one) or isinstance(one.style, Stacked)}
+        self._behind: Divided | None = None  # the last of them that ran, while its part is on its way
+
+    def before_columns(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Let the gradient of a layer's input be summed: once if several layers, such as q, k and v, share it."""
+        if not self.is_on:
+            return None
+        given = given_in(args, kwargs)
+        if is_traced(given):
+            return None
+        self._behind = self._makers.get(module, self._behind)
+        if self.unseen and not self._states:
+            self._states = generator_states(given.device)
+        if self._is_inside or not given.requires_grad or not torch.is_grad_enabled():
+            return None
+        last = self._last
+        if last is None or last[0] is not given or last[1] != given._version:
+            self._last = last = (given, given._version, passing.copied(given, self.axes))
+        return replaced_in(args, kwargs, last[2])
+
+    def before_stack(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Let the gradients of all inputs be summed, those of a router's weights too."""
+        if not self.is_on:
+            return None
+        self._behind = self._makers.get(module)
+        return mapped((args, kwargs), self.copied)
+
+    def copied(self, given: Tensor) -> Tensor:
+        """Return a tensor whose gradient is summed, if it takes one."""
+        needed = given.requires_grad and torch.is_grad_enabled() and not is_traced(given)
+        return passing.copied(given, self.axes) if needed else given
+
+    def after_stack(self, module: nn.Module, args: Any, made: Tensor) -> Any:
+        """Sum what the parts of experts have added."""
+        self._behind = None
+        return passing.summed(made, self.axes) if self.is_on else None
+
+    def before_once(self, module: nn.Module, args: Any) -> Any:
+        """Divide what all lines keep alike, since their outputs are added up."""
+        return (args[0] / self.axes.size(AXIS), *args[1:]) if self.is_on else None
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Say what tp has to do with an error of a forward that sees a part of its features."""
+        self._behind = None
+        try:
+            yield
+        except (DrumlineError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if self._behind is None:
+                raise
+            raise refusal(self._behind, self._makers.values(), self.axes.size(AXIS), error) from error
+
+    @property
+    def _is_inside(self) -> bool:
+        return self.sequenced is not None and self.sequenced.is_inside
+
+    def after_rows(self, module: nn.Module, args: Any, made: Tensor) -> Any:
+        """Sum the outputs of all lines; each has added the bias, which must count once."""
+        if not self.is_on:
+            return None
+        self._region_ended(module, made)
+        bias = module._parameters.get("bias")
+        if bias is not None and self.axes.place(AXIS):
+            made = made - bias.detach().to(made.dtype)
+        if self.sequenced is not None and self.sequenced.is_inside:
+            self.sequenced.is_inside = False
+            return passing.added(made, self.axes, 1)
+        return passing.summed(made, self.axes)
+
+    def forget(self) -> None:
+        """Forget the shared input of layers by columns whose outputs are whole again."""
+        self._last, self._states = None, []
+
+    def _region_ended(self, module: nn.Module, made: Tensor) -> None:
+        """Forget the shared input, and refuse random numbers drawn for parts: each line would draw its own."""
+        self._last = self._behind = None
+        states, self._states = self._states, []
+        if module in self.unseen and module.training and states:
+            drew = any(not torch.equal(*pair) for pair in zip(states, generator_states(made.device), strict=True))
+            if drew:
+                name = next(one.name for one in self.found if one.module is module)
+                raise ModelError(
+                    f"random numbers are drawn before {name} for this line's part alone, as by a dropout of attention",
+                    expected="draws for whole tensors only, which all lines repeat alike",
+                    fix="set that dropout to 0, or divide the model over another axis",
+                )
+            self.unseen.discard(module)
+
+
+class Gathering:
+    """After a layer by columns: the whole output."""
+
+    __slots__ = ("_exchanges", "parts")
+
+    def __init__(self, exchanges: LayerExchanges, parts: int) -> None:
+        self._exchanges, self.parts = exchanges, parts
+
+    def after(self, module: nn.Module, args: Any, made: Tensor) -> Any:
+        """Return the whole output."""
+        if not self._exchanges.is_on:
+            return None
+        axes = self._exchanges.axes
+        self._exchanges.forget()
+        whole = passing.gathered(made, axes, -1)
+        return whole if self.parts == 1 else _sorted(whole, axes.size(AXIS), self.parts)
+
+
+class RotaryKeys:
+    """After a whole layer: of its last outputs, which go to this line's heads, the gradients of all lines."""
+
+    __slots__ = ("_exchanges", "width")
+
+    def __init__(self, exchanges: LayerExchanges, width: int) -> None:
+        self._exchanges, self.width = exchanges, width
+
+    def after(self, module: nn.Module, args: Any, made: Tensor) -> Any:
+        """Return the outputs; the gradient of the last ones is summed."""
+        if not self._exchanges.is_on or is_traced(made):
+            return None
+        latent, rotary = made[..., : -self.width], made[..., -self.width :]
+        return torch.cat([latent, self._exchanges.copied(rotary)], -1)
+
+
+class Splitting:
+    """Before a layer by rows whose input is whole: the own part of it."""
+
+    __slots__ = ("_exchanges", "parts")
+
+    def __init__(self, exchanges: LayerExchanges, parts: int) -> None:
+        self._exchanges, self.parts = exchanges, parts
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the arguments with the own part of the input."""
+        if not self._exchanges.is_on:
+            return None
+        axes, given = self._exchanges.axes, given_in(args, kwargs)
+        arranged = given if self.parts == 1 else _sorted(given, self.parts, axes.size(AXIS))
+        return replaced_in(args, kwargs, passing.split(arranged, axes, -1))
+
+
+def _sorted(tensor: Tensor, outer: int, inner: int) -> Tensor:
+    """Return the features, in `outer` groups of `inner`, as `inner` groups of `outer`.
+
+    >>> _sorted(torch.tensor([[0, 4, 1, 5]]), 2, 2)
+    tensor([[0, 1, 4, 5]])
+    """
+    return tensor.reshape(*tensor.shape[:-1], outer, inner, -1).transpose(-3, -2).flatten(-3)
+
+
+class Lookup:
+    """Around an embedding of which this line has some rows: tokens of other rows give zeros."""
+
+    __slots__ = ("_apart", "_exchanges", "first", "length")
+
+    def __init__(self, exchanges: LayerExchanges, module: nn.Embedding) -> None:
+        self._exchanges = exchanges
+        self.length = module.num_embeddings // exchanges.axes.size(AXIS)
+        self.first = self.length * exchanges.axes.place(AXIS)
+        self._apart: Tensor | None = None
+
+    def local(self, index: int) -> int | None:
+        """Return the number here of a row of the whole, None if another line has it."""
+        return index - self.first if self.first <= index < self.first + self.length else None
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the arguments with rows as they are numbered here, 0 for those of other lines."""
+        if not self._exchanges.is_on:
+            return None
+        ids = given_in(args, kwargs)
+        if ids.is_cpu and not is_traced(ids) and ids.numel():
+            low, high = (int(one) for one in ids.aminmax())
+            if low < 0 or high >= self.length * self._exchanges.axes.size(AXIS):
+                raise IndexError("index out of range in self")  # as torch says
+        self._apart = (ids < self.first) | (ids >= self.first + self.length)
+        return replaced_in(args, kwargs, (ids - self.first).masked_fill(self._apart, 0))
+
+    def after(self, module: nn.Module, args: Any, made: Tensor) -> Any:
+        """Return the sum of what all lines have looked up."""
+        if not self._exchanges.is_on:
+            return None
+        apart, self._apart = self._apart, None
+        assert apart is not None
+        return passing.summed(made.masked_fill(apart.unsqueeze(-1), 0.0), self._exchanges.axes)
+
+
+def rotary_width(one: Divided) -> int:
+    """Return how many of a latent attention's joint outputs are rotary keys, which all heads share."""
+    for place in (one.parent, getattr(one.parent, "config", None)):
+        width = getattr(place, "qk_rope_head_dim", None)
+        if isinstance(width, int):
+            return width
+    raise ModelError(
+        f"tensor_parallel gives {one.name} the style latent, and {type(one.parent).__name__} has no qk_rope_head_dim",
+        expected="that number: how many of its last outputs go to the heads directly",
+    )
+
+
+def given_in(args: Any, kwargs: Any) -> Tensor:
+    """Return the tensor that a layer is called with."""
+    given: Tensor = args[0] if args else next(iter(kwargs.values()))
+    return given
+
+
+def replaced_in(args: Any, kwargs: Any, given: Tensor) -> Any:
+    """Return a call's arguments with another first tensor."""
+    if args:
+        return (given, *args[1:]), kwargs
+    name = next(iter(kwargs))
+    return args, {**kwargs, name: given}
+
+
+def makes_part(one: Divided) -> bool:
+    """Whether a layer leaves each line a part of its outputs."""
+    return isinstance(one.style, Colwise) and not one.style.gather

@@ -1,0 +1,75 @@
+"""Which divided layers belong together: what layers by columns make is a part, and layers by rows take it.
+
+    attention.query  by columns ─┐                     mlp.up  by columns ─► ?  nothing in mlp takes parts, and
+    attention.out    by rows    ◄┘                     attention.out has its own: mlp.up is refused
+
+A pair is found in the innermost module around both. Only names count: the order of calls is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from drumline.core.errors import ModelError
+from drumline.features.mesh.tensor.divide import Divided
+from drumline.features.mesh.tensor.styles import Colwise, Rowwise
+
+
+def refuse_unpaired(found: Sequence[Divided]) -> None:
+    """Refuse a layer by columns without one by rows behind it, and one by rows without one by columns before it.
+
+    >>> from torch import nn
+    >>> up = Divided("mlp.up", nn.Linear(2, 4), Colwise(), nn.Module())
+    >>> refuse_unpaired([up, Divided("mlp.down", nn.Linear(4, 2), Rowwise(), nn.Module())])
+    >>> refuse_unpaired([up])
+    Traceback (most recent call last):
+    drumline.core.errors.ModelError: tensor_parallel divides mlp.up by columns, and no layer by rows takes its part; ...
+    """
+    every = [one for one in found if _makes_part(one) or _takes_part(one)]
+    # Layers directly in a module go with any inside of it; others only with those that have no partner further inside.
+    open_ones = [one for one in every if not _has_pair(_inside(one.name.rpartition(".")[0], every), one)]
+    for scope in sorted({scope for one in open_ones for scope in _scopes(one.name)}, key=_depth, reverse=True):
+        inside = _inside(scope, open_ones)
+        open_ones = [one for one in open_ones if one not in inside or not _has_pair(inside, one)]
+    for one in open_ones:
+        if _makes_part(one):
+            raise ModelError(
+                f"tensor_parallel divides {one.name} by columns, and no layer by rows takes its part",
+                expected='a "rowwise" layer behind it, which adds the parts up',
+                fix=f'name that layer too, or let all lines get the whole output: {{{one.name!r}: "colwise_gather"}}',
+            )
+        raise ModelError(
+            f"tensor_parallel divides {one.name} by rows, and no layer by columns makes its input in parts",
+            expected='a "colwise" layer before it',
+            fix=f'name that layer too, or let it take its part of a whole input: {{{one.name!r}: "rowwise_split"}}',
+        )
+
+
+def _inside(scope: str, every: Sequence[Divided]) -> list[Divided]:
+    return [one for one in every if scope in _scopes(one.name)]
+
+
+def _has_pair(there: Sequence[Divided], one: Divided) -> bool:
+    return any(_makes_part(other) != _makes_part(one) for other in there)
+
+
+def _makes_part(one: Divided) -> bool:
+    return isinstance(one.style, Colwise) and not one.style.gather
+
+
+def _takes_part(one: Divided) -> bool:
+    return isinstance(one.style, Rowwise) and not one.style.split
+
+
+def _scopes(name: str) -> set[str]:
+    """Return the names of all modules around one.
+
+    >>> sorted(_scopes("a.b.c"))
+    ['', 'a', 'a.b']
+    """
+    parts = name.split(".")
+    return {".".join(parts[:at]) for at in range(len(parts))}
+
+
+def _depth(scope: str) -> int:
+    return len(scope.split(".")) if scope else 0

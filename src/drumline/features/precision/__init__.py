@@ -1,0 +1,1 @@
+"""Low precision: a scaled loss, and float32 copies of parameters."""

@@ -1,0 +1,58 @@
+"""Files that stand in a checkpoint beside the state: a model's configuration, its tokenizer, whatever the user adds.
+
+They are written before the checkpoint appears, so every checkpoint has them. Nothing here reads them back, so that
+they may be changed afterwards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from drumline.core.errors import UsageError
+from drumline.features.saving.folder import INDEX, sync_folder
+from drumline.features.saving.manifest import MANIFEST, write_bytes
+
+Files = Mapping[str, bytes | Path]  # by name, with "/" for folders inside: contents, or where the file lies
+_TENSORS = r"(model|training)-\d+-of-\d+\.safetensors"
+_OURS = re.compile(rf"{re.escape(MANIFEST)}|{re.escape(INDEX)}|{_TENSORS}|(process|failed)-.*")
+
+
+def checked_files(given: Any) -> Files:
+    """Return further files of a checkpoint, contents as bytes; refuse names that lead out of it, or that it has itself.
+
+    >>> checked_files({"notes.txt": "mine"})
+    {'notes.txt': b'mine'}
+    >>> checked_files({"manifest.json": "mine"})
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: files has 'manifest.json', which every checkpoint writes itself; ...
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise UsageError(f"files is {given!r:.80}", expected="contents or paths by name, like {'config.json': path}")
+    found: dict[str, bytes | Path] = {}
+    for name, content in given.items():
+        parts = PurePosixPath(str(name)).parts
+        if not isinstance(name, str) or not parts or name.startswith("/") or "\0" in name or ".." in parts:
+            raise UsageError(f"files has {name!r:.80}", expected="a name inside of the checkpoint, like config.json")
+        if _OURS.fullmatch(parts[0]):
+            raise UsageError(
+                f"files has {name!r}, which every checkpoint writes itself", expected="another name for it"
+            )
+        if not isinstance(content, str | bytes | Path):
+            raise UsageError(f"files has {name!r} as {content!r:.60}", expected="text, bytes, or a Path to copy")
+        found["/".join(parts)] = content.encode() if isinstance(content, str) else content
+    return found
+
+
+def write_files(part: Path, files: Files) -> None:
+    """Write the files into a checkpoint that is being written."""
+    for name, content in files.items():
+        path = part / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(path, content if isinstance(content, bytes) else content.read_bytes())
+        if path.parent != part:
+            sync_folder(path.parent)

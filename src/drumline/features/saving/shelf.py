@@ -1,0 +1,158 @@
+"""What stands in a folder of checkpoints: which are whole, of which line, which one to go on from, and which to remove.
+
+Looking is cheap: a manifest is read once, and files are held against their sizes. What a flipped bit has changed is
+found when a checkpoint is loaded, where every tensor is compared with its checksum. Then training goes on from an
+earlier one, and the changed one no longer counts: it is on a line that was left.
+
+    FOLDER/line.json    the line that was saved last, where the folder holds checkpoints of others too
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drumline.core.errors import RecordError
+from drumline.core.files import Kind, read_object
+from drumline.features.saving.folder import checkpoints, step_of
+from drumline.features.saving.line import Line
+from drumline.features.saving.manifest import MANIFEST, OtherVersion, problem_of_files, read_content, write_json
+
+LAST = "line.json"
+_LINE = Kind("line of checkpoints", RecordError, "a line.json that Drumline wrote")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint; `line` is None where its manifest cannot be read, `problem` says why it is not whole."""
+
+    path: Path
+    step: int
+    line: Line | None
+    problem: str = ""
+    is_foreign: bool = False  # of another version of Drumline
+
+    def is_on(self, line: Line) -> bool:
+        """Whether it led to a line."""
+        return self.line is not None and line.holds(self.line, self.step)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The checkpoints to go on from, in the order to try them, and whole ones that were left."""
+
+    paths: tuple[Path, ...] = ()
+    left: tuple[Path, ...] = ()
+
+
+@dataclass(slots=True)
+class Shelf:
+    """A folder of checkpoints; remembers manifests that have not changed."""
+
+    _known: dict[Path, tuple[tuple[int, ...], Mapping[str, Any]]] = field(default_factory=dict)
+
+    def survey(self, folder: Path) -> list[Found]:
+        """Return the checkpoints of a folder, the largest step first."""
+        paths = checkpoints(folder)
+        self._known = {path: one for path, one in self._known.items() if path in paths}
+        return sorted((self._found(path) for path in paths), key=lambda one: -one.step)
+
+    def _found(self, path: Path) -> Found:
+        try:
+            content = self._content(path)
+            problem = problem_of_files(path, content["files"])
+        except OtherVersion as error:
+            return Found(path, step_of(path), None, str(error), is_foreign=True)
+        except (RecordError, OSError) as error:
+            return Found(path, step_of(path), None, str(error))
+        return Found(path, content["step"], Line.of(content), problem)
+
+    def _content(self, path: Path) -> Mapping[str, Any]:
+        """Return step, line and files of a checkpoint."""
+        with suppress(OSError):
+            found = os.stat(path / MANIFEST)
+            mark = (found.st_ino, found.st_size, found.st_mtime_ns)
+            if (known := self._known.get(path)) is not None and known[0] == mark:
+                return known[1]
+            content = read_content(path)
+            brief: dict[str, Any] = {name: content[name] for name in ("step", "files", "line") if name in content}
+            self._known[path] = mark, brief
+            return brief
+        raise RecordError(f"{path / MANIFEST} is missing")
+
+    def choose(self, folder: Path) -> Choice:
+        """Return which checkpoints of a folder to go on from: of the line that was saved last, the newest first.
+
+        Those whose manifests cannot be read are among them, for whoever loads to say so.
+        """
+        found = self.survey(folder)
+        line = _line_of(folder, found)
+        mine = [one for one in found if one.line is None or one.is_on(line)]
+        left = [one for one in found if one not in mine and not one.problem]
+        return Choice(tuple(one.path for one in mine), tuple(one.path for one in left))
+
+    def newest(self, folder: Path) -> Found | None:
+        """Return the checkpoint to go on from, as far as its size tells."""
+        found = map(self._found, self.choose(folder).paths)
+        return next((one for one in found if not one.problem), None)
+
+    def announce(self, folder: Path, line: Line) -> None:
+        """Write down which line goes on, before a checkpoint of it appears, if there are others to mistake for it."""
+        is_there = (folder / LAST).exists()
+        if is_there and last_line(folder) == line:
+            return
+        if is_there or any(not one.is_on(line) for one in self.survey(folder)):
+            beside = folder / f".{LAST}.part"
+            write_json(beside, {"line": [list(part) for part in line.parts]})
+            os.replace(beside, folder / LAST)
+
+    def surplus(self, folder: Path, written: Path, line: Line, keep: int) -> list[Path]:
+        """Return which checkpoints to remove once another is written, so that `keep` whole ones of its line stay.
+
+        Once these are there, damaged ones go too, and what the run has left. Until then these stay, and checkpoints of
+        other runs always do.
+        """
+        others = [one for one in self.survey(folder) if one.path != written]
+        whole = [one for one in others if one.is_on(line) and not one.problem]
+        gone = whole[keep - 1 :]
+        if len(whole) >= keep - 1:
+            gone += [one for one in others if one not in whole and _is_worthless(one, line)]
+        return [one.path for one in gone]
+
+
+def last_line(folder: Path) -> Line | None:
+    """Return the line that a folder names, if it names one."""
+    with suppress(RecordError, TypeError, ValueError, KeyError):
+        parts = read_object(folder / LAST, _LINE)["line"]
+        found = Line(tuple((str(name), None if until is None else int(until)) for name, until in parts))
+        return found if found.is_open else None
+    return None
+
+
+def _line_of(folder: Path, found: Sequence[Found]) -> Line:
+    """Return the line to go on from: the one that the folder names, else the one that no other checkpoint has left."""
+    named = last_line(folder)
+    if named is not None and any(one.is_on(named) or one.line is None for one in found):
+        return named
+    lines = [one.line for one in found if one.line is not None]
+    for one in found:  # the largest step first
+        if one.line is not None and not any(_leaves(line, one) for line in lines):
+            return one.line
+    return Line()
+
+
+def _leaves(line: Line, one: Found) -> bool:
+    """Whether a line has left another before a checkpoint of that."""
+    assert one.line is not None
+    return any(name == one.line.parts[-1][0] for name, _ in line.parts) and not one.is_on(line)
+
+
+def _is_worthless(one: Found, line: Line) -> bool:
+    """Whether nothing is lost with a checkpoint: no one can read it, or the run has left it or found it damaged."""
+    if one.line is None:
+        return not one.is_foreign
+    return line.is_kin(one.line)

@@ -1,0 +1,295 @@
+"""A pipeline without a flush: its optimizers step inside of `pipe.step`, and steps follow each other without a gap.
+
+    pipe.step     all forwards of the batch; backwards and updates of this batch and those before, as the rows say
+    pause         before evaluations and checkpoints: backwards in flight run, updates stay where they are in the rows
+    drain         backwards in flight run, and all updates that are due are made; the stream begins again
+
+An update uses the optimizers' settings, such as learning rates, of the step whose gradients it takes, as they were when
+that step was called. A checkpoint keeps the gradients of updates that are due, so that a run goes on from it exactly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drumline.core.errors import ModelError, RunError, UsageError, counted
+from drumline.engine.program.programs import Programs
+from drumline.engine.stages.engine import Engine
+from drumline.engine.updates.optimizer_state import plain
+from drumline.engine.updates.updates import Updates
+from drumline.features.stream.executor import Group, StreamExecutor
+from drumline.features.stream.rows import StreamRows
+from drumline.runtime.gradients import clip
+from drumline.runtime.step import Step
+
+Move = Callable[[list[nn.Parameter]], None]
+Settings = list[list[dict[str, Any]]]  # of every optimizer's groups
+
+
+class Stream:
+    """What a pipeline without a flush does beyond running steps; the optimizers as its executors see them.
+
+    It `is_synchronous` if an update comes at the same place in the rows of all ranks.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        updates: Updates,
+        programs: Programs,
+        rows: StreamRows,
+        *,
+        check_finite: bool,
+        is_synchronous: bool,
+    ) -> None:
+        self._engine, self._updates, self._programs = engine, updates, programs
+        self.rows = rows
+        self.executors = [one for one in engine.executors if isinstance(one, StreamExecutor)]
+        self.is_broken = False  # whether a step failed, so that nothing fits together any more
+        self.max_norm: float | None = None  # largest norm of all gradients in an update
+        updates.streams = True
+        for one in self.executors:
+            one.attach(rows, self, check_finite=check_finite, together=is_synchronous)
+        self._is_synchronous = is_synchronous
+        self.skipped: dict[int, str] = {}  # steps of which an update was left out, and the ranks with a NaN, by name
+
+    @property
+    def name(self) -> str:
+        """The schedule's name."""
+        return self.rows.name
+
+    @property
+    def num_ahead(self) -> int:
+        """How many steps a rank may be ahead of another one."""
+        return self.rows.num_back
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is in flight and no update is due; the same on all ranks after the same calls."""
+        return self.executors[0].position == 0
+
+    @contextmanager
+    def running(self, step: Step) -> Iterator[None]:
+        """Prepare a step, and remember if it fails."""
+        self._check()
+        if not self._updates.optimizers():
+            raise RunError(
+                f"{self.name} steps optimizers inside pipe.step, and there is none",
+                fix="create one with pipe.optimizer(torch.optim.AdamW, ...) before the first step",
+            )
+        if step.share != 1.0:
+            raise UsageError(
+                f"share is {step.share}", expected=f"1: with {self.name}, every step makes its own updates"
+            )
+        first = self.executors[0]
+        step.program = self._programs.added(self.rows.program(first.position, first.since))
+        self.is_broken = True
+        yield
+        self._ran()
+
+    def pause(self) -> None:
+        """Run the backwards in flight, so that the ranks may do something else; all ranks call it alike."""
+        self._between("pause")
+
+    def drain(self) -> None:
+        """Run the backwards in flight, and make all updates that are due; all ranks call it alike."""
+        self._between("drain")
+
+    def _between(self, what: str) -> None:
+        if self.is_empty:
+            return
+        self._check()
+        self.is_broken = True
+        self._engine.between(what)
+        self._ran()
+
+    def _ran(self) -> None:
+        self.is_broken = False
+        called = self._updates.holdings.crew.called
+        for one in self.executors:  # all say the same
+            self.skipped |= {number: called.listed(ranks) for number, ranks in one.verdicts.found()}
+
+    def _check(self) -> None:
+        if self.is_broken:
+            raise RunError("a step failed, and the steps in flight with it", fix="load a checkpoint: pipe.load(folder)")
+
+    def need_drained(self, what: str) -> None:
+        """Refuse something that needs finished weights."""
+        if not self.is_empty:
+            raise RunError(
+                f"{what} was called while updates are due: {self.name} has no flush",
+                fix="call pipe.drain() on every rank first",
+            )
+
+    # ---- optimizers --------------------------------------------------------------------------------------------------
+
+    def clip_to(self, max_norm: float | None) -> None:
+        """Clip the gradients of every update, those of all optimizers together."""
+        if max_norm is None:
+            return
+        clip.check(max_norm, 2.0)
+        if self.max_norm not in (None, float(max_norm)) or not self.is_empty:
+            raise UsageError(
+                f"max_norm is {max_norm}, and {self.max_norm} before",
+                expected="the same for all optimizers, before the first step",
+            )
+        if not self._is_synchronous:
+            raise UsageError(
+                f"max_norm is {max_norm}, and {self.name} makes an update at different times on different ranks",
+                expected="an update at the same place in all rows, so that ranks can add up their norms",
+                fix="pass vertical_sync=True to Pipeline",
+            )
+        self.max_norm = float(max_norm)
+
+    def norms(self, rank: int) -> dict[str, float]:
+        """Return the norms of the gradients that a rank's own parameters have now, by name."""
+        executor = next(one for one in self.executors if one.rank == rank)
+        named = self._updates.holdings.named_on(executor, at_home=True)
+        norms = clip.norms_of([one for _, one in named], 2.0)
+        return {name: norm for (name, _), norm in zip(named, norms, strict=True) if norm is not None}
+
+    def total(self, norms: list[dict[str, float]]) -> Tensor:
+        """Return the norm of all gradients, given those of every rank's own."""
+        return self._engine.total_norm(norms, 2.0)
+
+    def clip(self, norm: Tensor, parameters: list[nn.Parameter]) -> None:
+        """Scale the gradients of these parameters, given the norm of all ranks' gradients."""
+        assert self.max_norm is not None
+        clip.scale(parameters, norm, self.max_norm)
+
+    def settings(self) -> Settings:
+        """Return what the optimizers' groups say now."""
+        return [
+            [{key: _kept(value) for key, value in group.items() if key != "params"} for group in one.param_groups]
+            for one in self._updates.optimizers()
+        ]
+
+    def update(self, parameters: list[nn.Parameter], settings: Settings, move: Move) -> None:
+        """Update these parameters alone, by such settings; `move` gives them new memory where that is needed."""
+        updates, chosen = self._updates, set(parameters)
+        # Other ranks of this process have gradients that are not complete.
+        others = [(one, one.grad) for one in updates.holdings.parameters() if one not in chosen]
+        for one, _ in others:
+            one.grad = None
+        optimizers = updates.optimizers()
+        with updates.inside(parameters, move), with_settings(optimizers, settings):
+            for optimizer in optimizers:
+                optimizer.step()
+        for one, gradient in others:
+            one.grad = gradient
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def due(self, named: Mapping[str, nn.Parameter]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+        """Return the gradients of updates that are due, by name, and for each rank what is no tensor about them."""
+        names = {one: name for name, one in named.items()}
+        tensors: dict[str, Tensor] = {}
+        listed = []
+        for rank in self.executors:
+            groups = []
+            for place, group in sorted(rank.pending.items()):
+                for one, gradient in group.gradients.items():
+                    tensors[f"{_head(rank.rank, place)}/{names[one]}/gradient"] = gradient
+                is_finite = {} if group.is_finite else {"finite": False}
+                groups.append({"at": list(place), "settings": _as_json(group.settings), **is_finite})
+            versions = [one.number for one in rank.versions.values()]
+            listed.append({"rank": rank.rank, "versions": versions, "groups": groups})
+        return tensors, listed
+
+    def described(self) -> dict[str, Any]:
+        """Return where the stream is, the same on all ranks."""
+        return {**self._counts(), "position": self.executors[0].position}
+
+    def _counts(self) -> dict[str, Any]:
+        program = self._engine.assembly.program
+        rows = hashlib.blake2b(repr(self.rows.slices).encode(), digest_size=8).hexdigest()
+        counts = {"num_ranks": program.num_ranks, "num_microbatches": self.rows.num_microbatches}
+        return {"schedule": self.name, **counts, "rows": rows}
+
+    def goes_on(self, stored: Mapping[str, Any]) -> bool:
+        """Whether a stream that was stored goes on here: it has the same rows."""
+        return self._counts() == {key: value for key, value in stored.items() if key != "position"}
+
+    def take(
+        self,
+        stored: Mapping[str, Any],
+        due: Sequence[Mapping[str, Any]],
+        tensors: Mapping[str, Tensor],
+        named: Mapping[str, nn.Parameter],
+    ) -> None:
+        """Go on from where a stream was."""
+        by_rank = {one["rank"]: one for one in due}
+        for rank in self.executors:
+            rank.go_on(int(stored["position"]))
+            for versions, number in zip(rank.versions.values(), by_rank[rank.rank]["versions"], strict=True):
+                versions.number = number
+            for group in by_rank[rank.rank]["groups"]:
+                position, microbatch = group["at"]
+                head = f"{_head(rank.rank, (position, microbatch))}/"
+                found = {
+                    named[name.removeprefix(head).rpartition("/")[0]]: one.clone()
+                    for name, one in tensors.items()
+                    if name.startswith(head)
+                }
+                settings = [[_restored(one) for one in each] for each in group["settings"]]
+                is_finite = group.get("finite", True)
+                rank.pending[position, microbatch] = Group(found, settings, is_summed=True, is_finite=is_finite)
+
+    def restart(self) -> None:
+        """Forget all that is in flight and due."""
+        self.is_broken = False
+        for one in self.executors:
+            one.restart()
+
+
+def check_goes_on(stored: Mapping[str, Any], stream: Stream | None) -> None:
+    """Refuse a checkpoint with updates that are due, unless its schedule goes on here."""
+    if stream is None or not stream.goes_on(stored):
+        raise ModelError(
+            f"the checkpoint has updates of {stored['schedule']} that are due, with"
+            f" {counted(stored['num_ranks'], 'rank')} and {counted(stored['num_microbatches'], 'microbatch')}",
+            expected="the same schedule, ranks and microbatches here",
+            fix="go on as it was saved, or call pipe.drain() before pipe.save; optimizers=False loads the model alone",
+        )
+
+
+def _head(rank: int, place: tuple[int, int]) -> str:
+    return f"due.{rank}.{place[0]}.{place[1]}"
+
+
+def _as_json(settings: Settings) -> list[list[dict[str, Any]]]:
+    return [[{key: plain(one, key) for key, one in group.items()} for group in each] for each in settings]
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _restored(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group's settings as torch has them: pairs are tuples."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
+
+
+@contextmanager
+def with_settings(optimizers: Sequence[Optimizer], settings: Settings) -> Iterator[None]:
+    """Let optimizers have other settings inside."""
+    groups = [group for one in optimizers for group in one.param_groups]
+    own = [dict(group) for group in groups]
+    for group, other in zip(groups, (one for each in settings for one in each), strict=True):
+        for key, value in other.items():
+            if isinstance(group.get(key), Tensor):
+                group[key] = torch.as_tensor(value).to(group[key])
+            else:
+                group[key] = value
+    try:
+        yield
+    finally:
+        for group, before in zip(groups, own, strict=True):
+            group.update(before)
