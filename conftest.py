@@ -22,10 +22,12 @@ SEARCHES = ("drumline.plan.search.run", "drumline.plan.search.search", "drumline
 ACCELERATORS = Accelerators()
 
 TORCH_HALF = (
-    "model", "channel", "runtime", "profile", "pipeline", "train", "serve", "served", "mesh", "peers", "zoo", "faults"
+    "model", "channel", "runtime", "profile", "engine", "features", "pipeline", "verification", "train", "serve",
+    "served", "mesh", "peers", "zoo", "faults",
 )  # fmt: skip
 IMPORTS_TORCH = re.compile(
-    r"^(?:from|import) (?:torch|transformers|drumline\.(?:model|channel|runtime|profile|pipeline|train|serve))"
+    r"^(?:from|import) (?:torch|transformers"
+    r"|drumline\.(?:model|channel|runtime|profile|engine|features|pipeline|verification|train|serve))"
     r"|^\w.*\b(?:importorskip|needed)\(",
     re.MULTILINE,
 )

@@ -133,8 +133,8 @@ PIPELINE = (
     ),
     Bug(
         "earlier-gradients-unscaled",
-        "Updates.begin",
-        "self._multiply(self.scaler.scale)",
+        "Scaling.begin",
+        "self._multiply(step.scale)",
         "self._multiply(1.0)",
         "Gradients of an earlier step are divided by the scale a second time.",
     ),

@@ -58,26 +58,32 @@ OF_FOLDER = {
         "tests/pipeline/test_captured.py",
         "tests/pipeline/test_transports.py",
     ),
-    "pipeline": (
-        "tests/pipeline/test_pipeline.py",
-        "tests/pipeline/test_parity.py",
-        "tests/pipeline/test_recording.py",
-        "tests/pipeline/test_precision.py",
-        "tests/pipeline/test_tied.py",
-        "tests/pipeline/test_frozen.py",
-        "tests/channel/test_by_value.py",
-        "tests/channel/test_launch.py",
-        "tests/pipeline/test_transports.py",
+    **dict.fromkeys(
+        ("engine", "features", "pipeline", "verification"),
+        (
+            "tests/pipeline/test_pipeline.py",
+            "tests/pipeline/test_parity.py",
+            "tests/pipeline/test_recording.py",
+            "tests/pipeline/test_precision.py",
+            "tests/pipeline/test_tied.py",
+            "tests/pipeline/test_frozen.py",
+            "tests/channel/test_by_value.py",
+            "tests/channel/test_launch.py",
+            "tests/pipeline/test_transports.py",
+        ),
     ),
 }
 
 # What plain cases do not show, for any file of a folder: briefly tested, so tried early.
 UNEQUAL = {
     "core": ("tests/core/test_copies_and_updates.py", "tests/core/test_unequal_costs.py"),
-    "pipeline": (
-        "tests/pipeline/test_refused_updates.py",
-        "tests/pipeline/test_shares.py",
-        "tests/pipeline/test_metrics.py",
+    **dict.fromkeys(
+        ("engine", "features", "pipeline", "verification"),
+        (
+            "tests/pipeline/test_refused_updates.py",
+            "tests/pipeline/test_shares.py",
+            "tests/pipeline/test_metrics.py",
+        ),
     ),
     "plan": ("tests/plan/test_bounds.py", "tests/plan/test_counted_once.py", "tests/plan/test_cluster_shares.py"),
     "model": ("tests/model/test_randomness.py", "tests/model/test_watch.py", "tests/channel/test_messages.py"),

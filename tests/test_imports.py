@@ -61,7 +61,15 @@ def run(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-NEED_TORCH = ("pipeline", "runtime", "model", "channel")  # the layers that public names needing torch come from
+NEED_TORCH = (
+    "channel",
+    "engine",
+    "features",
+    "model",
+    "pipeline",
+    "runtime",
+    "verification",
+)  # the layers that public names needing torch come from
 
 
 def test_the_pure_half_works_with_torch_made_unimportable() -> None:

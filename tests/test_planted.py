@@ -33,7 +33,7 @@ def test_bugs_are_many_everywhere_and_told_apart() -> None:
     assert len({bug.name for bug in BUGS}) == len(BUGS) >= 100
     assert len({(bug.at, bug.old, bug.new) for bug in BUGS}) == len(BUGS)
     folders = Counter(bug.folder for bug in BUGS)
-    assert min(folders[one] for one in ("core", "schedules", "model", "runtime", "pipeline", "plan")) >= 15
+    assert min(folders[one] for one in ("core", "schedules", "model", "runtime", "engine", "features", "plan")) >= 15
 
 
 def test_a_text_that_is_gone_is_named() -> None:
