@@ -253,7 +253,7 @@ PIPELINE = (
     Bug(
         "moved-as-it-was",
         "Mover._moved",
-        "        run.holdings.follow()  # what the user changed since the last step moves too\n",
+        "        site.holdings.follow()  # what the user changed since the last step moves too\n",
         "",
         "A block that moves has the mode of the last step, not the one that the user set since.",
     ),

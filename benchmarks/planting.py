@@ -126,7 +126,7 @@ OF_FILE = {
     "engine/model/blocks.py": ("tests/pipeline/test_pipeline.py",),
     "pipeline/building.py": ("tests/pipeline/test_captured.py",),
     "engine/state/tensors.py": ("tests/pipeline/test_tied.py",),
-    "pipeline/moving": ("tests/pipeline/test_moving.py",),
+    "features/moving": ("tests/pipeline/test_moving.py",),
     "engine/updates/guard.py": ("tests/model/test_patches.py", "tests/pipeline/test_pipeline.py"),
     "features/precision/masters.py": ("tests/pipeline/test_precision.py",),
     "engine/updates/updates.py": (

@@ -23,16 +23,16 @@ from drumline.engine.unsplit.parts import Parts
 from drumline.features.capture.engine import CapturingEngine
 from drumline.features.check.model_check import ModelCheck
 from drumline.features.mesh.attach.checked import LineParts
+from drumline.features.mesh.attach.dividing import Dividing
 from drumline.features.mesh.context import whole_context
 from drumline.features.mesh.reduce import reducer_for
 from drumline.features.stream.executor import StreamExecutor
+from drumline.features.stream.options import check_ties
 from drumline.model.block import Block
 from drumline.model.randomness import Randomness
 from drumline.model.weights.tied import Ties
 from drumline.pipeline.cutting import Cut
-from drumline.pipeline.dividing import Dividing
 from drumline.pipeline.setting import Setting
-from drumline.pipeline.streaming import check_ties
 from drumline.runtime.backward.compiled import compiler_for
 from drumline.runtime.execute.executor import Executor
 
@@ -61,7 +61,7 @@ class Built:
 def build(setting: Setting, cut: Cut) -> Built:
     """Return the engine with its programs, after the check has seen the layers that a mesh divides whole."""
     given, stages = setting.options, cut.stages
-    dividing = Dividing(given, setting.axes, setting.program, setting.held, setting.device, setting.agree)
+    dividing = Dividing(given, given.model, setting.axes, setting.program, setting.held, setting.device, setting.agree)
     tensors = dividing.tensors(stages)
     frozen = Frozen(setting.program, stages, dividing.completing(tensors))
     assembled = _assembled(setting, frozen.program, cut).named()
@@ -69,12 +69,14 @@ def build(setting: Setting, cut: Cut) -> Built:
     # Tensors that several ranks hold get the values of the rank that owns them.
     values = {name: one for name, one in cut.values.items() if name not in copied}
     experts = dividing.experts(stages)
+    if experts is not None:
+        setting.agree({"weigh": given.weigh})  # by which lines decide alike whether pairs run in turns
     has_parts = setting.axes.size("tp", "ep", "cp") > 1
     parts = LineParts(setting.axes, tensors, experts) if has_parts else Parts(setting.axes)
     check = _check(setting, cut, values, parts)
     dividing.divide(stages, tensors, experts)
     if setting.program.num_updates:
-        check_ties(assembled.ties, given, alone=setting.crew.alone)
+        check_ties(assembled.ties, setting.schedule, given, alone=setting.crew.alone)
     engine = _engine(setting, assembled)
     if tensors is not None:
         engine.explaining = tensors.exchanges.explaining

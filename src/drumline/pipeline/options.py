@@ -11,19 +11,22 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from drumline.adapt.settings import KEEP, Adapt
-from drumline.channel.lines import grid as meshes
 from drumline.core.errors import ModelError, UsageError, counted
 from drumline.core.program import Program
 from drumline.engine.model import splits
+from drumline.engine.options import COUNT, SWITCH, Accepted, is_whole, option
 from drumline.engine.program import programs
 from drumline.engine.ranks import transports
 from drumline.engine.stages.assembly import Checkpointing
-from drumline.features.check.sentinels import When, is_when
-from drumline.features.mesh import sequences
-from drumline.features.mesh.tensor import styles
+from drumline.features.adapt.options import AdaptOptions
+from drumline.features.capture.options import CaptureOptions
+from drumline.features.check.options import CheckOptions
+from drumline.features.lengths.options import LengthOptions
+from drumline.features.mesh.attach.options import MeshOptions
+from drumline.features.precision.options import PrecisionOptions
+from drumline.features.record.options import RecordOptions
+from drumline.features.stream.options import StreamOptions
 from drumline.model.block import Model
 from drumline.model.weights.files import Weights
 from drumline.plan.device.plan import Plan
@@ -39,62 +42,41 @@ Given = TypeVar("Given")
 _DECIDED = ("schedule", "num_microbatches", "stages_per_rank", "balance", "cuts")
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_count(value: Any) -> bool:
-    return _is_whole(value) and value >= 1
-
-
-_NOT_COMPILED = {
-    "cp": "compiled attention would see a part of the sequence only",
-    "ep": "exchanges of tokens are not part of compiled code",
-    "tp": "exchanges inside divided layers are not part of compiled code",
-}
-# The accepted values of each option, and how errors describe them.
-_COUNT = "an integer of at least 1"
+# The accepted values of options, and how errors describe them.
 _YEAR = 31_536_000  # clocks of operating systems overflow far above
-_COUNTS = ("num_microbatches", "num_ranks", "stages_per_rank")
-_SWITCHES = (
-    "master_weights", "check_finite", "merge_weight_gradients", "capture", "weigh", "arrange",
-    "continue_record", "sequence_parallel", "vertical_sync",
-)  # fmt: skip
-_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(_COUNTS, (lambda one: one is None or _is_count(one), _COUNT)),
-    "ahead": (_is_count, _COUNT),
-    "seed": (_is_whole, "an integer"),
-    "timeout": (
-        lambda one: (_is_whole(one) or isinstance(one, float)) and 0 < one <= _YEAR,
-        f"a positive number of seconds, at most {_YEAR} (a year)",
-    ),
-    **dict.fromkeys(_SWITCHES, (lambda one: isinstance(one, bool), "True or False")),
-    "check_model": (is_when, 'True, False, "first", or a number of steps between two checks'),
-    "schedule": (lambda one: isinstance(one, str | Path | Program), "a schedule name, a Program, or a CSV file"),
-    "record": (lambda one: isinstance(one, bool | str | Path) and one != "", "True, False, or a folder for the run"),
-    "zero": (
-        lambda one: all(
-            _is_whole(each) and each in (0, 1, 3) for each in (one.values() if isinstance(one, Mapping) else [one])
-        ),
-        "0 (nothing is divided), 1 (optimizer state) or 3 (parameters and gradients too), or a dict of these by stage",
-    ),
-    "interface": (lambda one: isinstance(one, str), "the name of a network interface, or an address"),
-    "unused": (lambda one: one in ("warn", "raise", "ignore"), '"warn", "raise" or "ignore"'),
-}
+_MAYBE_COUNT = Accepted(lambda one: one is None or COUNT.is_right(one), COUNT.expected)
+_INTEGER = Accepted(is_whole, "an integer")
+_SECONDS = Accepted(
+    lambda one: (is_whole(one) or isinstance(one, float)) and 0 < one <= _YEAR,
+    f"a positive number of seconds, at most {_YEAR} (a year)",
+)
+_SCHEDULE = Accepted(
+    lambda one: one is None or isinstance(one, str | Path | Program), "a schedule name, a Program, or a CSV file"
+)
+_INTERFACE = Accepted(lambda one: isinstance(one, str), "the name of a network interface, or an address")
+_UNUSED = Accepted(lambda one: one in ("warn", "raise", "ignore"), '"warn", "raise" or "ignore"')
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of a pipeline; `Pipeline` documents each."""
+@dataclass(frozen=True)
+class Options(
+    MeshOptions,
+    PrecisionOptions,
+    CaptureOptions,
+    RecordOptions,
+    CheckOptions,
+    AdaptOptions,
+    LengthOptions,
+    StreamOptions,
+):
+    """The options of a pipeline, and of the features that are attached to it; `Pipeline` documents each."""
 
     model: Model
     _: KW_ONLY
     loss_fn: Callable[..., Tensor] | None = None
-    schedule: str | Path | Program | None = None
-    num_microbatches: int | None = None
-    num_ranks: int | None = None
-    stages_per_rank: int | None = None
-    vertical_sync: bool = False
+    schedule: str | Path | Program | None = option(None, _SCHEDULE)
+    num_microbatches: int | None = option(None, _MAYBE_COUNT)
+    num_ranks: int | None = option(None, _MAYBE_COUNT)
+    stages_per_rank: int | None = option(None, _MAYBE_COUNT)
     balance: Sequence[int] | str | None = None
     cuts: Sequence[str] | None = None
     plan: Plan | Planned | str | Path | None = None
@@ -104,30 +86,18 @@ class Options:
     checkpoint: Checkpointing = "none"
     loss_weight: Callable[[Any], float | Tensor] | None = None
     split: Split | None = None
-    unused: str = "warn"
+    unused: str = option("warn", _UNUSED)
     transport: str = "auto"
-    interface: str = ""
+    interface: str = option("", _INTERFACE)
     device: torch.device | str | None = None
-    seed: int = 0
-    precision: str = "fp32"
-    master_weights: bool = False
-    check_finite: bool = True
-    check_model: When = True
-    merge_weight_gradients: bool = False
-    timeout: float = 300.0
-    ahead: int = 2
-    capture: bool = False
-    weigh: bool = False
+    seed: int = option(0, _INTEGER)
+    check_finite: bool = option(True, SWITCH)
+    merge_weight_gradients: bool = option(False, SWITCH)
+    timeout: float = option(300.0, _SECONDS)
+    ahead: int = option(2, COUNT)
+    weigh: bool = option(False, SWITCH)
     compile: Compile = False
-    record: bool | str | Path = True
-    continue_record: bool = False
     programs: Mapping[str, Program | str | Path | int] | None = None
-    arrange: bool = False
-    mesh: Mapping[str, int] | DeviceMesh | None = None
-    zero: int | Mapping[int, int] = 0
-    tensor_parallel: Mapping[str, Any] | None = None
-    sequence_parallel: bool = False
-    adapt: bool | Mapping[str, Any] | Adapt = False
 
     def decided(self) -> Options:
         """Return the options with the plan's decisions applied and every value checked.
@@ -145,22 +115,13 @@ class Options:
         return options
 
     def _check(self) -> None:
-        """Refuse values of the wrong type or range, by name."""
-        for name, (is_right, expected) in _KINDS.items():
-            if not is_right(value := getattr(self, name)):
-                raise UsageError(f"{name} is {value!r:.80}", expected=expected)
-        if self.schedule == "auto":
-            self._check_auto()
-        self._check_adapt()
-        if self.arrange and self.capture:
-            raise UsageError(
-                "arrange is True and capture is True", expected="one of the two: captured steps stay as they are"
-            )
+        """Refuse values of the wrong type or range, by name, and what does not go together."""
+        self.check_values()
         splits.check(self.split)
         programs.check(self.programs)
         device_named(self.device)
         transports.check(self.transport)
-        self._check_mesh({} if self.mesh is None else meshes.described(self.mesh)[0])
+        self.check_together(self.settings())
         if isinstance(self.model, nn.Module) and any(map(_is_divided, self.model.parameters())):
             raise ModelError(
                 "the model's parameters are DTensors: fully_shard or parallelize_module has divided them",
@@ -172,62 +133,6 @@ class Options:
                 "the model is already compiled by torch.compile",
                 expected="the original model: Drumline compiles each stage separately",
                 fix="pass the original model and compile=True",
-            )
-
-    def _check_mesh(self, sizes: Mapping[str, int]) -> None:
-        """Refuse what does not go together with several lines."""
-        if self.zero and sizes.get("dp", 1) == 1:
-            raise UsageError(
-                f"zero is {self.zero}, and the mesh has no dp",
-                expected="data-parallel lines that can divide state",
-                fix='pass mesh={"pp": ..., "dp": ...}, or zero=0',
-            )
-        if sizes.get("cp", 1) > 1:
-            sequences.positions_of(self.model)
-        if self.capture and any(size > 1 for axis, size in sizes.items() if axis != "pp"):
-            raise UsageError(
-                f"capture is True and the mesh is {meshes.shown(sizes)}",
-                expected="one line: the exchanges between lines are not part of CUDA graphs",
-                fix="use capture=False",
-            )
-        for axis, why in _NOT_COMPILED.items():
-            if self.compile and sizes.get(axis, 1) > 1:
-                raise UsageError(
-                    f"compile is {self.compile!r:.40} and the mesh is {meshes.shown(sizes)}",
-                    expected=f"compile=False with {axis}: {why}",
-                )
-        if sizes.get("tp", 1) > 1:
-            styles.Plan.of(self.tensor_parallel, self.model)
-        elif self.sequence_parallel:
-            raise UsageError(
-                "sequence_parallel is True, and the mesh has no tp",
-                expected="tensor-parallel lines, which divide the tokens between their layers",
-                fix='pass mesh={"pp": ..., "tp": ...}, or sequence_parallel=False',
-            )
-
-    def _check_auto(self) -> None:
-        """Refuse to search if nothing is measured, or if steps may name programs."""
-        if self.programs:
-            raise UsageError("programs are named and schedule is 'auto'", expected="only one of them")
-        if self.record is False:
-            raise UsageError("record is False and schedule is 'auto'", expected="record=True, to measure steps")
-
-    @property
-    def moves_layers(self) -> bool:
-        """Whether layers may move between ranks while training goes on."""
-        adapt = Adapt.of(self.adapt)
-        return adapt is not None and adapt.rebalance != KEEP
-
-    def _check_adapt(self) -> None:
-        """Refuse to adapt if nothing is measured."""
-        if Adapt.of(self.adapt) is None:
-            return
-        if self.record is False:
-            raise UsageError("record is False and adapt is set", expected="record=True, to measure steps")
-        if self.capture:
-            raise UsageError(
-                "capture is True and adapt is set",
-                expected="one of the two: the actions of a captured step have no times",
             )
 
     def decided_plan(self) -> Plan | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -16,17 +17,20 @@ from drumline.channel.lines.grid import AXES
 from drumline.core.errors import DrumlineError, RunError, UsageError, counted
 from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
+from drumline.engine.state.keeper import Keeper
 from drumline.engine.state.names import matching
 from drumline.features.adapt.auto_schedule import Searched
 from drumline.features.check.verdict import Checked
 from drumline.features.lengths.arrange import SearchedSizes
+from drumline.features.moving.mover import Mover
 from drumline.features.precision.scaler import LossScaler
 from drumline.features.saving.loader import Loaded
 from drumline.features.saving.saver import Saving
+from drumline.features.saving.state import State
+from drumline.features.stream.keeper import StreamKeeper
 from drumline.features.validated.validated import Verdict, refusal
 from drumline.features.validated.validated import check as validated_after
-from drumline.pipeline.checkpoints import State
-from drumline.pipeline.moving.mover import Mover
+from drumline.pipeline.compatibility import refuse_move
 from drumline.pipeline.options import Options, made_with
 from drumline.pipeline.setup import set_up
 from drumline.pipeline.steps.result import CalledWith, StepResult, output_of
@@ -112,8 +116,9 @@ class Pipeline:
         self._run = set_up(options.decided())
         self.device, self.balance = self._run.intake.device, self._run.balance
         self._crew, self._engine, self._ledger = self._run.crew, self._run.engine, self._run.ledger
-        self._state = State(self._run)
-        self._mover = Mover(self._run)
+        keepers = [one for one in self._run.observers.each if isinstance(one, Keeper)]
+        self._state = State(self._run, [StreamKeeper(self._run.stream, self._run.pause), *keepers])
+        self._mover = Mover(self._run, partial(refuse_move, self._run))
         self._recording, self._holdings, self._updates = self._run.recording, self._run.holdings, self._run.updates
 
     @property

@@ -36,6 +36,12 @@ class Setting:
         return sorted({at for channel in self.crew.channels for at in placement.stages_of(channel.rank)})
 
     @property
+    def schedule(self) -> str:
+        """The name of the schedule, which one without a flush has."""
+        assert isinstance(self.options.schedule, str)
+        return self.options.schedule
+
+    @property
     def record(self) -> bool | str | Path:
         """What to record here; line 0 writes the folder of a run, and the others keep their last step."""
         given = self.options.record

@@ -40,6 +40,7 @@ from drumline.features.precision.masters import Masters
 from drumline.features.precision.scaler import LossScaler
 from drumline.features.precision.scaling import Scaling
 from drumline.features.record.recording import Recording
+from drumline.features.stream.options import check_options, is_synchronous, rows_of
 from drumline.features.stream.stream import Stream
 from drumline.features.validated.kept import KeptBuffers
 from drumline.features.validated.validated import Validation
@@ -50,7 +51,6 @@ from drumline.pipeline.options import Options, device_named
 from drumline.pipeline.setting import Setting
 from drumline.pipeline.steps.program_choice import ProgramChoice
 from drumline.pipeline.steps.step import StepRun
-from drumline.pipeline.streaming import check_options, is_synchronous, rows_of
 from drumline.runtime.clocks import clock_for
 
 
@@ -74,7 +74,7 @@ def set_up(options: Options) -> StepRun:
             vertical_sync=options.vertical_sync,
         )
         if program.num_updates:
-            check_options(options, program)
+            check_options(options.settings(), program)
     except DrumlineError as error:
         program = error  # connect even with a wrong schedule, so that the others learn of it
     crew = Crew.gathered(
@@ -141,8 +141,8 @@ def _made(setting: Setting) -> StepRun:
         check,
     ]
     return StepRun(
-        crew, held.ledger, cut.intake, built.frozen, engine, held.holdings, held.updates, recording, watched,
-        followed, check, Observers(observers), choice, cut.balance, given.check_finite, built.programs, arranging,
+        crew, held.ledger, cut.intake, built.frozen, built.programs, engine, held.holdings, held.updates, recording,
+        Observers(observers), watched, followed, check, choice, cut.balance, given.check_finite, arranging,
         cut.positions, held.stream, held.validation, held.scaler,
     )  # fmt: skip
 
@@ -165,8 +165,8 @@ def _held_by(setting: Setting, built: Built, cut: Cut) -> _Held:
     updates = Updates(cut.numbers, holdings, recording, built.check, validation, scaler, masters)
     stream = None
     if setting.program.num_updates:
-        rows = rows_of(given, setting.program, built.frozen.pruned_too)
-        how = {"check_finite": given.check_finite, "is_synchronous": is_synchronous(given)}
+        rows = rows_of(setting.schedule, given, setting.program, built.frozen.pruned_too)
+        how = {"check_finite": given.check_finite, "is_synchronous": is_synchronous(setting.schedule, given)}
         stream = Stream(engine, updates, built.programs, rows, **how)
         recording.notes_late = 1 + stream.num_ahead
     cut.intake.precise = any(one.dtype is torch.float64 for one in holdings.parameters())

@@ -35,5 +35,11 @@ class Journal(Protocol):
     def decided(self, step: int, line: Mapping[str, Any]) -> None:
         """Note a decision about the steps from here on."""
 
+    def flush(self) -> None:
+        """Have what was noted so far outlive this process."""
+
+    def rewind(self) -> None:
+        """Forget what was noted about steps that will run again."""
+
     def note(self, of_step: int | None = None, /, **metrics: Any) -> None:
         """Add metrics to a training step, the last one unless its number is given."""

@@ -22,6 +22,7 @@ from drumline.engine.ranks.crew import Crew
 from drumline.engine.ranks.observer import Observer
 from drumline.engine.stages.engine import Engine
 from drumline.engine.stages.intake import Intake
+from drumline.engine.state.keeper import Keeper
 from drumline.engine.state.tensors import Holdings
 from drumline.engine.unsplit.parts import Parts
 from drumline.features.check.reference import Reference
@@ -35,7 +36,7 @@ from drumline.runtime.step import Step
 NUM_MICROBATCHES = 2  # of the first step: one for each copy where a stage has two
 
 
-class ModelCheck(Observer):
+class ModelCheck(Observer, Keeper):
     """The checks of one pipeline.
 
     With several processes it holds the whole model until the first step has ended, and this rank's blocks afterwards.
@@ -72,8 +73,9 @@ class ModelCheck(Observer):
         """Whether a list of blocks is checked."""
         return self._reference is not None and self._reference.is_chain
 
-    def loaded(self, state: Mapping[str, Any]) -> None:
+    def loaded(self, model: Mapping[str, Any], whole: Mapping[str, Any] | None = None) -> None:
         """Follow weights that were loaded after the pipeline was made, those of other ranks' stages too."""
+        state = {**whole, **model} if whole is not None and self.is_pending else model
         self._different = None
         self._sentinels.ask()
         shards = self._holdings.shards

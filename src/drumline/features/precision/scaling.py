@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
 
 from drumline.engine.ranks.observer import Observer
+from drumline.engine.state.keeper import Keeper, Named
 from drumline.engine.state.tensors import Holdings
 from drumline.features.precision.scaler import LossScaler, multiplied
 from drumline.runtime.step import Step
 
 
 @dataclass(frozen=True, eq=False)
-class Scaling(Observer):
-    """Scales the loss of every step."""
+class Scaling(Observer, Keeper):
+    """Scales the loss of every step; checkpoints have the scale."""
 
     scaler: LossScaler
     holdings: Holdings
@@ -26,6 +31,15 @@ class Scaling(Observer):
         """Unscale the gradients."""
         self._multiply(1.0 / step.scale)
         self.scaler.ran(step.number)
+
+    def described(self) -> dict[str, Any]:
+        """Return the scale and when it changes next."""
+        return {"scaler": self.scaler.state_dict()}
+
+    def take(self, content: Mapping[str, Any], tensors: Mapping[str, Tensor], named: Named) -> None:
+        """Go on with a stored scale, if there was one."""
+        if content.get("scaler") is not None:
+            self.scaler.load_state_dict(content["scaler"])
 
     def _multiply(self, factor: float) -> None:
         multiplied([one.grad for one in self.holdings.parameters() if one.grad is not None], factor)

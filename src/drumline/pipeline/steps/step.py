@@ -23,18 +23,13 @@ from drumline.channel.channel import step_topic
 from drumline.channel.launch.stop import asked
 from drumline.channel.lines.grid import DATA
 from drumline.core.errors import ModelError, RunError
-from drumline.engine.program.frozen import Frozen
-from drumline.engine.program.programs import Programs, digest_of
+from drumline.engine.program.programs import digest_of
 from drumline.engine.ranks.agreement import Followed, Given, begun
-from drumline.engine.ranks.crew import Crew
 from drumline.engine.ranks.observer import Observers
 from drumline.engine.ranks.same_rows import agree_on_rows
-from drumline.engine.ranks.tally import Ledger, Tally, Told
+from drumline.engine.ranks.tally import Tally, Told
+from drumline.engine.site import Site
 from drumline.engine.stages.balance import Balance
-from drumline.engine.stages.engine import Engine
-from drumline.engine.stages.intake import Intake
-from drumline.engine.state.tensors import Holdings
-from drumline.engine.updates.updates import Updates
 from drumline.features.check.model_check import ModelCheck
 from drumline.features.check.watched import Watched
 from drumline.features.lengths.arrange import Arranging
@@ -56,25 +51,16 @@ _NOBODY = Observers(())  # who observes an evaluation while it runs
 
 
 @dataclass(eq=False)
-class StepRun:
-    """The parts of a pipeline on this process; runs its steps."""
+class StepRun(Site):
+    """The parts of a pipeline on this process, and what is attached to it; runs its steps."""
 
-    crew: Crew
-    ledger: Ledger
-    intake: Intake
-    frozen: Frozen
-    engine: Engine
-    holdings: Holdings
-    updates: Updates
     recording: Recording
     watched: Watched
     followed: Followed
     check: ModelCheck
-    observers: Observers
     choice: ProgramChoice
     balance: Balance | None
     check_finite: bool
-    programs: Programs
     arranging: Arranging
     positions: sequences.Takes | None  # how the model takes positions, if lines of a mesh divide sequences
     stream: Stream | None  # of a schedule without a flush

@@ -11,9 +11,9 @@ moves its own copies. If a rank dies meanwhile, the others fail within their tim
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +22,12 @@ from drumline.adapt.move import Move
 from drumline.channel.transfer import transferred
 from drumline.core.errors import DrumlineError, MismatchError, UsageError
 from drumline.engine.ranks.observer import Observers
+from drumline.engine.site import Site
+from drumline.features.moving.parcels import Freight, Parcel, Unpacked, freights, packed, put_attributes, unpacked
 from drumline.model.blocks.cut import cut
 from drumline.model.weights.absent import give_up
 from drumline.model.weights.tied import Ties
-from drumline.pipeline.moving.parcels import Freight, Parcel, Unpacked, freights, packed, put_attributes, unpacked
 from drumline.plan.cut.peaks import held_by
-
-if TYPE_CHECKING:
-    from drumline.pipeline.steps.step import StepRun
 
 _DURING = "the move of layers"
 
@@ -37,20 +35,21 @@ _DURING = "the move of layers"
 class Mover:
     """Moves the layers of one pipeline; `moves` are those so far."""
 
-    def __init__(self, run: StepRun) -> None:
-        self._run = run
+    def __init__(self, site: Site, obstacles: Callable[[Sequence[int]], None]) -> None:
+        self._site = site
+        self._obstacles = obstacles  # raises if something is attached that cannot follow layers to another cut
         self._seconds: dict[str, float] = {}
         self.moves: list[Move] = []
 
     def repartition(self, cuts: Any, balance: Any) -> Move:
         """Give the stages other blocks; see Pipeline.repartition."""
-        run = self._run
-        run.recording.settle()
-        with run.recording.between.during("move"):
+        site = self._site
+        site.recording.settle()
+        with site.recording.between.during("move"):
             self._seconds = {}
             with self._timed("agree"):
                 counts = self._agreed(cuts, balance)
-            with run.crew.together(_DURING):
+            with site.crew.together(_DURING):
                 return self._moved(counts)
 
     @contextmanager
@@ -70,10 +69,10 @@ class Mover:
             self._refuse(counts)
         except DrumlineError as error:
             problem = error
-        updates = self._run.updates
+        updates = self._site.updates
         optimizers = [(type(one).__name__, len(one.param_groups)) for one in updates.optimizers()]
-        with self._run.crew.together(_DURING):
-            told = self._run.crew.everywhere("move", (problem, counts, optimizers))
+        with self._site.crew.together(_DURING):
+            told = self._site.crew.everywhere("move", (problem, counts, optimizers))
         for one, _, _ in told:
             if one is not None:
                 raise one
@@ -100,58 +99,29 @@ class Mover:
                 expected='"even", "parameters", or a list with the number of blocks per stage',
                 fix="pass adapt=True to Pipeline: it moves layers where measured steps show that it pays",
             )
-        engine = self._run.engine
+        engine = self._site.engine
         program, chain = engine.assembly.program, engine.chain
         *others, last = cut(chain.shown(), program.num_stages, balance, cuts, held=held_by(program))
         return (*map(len, others), len(last) + chain.has_loss)
 
     def _refuse(self, counts: Sequence[int]) -> None:
         """Refuse what cannot move."""
-        run = self._run
-        axes = run.crew.axes
-        if run.stream is not None:
-            raise UsageError(
-                f"repartition: {run.stream.name} has no flush",
-                expected="a flushed schedule: between its steps no microbatch is in flight",
-            )
-        if run.validation.is_on:
-            raise UsageError(
-                'repartition: an optimizer has validated="after"',
-                expected='validated="before": copies of updates that may be taken back do not move',
-            )
-        for name, why in {"tp": "divides layers", "ep": "divides experts"}.items():
-            if axes.size(name) > 1:
-                raise UsageError(
-                    f"repartition: the mesh's axis {name} {why}", expected="a mesh of pp, dp and cp: parts cannot move"
-                )
-        if run.updates.divided is not None or run.holdings.shards is not None:
-            raise UsageError("repartition: lines of the mesh divide state", expected="zero=0: pieces cannot move")
-        if run.check.is_pending and not run.check.is_chain and not run.crew.alone:
-            raise UsageError(
-                "repartition: the first step has not run",
-                expected="a step before it, which is checked against the whole model",
-                fix="pass the cut to Pipeline: cuts= or balance=",
-            )
-        if strangers := run.updates.strangers():
+        site = self._site
+        self._obstacles(counts)
+        if strangers := site.updates.strangers():
             kind = type(strangers[0]).__name__
             raise UsageError(
                 f"repartition: {kind} was created directly over the pipeline's parameters",
                 expected="optimizers from pipe.optimizer: their state moves too",
                 fix=f"use pipe.optimizer(torch.optim.{kind}, ...)",
             )
-        if run.recording.folder is not None and run.frozen.would_change(counts):
-            raise UsageError(
-                "repartition: stages would have other backwards, because of frozen parameters",
-                expected="the same program in a recorded run",
-                fix="keep a trainable block in each stage that has one now, or pass record=True",
-            )
         self._refuse_sparse()
-        run.engine.assembly.ties.recut(counts)  # refuses statistics that several stages would share
+        site.engine.assembly.ties.recut(counts)  # refuses statistics that several stages would share
         for number in self._numbers(counts):
-            run.engine.chain.block(number)  # refuses what could not be copied
+            site.engine.chain.block(number)  # refuses what could not be copied
 
     def _refuse_sparse(self) -> None:
-        chain = self._run.engine.chain
+        chain = self._site.engine.chain
         for name, one in chain.tensors(self._numbers(chain.counts)).items():
             for what, tensor in (("value", one), ("gradient", one.grad)):
                 if tensor is not None and tensor.layout is not torch.strided:
@@ -164,15 +134,15 @@ class Mover:
     # ---- send --------------------------------------------------------------------------------------------------------
 
     def _moved(self, counts: tuple[int, ...]) -> Move:
-        run = self._run
-        run.holdings.follow()  # what the user changed since the last step moves too
-        chain, before, program = run.engine.chain, run.engine.assembly.ties, run.frozen.program
+        site = self._site
+        site.holdings.follow()  # what the user changed since the last step moves too
+        chain, before, program = site.engine.chain, site.engine.assembly.ties, site.frozen.program
         counts_before, after = chain.counts, before.recut(counts)
         moves = freights(before, after, [counts_before, counts])
         arrived: dict[str, Unpacked] = {}
         num_bytes = 0
-        run.crew.connect(sorted({*after.edges, *moves}))
-        if not run.crew.alone:
+        site.crew.connect(sorted({*after.edges, *moves}))
+        if not site.crew.alone:
             with self._timed("send"):
                 held = chain.tensors(self._numbers(counts_before))
                 told, arrived = self._sent(moves, held)
@@ -180,18 +150,18 @@ class Mover:
                 self._leave(before, after, held)
         with self._timed("rebuild"):
             self._rebuild(counts, after, arrived)
-        each = run.crew.collect("moved", self._seconds)
+        each = site.crew.collect("moved", self._seconds)
         return self._noted(
             Move(
-                step=run.ledger.num_trained,
+                step=site.ledger.num_trained,
                 before=chain.cuts_of(counts_before),
                 after=chain.cuts_of(counts),
                 balance_before=chain.balance(counts_before),
                 balance_after=chain.balance(counts),
                 program_before=program.name,
-                program_after=run.frozen.program.name,
+                program_after=site.frozen.program.name,
                 text_before=program.format(),
-                text_after=run.frozen.program.format(),
+                text_after=site.frozen.program.format(),
                 bytes_moved=num_bytes,
                 seconds={part: max(one[part] for one in each) for part in each[0]},
             )
@@ -199,32 +169,32 @@ class Mover:
 
     def _numbers(self, counts: Sequence[int]) -> list[int]:
         """Return the numbers of the blocks that this process holds, if stages have so many."""
-        run = self._run
-        placement = run.frozen.program.placement
-        held = {stage for one in run.crew.channels for stage in placement.stages_of(one.rank)}
-        return run.engine.chain.numbers(counts, held)
+        site = self._site
+        placement = site.frozen.program.placement
+        held = {stage for one in site.crew.channels for stage in placement.stages_of(one.rank)}
+        return site.engine.chain.numbers(counts, held)
 
     def _sent(
         self, moves: dict[tuple[int, int], Freight], held: dict[str, Tensor]
     ) -> tuple[list[dict[int, Parcel]], dict[str, Unpacked]]:
         """Exchange what moves; return what every rank told of it, and what has come here."""
-        run = self._run
-        rank, chain = run.crew.rank, run.engine.chain
+        site = self._site
+        rank, chain = site.crew.rank, site.engine.chain
         made = {
-            target: packed(freight, held, chain, run.updates)
+            target: packed(freight, held, chain, site.updates)
             for (source, target), freight in moves.items()
             if source == rank
         }
-        told: list[dict[int, Parcel]] = run.crew.collect("moves", {target: one for target, (one, _) in made.items()})
+        told: list[dict[int, Parcel]] = site.crew.collect("moves", {target: one for target, (one, _) in made.items()})
         parcels = {source: one[rank] for source, one in enumerate(told) if rank in one}
         tensors: dict[int, list[Tensor]] = {}
-        run.crew.drive(
+        site.crew.drive(
             [
                 transferred(
-                    run.crew.channels[0],
+                    site.crew.channels[0],
                     {target: each for target, (_, each) in made.items()},
                     {source: [shape for _, _, shape in one.tensors] for source, one in parcels.items()},
-                    run.intake.device,
+                    site.intake.device,
                     tensors,
                 )
             ]
@@ -237,10 +207,10 @@ class Mover:
 
     def _leave(self, before: Ties, after: Ties, held: dict[str, Tensor]) -> None:
         """Free what this process no longer holds."""
-        rank = self._run.crew.rank
+        rank = self._site.crew.rank
         pairs = zip(before.tensors, after.tensors, strict=True)
         left = [held[old.name] for old, new in pairs if rank in old.ranks and rank not in new.ranks]
-        self._run.updates.drop([one for one in left if isinstance(one, nn.Parameter)])
+        self._site.updates.drop([one for one in left if isinstance(one, nn.Parameter)])
         for one in left:
             give_up(one)
 
@@ -248,32 +218,32 @@ class Mover:
 
     def _rebuild(self, counts: tuple[int, ...], ties: Ties, arrived: dict[str, Unpacked]) -> None:
         """Build everything for the new cut."""
-        run = self._run
-        named = run.engine.chain.tensors(self._numbers(counts))
+        site = self._site
+        named = site.engine.chain.tensors(self._numbers(counts))
         for name, one in arrived.items():
             named[name].data = one.value
             if one.trains is not None:
                 named[name].requires_grad_(one.trains)
-        program = run.frozen.recut(counts)
-        run.engine.recut(counts, program, ties, run.programs.own)
-        run.frozen.forget_all_but(run.engine.assembly.cuts)
-        run.programs.renew()
-        run.intake.recut(counts[-1], program.num_microbatches)
-        run.holdings.recut(ties, list(run.engine.copies.values()))
-        run.holdings.follow()
-        run.updates.follow(run.engine.parameters())
+        program = site.frozen.recut(counts)
+        site.engine.recut(counts, program, ties, site.programs.own)
+        site.frozen.forget_all_but(site.engine.assembly.cuts)
+        site.programs.renew()
+        site.intake.recut(counts[-1], program.num_microbatches)
+        site.holdings.recut(ties, list(site.engine.copies.values()))
+        site.holdings.follow()
+        site.updates.follow(site.engine.parameters())
         for name, one in arrived.items():
             named[name].grad = one.gradient
         handed = {
             tensor: one.handed for name, one in arrived.items() if isinstance(tensor := named[name], nn.Parameter)
         }
-        run.updates.take_over(handed, run.holdings.parameters())
-        for moved in run.observers.moved:
+        site.updates.take_over(handed, site.holdings.parameters())
+        for moved in site.observers.moved:
             moved()
-        run.observers = Observers(run.observers.each)
+        site.observers = Observers(site.observers.each)
 
     def _noted(self, move: Move) -> Move:
         self.moves.append(move)
-        if self._run.crew.rank == self._run.crew.axes.number == 0:
-            self._run.recording.decided(move.step, {"kind": "move", **move.to_json()})
+        if self._site.crew.rank == self._site.crew.axes.number == 0:
+            self._site.recording.decided(move.step, {"kind": "move", **move.to_json()})
         return move

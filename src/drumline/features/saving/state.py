@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from torch import Tensor
 from drumline.channel.lines.axes import Axes
 from drumline.channel.lines.slices import FlatSlice, Slice, cut_out, put_together, slice_of, writes
 from drumline.core.errors import ModelError, RecordError
+from drumline.engine.site import Site
+from drumline.engine.state.keeper import Keeper
 from drumline.features.saving import folder as folders
 from drumline.features.saving import snapshot
 from drumline.features.saving.beside import checked_files
@@ -23,57 +25,54 @@ from drumline.features.saving.plain import packed, unpacked
 from drumline.features.saving.saver import Saver, Saving
 from drumline.features.saving.shelf import Choice, Shelf
 from drumline.features.saving.snapshot import Snapshot
-from drumline.features.stream.stream import check_goes_on
-
-if TYPE_CHECKING:
-    from drumline.pipeline.steps.step import StepRun
 
 _MOST_STEPS = 2**53
 
 
 class State:
-    """Saves and loads what one pipeline's processes hold."""
+    """Saves and loads what one pipeline's processes hold, and what its keepers have beside that."""
 
-    def __init__(self, run: StepRun) -> None:
-        self._run = run
+    def __init__(self, site: Site, keepers: Sequence[Keeper]) -> None:
+        self._site, self._keepers = site, keepers
         self._course = Course()
 
     @cached_property
     def _saver(self) -> Saver:
-        return Saver(self._process, self._num_processes, self._run.crew.everywhere, self._run.crew.timeout)
+        return Saver(self._process, self._num_processes, self._site.crew.everywhere, self._site.crew.timeout)
 
     @property
     def _process(self) -> int:
-        return 0 if self._run.crew.alone else self._axes.rank
+        return 0 if self._site.crew.alone else self._axes.rank
 
     @property
     def _num_processes(self) -> int:
-        return 1 if self._run.crew.alone else self._run.crew.num_ranks * self._axes.num_lines
+        return 1 if self._site.crew.alone else self._site.crew.num_ranks * self._axes.num_lines
 
     @property
     def _axes(self) -> Axes:
-        return self._run.crew.axes
+        return self._site.crew.axes
 
     def save(self, folder: str | Path, step: int | None, extra: Any, keep: int | None, files: Any = None) -> Saving:
         """Begin a checkpoint of everything; see Pipeline.save."""
-        run = self._run
+        site = self._site
         beside, plain = checked_files(files), packed(extra)
         _check_step(step)
-        run.pause("save")
-        run.recording.settle()
-        run.recording.flush()  # a checkpoint and the lines of its steps outlive this process together
-        number = run.ledger.number
+        for keeper in self._keepers:
+            keeper.asked("save")
+        site.recording.settle()
+        site.recording.flush()  # a checkpoint and the lines of its steps outlive this process together
+        number = site.ledger.number
         content = {
             "step": number if step is None else step,
             "number": number,
-            "num_trained": run.ledger.num_trained,
-            "schedule": run.frozen.program.name,
-            "scaler": None if run.scaler is None else run.scaler.state_dict(),
+            "num_trained": site.ledger.num_trained,
+            "schedule": site.frozen.program.name,
             "extra": plain,
-            "stream": None if run.stream is None or run.stream.is_empty else run.stream.described(),
         }
+        for keeper in self._keepers:
+            content |= keeper.described()
         content["line"] = [list(part) for part in self._course.saving(folder, content["step"]).parts]
-        with run.recording.between.during("save"), run.crew.together("save"):
+        with site.recording.between.during("save"), site.crew.together("save"):
             saving = self._saver.save(folder, content["step"], self._taken, content, keep=keep, beside=beside)
         if saving.refusal is not None:
             raise saving.refusal  # out here: all ranks raise it alike, and may train on
@@ -85,32 +84,33 @@ class State:
             self._saver.finish(most_seconds)
 
     def _taken(self) -> Snapshot:
-        run = self._run
+        site = self._site
         training: dict[str, Tensor] = {}
-        if run.updates.masters is not None:
-            named = run.updates.named(run.holdings.named_parameters())
-            low = {name for name, one in run.holdings.named_parameters() if one.dtype != torch.float32}
+        if site.updates.masters is not None:
+            named = site.updates.named(site.holdings.named_parameters())
+            low = {name for name, one in site.holdings.named_parameters() if one.dtype != torch.float32}
             training |= {f"masters/{name}": one.detach() for name, one in named if name in low}
         optimizers = []
-        for number, optimizer in enumerate(run.updates.optimizers()):
+        for number, optimizer in enumerate(site.updates.optimizers()):
             tensors, plain = snapshot.optimizer_share(number, optimizer)
             training |= tensors
             optimizers.append(plain)
         pieces = self._pieces()
         training = self._whole(training, {name: pieces.get(_parameter_of(name)) for name in training}, pieces=True)
-        tensors, plain = snapshot.generators(run.intake.device)
+        tensors, plain = snapshot.generators(site.intake.device)
         training |= {f"random.{self._process}/{name}": one for name, one in tensors.items()}
-        model = self._whole(snapshot.model_tensors(run.holdings.state_dict()), run.holdings.slices())
+        model = self._whole(snapshot.model_tensors(site.holdings.state_dict()), site.holdings.slices())
         due: list[dict[str, Any]] = []
-        if run.stream is not None:
-            tensors, due = run.stream.due(dict(run.holdings.named_parameters()))
+        for keeper in self._keepers:
+            tensors, more = keeper.due(dict(site.holdings.named_parameters()))
             training |= tensors
+            due += more
         return Snapshot(model, training, {"optimizers": optimizers, "generators": plain, "due": due})
 
     def _pieces(self) -> dict[str, Slice | FlatSlice | None]:
         """Return which part of each parameter this process's optimizers update."""
-        run = self._run
-        return {name: slice_of(run.updates.piece(one)) for name, one in run.holdings.named_parameters()}
+        site = self._site
+        return {name: slice_of(site.updates.piece(one)) for name, one in site.holdings.named_parameters()}
 
     def _whole(
         self, tensors: Mapping[str, Tensor], slices: Mapping[str, Slice | FlatSlice | None], *, pieces: bool = False
@@ -129,29 +129,29 @@ class State:
 
     def load(self, folder: str | Path, *, optimizers: bool, missing_ok: bool) -> Loaded | None:
         """Take in the newest checkpoint that is whole on all processes; see Pipeline.load."""
-        run = self._run
-        if run.stream is not None and not run.stream.is_broken:
-            run.pause("load")
-        run.recording.settle()
-        with run.crew.together("load"):
+        site = self._site
+        for keeper in self._keepers:
+            keeper.asked("load")
+        site.recording.settle()
+        with site.crew.together("load"):
             self.finish()
             listed = [str(one) for one in folders.checkpoints(folder)]
             choice = Shelf().choose(Path(folder)) if self._process == 0 else Choice()
             own = listed, [str(one) for one in choice.paths], [str(one) for one in choice.left]
-            paths, left = agreed_paths(self._run.crew.everywhere("checkpoints", own))
+            paths, left = agreed_paths(self._site.crew.everywhere("checkpoints", own))
             if not paths and missing_ok:
-                run.recording.rewind()
+                site.recording.rewind()
                 return None
             skipped: list[str] = []
             for path in paths:
                 opened, wrong = self._opened(path, optimizers)
-                problems = [one for one in self._run.crew.everywhere("checkpoint", wrong) if one]
+                problems = [one for one in self._site.crew.everywhere("checkpoint", wrong) if one]
                 if not problems:
                     assert opened is not None
                     self._tell_of_left(path, left)
                     return self._take(*opened, optimizers, tuple(skipped))
                 skipped.append(f"{path}: {problems[0]}")
-                if run.crew.rank == self._axes.number == 0:
+                if site.crew.rank == self._axes.number == 0:
                     logging.getLogger("drumline").warning("passed over a damaged checkpoint: %s", skipped[-1])
         hints = [*skipped, *(f"{one} is whole, on a line that was left: name it to use it" for one in left[:1])]
         raise RecordError(
@@ -173,8 +173,8 @@ class State:
         """Return a checkpoint with what this process needs of it, or what is wrong with it."""
         try:
             checkpoint = Checkpoint(path)
-            names = {name for name in self._run.holdings.stored_names() if name in checkpoint.model}
-            slices, pieces = self._run.holdings.slices(), self._pieces()
+            names = {name for name in self._site.holdings.stored_names() if name in checkpoint.model}
+            slices, pieces = self._site.holdings.slices(), self._pieces()
             model = {name: cut_out(checkpoint.model[name], slices.get(name), self._axes) for name in names}
             mine = f"random.{self._process}/"
             training = {
@@ -193,7 +193,7 @@ class State:
         """Raise if generators or optimizers cannot take what is stored."""
         if content["num_processes"] == self._num_processes:
             snapshot.check_generators(self._random(training), content["generators"][self._process])
-        made, stored = self._run.updates.optimizers(), content["optimizers"]
+        made, stored = self._site.updates.optimizers(), content["optimizers"]
         if optimizers and [type(one).__name__ for one in made] == [one["kind"] for one in stored]:
             for optimizer, plain in zip(made, stored, strict=True):
                 snapshot.check_groups(optimizer, plain)
@@ -211,32 +211,33 @@ class State:
         optimizers: bool,
         skipped: tuple[str, ...],
     ) -> Loaded:
-        run, content = self._run, checkpoint.content
-        if optimizers and content.get("stream") is not None:
-            check_goes_on(content["stream"], run.stream)
-        if run.stream is not None:
-            run.stream.restart()
-        run.holdings.load_state_dict(model)
-        run.check.loaded({**checkpoint.model, **model} if run.check.is_pending else model)
+        site, content = self._site, checkpoint.content
+        for keeper in self._keepers if optimizers else ():
+            keeper.refuse_stored(content)
+        for keeper in self._keepers:
+            keeper.loading()
+        site.holdings.load_state_dict(model)
+        for keeper in self._keepers:
+            keeper.loaded(model, checkpoint.model)
         if optimizers:
             self._take_updates(content, training)
         if content["num_processes"] == self._num_processes:
             plain = content["generators"][self._process]
-            snapshot.restore_generators(self._random(training), plain, run.intake.device)
-        run.ledger.number, run.ledger.num_trained = content["number"], content["num_trained"]
+            snapshot.restore_generators(self._random(training), plain, site.intake.device)
+        site.ledger.number, site.ledger.num_trained = content["number"], content["num_trained"]
         self._course.loaded(checkpoint.path, content)
-        run.recording.rewind()
+        site.recording.rewind()
         return Loaded(checkpoint.path, content["step"], unpacked(content["extra"]), skipped)
 
     def _take_updates(self, content: Mapping[str, Any], training: Mapping[str, Tensor]) -> None:
-        """Give masters, optimizers and scaler their state back."""
-        run = self._run
-        if run.updates.masters is not None:
+        """Give masters, optimizers and keepers their state back."""
+        site = self._site
+        if site.updates.masters is not None:
             with torch.no_grad():
-                for name, one in run.updates.named(run.holdings.named_parameters()):
+                for name, one in site.updates.named(site.holdings.named_parameters()):
                     if f"masters/{name}" in training:
                         one.copy_(training[f"masters/{name}"])
-        made, stored = run.updates.optimizers(), content["optimizers"]
+        made, stored = site.updates.optimizers(), content["optimizers"]
         kinds, theirs = [type(one).__name__ for one in made], [one["kind"] for one in stored]
         if kinds != theirs:
             raise ModelError(
@@ -247,11 +248,8 @@ class State:
         for number, (optimizer, plain) in enumerate(zip(made, stored, strict=True)):
             entries = snapshot.by_parameter(f"optimizer.{number}", training.items())
             snapshot.restore_optimizer(optimizer, plain, entries)
-        if run.stream is not None and content.get("stream") is not None:
-            run.stream.take(content["stream"], content["due"], training, dict(run.holdings.named_parameters()))
-        scaler = run.scaler
-        if scaler is not None and content.get("scaler") is not None:
-            scaler.load_state_dict(content["scaler"])
+        for keeper in self._keepers:
+            keeper.take(content, training, dict(site.holdings.named_parameters()))
 
 
 def _is_part(tensor: Tensor, part: Slice | FlatSlice, axes: Axes) -> bool:

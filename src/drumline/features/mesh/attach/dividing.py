@@ -23,12 +23,12 @@ from drumline.engine.ranks.agreement import plan_of
 from drumline.engine.stages.engine import Engine
 from drumline.engine.state.tensors import Holdings
 from drumline.engine.updates.updates import Updates
+from drumline.features.mesh.attach.options import MeshOptions
 from drumline.features.mesh.experts.parallel import ExpertParallel
 from drumline.features.mesh.sharding import FullShards, StateShards
 from drumline.features.mesh.tensor.layers import TensorParallel
 from drumline.features.mesh.tensor.styles import Plan
-from drumline.model.block import Block
-from drumline.pipeline.options import Options
+from drumline.model.block import Block, Model
 
 Stages = Sequence[Sequence[Block]]
 
@@ -37,7 +37,8 @@ Stages = Sequence[Sequence[Block]]
 class Dividing:
     """What the options divide; `held` are this process's stages, and `agree` raises unless all ranks say the same."""
 
-    options: Options
+    options: MeshOptions
+    model: Model
     axes: Axes
     program: Program
     held: Sequence[int]
@@ -49,7 +50,7 @@ class Dividing:
         given, axes = self.options, self.axes
         if axes.size("tp") == 1:
             return None
-        plan = Plan.of(given.tensor_parallel, given.model)
+        plan = Plan.of(given.tensor_parallel, self.model)
         if axes.size("ep") > 1:
             plan = plan.without_experts()
         blocks = [block for stage in stages for block in stage]
@@ -62,7 +63,7 @@ class Dividing:
         if self.axes.size("ep") == 1:
             return None
         experts = ExpertParallel(self.axes, [block for stage in stages for block in stage])
-        self.agree({"experts": experts.described, "weigh": self.options.weigh})
+        self.agree({"experts": experts.described})
         return experts
 
     def divide(self, stages: Stages, tensors: TensorParallel | None, experts: ExpertParallel | None) -> None:

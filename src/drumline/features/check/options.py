@@ -1,0 +1,17 @@
+"""The options of the check of steps against the unsplit model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from drumline.engine.options import Accepted, FeatureOptions, option
+from drumline.features.check.sentinels import When, is_when
+
+_ACCEPTED = Accepted(is_when, 'True, False, "first", or a number of steps between two checks')
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions(FeatureOptions):
+    """`check_model`: compare the first step and some later ones with the unsplit model."""
+
+    check_model: When = option(True, _ACCEPTED)

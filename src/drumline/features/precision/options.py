@@ -1,0 +1,15 @@
+"""The options of low precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from drumline.engine.options import SWITCH, FeatureOptions, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionOptions(FeatureOptions):
+    """`precision`: in which blocks compute; `master_weights`: update float32 copies of bf16 or fp16 parameters."""
+
+    precision: str = "fp32"
+    master_weights: bool = option(False, SWITCH)

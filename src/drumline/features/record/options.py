@@ -1,0 +1,20 @@
+"""The options of recording."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from drumline.engine.options import SWITCH, Accepted, FeatureOptions, option
+
+_ACCEPTED = Accepted(
+    lambda one: isinstance(one, bool | str | Path) and one != "", "True, False, or a folder for the run"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordOptions(FeatureOptions):
+    """`record`: keep the last step's timeline, nothing, or the whole run in a folder, which may continue one."""
+
+    record: bool | str | Path = option(True, _ACCEPTED)
+    continue_record: bool = option(False, SWITCH)
