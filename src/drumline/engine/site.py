@@ -30,3 +30,11 @@ class Site:
     updates: Updates
     recording: Journal
     observers: Observers
+
+    def pause(self, what: str) -> None:
+        """Before something else than a step, run what is in flight; all ranks call it alike."""
+
+    def settle(self, what: str) -> None:
+        """Wait for the outcome of all steps so far on all ranks, before something else that they do alike."""
+        self.pause(what)
+        self.recording.settle()

@@ -19,16 +19,9 @@ from drumline.engine.options import COUNT, SWITCH, Accepted, is_whole, option
 from drumline.engine.program import programs
 from drumline.engine.ranks import transports
 from drumline.engine.stages.assembly import Checkpointing
-from drumline.features.adapt.options import AdaptOptions
-from drumline.features.capture.options import CaptureOptions
-from drumline.features.check.options import CheckOptions
-from drumline.features.lengths.options import LengthOptions
-from drumline.features.mesh.attach.options import MeshOptions
-from drumline.features.precision.options import PrecisionOptions
-from drumline.features.record.options import RecordOptions
-from drumline.features.stream.options import StreamOptions
 from drumline.model.block import Model
 from drumline.model.weights.files import Weights
+from drumline.pipeline.attached import AttachedOptions
 from drumline.plan.device.plan import Plan
 from drumline.plan.device.planner import Planned
 from drumline.runtime.backward.compiled import Compile
@@ -58,16 +51,7 @@ _UNUSED = Accepted(lambda one: one in ("warn", "raise", "ignore"), '"warn", "rai
 
 
 @dataclass(frozen=True)
-class Options(
-    MeshOptions,
-    PrecisionOptions,
-    CaptureOptions,
-    RecordOptions,
-    CheckOptions,
-    AdaptOptions,
-    LengthOptions,
-    StreamOptions,
-):
+class Options(AttachedOptions):
     """The options of a pipeline, and of the features that are attached to it; `Pipeline` documents each."""
 
     model: Model
@@ -186,7 +170,9 @@ def made_with(
     def decorate(init: Callable[[Made, Given], None]) -> Callable[Concatenate[Made, Arguments], None]:
         own = next(iter(inspect.signature(init).parameters.values()))
         signature = inspect.signature(options)
-        signature = signature.replace(parameters=[own, *signature.parameters.values()], return_annotation=None)
+        first = list(getattr(options, "__annotations__", ()))  # those of the pipeline itself, then those of features
+        shown = sorted(signature.parameters.values(), key=lambda one: one.name not in first)
+        signature = signature.replace(parameters=[own, *shown], return_annotation=None)
 
         @functools.wraps(init)
         def made(self: Made, /, *args: Arguments.args, **named: Arguments.kwargs) -> None:

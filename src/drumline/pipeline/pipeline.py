@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from drumline.adapt.move import Move
 from drumline.channel.lines.axes import Axes
 from drumline.channel.lines.grid import AXES
 from drumline.core.errors import DrumlineError, RunError, UsageError, counted
 from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
-from drumline.engine.state.keeper import Keeper
 from drumline.engine.state.names import matching
 from drumline.features.adapt.auto_schedule import Searched
 from drumline.features.check.verdict import Checked
-from drumline.features.lengths.arrange import SearchedSizes
-from drumline.features.moving.mover import Mover
 from drumline.features.precision.scaler import LossScaler
-from drumline.features.saving.loader import Loaded
-from drumline.features.saving.saver import Saving
-from drumline.features.saving.state import State
-from drumline.features.stream.keeper import StreamKeeper
 from drumline.features.validated.validated import Verdict, refusal
 from drumline.features.validated.validated import check as validated_after
-from drumline.pipeline.compatibility import refuse_move
+from drumline.pipeline.attached import AttachedMethods
 from drumline.pipeline.options import Options, made_with
 from drumline.pipeline.setup import set_up
 from drumline.pipeline.steps.result import CalledWith, StepResult, output_of
@@ -42,7 +33,7 @@ T = TypeVar("T")
 _SECONDS_FOR_A_CHECKPOINT = 5.0  # that was being written when another rank failed
 
 
-class Pipeline:
+class Pipeline(AttachedMethods):
     """Train a model cut into stages, with one schedule on all ranks. Create it with the same call on every rank.
 
     >>> _ = torch.manual_seed(0)
@@ -116,9 +107,7 @@ class Pipeline:
         self._run = set_up(options.decided())
         self.device, self.balance = self._run.intake.device, self._run.balance
         self._crew, self._engine, self._ledger = self._run.crew, self._run.engine, self._run.ledger
-        keepers = [one for one in self._run.observers.each if isinstance(one, Keeper)]
-        self._state = State(self._run, [StreamKeeper(self._run.stream, self._run.pause), *keepers])
-        self._mover = Mover(self._run, partial(refuse_move, self._run))
+        self._site = self._run
         self._recording, self._holdings, self._updates = self._run.recording, self._run.holdings, self._run.updates
 
     @property
@@ -179,7 +168,7 @@ class Pipeline:
         call = self._run.part_of(given)
         step.wants_outputs, step.share = _switched(outputs), _shared(share)
         self._run.refuse(step)
-        self._run.choice.adapt(step, self._mover.repartition)
+        self._run.choice.adapt(step, getattr(self, "repartition", _stay))
         self._run.choice.run_by(step, program)
         self._run.catch_up(step)
         self._run.check_before(step, call, given)
@@ -219,8 +208,7 @@ class Pipeline:
         you read or change parameters by hand. With a schedule without a flush, call it on every rank: it runs the
         backwards in flight, and makes no update early.
         """
-        self._run.pause("settle")
-        self._recording.settle()
+        self._run.settle("settle")
 
     @property
     def steps_in_flight(self) -> int:
@@ -322,20 +310,6 @@ class Pipeline:
         """
         return self._run.choice.take_program(program, num_microbatches)
 
-    def search(self, sizes: Iterable[Any], *, seconds: float = 2.0, num_steps: int = 1000) -> SearchedSizes:
-        """Search a program for steps whose microbatches have these sizes: lengths, or (rows, length) for each.
-
-        Costs are fitted to the steps with `Microbatches` so far. Rank 0 searches for so many seconds, in the memory of
-        the pipeline's own program, and all ranks call this alike. `program` of what is returned is None unless it saves
-        more in so many steps than the search took; pass it to `step`.
-
-        >>> pipe = Pipeline([nn.Linear(1, 1), nn.Linear(1, 1)], num_microbatches=4, num_ranks=2)
-        >>> pipe.search([100, 30, 50, 20], seconds=0.1).arranged.name
-        'longest in the middle'
-        """
-        self.settle()
-        return self._run.arranging.search(list(sizes), seconds=seconds, num_steps=num_steps)
-
     @property
     def searched(self) -> Searched | None:
         """On rank 0 with schedule="auto", the result of the search and its gain; None before the search."""
@@ -349,29 +323,6 @@ class Pipeline:
         return [
             [chain.names[number] for number in chain.numbers(chain.counts, [at])] for at in range(len(chain.counts))
         ]
-
-    @property
-    def moves(self) -> tuple[Move, ...]:
-        """What `repartition` has moved so far."""
-        return tuple(self._mover.moves)
-
-    def repartition(
-        self, cuts: Sequence[str] | str | None = None, *, balance: Sequence[int] | str | None = None
-    ) -> Move:
-        """Cut the model elsewhere and move layers between ranks, in the running processes; call it on every rank.
-
-        Pass `cuts`, the names of the first blocks of stages 1, 2, ..., or `balance`, the number of blocks in each
-        stage or "even", as to `Pipeline`. Call it between two steps. Parameters, buffers, gradients, float32 copies and
-        the state of optimizers from `pipe.optimizer` move with their blocks, and training goes on as if nothing had
-        moved. Parameters that `parameters()` returned before may have left this rank: do not keep them.
-
-        >>> blocks = [nn.Linear(1, 1) for _ in range(4)]
-        >>> pipe = Pipeline(blocks, loss_fn=nn.functional.mse_loss, num_microbatches=2, num_ranks=2)
-        >>> move = pipe.repartition(["3"])
-        >>> move.before, move.after, pipe.blocks
-        (('2',), ('3',), [['0', '1', '2'], ['3']])
-        """
-        return self._mover.repartition(cuts, balance)
 
     def timeline(self, what: str = "train") -> Measured:
         """Return the measured timeline of the last training step on all ranks, or with "evaluate" of `eval_step`."""
@@ -507,61 +458,12 @@ class Pipeline:
         if self._run.validation.is_on:
             self.settle()
 
-    def save(
-        self,
-        folder: str | Path,
-        *,
-        step: int | None = None,
-        extra: Any = None,
-        keep: int | None = None,
-        files: Mapping[str, str | bytes | Path] | None = None,
-        wait: bool = False,
-    ) -> Saving:
-        """Save everything that training needs to go on, as a checkpoint in `folder`; call it on every rank.
-
-        It returns as soon as the state is copied aside; a thread writes it while training goes on, and the checkpoint
-        appears once every rank has written its part. `wait`, or `.wait()` of what is returned, waits for that.
-        `extra` is data of your own, such as the position in the data: numbers, texts, bytes, tensors and arrays, in
-        lists, tuples, sets and dicts. `files` are further files to store in the checkpoint, by name: their text or
-        bytes, or a path to copy from. `keep` is how many whole checkpoints of this run stay, this one included; older
-        ones are removed, and then damaged ones and those that a rewind has left.
-
-        >>> import tempfile
-        >>> with Pipeline([nn.Linear(1, 1)], loss_fn=nn.functional.mse_loss, num_microbatches=1) as pipe:
-        ...     saving = pipe.save(tempfile.mkdtemp(), extra={"epoch": 3}, wait=True)
-        ...     loaded = pipe.load(saving.path)
-        >>> saving.path.name, loaded.extra
-        ('step-00000000', {'epoch': 3})
-        """
-        saving = self._state.save(folder, step, extra, keep, files)
-        if wait:
-            saving.wait()
-        return saving
-
-    @overload
-    def load(self, folder: str | Path, *, optimizers: bool = True) -> Loaded: ...
-
-    @overload
-    def load(self, folder: str | Path, *, optimizers: bool = True, missing_ok: bool) -> Loaded | None: ...
-
-    def load(self, folder: str | Path, *, optimizers: bool = True, missing_ok: bool = False) -> Loaded | None:
-        """Go on from the newest whole checkpoint of a folder's run, or from the one given; call it on every rank.
-
-        Parameters, buffers, optimizer state, float32 copies, the loss scale, random generators and the step's number
-        come back bit for bit. Schedule, cut and number of ranks may differ from those that saved. Make the optimizers
-        first; `optimizers=False` loads the model alone. A damaged checkpoint is passed over with a warning. If training
-        went on from an earlier checkpoint before, later steps of the line that was left are not the newest. With
-        `missing_ok`, a folder without checkpoints returns None. Steps that the run folder has recorded beyond the
-        checkpoint are cut off: they will run again.
-        """
-        return self._state.load(folder, optimizers=optimizers, missing_ok=missing_ok)
-
     def close(self) -> None:
         """Finish writing a checkpoint, and disconnect from the other ranks."""
         self._close()
 
     def _close(self, most_seconds: float | None = None) -> None:
-        self._state.finish(most_seconds)
+        self._finish(most_seconds)
         self._recording.close()
         if (adapting := self._run.choice.adapting) is not None:
             adapting.close()
@@ -586,6 +488,10 @@ class Pipeline:
         else:
             # Where a rank has failed, its part of a checkpoint may never come.
             self._close(_SECONDS_FOR_A_CHECKPOINT if self._crew.over else None)
+
+
+def _stay(*_: Any, **__: Any) -> Any:
+    raise RunError("layers cannot move: nothing is attached that moves them", expected='adapt={"rebalance": "keep"}')
 
 
 def _switched(outputs: Any) -> bool:

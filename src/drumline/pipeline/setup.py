@@ -21,30 +21,29 @@ from drumline.engine.program.find import program_for
 from drumline.engine.ranks import transports
 from drumline.engine.ranks.agreement import Followed, plan_of
 from drumline.engine.ranks.crew import Crew
-from drumline.engine.ranks.observer import Observer, Observers
+from drumline.engine.ranks.observer import Observers
 from drumline.engine.ranks.tally import Ledger
 from drumline.engine.ranks.unused import unused_in
 from drumline.engine.stages import assembly
-from drumline.engine.stages.intake import Intake
 from drumline.engine.state.shared_state import Shared
 from drumline.engine.state.tensors import Holdings
 from drumline.engine.updates.updates import Updates
 from drumline.features.adapt.adapting import Adapting, decider_for
 from drumline.features.adapt.auto_schedule import AUTO, AutoSchedule, first_schedule
 from drumline.features.check.watched import Watched
-from drumline.features.lengths.arrange import Arranging
-from drumline.features.mesh.attach.buffers import LineBuffers
 from drumline.features.mesh.experts.loads import ExpertLoads
 from drumline.features.mesh.reduce import share_values
 from drumline.features.precision.masters import Masters
 from drumline.features.precision.scaler import LossScaler
 from drumline.features.precision.scaling import Scaling
 from drumline.features.record.recording import Recording
+from drumline.features.stream.keeper import StreamKeeper
 from drumline.features.stream.options import check_options, is_synchronous, rows_of
 from drumline.features.stream.stream import Stream
 from drumline.features.validated.kept import KeptBuffers
 from drumline.features.validated.validated import Validation
 from drumline.model.catalogue import places_in
+from drumline.pipeline.attached import attached
 from drumline.pipeline.building import Built, build
 from drumline.pipeline.cutting import Cut, cut_model
 from drumline.pipeline.options import Options, device_named
@@ -125,26 +124,27 @@ def _made(setting: Setting) -> StepRun:
     check.attach(engine, held.holdings)
     followed = Followed(built.blocks)
     choice = _choice(setting, built, cut, held)
-    arranging = _arranging(setting, built, cut.intake)
-    lines = LineBuffers(setting.axes, (place for block in built.blocks for place in places_in(block)))
-    observers: list[Observer] = [  # in the order in which they are called
-        *(one for one in (choice.auto, choice.adapting) if one is not None),
-        held.validation,
-        loads,
-        engine,
-        held.holdings,
-        *([] if held.scaler is None else [Scaling(held.scaler, held.holdings)]),
-        shared,
-        recording,
-        arranging,
-        lines,
-        check,
-    ]
-    return StepRun(
+    run = StepRun(
         crew, held.ledger, cut.intake, built.frozen, built.programs, engine, held.holdings, held.updates, recording,
-        Observers(observers), watched, followed, check, choice, cut.balance, given.check_finite, arranging,
-        cut.positions, held.stream, held.validation, held.scaler,
+        Observers(()), watched, followed, check, choice, cut.balance, given.check_finite, cut.positions, held.stream,
+        held.validation, held.scaler,
     )  # fmt: skip
+    run.observers = Observers(
+        [  # in the order in which they are called
+            StreamKeeper(held.stream, run.pause),
+            *(one for one in (choice.auto, choice.adapting) if one is not None),
+            held.validation,
+            loads,
+            engine,
+            held.holdings,
+            *([] if held.scaler is None else [Scaling(held.scaler, held.holdings)]),
+            shared,
+            recording,
+            *attached(run, given),
+            check,
+        ]
+    )
+    return run
 
 
 def _held_by(setting: Setting, built: Built, cut: Cut) -> _Held:
@@ -190,18 +190,6 @@ def _choice(setting: Setting, built: Built, cut: Cut, held: _Held) -> ProgramCho
     auto = AutoSchedule(crew, held.ledger, frozen) if setting.options.schedule == AUTO else None
     adapting = _adapting(setting, built, cut, held)
     return ProgramChoice(crew, built.programs, frozen, engine, cut.intake, held.recording, held.stream, auto, adapting)
-
-
-def _arranging(setting: Setting, built: Built, intake: Intake) -> Arranging:
-    """Return what orders microbatches of unequal sizes."""
-    frozen, engine, programs = built.frozen, built.engine, built.programs
-    arranging = Arranging(
-        setting.crew,
-        lambda: programs[engine.number] if engine.number else frozen.program,
-        is_on=setting.options.arrange,
-    )
-    intake.order_of = arranging.order_of if setting.options.arrange else None
-    return arranging
 
 
 def _adapting(setting: Setting, built: Built, cut: Cut, held: _Held) -> Adapting | None:

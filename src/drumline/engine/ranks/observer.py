@@ -49,6 +49,9 @@ class Observer(CrewObserver):
     def told(self, step: Step, tally: Tally, each: Sequence[Told]) -> None:
         """React after they have told it; the tally will hold what all ranks tell."""
 
+    def refuse_move(self, *, changes_program: bool) -> None:
+        """Refuse to let layers move to another cut, which may change the program; asked before anything moves."""
+
     def moved(self) -> None:
         """React to layers having moved between ranks since the last step; the stages here are others now."""
 

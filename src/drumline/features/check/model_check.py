@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.action import Op
-from drumline.core.errors import DrumlineError, MismatchError, ModelError
+from drumline.core.errors import DrumlineError, MismatchError, ModelError, UsageError
 from drumline.engine.ranks.crew import Crew
 from drumline.engine.ranks.observer import Observer
 from drumline.engine.stages.engine import Engine
@@ -87,6 +87,15 @@ class ModelCheck(Observer, Keeper):
                     value = state.get(name)
                     if isinstance(value, Tensor) and not one.is_meta and value.shape == one.shape:
                         one.copy_(value)
+
+    def refuse_move(self, *, changes_program: bool) -> None:
+        """Refuse to move layers before the first step, if ranks will need the whole model for its check."""
+        if self.is_pending and not self.is_chain and not self._crew.alone:
+            raise UsageError(
+                "repartition: the first step has not run",
+                expected="a step before it, which is checked against the whole model",
+                fix="pass the cut to Pipeline: cuts= or balance=",
+            )
 
     def moved(self) -> None:
         """Check the step after layers have moved; what left has no memory here."""

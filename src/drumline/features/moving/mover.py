@@ -11,7 +11,7 @@ moves its own copies. If a rank dies meanwhile, the others fail within their tim
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,9 +35,8 @@ _DURING = "the move of layers"
 class Mover:
     """Moves the layers of one pipeline; `moves` are those so far."""
 
-    def __init__(self, site: Site, obstacles: Callable[[Sequence[int]], None]) -> None:
+    def __init__(self, site: Site) -> None:
         self._site = site
-        self._obstacles = obstacles  # raises if something is attached that cannot follow layers to another cut
         self._seconds: dict[str, float] = {}
         self.moves: list[Move] = []
 
@@ -107,7 +106,11 @@ class Mover:
     def _refuse(self, counts: Sequence[int]) -> None:
         """Refuse what cannot move."""
         site = self._site
-        self._obstacles(counts)
+        changes = site.frozen.would_change(counts)
+        for one in site.observers.each:
+            one.refuse_move(changes_program=changes)
+        if site.updates.divided is not None or site.holdings.shards is not None:
+            raise UsageError("repartition: lines of the mesh divide state", expected="zero=0: pieces cannot move")
         if strangers := site.updates.strangers():
             kind = type(strangers[0]).__name__
             raise UsageError(

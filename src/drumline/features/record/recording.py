@@ -317,6 +317,15 @@ class Recording(Observer):
                 self._dials, self._read_until = self._ledger.dials(tally), time.monotonic() + _SECONDS_TO_READ
             folder.add_metrics(tally.trained, tally.metrics(noted, self._dials))
 
+    def refuse_move(self, *, changes_program: bool) -> None:
+        """Refuse moves that change the program of a run that is written to a folder."""
+        if self.folder is not None and changes_program:
+            raise UsageError(
+                "repartition: stages would have other backwards, because of frozen parameters",
+                expected="the same program in a recorded run",
+                fix="keep a trainable block in each stage that has one now, or pass record=True",
+            )
+
     def decided(self, step: int, line: Mapping[str, Any]) -> None:
         """Write what was decided before a step, or what came of it; rank 0 calls it."""
         if self.folder is not None and self.folder.is_open:

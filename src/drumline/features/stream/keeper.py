@@ -8,12 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
+from drumline.core.errors import UsageError
+from drumline.engine.ranks.observer import Observer
 from drumline.engine.state.keeper import Keeper, Named
 from drumline.features.stream.stream import Stream, check_goes_on
 
 
 @dataclass(frozen=True, eq=False)
-class StreamKeeper(Keeper):
+class StreamKeeper(Observer, Keeper):
     """Saves and loads a stream; without one, it refuses checkpoints with updates that are due."""
 
     stream: Stream | None
@@ -23,6 +25,14 @@ class StreamKeeper(Keeper):
         """Run what is in flight, unless that is to be left because a step has failed."""
         if self.stream is not None and not (what == "load" and self.stream.is_broken):
             self.pause(what)
+
+    def refuse_move(self, *, changes_program: bool) -> None:
+        """Refuse to move layers while microbatches are in flight."""
+        if self.stream is not None:
+            raise UsageError(
+                f"repartition: {self.stream.name} has no flush",
+                expected="a flushed schedule: between its steps no microbatch is in flight",
+            )
 
     def described(self) -> dict[str, Any]:
         """Return where the stream is; None if nothing is due."""

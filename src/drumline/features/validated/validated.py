@@ -275,6 +275,14 @@ class Validation(Observer):
             self.num_amended += update.verdict.amends
         return update.verdict
 
+    def refuse_move(self, *, changes_program: bool) -> None:
+        """Refuse to move layers while updates may be taken back."""
+        if self.is_on:
+            raise UsageError(
+                'repartition: an optimizer has validated="after"',
+                expected='validated="before": copies of updates that may be taken back do not move',
+            )
+
     def settle(self) -> None:
         """Wait for the verdict on the update under way, and mend the update if it was wrong."""
         update = self._update

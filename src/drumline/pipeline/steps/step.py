@@ -32,7 +32,6 @@ from drumline.engine.site import Site
 from drumline.engine.stages.balance import Balance
 from drumline.features.check.model_check import ModelCheck
 from drumline.features.check.watched import Watched
-from drumline.features.lengths.arrange import Arranging
 from drumline.features.mesh import sequences
 from drumline.features.mesh.losses import summed_losses
 from drumline.features.precision.scaler import LossScaler
@@ -61,7 +60,6 @@ class StepRun(Site):
     choice: ProgramChoice
     balance: Balance | None
     check_finite: bool
-    arranging: Arranging
     positions: sequences.Takes | None  # how the model takes positions, if lines of a mesh divide sequences
     stream: Stream | None  # of a schedule without a flush
     validation: Validation
