@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from drumline.core.errors import UsageError
 
@@ -47,7 +47,17 @@ def option(default: Any, accepted: Accepted) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureOptions:
-    """The options of a feature; those of others can be read through `others`, which a feature may not name."""
+    """The options of a feature.
+
+    `ALIKE` names those that must be the same on all ranks.
+    """
+
+    ALIKE: ClassVar[tuple[str, ...]] = ()
+
+    def alike(self) -> dict[str, Any]:
+        """Return the values that must be the same on all ranks, by name."""
+        names = sorted({name for kind in type(self).__mro__ for name in kind.__dict__.get("ALIKE", ())})
+        return {name: getattr(self, name) for name in names}
 
     def check_values(self) -> None:
         """Refuse values of the wrong type or range, by name."""

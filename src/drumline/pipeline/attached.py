@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from drumline.engine.ranks.observer import Observer
 from drumline.engine.site import Site
+from drumline.engine.stages.engine import Engine
 from drumline.features.adapt.options import AdaptOptions
+from drumline.features.capture import engine as capture
 from drumline.features.capture.options import CaptureOptions
 from drumline.features.check.options import CheckOptions
 from drumline.features.lengths import attach as lengths
@@ -43,9 +45,17 @@ class AttachedMethods(
     """The methods that features add to `Pipeline`."""
 
 
+def engine_for(options: AttachedOptions) -> type[Engine]:
+    """Return what runs the programs of a pipeline's ranks."""
+    made: list[type[Engine] | None] = [
+        capture.engine_for(options),
+    ]
+    return next(filter(None, made), Engine)
+
+
 def attached(site: Site, options: AttachedOptions) -> list[Observer]:
     """Return what observes the steps of a pipeline, beside what runs them, in the order in which it is called."""
-    made = [
+    made: list[Observer | None] = [
         lengths.attach(site, options),
         lines.attach(site, options),
     ]

@@ -20,7 +20,6 @@ from drumline.engine.ranks.agreement import agree_on_lines, code_of, first_diffe
 from drumline.engine.stages.assembly import Assembly, checkpointed
 from drumline.engine.stages.engine import Attached, Engine
 from drumline.engine.unsplit.parts import Parts
-from drumline.features.capture.engine import CapturingEngine
 from drumline.features.check.model_check import ModelCheck
 from drumline.features.mesh.attach.checked import LineParts
 from drumline.features.mesh.attach.dividing import Dividing
@@ -31,14 +30,11 @@ from drumline.features.stream.options import check_ties
 from drumline.model.block import Block
 from drumline.model.randomness import Randomness
 from drumline.model.weights.tied import Ties
+from drumline.pipeline.attached import engine_for
 from drumline.pipeline.cutting import Cut
 from drumline.pipeline.setting import Setting
 from drumline.runtime.backward.compiled import compiler_for
 from drumline.runtime.execute.executor import Executor
-
-# Settings that must be the same on all ranks, besides what ranks agree on anyway.
-_ALIKE = ("arrange", "check_finite", "check_model", "master_weights", "merge_weight_gradients", "capture", "ahead",
-          "continue_record")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +94,7 @@ def _assembled(setting: Setting, program: Program, cut: Cut) -> Assembly:
         compiler_for(given.compile, setting.device),
         lends=_lends(setting, cut),
     )
-    more = {name: getattr(given, name) for name in _ALIKE}
+    more = given.alike()
     more["adapt"] = repr(Adapt.of(given.adapt))
     more["record"] = given.record if isinstance(given.record, bool) else str(given.record)
     setting.agree(assembled.described(**more))
@@ -154,7 +150,7 @@ def _engine(setting: Setting, assembled: Assembly) -> Engine:
         partial(reducer_for, axes),
         partial(whole_context, axes) if axes.size("cp") > 1 else nullcontext,
     )
-    return (CapturingEngine if given.capture else Engine)(
+    return engine_for(given)(
         setting.crew,
         assembled,
         ahead=given.ahead,

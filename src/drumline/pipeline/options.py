@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,7 @@ _UNUSED = Accepted(lambda one: one in ("warn", "raise", "ignore"), '"warn", "rai
 class Options(AttachedOptions):
     """The options of a pipeline, and of the features that are attached to it; `Pipeline` documents each."""
 
+    ALIKE: ClassVar[tuple[str, ...]] = ("check_finite", "merge_weight_gradients", "ahead")
     model: Model
     _: KW_ONLY
     loss_fn: Callable[..., Tensor] | None = None

@@ -115,7 +115,7 @@ def _made(setting: Setting) -> StepRun:
     held = _held_by(setting, built, cut)
     engine, check, recording = built.engine, built.check, held.recording
     # Hooks that count the loads of experts would not be part of compiled or captured code.
-    hooks = not given.compile and not given.capture
+    hooks = not given.compile and not engine.runs_one_program
     loads = ExpertLoads(engine, setting.axes, plan_of(cut.blocks), hooks=hooks)
     watched = Watched(given.model, cut.stages, alone=crew.alone)
     _share_values(setting, built, held)

@@ -11,8 +11,14 @@ from drumline.core.program import Program
 from drumline.engine.stages.engine import Engine
 from drumline.features.capture.capture import Capture
 from drumline.features.capture.cuda import recorder_for
+from drumline.features.capture.options import CaptureOptions
 from drumline.model.weights.tied import Ties
 from drumline.runtime.step import Step
+
+
+def engine_for(options: CaptureOptions) -> type[Engine] | None:
+    """Return what captures steps, if the options ask for it."""
+    return CapturingEngine if options.capture else None
 
 
 class CapturingEngine(Engine):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from drumline.channel.lines import grid
 from drumline.core.errors import UsageError
@@ -15,6 +15,7 @@ from drumline.engine.options import SWITCH, FeatureOptions, option
 class CaptureOptions(FeatureOptions):
     """`capture`: record each step's actions once as CUDA graphs, and replay them while steps stay the same."""
 
+    ALIKE: ClassVar[tuple[str, ...]] = ("capture",)
     capture: bool = option(False, SWITCH)
 
     def check_together(self, others: Mapping[str, Any]) -> None:

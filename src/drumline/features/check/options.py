@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from drumline.engine.options import Accepted, FeatureOptions, option
 from drumline.features.check.sentinels import When, is_when
@@ -14,4 +15,5 @@ _ACCEPTED = Accepted(is_when, 'True, False, "first", or a number of steps betwee
 class CheckOptions(FeatureOptions):
     """`check_model`: compare the first step and some later ones with the unsplit model."""
 
+    ALIKE: ClassVar[tuple[str, ...]] = ("check_model",)
     check_model: When = option(True, _ACCEPTED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from drumline.engine.options import SWITCH, FeatureOptions, option
 
@@ -11,4 +12,5 @@ from drumline.engine.options import SWITCH, FeatureOptions, option
 class LengthOptions(FeatureOptions):
     """`arrange`: run `Microbatches` of unequal sizes in the order that the simulator finds fastest."""
 
+    ALIKE: ClassVar[tuple[str, ...]] = ("arrange",)
     arrange: bool = option(False, SWITCH)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from drumline.engine.options import SWITCH, FeatureOptions, option
 
@@ -11,5 +12,6 @@ from drumline.engine.options import SWITCH, FeatureOptions, option
 class PrecisionOptions(FeatureOptions):
     """`precision`: in which blocks compute; `master_weights`: update float32 copies of bf16 or fp16 parameters."""
 
+    ALIKE: ClassVar[tuple[str, ...]] = ("master_weights",)
     precision: str = "fp32"
     master_weights: bool = option(False, SWITCH)

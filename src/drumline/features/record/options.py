@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from drumline.engine.options import SWITCH, Accepted, FeatureOptions, option
 
@@ -16,5 +17,6 @@ _ACCEPTED = Accepted(
 class RecordOptions(FeatureOptions):
     """`record`: keep the last step's timeline, nothing, or the whole run in a folder, which may continue one."""
 
+    ALIKE: ClassVar[tuple[str, ...]] = ("continue_record",)
     record: bool | str | Path = option(True, _ACCEPTED)
     continue_record: bool = option(False, SWITCH)

@@ -1,0 +1,153 @@
+"""Take features away, one at a time, in a copy of the tree: what is left must still be whole.
+
+    python benchmarks/removable.py [FEATURE ...] [--json FILE]
+
+A feature goes with its folder under features/ and with its lines in pipeline/attached.py. Then the package must import,
+the import contracts and mypy must hold, and the core tests must pass, which no feature is needed for. A feature that
+other files name as well cannot be taken away yet: they are listed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = Path("src") / "drumline"
+ATTACHED = PACKAGE / "pipeline" / "attached.py"
+# What any pipeline does: schedules with the gradients of one process, rows, stages, backwards, tied weights.
+CORE = (
+    "tests/runtime/test_executor.py",
+    "tests/runtime/test_stage.py",
+    "tests/runtime/test_split_backward.py",
+    "tests/pipeline/test_parity.py",
+    "tests/pipeline/test_tied.py",
+)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What came of taking a feature away: who else names it, or what failed without it."""
+
+    feature: str
+    named_by: tuple[str, ...]
+    failed: str
+    seconds: float
+
+
+def features(root: Path = ROOT) -> list[str]:
+    """Return the names of all features."""
+    return sorted(one.parent.name for one in (root / PACKAGE / "features").glob("*/__init__.py"))
+
+
+def named_by(feature: str, root: Path = ROOT) -> tuple[str, ...]:
+    """Return the files of the package that import a feature, beside itself and the one that may."""
+    pattern = re.compile(
+        rf"^\s*(?:from|import) drumline\.features(?:\.{feature}\b| import .*\b{feature}\b)", re.MULTILINE
+    )
+    found = []
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        inside = path.relative_to(root / PACKAGE)
+        if inside.parts[:2] != ("features", feature) and root / ATTACHED != path and pattern.search(path.read_text()):
+            found.append(str(inside))
+    return tuple(found)
+
+
+def without(feature: str, text: str) -> str:
+    r"""Return the text of pipeline/attached.py without a feature's lines.
+
+    >>> text = "from drumline.features.tea.options import TeaOptions\nclass All(\n    TeaOptions,\n    Other,\n): ..."
+    >>> print(without("tea", text))
+    class All(
+        Other,
+    ): ...
+    """
+    lines = text.splitlines(keepends=True)
+    imports = [one for one in lines if re.match(rf"from drumline\.features\.{feature}\b", one)]
+    names = {name for one in imports for name in re.findall(r"(?:import|as) (\w+)$", one.strip())}
+    used = re.compile(rf"^\s+(?:{'|'.join(sorted(names))})\b") if names else re.compile(r"$^")
+    return "".join(one for one in lines if one not in imports and not used.match(one))
+
+
+def copied(folder: Path, feature: str) -> Path:
+    """Return a copy of the tree without a feature."""
+    tree = folder / feature
+    ignored = shutil.ignore_patterns("__pycache__", "_build", ".mypy_cache")
+    for part in ("src", "tests", "benchmarks"):
+        shutil.copytree(ROOT / part, tree / part, ignore=ignored)
+    for part in ("pyproject.toml", "conftest.py"):
+        shutil.copy(ROOT / part, tree / part)
+    shutil.rmtree(tree / PACKAGE / "features" / feature)
+    path = tree / ATTACHED
+    path.write_text(without(feature, path.read_text()))
+    return tree
+
+
+def steps(tests: Sequence[str], *, types: bool = True) -> dict[str, list[str]]:
+    """Return what must pass without a feature, by what it shows; types take longer than all the rest."""
+    python, near = sys.executable, Path(sys.executable).parent
+    linter = str(near / "lint-imports") if (near / "lint-imports").exists() else "lint-imports"
+    return {
+        "imports": [
+            python,
+            "-c",
+            "import drumline as dl; dl.Pipeline; dl.verify; dl.profile_model; import drumline.cli",
+        ],
+        "import contracts": [linter, "--no-cache"],
+        **({"types": [python, "-m", "mypy", "src"]} if types else {}),
+        "core tests": [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+    }
+
+
+def taken(feature: str, folder: Path, tests: Sequence[str] = CORE, *, types: bool = True) -> Taken:
+    """Take a feature away, if nothing else names it, and see what still passes."""
+    began = time.monotonic()
+    others = named_by(feature)
+    failed = ""
+    if not others:
+        tree = copied(folder, feature)
+        paths = os.pathsep.join(str(tree / part) for part in ("src", "tests", "benchmarks"))
+        for what, command in steps(tests, types=types).items():
+            ran = subprocess.run(
+                command, cwd=tree, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+                capture_output=True, text=True, timeout=900, check=False,
+            )  # fmt: skip
+            if ran.returncode:
+                failed = f"{what}:\n{(ran.stdout + ran.stderr)[-3000:]}"
+                break
+    return Taken(feature, others, failed, time.monotonic() - began)
+
+
+def main() -> int:
+    """Take away the features that are named, or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("feature", nargs="*", help="a folder under features/; all without one")
+    parser.add_argument("--json", type=Path, help="write what came of it to a file")
+    args = parser.parse_args()
+    known = features()
+    if unknown := set(args.feature) - set(known):
+        parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(known)}")
+    found = []
+    with tempfile.TemporaryDirectory(prefix="removable-") as folder:
+        for feature in args.feature or known:
+            one = taken(feature, Path(folder))
+            found.append(one)
+            outcome = f"named by {', '.join(one.named_by)}" if one.named_by else one.failed or "whole without it"
+            print(f"{feature:<10} {outcome} ({one.seconds:.0f} s)", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps([asdict(one) for one in found], indent=1))
+    return int(any(one.failed for one in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
