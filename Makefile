@@ -96,6 +96,7 @@ bench: $(VENV)/full.stamp
 	@mkdir -p out
 	PYTHONPATH=tests $(BIN)/python benchmarks/fuzz.py --json out/fuzz.json
 	$(BIN)/python benchmarks/fuzz_mesh.py --cases 2000 --jobs 2 --json out/fuzz_mesh.json
+	$(BIN)/python benchmarks/removable.py --json out/removable.json
 	$(BIN)/python benchmarks/simulate.py --json out/simulate.json
 	$(BIN)/python benchmarks/search.py --json out/search.json
 	$(BIN)/python benchmarks/published.py --fit --json out/published.json

@@ -196,9 +196,9 @@ PIPELINE = (
     ),
     Bug(
         "merged-steps-never-captured",
-        "_engine",
-        "CapturingEngine if given.capture else Engine",
-        "CapturingEngine if given.capture and not given.merge_weight_gradients else Engine",
+        "engine_for",
+        "CapturingEngine if options.capture else None",
+        "CapturingEngine if options.capture and not getattr(options, 'merge_weight_gradients') else None",
         "capture=True does nothing with merged weight gradients.",
     ),
     Bug(

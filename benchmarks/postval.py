@@ -34,6 +34,13 @@ NEVER = 1e9
 WARM_UP = 2  # rounds that do not count
 
 
+def validation_of(pipe: Any) -> Any:
+    """Return what validates a pipeline's updates afterwards."""
+    from drumline.features.validated.validated import Validation
+
+    return next(one for one in pipe._site.observers.each if isinstance(one, Validation))
+
+
 class Most(NamedTuple):
     """How much to measure in a case: rounds of turns of so many steps, and no round after so many seconds."""
 
@@ -99,7 +106,7 @@ class Contender:
 
     def _reject(self) -> None:
         """Update ahead of a verdict that will find the norm too large; no rank knows that by itself."""
-        validation = self.pipe._run.validation
+        validation = validation_of(self.pipe)
         norms = self.pipe._holdings.norms(2.0)
         most = max(sum(norm**2 for norm in one.values()) ** 0.5 for one in norms)
         told = self.pipe.gather(most)
@@ -120,7 +127,7 @@ def measure(width: int, depth: int, microbatches: int, name: str, most: Most) ->
     while turn < most.rounds + WARM_UP:
         for one in each[turn % 3 :] + each[: turn % 3]:  # no contender always follows the same one
             one.turn(most.steps, x, y)
-            one.pipe._run.validation.max_norm = NEVER
+            validation_of(one.pipe).max_norm = NEVER
         turn += 1
         if max(each[0].pipe.gather(time.perf_counter() - began)) > most.seconds and turn > WARM_UP:
             break
@@ -128,7 +135,7 @@ def measure(width: int, depth: int, microbatches: int, name: str, most: Most) ->
     told = each[0].pipe.gather([waits + each[0].clipping(x, y), ahead])
     row = {"schedule": name, "width": width, "rows": depth, "microbatches": microbatches, "steps": most.steps,
            "rounds": turn - WARM_UP, **compared(each), **simulated(each[0], told)}  # fmt: skip
-    row["taken_back"] = each[2].pipe._run.validation.num_taken_back
+    row["taken_back"] = validation_of(each[2].pipe).num_taken_back
     for one in each:
         one.pipe.close()
     return row

@@ -119,7 +119,7 @@ def test_whole_copies_follow_only_what_others_changed() -> None:
     parameters = [nn.Parameter(torch.full((2, 2), float(at))) for at in range(2)]
     for one in parameters:
         one.slice = Slice("tp", 0)  # type: ignore[attr-defined]
-    whole = WholeMatrices(axes, precise=False)
+    whole = WholeMatrices(axes)
     whole.cover(parameters)
     copies = [whole.of(one) for one in parameters]
     assert copies[0] is not None

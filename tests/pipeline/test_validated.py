@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 import drumline as dl
 import tied_models
+from attached import validation_of
 from drumline.core.errors import NonFiniteError, RankFailed, RunError, UsageError
 from drumline.features.validated.validated import Validation
 from drumline.model.block import blocks_of
@@ -167,8 +168,8 @@ def test_a_rollback_at_a_random_step_leaves_the_bits_of_one_process(name: str, k
     pipe = validated(mlp(8, dropout=0.2), given, make, schedule=name, num_ranks=2, num_microbatches=4)
     assert_same(pipe, dict(model.named_parameters()))
     # The second of two in a row is not made ahead, so it need not be taken back.
-    assert pipe._run.validation.num_amended == 2
-    assert pipe._run.validation.num_taken_back == (1 if abs(clipped - skipped) == 1 else 2)
+    assert validation_of(pipe).num_amended == 2
+    assert validation_of(pipe).num_taken_back == (1 if abs(clipped - skipped) == 1 else 2)
 
 
 def test_masters_tied_weights_and_buffers_come_back_too() -> None:
@@ -194,7 +195,7 @@ def test_masters_tied_weights_and_buffers_come_back_too() -> None:
         plain = synchronised(make_model(), batches_of, make, **{**counting, **more})
         pipe = validated(make_model(), batches_of, make, **{**counting, **more})
         assert_same(pipe, dict(plain.named_parameters()))
-        assert pipe._run.validation.num_taken_back > 0, what
+        assert validation_of(pipe).num_taken_back > 0, what
         masters = dict(plain.named_master_weights())
         for name, one in some(pipe.named_master_weights()):
             assert torch.equal(one, masters[name]), (what, name)
@@ -245,7 +246,7 @@ def test_learning_rates_of_schedulers_count_as_they_were_at_the_step() -> None:
     rates: list[Any] = []
     plain, pipe = scheduled(synchronised), scheduled(validated)
     assert_same(pipe, dict(plain.named_parameters()))
-    assert pipe._run.validation.num_taken_back == 1
+    assert validation_of(pipe).num_taken_back == 1
     assert len({one.param_groups[0]["lr"] for one, _ in some(rates)}) == 1
 
 
@@ -356,10 +357,10 @@ def test_a_loaded_state_is_not_taken_back_and_other_optimizers_may_follow() -> N
         pipe.settle()
     assert_same(pipe, values)
     assert optimizer.state_dict()["state"] == state["state"] == {}
-    assert pipe._run.validation.num_bytes > 0
+    assert validation_of(pipe).num_bytes > 0
     del optimizer
     gc.collect()
-    assert pipe._run.validation.num_bytes == 0
+    assert validation_of(pipe).num_bytes == 0
     plain = pipe.optimizer(torch.optim.SGD, lr=0.1)  # validated before
     pipe.step(batch, target=target * float("nan"))
     with pytest.raises(NonFiniteError):
@@ -441,7 +442,7 @@ def trained_on_rank(folder: str, how: dict[str, Any], wrong: dict[int, float], *
         record = pipe.timeline()
         found = {name: one.detach().clone() for name, one in pipe.named_parameters()}
         pipe.load(folder)
-        validation = pipe._run.validation
+        validation = validation_of(pipe)
         return {
             "found": found,
             "loaded": {name: one.detach().clone() for name, one in pipe.named_parameters()},

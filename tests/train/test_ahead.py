@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from attached import validation_of
 from drumline.core.errors import ConfigError
 from drumline.features.validated.validated import Validation
 from drumline.pipeline.pipeline import Pipeline
@@ -107,7 +108,7 @@ def test_a_dry_run_counts_the_copies() -> None:
             pipe.step(given.inputs["input"], target=given.target)
             optimizers.step()
             optimizers.zero_grad()
-        kept = pipe._run.validation.num_bytes
+        kept = validation_of(pipe).num_bytes
     assert after - before == kept > before
 
 

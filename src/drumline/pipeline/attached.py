@@ -17,10 +17,14 @@ from drumline.features.lengths.options import LengthOptions
 from drumline.features.mesh.attach import lines
 from drumline.features.mesh.attach.options import MeshOptions
 from drumline.features.moving.methods import MovingMethods
+from drumline.features.precision import attach as precision
+from drumline.features.precision.methods import PrecisionMethods
 from drumline.features.precision.options import PrecisionOptions
 from drumline.features.record.options import RecordOptions
 from drumline.features.saving.methods import SavingMethods
 from drumline.features.stream.options import StreamOptions
+from drumline.features.validated import attach as validated
+from drumline.features.validated.methods import ValidatedMethods
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,8 @@ class AttachedMethods(
     SavingMethods,
     MovingMethods,
     LengthMethods,
+    PrecisionMethods,
+    ValidatedMethods,
 ):
     """The methods that features add to `Pipeline`."""
 
@@ -56,6 +62,8 @@ def engine_for(options: AttachedOptions) -> type[Engine]:
 def attached(site: Site, options: AttachedOptions) -> list[Observer]:
     """Return what observes the steps of a pipeline, beside what runs them, in the order in which it is called."""
     made: list[Observer | None] = [
+        precision.attach(site, options),
+        validated.attach(site, options),
         lengths.attach(site, options),
         lines.attach(site, options),
     ]

@@ -76,6 +76,7 @@ class Options(AttachedOptions):
     interface: str = option("", _INTERFACE)
     device: torch.device | str | None = None
     seed: int = option(0, _INTEGER)
+    precision: str = "fp32"
     check_finite: bool = option(True, SWITCH)
     merge_weight_gradients: bool = option(False, SWITCH)
     timeout: float = option(300.0, _SECONDS)

@@ -16,11 +16,10 @@ from drumline.core.errors import DrumlineError, RunError, UsageError, counted
 from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
 from drumline.engine.state.names import matching
+from drumline.engine.updates.validated import check as validated_after
+from drumline.engine.updates.validated import refusal
 from drumline.features.adapt.auto_schedule import Searched
 from drumline.features.check.verdict import Checked
-from drumline.features.precision.scaler import LossScaler
-from drumline.features.validated.validated import Verdict, refusal
-from drumline.features.validated.validated import check as validated_after
 from drumline.pipeline.attached import AttachedMethods
 from drumline.pipeline.options import Options, made_with
 from drumline.pipeline.setup import set_up
@@ -225,7 +224,7 @@ class Pipeline(AttachedMethods):
         if self._run.stream is not None:
             return ledger.number - 1 - self.steps_in_flight
         # With updates that run ahead, the last step is not waited for: it has its turn after the next one.
-        return ledger.number if not self._run.validation.is_on or ledger.last is None else ledger.last.number - 1
+        return ledger.number if not self._updates.validation.is_on or ledger.last is None else ledger.last.number - 1
 
     def drain(self) -> None:
         """Finish all steps of a schedule without a flush: run what is in flight, and make all updates that are due.
@@ -267,11 +266,6 @@ class Pipeline(AttachedMethods):
             asked = self.axes.summed(torch.tensor([float(bool(own))], device=self.device), *AXES[1:]).item()
             return next(filter(None, self._crew.everywhere("stop", own)), "") if asked else ""
 
-    @property
-    def scaler(self) -> LossScaler | None:
-        """The loss scaler, the same on all ranks; None unless `precision` is "fp16"."""
-        return self._run.scaler
-
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of all ranks so that their global norm is at most `max_norm`; return the norm before."""
         clip.check(max_norm, norm_type)
@@ -281,7 +275,7 @@ class Pipeline(AttachedMethods):
                 expected="no call of it: the gradients of all ranks are never there at once",
                 fix="pass max_norm= to pipe.optimizer",
             )
-        if self._run.validation.is_on:
+        if self._updates.validation.is_on:
             raise UsageError(
                 'clip_grad_norm_ waits for all ranks, and an optimizer has validated="after"',
                 expected="clipping after the step",
@@ -391,14 +385,6 @@ class Pipeline(AttachedMethods):
             trained = [(name, one) for name, one in trained if name in chosen]
         return self._updates.optimizer(kind, [one for _, one in trained], settings, self.named_master_weights)
 
-    @property
-    def verdict(self) -> Verdict | None:
-        """What all ranks decided about the last update that `validated="after"` made; None before the first one.
-
-        It is about the update before the last pipeline step, until `settle` is called.
-        """
-        return self._run.validation.verdict
-
     def parameter_shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of the whole model's trainable parameters by name, those of other ranks too.
 
@@ -455,7 +441,7 @@ class Pipeline(AttachedMethods):
 
     def _settle_update(self) -> None:
         """Wait for the verdict on an update that was made ahead of it."""
-        if self._run.validation.is_on:
+        if self._updates.validation.is_on:
             self.settle()
 
     def close(self) -> None:

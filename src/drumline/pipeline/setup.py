@@ -24,6 +24,7 @@ from drumline.engine.ranks.crew import Crew
 from drumline.engine.ranks.observer import Observers
 from drumline.engine.ranks.tally import Ledger
 from drumline.engine.ranks.unused import unused_in
+from drumline.engine.site import Site
 from drumline.engine.stages import assembly
 from drumline.engine.state.shared_state import Shared
 from drumline.engine.state.tensors import Holdings
@@ -33,16 +34,10 @@ from drumline.features.adapt.auto_schedule import AUTO, AutoSchedule, first_sche
 from drumline.features.check.watched import Watched
 from drumline.features.mesh.experts.loads import ExpertLoads
 from drumline.features.mesh.reduce import share_values
-from drumline.features.precision.masters import Masters
-from drumline.features.precision.scaler import LossScaler
-from drumline.features.precision.scaling import Scaling
 from drumline.features.record.recording import Recording
 from drumline.features.stream.keeper import StreamKeeper
 from drumline.features.stream.options import check_options, is_synchronous, rows_of
 from drumline.features.stream.stream import Stream
-from drumline.features.validated.kept import KeptBuffers
-from drumline.features.validated.validated import Validation
-from drumline.model.catalogue import places_in
 from drumline.pipeline.attached import attached
 from drumline.pipeline.building import Built, build
 from drumline.pipeline.cutting import Cut, cut_model
@@ -101,9 +96,7 @@ class _Held:
     holdings: Holdings
     ledger: Ledger
     recording: Recording
-    validation: Validation
     updates: Updates
-    scaler: LossScaler | None
     stream: Stream | None
 
 
@@ -118,6 +111,8 @@ def _made(setting: Setting) -> StepRun:
     hooks = not given.compile and not engine.runs_one_program
     loads = ExpertLoads(engine, setting.axes, plan_of(cut.blocks), hooks=hooks)
     watched = Watched(given.model, cut.stages, alone=crew.alone)
+    parts = (crew, held.ledger, cut.intake, built.frozen, built.programs, engine, held.holdings, held.updates)
+    observers = attached(Site(*parts, recording, Observers(())), given)
     _share_values(setting, built, held)
     watched.begin()
     shared = Shared(engine)
@@ -125,22 +120,19 @@ def _made(setting: Setting) -> StepRun:
     followed = Followed(built.blocks)
     choice = _choice(setting, built, cut, held)
     run = StepRun(
-        crew, held.ledger, cut.intake, built.frozen, built.programs, engine, held.holdings, held.updates, recording,
-        Observers(()), watched, followed, check, choice, cut.balance, given.check_finite, cut.positions, held.stream,
-        held.validation, held.scaler,
+        *parts, recording, Observers(()), watched, followed, check, choice, cut.balance, given.check_finite,
+        cut.positions, held.stream,
     )  # fmt: skip
     run.observers = Observers(
         [  # in the order in which they are called
             StreamKeeper(held.stream, run.pause),
             *(one for one in (choice.auto, choice.adapting) if one is not None),
-            held.validation,
             loads,
             engine,
             held.holdings,
-            *([] if held.scaler is None else [Scaling(held.scaler, held.holdings)]),
             shared,
             recording,
-            *attached(run, given),
+            *observers,
             check,
         ]
     )
@@ -158,11 +150,7 @@ def _held_by(setting: Setting, built: Built, cut: Cut) -> _Held:
         crew.observe(recording)
         recording.describe(given.settings(), built.frozen.program, built.assembled, cut.balance)
         recording.runs_several(built.programs)
-    buffers = KeptBuffers(place for block in built.blocks for place in places_in(block))
-    validation = Validation(holdings, ledger, recording, buffers, engine.total_norm)
-    scaler = LossScaler() if cut.numbers.scales else None
-    masters = Masters() if given.master_weights else None
-    updates = Updates(cut.numbers, holdings, recording, built.check, validation, scaler, masters)
+    updates = Updates(cut.numbers, holdings, recording, built.check)
     stream = None
     if setting.program.num_updates:
         rows = rows_of(setting.schedule, given, setting.program, built.frozen.pruned_too)
@@ -171,7 +159,7 @@ def _held_by(setting: Setting, built: Built, cut: Cut) -> _Held:
         recording.notes_late = 1 + stream.num_ahead
     cut.intake.precise = any(one.dtype is torch.float64 for one in holdings.parameters())
     built.frozen.forget_all_but(engine.assembly.cuts)
-    return _Held(holdings, ledger, recording, validation, updates, scaler, stream)
+    return _Held(holdings, ledger, recording, updates, stream)
 
 
 def _share_values(setting: Setting, built: Built, held: _Held) -> None:

@@ -10,7 +10,7 @@ The code that runs a step calls at each moment the observers that do something t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from drumline.engine.ranks.crew import CrewObserver
 from drumline.engine.ranks.tally import Tally, Told
@@ -22,6 +22,8 @@ class Observer(CrewObserver):
 
     Observers get `end` in reverse order, and everything else in order. Evaluations call only `tell` and `told`.
     """
+
+    order: ClassVar[int] = 0  # those with a lower one are called earlier, and later at the end of a step
 
     @property
     def is_idle(self) -> bool:
@@ -68,7 +70,7 @@ class Observers:
     """
 
     def __init__(self, each: Iterable[Observer]) -> None:
-        self.each = tuple(each)
+        self.each = tuple(sorted(each, key=lambda one: one.order))
         self.called: list[Callable[[Step], None]] = self._at("called")
         self.taken: list[Callable[[Step], None]] = self._at("taken")
         self.begin: list[Callable[[Step], None]] = self._at("begin")

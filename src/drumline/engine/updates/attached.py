@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -77,29 +77,3 @@ class Divides(Protocol):
 
     def give(self, parameters: Sequence[nn.Parameter]) -> None:
         """After an optimizer has stepped, give all lines the values of all parts."""
-
-
-class Validates(Handler, Protocol):
-    """Lets updates run ahead of what all ranks decide about them."""
-
-    is_on: bool
-
-    def admit(self, *, scales: bool, captures: bool, divides: bool) -> None:
-        """Refuse to be on beside what it does not go with."""
-
-    def turn_on(self, max_norm: float | None) -> None:
-        """Validate the updates of all optimizers afterwards."""
-
-    def turn_off(self) -> None:
-        """Validate the updates of the next optimizers before they are made."""
-
-    def keeping(self, optimizer: Optimizer) -> Any:
-        """Return what keeps the state of an optimizer."""
-
-    def step(
-        self, kept: Any, parameters: Sequence[nn.Parameter], apply: Callable[[], None], follow: Callable[[], None]
-    ) -> None:
-        """Let an optimizer step."""
-
-    def forget(self) -> None:
-        """Record that gradients were set to zero."""

@@ -20,14 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drumline.core.errors import RunError, UsageError
+from drumline.core.errors import ModelError, RunError, UsageError
 from drumline.engine.ranks.journal import Journal
 from drumline.engine.ranks.tally import Handler
 from drumline.engine.state.tensors import Holdings
-from drumline.engine.updates.attached import Copies, Divides, Refuses, Scales, Validates
+from drumline.engine.updates.attached import Copies, Divides, Refuses, Scales
 from drumline.engine.updates.guard import Guard, guarded_by
 from drumline.engine.updates.kinds import by_element
 from drumline.engine.updates.optimizer_state import NamedTensors, StateByName
+from drumline.engine.updates.validated import Validates
 from drumline.engine.updates.whole_matrices import WholeMatrices
 from drumline.model.precision import Precision, settle_products
 
@@ -55,16 +56,15 @@ class Updates:
         holdings: Holdings,
         recording: Journal,
         check: Refuses,
-        validation: Validates,
-        scaler: Scales | None,
-        masters: Copies | None,
     ) -> None:
         self.precision = precision
         self.holdings = holdings
         self._recording, self._check = recording, check
-        self.scaler, self.masters, self.validation = scaler, masters, validation
+        self.scaler: Scales | None = None
+        self.masters: Copies | None = None
+        self.validation = Validates()
         self.divided: Divides | None = None  # if the lines of a mesh divide optimizer state
-        self.wholes = WholeMatrices(holdings.crew.axes, precise=masters is not None)
+        self.wholes = WholeMatrices(holdings.crew.axes)
         self._own: WeakSet[Optimizer] = WeakSet()
         self._made: list[ref[Optimizer]] = []  # in the order in which they were asked for
         self._left: list[ref[nn.Parameter]] = []  # parameters whose layers have moved to other ranks
@@ -73,11 +73,20 @@ class Updates:
         self._kept: list[Optimizer] = []  # then, because nobody else may hold them
         self._is_inside = False
 
+    def update_copies(self, masters: Copies) -> None:
+        """Have optimizers update copies of parameters; called before the first of them is made."""
+        self.masters, self.wholes.precise = masters, True
+
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
         """Record the parameters of all stages here, and guard them against optimizers."""
         left = [one for seen in self._left if (one := seen()) is not None]
         self._guard = Guard([*self.holdings.parameters(), *left], self.before, self.after)
         listed = list(parameters)
+        if self.precision.scales and self.scaler is None:
+            raise ModelError(
+                f"precision is {self.precision.name!r}, and nothing is attached that scales the loss",
+                expected='"fp32" or "bf16"',
+            )
         if self.masters is not None:
             self.masters.follow(listed)
         elif self.scaler is not None:

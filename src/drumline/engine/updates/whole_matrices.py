@@ -20,9 +20,9 @@ from drumline.model.precision import LOW
 class WholeMatrices:
     """The whole copies of this process's divided parameters; all lines along an axis call its methods alike."""
 
-    def __init__(self, axes: Axes, *, precise: bool) -> None:
+    def __init__(self, axes: Axes) -> None:
         self._axes = axes
-        self._precise = precise  # whether copies of parameters of low precision are in float32
+        self.precise = False  # whether copies of parameters of low precision are in float32
         self._copies: dict[nn.Parameter, nn.Parameter] = {}
         self._seen: dict[nn.Parameter, tuple[int, int]] = {}
 
@@ -31,7 +31,7 @@ class WholeMatrices:
         for one in parameters:
             if slice_of(one) is not None and one not in self._copies:
                 whole = self._whole(one, one.detach())
-                whole = whole.float() if self._precise and whole.dtype in LOW else whole
+                whole = whole.float() if self.precise and whole.dtype in LOW else whole
                 self._copies[one] = nn.Parameter(whole, one.requires_grad)
                 self._seen[one] = _mark(one)
 

@@ -10,8 +10,7 @@ from drumline.engine.options import SWITCH, FeatureOptions, option
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionOptions(FeatureOptions):
-    """`precision`: in which blocks compute; `master_weights`: update float32 copies of bf16 or fp16 parameters."""
+    """`master_weights`: `pipe.optimizer` updates float32 copies of bf16 or fp16 parameters."""
 
     ALIKE: ClassVar[tuple[str, ...]] = ("master_weights",)
-    precision: str = "fp32"
     master_weights: bool = option(False, SWITCH)

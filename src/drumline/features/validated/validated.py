@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 from weakref import WeakSet
 
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from drumline.engine.ranks.journal import Journal
 from drumline.engine.ranks.observer import Observer
 from drumline.engine.ranks.tally import Ledger, Tally, Told
 from drumline.engine.state.tensors import Holdings
+from drumline.engine.updates.validated import Validates, refusal
 from drumline.features.validated.kept import KeptBuffers, KeptOptimizer
 from drumline.runtime.gradients import clip
 from drumline.runtime.step import Step
@@ -125,8 +126,10 @@ class TotalNorm(Protocol):
         """Return it for one kind of norm."""
 
 
-class Validation(Observer):
+class Validation(Observer, Validates):
     """The updates of this process's ranks that wait for their verdict; does nothing until an optimizer asks for it."""
+
+    order: ClassVar[int] = -1  # it gates the step that all others observe
 
     def __init__(
         self, holdings: Holdings, ledger: Ledger, recording: Journal, buffers: KeptBuffers, total: TotalNorm
@@ -360,28 +363,3 @@ class Validation(Observer):
         """Remember whether this process's part of the step was finite."""
         if self.is_on and step.train:
             self._is_finite = all(bool(one.finite) for one in each)
-
-
-def refusal(what: str, why: str) -> UsageError:
-    """Return the error of a pipeline whose updates cannot be validated afterwards."""
-    return UsageError(f'validated is "after", and {what}', expected=why, fix='use validated="before"')
-
-
-def check(validated: object, max_norm: float | None) -> bool:
-    """Return whether to validate afterwards; refuse other values.
-
-    >>> check("before", None), check("after", 1.0)
-    (False, True)
-    >>> check("never", None)
-    Traceback (most recent call last):
-    drumline.core.errors.UsageError: validated is 'never'; expected "before" or "after" the optimizer's step
-    """
-    if validated not in ("before", "after"):
-        raise UsageError(f"validated is {validated!r:.60}", expected='"before" or "after" the optimizer\'s step')
-    if validated == "before" and max_norm is not None:
-        raise UsageError(
-            f"max_norm is {max_norm!r:.60}, and updates are validated before they are made",
-            expected='validated="after" beside it',
-            fix="call pipe.clip_grad_norm_(max_norm) before optimizer.step()",
-        )
-    return validated == "after"

@@ -34,10 +34,8 @@ from drumline.features.check.model_check import ModelCheck
 from drumline.features.check.watched import Watched
 from drumline.features.mesh import sequences
 from drumline.features.mesh.losses import summed_losses
-from drumline.features.precision.scaler import LossScaler
 from drumline.features.record.recording import Recording
 from drumline.features.stream.stream import Stream
-from drumline.features.validated.validated import Validation
 from drumline.model.values import pack
 from drumline.pipeline.steps.program_choice import ProgramChoice
 from drumline.pipeline.steps.result import CalledWith
@@ -62,8 +60,6 @@ class StepRun(Site):
     check_finite: bool
     positions: sequences.Takes | None  # how the model takes positions, if lines of a mesh divide sequences
     stream: Stream | None  # of a schedule without a flush
-    validation: Validation
-    scaler: LossScaler | None
     _whole: Callable[[], Given] | None = None  # fingerprint of the step's whole sequences, if lines divide them
 
     def pause(self, what: str) -> None:
@@ -94,7 +90,7 @@ class StepRun(Site):
         # Raises the same error on all ranks, which may continue afterwards.
         ahead = 2 if self.stream is None else 2 + self.stream.num_ahead
         self.ledger.settle(until=step.number - ahead, gradients_left=self.holdings.has_gradients)
-        if not step.train and self.validation.is_on:
+        if not step.train and self.updates.validation.is_on:
             self.recording.settle()  # evaluations see parameters that all ranks agree on
         with self.crew.together("the start of a step"):
             if self.watched.look():
@@ -117,11 +113,11 @@ class StepRun(Site):
                 self.check.agree_on_weights()
         if not self.check.takes(step):
             return
-        if self.validation.is_on:
+        if self.updates.validation.is_on:
             self.recording.settle()  # else an update may be taken back in the middle of the step
         with self.recording.between.during("check"), self.crew.together("the check of the model"):
             self.check.agree_on_weights()
-            scale = 1.0 if self.scaler is None else self.scaler.scale
+            scale = 1.0 if self.updates.scaler is None else self.updates.scaler.scale
             called = self.intake.called(call.batch, call.named)
             whole = None
             if self.positions is not None:
@@ -212,7 +208,7 @@ class StepRun(Site):
 
     def _told(self, step: Step) -> Told:
         """Return the outcome of a step on this process: its parts of the loss, and any problem."""
-        alone, scaler = self.crew.alone, self.scaler
+        alone, scaler = self.crew.alone, self.updates.scaler
         told = Told(sorted(step.losses), train=step.train, share=step.share, stop=asked())
         told.num_rows, told.num_tokens = counted_in(step.batch)
         checked = [one.grad for one in self.holdings.parameters() if one.grad is not None]

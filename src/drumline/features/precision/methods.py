@@ -1,0 +1,16 @@
+"""`scaler` of a pipeline."""
+
+from __future__ import annotations
+
+from drumline.engine.methods import Methods
+from drumline.features.precision.scaler import LossScaler
+from drumline.features.precision.scaling import Scaling
+
+
+class PrecisionMethods(Methods):
+    """The scale of the loss."""
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """The loss scaler, the same on all ranks; None unless `precision` is "fp16"."""
+        return next((one.scaler for one in self._site.observers.each if isinstance(one, Scaling)), None)

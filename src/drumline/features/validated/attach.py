@@ -1,0 +1,16 @@
+"""How updates that are validated afterwards attach to a pipeline."""
+
+from __future__ import annotations
+
+from drumline.engine.site import Site
+from drumline.features.validated.kept import KeptBuffers
+from drumline.features.validated.validated import Validation
+from drumline.model.catalogue import places_in
+
+
+def attach(site: Site, options: object) -> Validation:
+    """Return what validates updates afterwards; it does nothing until an optimizer asks for it."""
+    places = (place for stage in site.engine.stages() for block in stage.blocks for place in places_in(block))
+    made = Validation(site.holdings, site.ledger, site.recording, KeptBuffers(places), site.engine.total_norm)
+    site.updates.validation = made
+    return made
