@@ -55,7 +55,7 @@ class Skips:
     def clipped(self, most: float) -> Tensor | None:
         """Wait for the outcome of the update's steps on all ranks, and clip; returns the norm before."""
         self._settle()
-        scaler = self._pipe.scaler
+        scaler: Any = getattr(self._pipe, "scaler", None)  # where low precision is attached
         norm = self._pipe.clip_grad_norm_(most) if most and not self._problem else None
         if not self._problem and scaler is not None and not scaler.decide():
             self._problem = f"a loss or gradient is NaN or infinite at the loss scale, now {scaler.scale:g}"
@@ -65,11 +65,12 @@ class Skips:
 
     def judged(self) -> Tensor | None:
         """Take note of what all ranks decided about the last update that did not wait for them; returns its norm."""
-        verdict = self._pipe.verdict
+        verdict: Any = getattr(self._pipe, "verdict", None)  # where such updates are attached
         if verdict is None:
             return None
         self.found(verdict.ranks)
-        return verdict.norm
+        norm: Tensor | None = verdict.norm
+        return norm
 
     def found(self, ranks: str) -> None:
         """Take note of the ranks whose NaN left out an update, if any."""

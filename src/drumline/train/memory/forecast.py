@@ -194,7 +194,7 @@ def _is_recomputed(given: Options, stages: Sequence[Sequence[Block]], stage: int
 def _gradients(costs: Costs, stages: Sequence[Sequence[Block]], given: Options) -> list[float]:
     """Return every stage's bytes of gradients; with master weights all are added up in float32."""
     found = list(costs.per_stage("gradient_bytes", len(stages)))
-    if given.master_weights:
+    if given.settings().get("master_weights"):
         for stage, blocks in enumerate(stages):
             low = (one for block in blocks for one in block.module.parameters() if one.dtype in LOW)
             found[stage] += sum(one.nbytes for one in low if one.requires_grad)
