@@ -20,6 +20,7 @@ from accelerators import Accelerators
 SEARCHES = ("drumline.plan.search.run", "drumline.plan.search.search", "drumline.plan.device.planner")
 
 ACCELERATORS = Accelerators()
+FEATURES = Path(__file__).parent / "src" / "drumline" / "features"
 
 TORCH_HALF = (
     "model", "channel", "runtime", "profile", "engine", "features", "pipeline", "verification", "train", "serve",
@@ -67,6 +68,9 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let `make matrices` try all that is drawn at random; with SHUFFLE=N run the tests in the order that N gives."""
     for item in items:
+        needed = {str(name) for one in item.iter_markers("features") for name in one.args}
+        if absent := sorted(name for name in needed if not (FEATURES / name).is_dir()):
+            item.add_marker(pytest.mark.skip(reason=f"needs features that are not there: {', '.join(absent)}"))
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker("matrix")
     if "SHUFFLE" in os.environ:

@@ -153,6 +153,7 @@ def test_gradients_of_several_steps_add_up(name: str) -> None:
         assert all(one.grad is None for one in model.parameters())
 
 
+@pytest.mark.features("precision")
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "dualpipe"])
 @pytest.mark.parametrize("settings", [{"precision": "bf16"}, {"precision": "fp16"}, {"master_weights": True}])
 def test_low_precision_leaves_sums_and_copies_right(name: str, settings: dict[str, Any]) -> None:
