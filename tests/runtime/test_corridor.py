@@ -110,7 +110,8 @@ def calls_before_a_forward(kind: str, num_microbatches: int) -> list[tuple[str, 
     def note(frame: Any, event: str, _: Any) -> None:
         nonlocal reached
         code = frame.f_code
-        reached = reached or (event == "call" and frame.f_locals.get("self") is first)
+        begins = event == "call" and code.co_name in ("_wrapped_call_impl", "_call_impl", "forward")
+        reached = reached or (begins and frame.f_locals.get("self") is first)
         if event == "call" and not reached and code.co_filename.startswith(OURS) and code.co_name not in INNER:
             found.append((code.co_filename.removeprefix(OURS), code.co_qualname))
 
