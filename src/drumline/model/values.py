@@ -27,7 +27,7 @@ Path = tuple[tuple[str, Any], ...]  # the path to a tensor inside a result: ("it
 # How many parts of a form precede its values: names, a type, or both.
 HEADERS = {"dict": 1, "named": 1, "fields": 2, "mapping": 2}
 APART = "microbatches"  # the kind of a form with one part per microbatch
-_CONTAINERS: dict[str, Callable[[Sequence[Any]], Any]] = {"tuple": tuple, "list": list, APART: Microbatches}
+_CONTAINERS: dict[str, Callable[[Sequence[Any]], Any]] = {"list": list, APART: Microbatches}
 
 
 def pack(value: Any) -> tuple[tuple[Tensor, ...], Any]:
@@ -50,6 +50,16 @@ def pack(value: Any) -> tuple[tuple[Tensor, ...], Any]:
 def unpack(tensors: Sequence[Tensor], form: Any) -> Any:
     """Return the value that `pack` took apart."""
     return tensors[0] if form is None else _value(tensors, form)
+
+
+def unpack_each(columns: Sequence[Sequence[Tensor]], form: Any, count: int) -> list[Any]:
+    """Return so many values, each with its pieces of the tensors that `pack` took apart.
+
+    >>> tensors, form = pack({"x": torch.arange(4), "scale": 2.0})
+    >>> unpack_each([tensors[0].chunk(2)], form, 2)
+    [{'x': tensor([0, 1]), 'scale': 2.0}, {'x': tensor([2, 3]), 'scale': 2.0}]
+    """
+    return list(columns[0] if form is None else _values(columns, form, count))
 
 
 def _form(value: Any, tensors: dict[int, Tensor]) -> Any:
@@ -92,16 +102,37 @@ def _value(tensors: Sequence[Tensor], form: Any) -> Any:
     kind, *parts = form
     if kind == "plain":
         return parts[0]
-    if kind == "named":
-        return parts[0](*(_value(tensors, part) for part in parts[1:]))
-    if kind in ("fields", "mapping"):
-        made = {name: _value(tensors, part) for name, part in zip(parts[1], parts[2:], strict=True)}
-        return rebuilt(parts[0], made) if kind == "fields" else parts[0](made)
-    if kind == "slice":
-        return slice(*(_value(tensors, part) for part in parts))
+    inner = [_value(tensors, part) for part in parts[HEADERS.get(kind, 0) :]]
+    if kind in ("tuple", "list"):
+        return tuple(inner) if kind == "tuple" else inner
     if kind == "dict":
-        return dict(zip(parts[0], (_value(tensors, part) for part in parts[1:]), strict=True))
-    return _CONTAINERS[kind]([_value(tensors, part) for part in parts])
+        return dict(zip(parts[0], inner, strict=True))
+    return _values([[one] for one in inner], (kind, *parts[: HEADERS.get(kind, 0)], *range(len(inner))), 1)[0]
+
+
+def _values(columns: Sequence[Sequence[Tensor]], form: Any, count: int) -> Sequence[Any]:
+    """Return as many values as each tensor has pieces, by calls that depend on the form alone."""
+    if isinstance(form, int):
+        return columns[form]
+    kind, *parts = form
+    if kind == "plain":
+        return [parts[0]] * count
+    first = HEADERS.get(kind, 0)
+    inner = [_values(columns, part, count) for part in parts[first:]]
+    rows = list(zip(*inner, strict=True)) if inner else [()] * count
+    if kind == "tuple":
+        return rows
+    if kind == "dict":
+        return [dict(zip(parts[0], one, strict=True)) for one in rows]
+    if kind == "named":
+        return [parts[0](*one) for one in rows]
+    if kind == "fields":
+        return [rebuilt(parts[0], dict(zip(parts[1], one, strict=True))) for one in rows]
+    if kind == "mapping":
+        return [parts[0](dict(zip(parts[1], one, strict=True))) for one in rows]
+    if kind == "slice":
+        return [slice(*one) for one in rows]
+    return [_CONTAINERS[kind](one) for one in rows]
 
 
 def rebuilt(kind: type, values: dict[str, Any]) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from drumline.core.errors import BatchError, counted
 from drumline.model.microbatches import Microbatches as Microbatches
-from drumline.model.values import pack, unpack
+from drumline.model.values import pack, unpack, unpack_each
 from drumline.runtime import apart
 
 # For an argument: the dimension of its rows, None to give it whole to all microbatches, or a function of all arguments
@@ -64,7 +64,7 @@ def cut_and_counted(
     hows = _hows(batch, split)
     given, each = dict(_items(batch)), rows_of_each(rows, num_microbatches)
     pieces = [_parts(tensor, hows.get(id(tensor), _BY_ITSELF), each, given, what) for tensor in tensors]
-    return [unpack(one, form) for one in zip(*pieces, strict=True)], rows
+    return unpack_each(pieces, form, num_microbatches), rows
 
 
 def _cut_apart(batch: Any, num_microbatches: int, what: str, split: Split | None) -> list[Any]:
