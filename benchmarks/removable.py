@@ -95,15 +95,14 @@ def copied(folder: Path, feature: str) -> Path:
 
 def steps(tests: Sequence[str], *, types: bool = True) -> dict[str, list[str]]:
     """Return what must pass without a feature, by what it shows; types take longer than all the rest."""
-    python, near = sys.executable, Path(sys.executable).parent
-    linter = str(near / "lint-imports") if (near / "lint-imports").exists() else "lint-imports"
+    python, linter = sys.executable, "from importlinter.cli import lint_imports_command as run; run()"
     return {
         "imports": [
             python,
             "-c",
             "import drumline as dl; dl.Pipeline; dl.verify; dl.profile_model; import drumline.cli",
         ],
-        "import contracts": [linter, "--no-cache"],
+        "import contracts": [python, "-c", linter, "--no-cache"],
         **({"types": [python, "-m", "mypy", "src"]} if types else {}),
         "core tests": [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
     }

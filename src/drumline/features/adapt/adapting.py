@@ -107,7 +107,7 @@ class Adapting(Observer):
         seconds, num_bytes = 0.0, 0
         if proposal.kind == CUT:
             try:
-                moved = move(None, list(proposal.after.counts))
+                moved = move(balance=list(proposal.after.counts))
             except (UsageError, ModelError) as error:  # the same on all ranks, before anything has moved
                 if self._decider is not None:
                     self._tell(proposal.step, f"layers stay where they are: {error}", {})

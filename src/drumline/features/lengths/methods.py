@@ -20,8 +20,8 @@ class LengthMethods(Methods):
         more in so many steps than the search took; pass it to `step`.
 
         >>> from torch import nn
-        >>> from drumline import Pipeline
-        >>> pipe = Pipeline([nn.Linear(1, 1), nn.Linear(1, 1)], num_microbatches=4, num_ranks=2)
+        >>> import drumline as dl
+        >>> pipe = dl.Pipeline([nn.Linear(1, 1), nn.Linear(1, 1)], num_microbatches=4, num_ranks=2)
         >>> pipe.search([100, 30, 50, 20], seconds=0.1).arranged.name
         'longest in the middle'
         """

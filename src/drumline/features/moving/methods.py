@@ -33,9 +33,9 @@ class MovingMethods(Methods):
         moved. Parameters that `parameters()` returned before may have left this rank: do not keep them.
 
         >>> from torch import nn
-        >>> from drumline import Pipeline
+        >>> import drumline as dl
         >>> blocks = [nn.Linear(1, 1) for _ in range(4)]
-        >>> pipe = Pipeline(blocks, loss_fn=nn.functional.mse_loss, num_microbatches=2, num_ranks=2)
+        >>> pipe = dl.Pipeline(blocks, loss_fn=nn.functional.mse_loss, num_microbatches=2, num_ranks=2)
         >>> move = pipe.repartition(["3"])
         >>> move.before, move.after, pipe.blocks
         (('2',), ('3',), [['0', '1', '2'], ['3']])

@@ -46,8 +46,8 @@ class SavingMethods(Methods):
 
         >>> import tempfile
         >>> from torch import nn
-        >>> from drumline import Pipeline
-        >>> with Pipeline([nn.Linear(1, 1)], loss_fn=nn.functional.mse_loss, num_microbatches=1) as pipe:
+        >>> import drumline as dl
+        >>> with dl.Pipeline([nn.Linear(1, 1)], loss_fn=nn.functional.mse_loss, num_microbatches=1) as pipe:
         ...     saving = pipe.save(tempfile.mkdtemp(), extra={"epoch": 3}, wait=True)
         ...     loaded = pipe.load(saving.path)
         >>> saving.path.name, loaded.extra
