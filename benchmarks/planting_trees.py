@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,12 +41,6 @@ pythonpath = tests benchmarks
 doctest_optionflags = ELLIPSIS
 filterwarnings = error
 markers =
-    torch: compares with PyTorch
-    slow: full matrices
-    browser: opens pages
-    matrix: thinned
-    cold_ranks: fresh processes
-    accelerator: not on the CPU
     timeout: at most so many seconds
 """
 ENDING = threading.Event()  # set as the whole is told to end: what runs is ended, and nothing is begun
@@ -71,6 +66,12 @@ class Ran:
     cut: bool = False  # ended by a limit that says nothing of what ran
 
 
+def _markers() -> str:
+    """Return the project's own markers, as lines of that configuration."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    return "".join(f"    {one}\n" for one in project["tool"]["pytest"]["ini_options"]["markers"])
+
+
 class Trees:
     """Copies of the tree, one for each job."""
 
@@ -86,7 +87,7 @@ class Trees:
                 shutil.copy2(ROOT / one, tree / one)
             for one in PLUGINS:
                 shutil.copy2(Path(__file__).with_name(one), tree / one)
-            (tree / "planted.ini").write_text(CONFIG)
+            (tree / "planted.ini").write_text(CONFIG + _markers())
             self.all.append(tree)
             self._free.put(tree)
 

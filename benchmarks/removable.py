@@ -115,7 +115,8 @@ def taken(feature: str, folder: Path, tests: Sequence[str] = CORE, *, types: boo
     failed = ""
     if not others:
         tree = copied(folder, feature)
-        paths = os.pathsep.join(str(tree / part) for part in ("src", "tests", "benchmarks"))
+        own = [str(tree / part) for part in ("src", "tests", "benchmarks")]
+        paths = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
         for what, command in steps(tests, types=types).items():
             ran = subprocess.run(
                 command, cwd=tree, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},

@@ -41,7 +41,7 @@ def test_the_example_of_the_docs_is_a_feature(tmp_path: Path) -> None:
     attached.write_text(patched(attached.read_text(), changes))
     ran = subprocess.run(
         [sys.executable, "-c", "\n".join(script)],
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "src")},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "src"), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
         timeout=300,
