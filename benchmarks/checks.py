@@ -62,7 +62,7 @@ def watched() -> dict[str, list[float]]:
     """Have the comparisons of all pipelines timed, from here on."""
     from drumline.engine.ranks import agreement, tally
     from drumline.engine.ranks.agreement import Followed
-    from drumline.features.check.watched import Watched
+    from drumline.engine.model.watched import Watched
     from drumline.pipeline.steps import step
 
     seconds: dict[str, list[float]] = {part: [0.0] for part in PARTS}

@@ -36,6 +36,11 @@ class MeshOptions(FeatureOptions):
     tensor_parallel: Mapping[str, Any] | None = None
     sequence_parallel: bool = option(False, SWITCH)
 
+    @property
+    def lines(self) -> Mapping[str, int] | DeviceMesh | None:
+        """How ranks form several lines."""
+        return self.mesh
+
     def check_together(self, others: Mapping[str, Any]) -> None:
         """Refuse what does not go together with several lines."""
         super().check_together(others)
