@@ -28,8 +28,8 @@ from drumline.features.mesh.attach.options import MeshOptions
 from drumline.features.mesh.experts.parallel import ExpertParallel
 from drumline.features.mesh.sharding import FullShards, StateShards
 from drumline.features.mesh.tensor.layers import TensorParallel
-from drumline.features.mesh.tensor.styles import Plan
 from drumline.model.block import Block
+from drumline.model.layers.styles import Plan
 
 Stages = Sequence[Sequence[Block]]
 

@@ -12,7 +12,7 @@ from drumline.channel.lines import grid
 from drumline.core.errors import UsageError
 from drumline.engine.options import SWITCH, Accepted, FeatureOptions, is_whole, option
 from drumline.features.mesh import sequences
-from drumline.features.mesh.tensor import styles
+from drumline.model.layers import styles
 
 _NOT_COMPILED = {
     "cp": "compiled attention would see a part of the sequence only",
