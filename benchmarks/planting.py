@@ -161,7 +161,7 @@ OF_FILE = {
     "features/record/recording.py": ("tests/pipeline/test_recording.py",),
     "engine/loss/own_loss.py": ("tests/pipeline/test_hugging_face.py",),
     "features/record/run_folder.py": ("tests/pipeline/test_recording.py",),
-    "features/record/outbox.py": ("tests/pipeline/test_recording.py", "tests/train/test_checkpoints.py"),
+    "core/measured/outbox.py": ("tests/pipeline/test_recording.py", "tests/train/test_checkpoints.py"),
     "features/saving": ("tests/pipeline/test_rotation.py", "tests/pipeline/test_saving.py"),
     "engine/ranks/tally.py": ("tests/pipeline/test_unused.py", "tests/pipeline/test_recording.py"),
     "plan/device/candidate.py": ("tests/plan/test_planner.py",),
