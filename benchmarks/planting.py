@@ -26,6 +26,13 @@ OF_FOLDER = {
         "tests/served/test_failures.py",
     ),
     "adapt": ("tests/adapt", "tests/pipeline/test_adapting.py"),
+    "checkpoint": (
+        "tests/pipeline/test_rotation.py",
+        "tests/pipeline/test_saving.py",
+        "tests/pipeline/test_saving_refusals.py",
+        "tests/train/test_checkpoints.py",
+        "tests/train/test_continue.py",
+    ),
     "channel": (
         "tests/channel",
         "tests/pipeline/test_transports.py",

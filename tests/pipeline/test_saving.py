@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn import functional
 
 import drumline as dl
+from drumline.checkpoint.folder import checkpoints, name_of
+from drumline.checkpoint.staged import StagedFile
 from drumline.core.errors import ModelError, RecordError, RunError, WaitTimeout
 from drumline.features.saving import saver
-from drumline.features.saving.folder import checkpoints, name_of
-from drumline.features.saving.staged import StagedFile
 from drumline.pipeline.pipeline import Pipeline
 from matrices import long
 from some import some

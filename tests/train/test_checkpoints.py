@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from drumline.checkpoint.staged import StagedFile
 from drumline.core.errors import RunError, UsageError
 from drumline.core.measured.run import read_run
-from drumline.features.saving.staged import StagedFile
 from drumline.model.weights.files import Weights
 from drumline.train.config.settings import (
     BatchSettings,

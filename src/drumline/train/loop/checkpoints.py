@@ -1,6 +1,6 @@
 """A run's checkpoints: saved in its folder while it trains, and the point from which another run continues.
 
-    FOLDER/checkpoints/step-00000100/    see features/saving/folder.py
+    FOLDER/checkpoints/step-00000100/    see checkpoint/folder.py
 
 Beside what `pipe.save` keeps, a checkpoint has the position in the data and the tokens so far. A learning rate is a
 function of the step. So a run that continues takes the same batches at the same rates as one that never stopped. Every
@@ -13,9 +13,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from drumline.checkpoint.folder import checkpoints
+from drumline.checkpoint.saves import Saving
 from drumline.core.errors import RecordError, RunError, UsageError
-from drumline.features.saving.folder import checkpoints
-from drumline.features.saving.saver import Saving
 from drumline.pipeline.pipeline import Pipeline
 from drumline.train.config.settings import TrainSettings
 from drumline.train.data.items.batch import Data
