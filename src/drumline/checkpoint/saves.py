@@ -1,13 +1,17 @@
-"""What saving and loading return."""
+"""What saves and loads a run: what it promises, and what it returns.
+
+`drumline train` knows this alone. Which feature keeps the promise is named where features are attached.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-from drumline.core.errors import RecordError, WaitTimeout
+from drumline.core.errors import RecordError, UsageError, WaitTimeout
 
 
 @dataclass
@@ -73,3 +77,38 @@ class Loaded:
     step: int
     extra: Any = None
     skipped: tuple[str, ...] = field(default=())
+
+
+@runtime_checkable
+class Saves(Protocol):
+    """Saves and loads all that training needs to go on; every rank calls it alike."""
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        step: int,
+        extra: Any,
+        keep: int | None,
+        files: Mapping[str, str | bytes | Path],
+    ) -> Saving:
+        """Begin a checkpoint of a step in a folder, with data and files of the caller's; `keep` of them stay."""
+
+    def load(self, folder: str | Path, *, missing_ok: bool) -> Loaded | None:
+        """Go on from the newest whole checkpoint of a folder; None if it holds none and `missing_ok` allows that."""
+
+
+def saves(pipe: object) -> Saves:
+    """Return a pipeline as what saves it; refuse one to which nothing is attached that does.
+
+    >>> saves(object())
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: nothing that saves checkpoints is attached to this pipeline; expected ...
+    """
+    if isinstance(pipe, Saves):
+        return pipe
+    raise UsageError(
+        "nothing that saves checkpoints is attached to this pipeline",
+        expected="a pipeline with `save` and `load`",
+        fix="name the methods of features/saving in pipeline/attached.py",
+    )
