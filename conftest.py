@@ -23,12 +23,12 @@ ACCELERATORS = Accelerators()
 FEATURES = Path(__file__).parent / "src" / "drumline" / "features"
 
 TORCH_HALF = (
-    "model", "channel", "runtime", "profile", "engine", "features", "pipeline", "verification", "train", "serve",
-    "served", "mesh", "peers", "zoo", "faults",
+    "model", "channel", "checkpoint", "runtime", "profile", "engine", "features", "pipeline", "verification", "train",
+    "serve", "served", "mesh", "peers", "zoo", "faults",
 )  # fmt: skip
 IMPORTS_TORCH = re.compile(
     r"^(?:from|import) (?:torch|transformers"
-    r"|drumline\.(?:model|channel|runtime|profile|engine|features|pipeline|verification|train|serve))"
+    r"|drumline\.(?:model|channel|checkpoint|runtime|profile|engine|features|pipeline|verification|train|serve))"
     r"|^\w.*\b(?:importorskip|needed)\(",
     re.MULTILINE,
 )

@@ -26,6 +26,13 @@ OF_FOLDER = {
         "tests/served/test_failures.py",
     ),
     "adapt": ("tests/adapt", "tests/pipeline/test_adapting.py"),
+    "checkpoint": (
+        "tests/pipeline/test_rotation.py",
+        "tests/pipeline/test_saving.py",
+        "tests/pipeline/test_saving_refusals.py",
+        "tests/train/test_checkpoints.py",
+        "tests/train/test_continue.py",
+    ),
     "channel": (
         "tests/channel",
         "tests/pipeline/test_transports.py",
@@ -170,7 +177,7 @@ OF_FILE = {
     "features/record/recording.py": ("tests/pipeline/test_recording.py",),
     "engine/loss/own_loss.py": ("tests/pipeline/test_hugging_face.py",),
     "features/record/run_folder.py": ("tests/pipeline/test_recording.py",),
-    "features/record/outbox.py": ("tests/pipeline/test_recording.py", "tests/train/test_checkpoints.py"),
+    "core/measured/outbox.py": ("tests/pipeline/test_recording.py", "tests/train/test_checkpoints.py"),
     "features/saving": ("tests/pipeline/test_rotation.py", "tests/pipeline/test_saving.py"),
     "engine/ranks/tally.py": ("tests/pipeline/test_unused.py", "tests/pipeline/test_recording.py"),
     "plan/device/candidate.py": ("tests/plan/test_planner.py",),
