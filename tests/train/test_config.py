@@ -7,7 +7,7 @@ import re
 from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 from hypothesis import given, settings
@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from drumline.adapt.settings import Adapt
 from drumline.core.errors import ConfigError
+from drumline.core.settings.setting import Setting
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.models import MODELS
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.launch.launch import train_config
 from drumline.train.config.files.read import from_toml, read_settings
 from drumline.train.config.flags import assigned
-from drumline.train.config.keys import TABLES, Key, keys
+from drumline.train.config.keys import GROUPS, TABLES, keys
 from drumline.train.config.settings import (
     AdaptSettings,
     MeshSettings,
@@ -31,7 +32,7 @@ from drumline.train.config.settings import (
     RunSettings,
     TrainSettings,
 )
-from drumline.train.config.tables import GROUPS, Reading, checked
+from drumline.train.config.tables import Reading
 from drumline.train.config.write import config_text
 from matrices import ALL, examples
 from some import some
@@ -62,9 +63,10 @@ def test_nothing_at_all_is_the_built_in_gpt_on_the_shipped_text() -> None:
 def test_every_key_has_a_meaning_and_a_default_that_its_rule_admits() -> None:
     for table in some(keys()):
         for key in some(keys()[table].values()):
-            assert key.meaning, key.path
+            assert key.short, key.path
+            assert key.rule.unit in key.short, key.path
             if key.path != GROUPS:
-                assert checked(key, key.default) == key.default
+                assert key.taken(key.default) == key.default
     assert list(TABLES) == [one.name for one in fields(TrainSettings)]
 
 
@@ -262,7 +264,7 @@ PLAIN: Any = st.recursive(
 )
 
 
-def values_of(key: Key) -> Any:
+def values_of(key: Setting) -> Any:
     """Return a strategy for the values that a key may have."""
     if key.path == "model.others":
         return st.dictionaries(st.sampled_from(["num_dense_layers", "alibi", "experts_per_token", "others"]), PLAIN)
@@ -309,10 +311,14 @@ def test_what_is_printed_reads_back_through_all_checks(tmp_path: Path) -> None:
     assert json.loads(json.dumps(refusal("[a]", tmp_path).problems))[0]["key"] == "a"
 
 
-def test_what_may_change_while_a_run_goes_on_has_the_defaults_of_a_pipeline() -> None:
-    defaults = {one.name: one.default for one in fields(AdaptSettings)}
-    assert defaults.pop("on") is False
-    assert defaults == {one.name: one.default for one in fields(Adapt)}
+def test_what_may_change_while_a_run_goes_on_is_what_may_change_in_a_pipeline() -> None:
+    def stated(kind: type) -> dict[str, Any]:
+        hints = get_type_hints(kind)
+        return {one.name: (hints[one.name], one.default, one.metadata) for one in fields(kind)}
+
+    ours = stated(AdaptSettings)
+    assert ours.pop("on")[:2] == (bool, False)
+    assert ours == stated(Adapt)
 
 
 def test_the_steps_to_check_are_a_switch_a_word_or_a_number(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from drumline.train.config.keys import TABLES, Key, keys
-from drumline.train.config.tables import GROUPS
+from drumline.core.settings.setting import Setting
+from drumline.train.config.keys import GROUPS, TABLES, keys
 from drumline.train.config.write import written
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "train.md"
@@ -27,9 +27,10 @@ def section(table: str) -> Iterator[str]:
     yield ""
 
 
-def row(key: Key) -> str:
+def row(key: Setting) -> str:
     default = "" if key.default is None else f"`{written(key.default)}`"
-    expected = key.expected.replace("|", "\\|")
+    unit = f", in {key.rule.unit}" if key.rule.unit else ""
+    expected = f"{key.expected}{unit}".replace("|", "\\|")
     return f"| `{key.name}` | {default} | {expected} | {key.meaning} |"
 
 

@@ -21,41 +21,42 @@ if TYPE_CHECKING:
     from drumline.train.dry.run import DryRun
 
 EXAMPLE = "drumline train --steps 300 --schedule zb-h1 --print-config"
-# Flags for what is changed most, by the key that each sets; every other key has --set.
-_WHOLE, _NUMBER = flags.whole_number, flags.number
-_FLAGS: dict[str, tuple[str, Any, str, str]] = {
-    "steps": ("run.steps", _WHOLE, "N", "optimizer steps (default 100)"),
-    "lr": ("optimizer.lr", _NUMBER, "RATE", "learning rate (default 0.0003)"),
-    "optimizer": ("optimizer.kind", str, "NAME", "class of torch.optim (default AdamW)"),
-    "batch": ("batch.sequences", _WHOLE, "B", "sequences in an optimizer step (default 32)"),
-    "sequence": ("batch.sequence", _WHOLE, "N", "tokens in a sequence (default 256)"),
-    "accumulate": ("batch.accumulate", _WHOLE, "N", "pipeline steps in an optimizer step (default 1)"),
-    "schedule": ("pipeline.schedule", str, "NAME", "a schedule's name, or a CSV file (default 1f1b)"),
-    "stages_per_rank": ("pipeline.stages_per_rank", _WHOLE, "V", "stages on each rank (default: the schedule's own)"),
-    "plan": ("pipeline.plan", str, "FILE", "a JSON file of `drumline plan PROFILE.json`"),
-    "recompute": ("memory.recompute", str, "HOW", "activations to recompute: none or full (default none)"),
-    "precision": ("precision.compute", str, "KIND", "numbers to compute in: fp32, bf16 or fp16 (default fp32)"),
-    "device": ("pipeline.device", str, "NAME", "PyTorch device, like cpu or cuda (default: an accelerator if any)"),
-    "interface": (
-        "pipeline.interface",
-        str,
-        "NAME",
-        "network interface between hosts (default: towards rank 0)",
-    ),
-    "threads": ("run.threads", _WHOLE, "N", "threads of each rank (default: cores / local ranks)"),
-    "evaluate_every": ("evaluation.every", _WHOLE, "N", "steps between evaluations; 0 for none (default 50)"),
-    "sample_every": ("evaluation.sample_every", _WHOLE, "N", "steps between sample texts; 0 for none (default 0)"),
-    "save_every": ("checkpoint.every", _WHOLE, "N", "steps between checkpoints; one is saved at the end (default 0)"),
-    "resume": ("checkpoint.resume", str, "FOLDER", "continue from the newest checkpoint of a run's folder"),
-    "restarts": ("failures.restarts", _WHOLE, "N", "start local ranks again after a failure, N times (default 0)"),
-    "min_ranks": ("failures.min_ranks", _WHOLE, "N", "fewest ranks that --elastic goes on with (default 1)"),
-    "seed": ("run.seed", _WHOLE, "N", "random seed (default 0)"),
-    "wandb": ("run.wandb", str, "PROJECT", "log to this project at Weights & Biases"),
+# Flags for what is changed most, as the help shows them, with the key that each sets; every other key has --set.
+_FLAGS = {
+    "--steps N": "run.steps",
+    "--lr RATE": "optimizer.lr",
+    "--optimizer NAME": "optimizer.kind",
+    "--batch B": "batch.sequences",
+    "--sequence N": "batch.sequence",
+    "--accumulate N": "batch.accumulate",
+    "--schedule NAME": "pipeline.schedule",
+    "--stages-per-rank V": "pipeline.stages_per_rank",
+    "--plan FILE": "pipeline.plan",
+    "--recompute HOW": "memory.recompute",
+    "--precision KIND": "precision.compute",
+    "--device NAME": "pipeline.device",
+    "--interface NAME": "pipeline.interface",
+    "--threads N": "run.threads",
+    "--evaluate-every N": "evaluation.every",
+    "--sample-every N": "evaluation.sample_every",
+    "--save-every N": "checkpoint.every",
+    "--resume FOLDER": "checkpoint.resume",
+    "--restarts N": "failures.restarts",
+    "--min-ranks N": "failures.min_ranks",
+    "--seed N": "run.seed",
+    "--wandb PROJECT": "run.wandb",
+    "--continue": "checkpoint.continues",
+    "--elastic": "failures.elastic",
+    "--tensorboard": "run.tensorboard",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the verb takes."""
+    from drumline.train.config.flags import help_of
+    from drumline.train.config.keys import keys
+    from drumline.train.config.settings import TrainSettings
+
     add = parser.add_argument
     add(
         "config",
@@ -66,23 +67,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--model", metavar="MODEL", help="gpt, mlp, a Hugging Face model's folder or config.json, or a function")
     add("--data", metavar="FILE", action="append", default=[], help="file to train on, or a function. May be repeated")
-    flags.add_ranks(parser, "number of ranks (default 2)")
-    meaning = "number of microbatches in a pipeline step (default 8)"
-    add("-m", "--microbatches", type=_WHOLE, metavar="M", help=meaning)
-    for name, (_, kind, word, meaning) in _FLAGS.items():
-        add(f"--{name.replace('_', '-')}", type=kind, metavar=word, help=meaning)
-    meaning = "continue the run in its folder if there is one, else start it: the same command every time"
-    add("--continue", action="store_true", dest="continues", help=meaning)
+    flags.add_ranks(parser, help_of(keys()["mesh"]["pipeline"]))
+    meaning = f"number of microbatches in a pipeline step (default {TrainSettings().num_microbatches})"
+    add("-m", "--microbatches", type=flags.whole_number, metavar="M", help=meaning)
+    for shown, path in _FLAGS.items():
+        _add_key(parser, shown, path)
     add("--adapt", action="store_true", help="change program and cut while training, where it pays ([adapt] says how)")
-    add("--elastic", action="store_true", help="go on with fewer ranks if some do not come back")
-    add("--tensorboard", action="store_true", help="write TensorBoard's files to the run's folder")
-    meaning = "folder of the run (default out/train/NAME, or NAME-2 and so on if that holds a run)"
-    add("-o", "--out", type=Path, metavar="FOLDER", help=meaning)
+    add("-o", "--out", type=Path, metavar="FOLDER", help=help_of(keys()["run"]["out"]))
     meaning = "set any key of the config, like optimizer.settings.weight_decay=0.1. May be repeated"
     add("--set", metavar="KEY=VALUE", action="append", default=[], dest="assignments", help=meaning)
     add("--print-config", action="store_true", help="print all settings as a config file, and train nothing")
     add("--dry-run", action="store_true", help="print stages, proof and memory forecast, and train nothing")
     flags.add_json(parser)
+
+
+def _add_key(parser: argparse.ArgumentParser, shown: str, path: str) -> None:
+    """Declare a flag that sets a key."""
+    from drumline.train.config.flags import help_of
+    from drumline.train.config.keys import keys
+
+    flag, _, word = shown.partition(" ")
+    table, _, name = path.partition(".")
+    key = keys()[table][name]
+    if key.kind is bool:
+        parser.add_argument(flag, action="store_true", default=None, help=help_of(key))
+    else:
+        kind = {int: flags.whole_number, float: flags.number}.get(key.inner, str)
+        parser.add_argument(flag, type=kind, metavar=word, help=help_of(key))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -140,20 +151,16 @@ def _overrides(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]
         found |= {key: (value, "--model") for key, value in model_named(args.model).items()}
     if args.data:
         found |= {key: (value, "--data") for key, value in data_named(args.data).items()}
-    for name, (key, *_) in _FLAGS.items():
-        if (value := getattr(args, name)) is not None:
-            found[key] = value, f"--{name.replace('_', '-')}"
-    for key, given, flag in (
-        ("mesh.pipeline", args.ranks, "--ranks"),
-        (MICROBATCHES, args.microbatches, "--microbatches"),
-        ("run.out", None if args.out is None else str(args.out), "--out"),
-        ("run.tensorboard", args.tensorboard or None, "--tensorboard"),
-        ("failures.elastic", args.elastic or None, "--elastic"),
-        ("checkpoint.continues", args.continues or None, "--continue"),
-        ("adapt.on", args.adapt or None, "--adapt"),
-    ):
-        if given is not None:
-            found[key] = given, flag
+    for shown, key in _FLAGS.items():
+        flag = shown.partition(" ")[0]
+        found[key] = getattr(args, flag[2:].replace("-", "_")), flag
+    found |= {
+        "mesh.pipeline": (args.ranks, "--ranks"),
+        MICROBATCHES: (args.microbatches, "--microbatches"),
+        "run.out": (None if args.out is None else str(args.out), "--out"),
+        "adapt.on": (args.adapt or None, "--adapt"),
+    }
+    found = {key: given for key, given in found.items() if given[0] is not None}
     for text in args.assignments:
         key, value = assigned(text)
         found[key] = value, f"--set {key}"

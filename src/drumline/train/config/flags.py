@@ -1,4 +1,4 @@
-"""Values of a command line as overrides of a config: what a model or data is called there, and `--set KEY=VALUE`."""
+"""Keys of a config on a command line: what their flags say, and the values given there as overrides of the config."""
 
 from __future__ import annotations
 
@@ -9,10 +9,29 @@ from typing import Any
 
 from drumline.core.errors import UsageError
 from drumline.core.files import is_regular
+from drumline.core.settings.setting import Setting
 from drumline.train.config.functions import is_function
-from drumline.train.config.keys import Key, keys
+from drumline.train.config.keys import keys
 
 _BUILT_IN = ("gpt", "mlp")
+
+
+def help_of(key: Setting) -> str:
+    """Return what the help says about a flag that sets a key.
+
+    >>> help_of(keys()["run"]["steps"])
+    'optimizer steps (default 100)'
+    >>> help_of(keys()["run"]["threads"])
+    'threads of each rank (default: cores / local ranks)'
+    >>> help_of(keys()["precision"]["weights"])
+    'numbers of the parameters (fp32, bf16, fp16; default fp32)'
+    """
+    if key.kind is bool:
+        return key.short.removeprefix("whether to ")
+    if key.default in (None, ""):
+        return f"{key.short} (default: {key.empty})" if key.empty else key.short
+    choices = f"{', '.join(key.rule.choices)}; " if key.rule.choices else ""
+    return f"{key.meaning} ({choices}default {key.default})"
 
 
 def model_named(name: str) -> dict[str, Any]:
@@ -62,7 +81,7 @@ def assigned(text: str) -> tuple[str, Any]:
     return name, next(_readings(key, value, text))
 
 
-def _readings(key: Key | None, value: str, text: str) -> Iterator[Any]:
+def _readings(key: Setting | None, value: str, text: str) -> Iterator[Any]:
     """Yield the value as TOML, or as a text; raise where it is neither."""
     try:
         read = tomllib.loads(f"value = {value}")

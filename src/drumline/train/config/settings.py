@@ -1,13 +1,7 @@
-"""The settings of a training run as plain values: one class per table of the config file, every key once.
+"""The settings of a training run as plain values: one class per table of the config file.
 
-    [model]          what is trained            [optimizer]      how parameters are updated
-    [data]           what it is trained on      [learning_rate]  how the rate changes over steps
-    [batch]          how much of it in a step   [precision]      numbers, master weights
-    [lengths]        documents of unequal size  [evaluation]     held-out loss and a sample text
-    [mesh]           how many ranks of each     [run]            steps, seed, folder, what is logged
-    [pipeline]       schedule and cut
-    [memory]         what is recomputed         [checkpoint]     when the state is saved
-    [adapt]          what changes meanwhile     [failures]       what a run survives
+Every key is stated once, here: its name, kind, default, meaning and what it accepts. The reader, its errors, the flags
+of `drumline train`, `--print-config` and the reference in the documentation follow from these fields.
 
 `drumline plan` writes [model], [batch], [mesh], [pipeline] and [memory]; every other key has a default. A default of
 None means that the model, the data or the plan decides.
@@ -15,66 +9,123 @@ None means that the model, the data or the plan decides.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from drumline.adapt.settings import Adapt
+from drumline.core.settings.rule import (
+    COUNT,
+    COUNT_OR_0,
+    NUMBER_OR_0,
+    PART,
+    POSITIVE,
+    SECONDS,
+    SHARE,
+    STEPS,
+    STEPS_OR_0,
+    TOKENS,
+    Rule,
+    each_at_least,
+    one_of,
+)
+from drumline.core.settings.setting import same_as, setting, table
 from drumline.schedules import DEFAULT
 from drumline.train.config.names import safe_name
+
+__all__ = [
+    "AdaptSettings",
+    "BatchSettings",
+    "CheckpointSettings",
+    "DataSettings",
+    "EvaluationSettings",
+    "FailureSettings",
+    "LearningRateSettings",
+    "LengthSettings",
+    "MemorySettings",
+    "MeshSettings",
+    "ModelSettings",
+    "OptimizerGroup",
+    "OptimizerSettings",
+    "PipelineSettings",
+    "PrecisionSettings",
+    "RunSettings",
+    "TrainSettings",
+]  # what `import *` brings into a user's file
+
+_FUNCTION = '"package.module:function" or "file.py:function"'
+_OPTIMIZER = "the name of an optimizer's class in torch.optim"
+_NUMBERS = one_of("fp32", "bf16", "fp16")
+_ZERO = Rule("0, 1, 2 or 3", lambda value: 0 <= value <= 3)
+_SEED = Rule("a whole number from 0 to 2^63 - 1", lambda value: 0 <= value < 2**63)
+_CHECKS = Rule(
+    'true, false, "first", or a whole number of 1 or more',
+    lambda value: isinstance(value, bool) or value == "first" or (isinstance(value, int) and value >= 1),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """What is trained: `kind` is "gpt", "mlp", "hf" (a folder or config of Hugging Face's) or "function".
+    """What is trained.
 
     The numbers are those of `drumline.plan`'s Transformer; "mlp" uses num_layers, hidden, inputs and outputs.
     """
 
-    kind: str = "gpt"
-    name: str = ""
-    num_layers: int = 6
-    hidden: int = 384
-    num_heads: int = 6
-    vocabulary: int | None = None  # None: the tokenizer's
-    num_key_value_heads: int = 0  # 0: as many as num_heads
-    feedforward: int = 0  # 0: 4 x hidden, or 8/3 x hidden if gated
-    head_width: int = 0  # 0: hidden / num_heads
-    gated: bool = False
-    tied: bool = False
-    learned_positions: bool = True
-    rotary_base: float = 10000.0
-    biased: bool = True
-    dropout: float = 0.0  # a plan's `true` is 0.1, its `false` 0
-    attention_dropout: float | None = None  # None: as dropout
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    inputs: int = 16
-    outputs: int = 4
-    path: str = ""  # hf: a folder with config.json, or a config file
-    pretrained: bool = True  # hf: load the folder's weights if it has any
-    function: str = ""  # "package.module:function" or "file.py:function"
-    arguments: dict[str, Any] = field(default_factory=dict)  # passed to the function by name
-    others: dict[str, Any] = field(default_factory=dict)  # numbers of a plan that no key above can express
+    kind: str = setting(
+        "gpt", "built-in GPT or MLP, a Hugging Face model, or your function", one_of("gpt", "mlp", "hf", "function")
+    )
+    name: str = setting("", "a name for the model, used for the run's folder")
+    num_layers: int = setting(6, "number of layers (gpt, mlp)", COUNT)
+    hidden: int = setting(384, "width of a layer (gpt, mlp)", COUNT)
+    num_heads: int = setting(6, "attention heads (gpt)", COUNT)
+    vocabulary: int | None = setting(None, "number of tokens (gpt)", COUNT, empty="the tokenizer's")
+    num_key_value_heads: int = setting(0, "heads of keys and values (gpt)", COUNT_OR_0, empty="as many as num_heads")
+    feedforward: int = setting(
+        0, "inner width of the feed-forward (gpt)", COUNT_OR_0, empty="4 x hidden, or 8/3 x hidden if gated"
+    )
+    head_width: int = setting(0, "width of a head (gpt)", COUNT_OR_0, empty="hidden / num_heads")
+    gated: bool = setting(False, "whether the feed-forward is gated (gpt)")
+    tied: bool = setting(False, "whether embedding and head share one matrix (gpt)")
+    learned_positions: bool = setting(True, "learned positions (true) or rotary ones (gpt)")
+    rotary_base: float = setting(10000.0, "base of rotary positions (gpt)", POSITIVE)
+    biased: bool = setting(True, "whether layers have biases (gpt)")
+    dropout: float = setting(0.0, "share of activations that are dropped (gpt); true is 0.1", PART)
+    attention_dropout: float | None = setting(
+        None, "share of attention's weights that are dropped (gpt)", PART, empty="as dropout"
+    )
+    qk_norm: bool = setting(False, "whether queries and keys are normed (gpt)")
+    qkv_bias: bool = setting(False, "whether queries, keys and values alone have biases (gpt)")
+    inputs: int = setting(16, "numbers of a point (mlp)", COUNT)
+    outputs: int = setting(4, "numbers that are predicted for a point (mlp)", COUNT)
+    path: str = setting("", "folder with a config.json, or that file (hf)")
+    pretrained: bool = setting(True, "whether to load the folder's weights, if it has any (hf)")
+    function: str = setting("", f"{_FUNCTION}, which returns the model (function)")
+    arguments: dict[str, Any] = setting({}, "what the function is called with, by name")
+    others: dict[str, Any] = setting({}, "numbers of a plan that no key above expresses")
 
 
 @dataclass(frozen=True, slots=True)
 class DataSettings:
-    """What it is trained on: `kind` is "text", "tokens", "instructions", "points" or "function"."""
+    """What it is trained on."""
 
-    kind: str = "text"
-    files: tuple[str, ...] = ()  # none: the text shipped with the package
-    validation: float = 0.05  # share of the documents held out
-    validation_files: tuple[str, ...] = ()
-    separator: str = ""  # text between the documents of a file, such as "\n\n"; "": a file is one document
-    token_type: str = "uint16"  # of token files other than .npy
-    end: int | None = None  # the token that ends a document in token files; None: the tokenizer's
-    tokenizer: str = ""  # "bytes", or a folder; "": the model's own, else bytes
-    shuffle: bool = True
-    seed: int | None = None  # None: the run's
-    function: str = ""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    workers: int = 0  # processes that read ahead
-    exact: bool = True  # whether data of a function that cannot be continued exactly are refused
-    fingerprint: str = "sampled"  # or "whole": what a checkpoint compares the contents of files by
+    kind: str = setting("text", "what the files hold", one_of("text", "tokens", "instructions", "points", "function"))
+    files: tuple[str, ...] = setting((), "files to train on", empty="the text shipped with Drumline")
+    validation: float = setting(0.05, "share of the documents that is held out", PART)
+    validation_files: tuple[str, ...] = setting((), "files that are held out, in place of a share")
+    separator: str = setting("", 'text between the documents of a file, like "\\n\\n"', empty="a file is one document")
+    token_type: str = setting("uint16", "kind of number in token files other than .npy, like uint16")
+    end: int | None = setting(None, "token that ends a document in token files", COUNT_OR_0, empty="the tokenizer's")
+    tokenizer: str = setting("", '"bytes", or a folder with a tokenizer', empty="the model's own, else bytes")
+    shuffle: bool = setting(True, "whether the order changes in every epoch")
+    seed: int | None = setting(None, "seed of the order", empty="run.seed")
+    function: str = setting("", f"{_FUNCTION}, which returns the data (function)")
+    arguments: dict[str, Any] = setting({}, "what the function is called with, by name")
+    workers: int = setting(0, "processes that read ahead", COUNT_OR_0)
+    exact: bool = setting(True, "whether to refuse data of a function that could not be continued exactly (function)")
+    fingerprint: str = setting(
+        "sampled",
+        "how a run that continues sees whether files have changed: by sizes and 16 MiB of them, or by all bytes",
+        one_of("sampled", "whole"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,34 +135,41 @@ class BatchSettings:
     sequences = microbatch x microbatches of a pipeline step x data-parallel ranks x accumulate.
     """
 
-    sequences: int = 32
-    microbatch: int = 4
-    sequence: int = 256  # tokens
-    accumulate: int = 1
+    sequences: int = setting(32, "sequences in one optimizer step, over all ranks and microbatches", COUNT)
+    microbatch: int = setting(4, "sequences in a microbatch", COUNT)
+    sequence: int = setting(256, "tokens in a sequence", TOKENS)
+    accumulate: int = setting(1, "pipeline steps before the optimizer steps", STEPS)
 
 
 @dataclass(frozen=True, slots=True)
 class LengthSettings:
-    """Documents of unequal size: `how` is "blocks" (text cut into equal blocks), "packed", "padded" or "buckets".
+    """Documents of unequal size.
 
-    packed: documents side by side in a row of batch.sequence tokens, without attention across them. padded: each
-    microbatch padded to its own longest. buckets: steps of one length, with microbatches and a program for each.
+    blocks: text cut into equal blocks. packed: documents side by side in a row of batch.sequence tokens, without
+    attention across them. padded: each microbatch padded to its own longest. buckets: steps of one length, with
+    microbatches and a program for each.
     """
 
-    how: str = "blocks"
-    buckets: tuple[int, ...] = ()  # lengths; none: chosen from the data
-    search: bool = False  # run unequal microbatches in the order that the simulator finds fastest
+    how: str = setting(
+        "blocks",
+        "cut text into equal blocks, pack documents into rows, pad each microbatch, or sort rows by length",
+        one_of("blocks", "packed", "padded", "buckets"),
+    )
+    buckets: tuple[int, ...] = setting(
+        (), "lengths of the buckets, in tokens", each_at_least(1, unit="tokens"), empty="chosen from the data, up to 64"
+    )
+    search: bool = setting(False, "whether to run unequal microbatches in the order that the simulator finds fastest")
 
 
 @dataclass(frozen=True, slots=True)
 class MeshSettings:
     """How many ranks each kind of parallelism has; those of `expert` are some of those of `data`."""
 
-    tensor: int = 1
-    pipeline: int = 2
-    data: int = 1
-    context: int = 1
-    expert: int = 1
+    tensor: int = setting(1, "ranks that divide every matrix", COUNT)
+    pipeline: int = setting(2, "ranks that divide the model into stages", COUNT)
+    data: int = setting(1, "pipelines that get different rows of the batch", COUNT)
+    context: int = setting(1, "pipelines that get different parts of the same sequences", COUNT)
+    expert: int = setting(1, "how many of the data-parallel ranks share out the experts; it divides data", COUNT)
 
     @property
     def axes(self) -> dict[str, int]:
@@ -133,139 +191,178 @@ class MeshSettings:
 class PipelineSettings:
     """Schedule and cut, and what `drumline.Pipeline` takes beside them."""
 
-    schedule: str = DEFAULT
-    stages_per_rank: int | None = None
-    vertical_sync: bool = False  # of schedules without a flush: all ranks use the weights that rank 0 uses
-    layers: tuple[int, ...] = ()  # layers of every stage, as planned; embedding and head come on top
-    balance: str = ""  # "auto" or "even"
-    cuts: tuple[str, ...] = ()
-    plan: str = ""  # a JSON file of `drumline plan PROFILE`, in place of schedule, cut and microbatches
-    transport: str = "auto"
-    interface: str = ""  # between hosts: a network interface, or an address of it; "": the one towards rank 0's host
-    device: str = ""
-    timeout: float = 300.0
-    compile: bool = False
-    capture: bool = False
-    check_model: bool | int | str = True  # or "first", or a number of steps between two checks
+    schedule: str = setting(DEFAULT, "a schedule's name (`drumline show` lists them), or a CSV file")
+    stages_per_rank: int | None = setting(None, "stages on each rank", COUNT, empty="the schedule's own")
+    vertical_sync: bool = setting(False, "with pipedream, whether all ranks use the weights that rank 0 uses")
+    layers: tuple[int, ...] = setting(
+        (), "layers of every stage, in order; embedding and head come on top", each_at_least(0)
+    )
+    balance: str = setting(
+        "", "how to cut without layers or cuts", one_of("", "auto", "even"), empty="by numbers of parameters"
+    )
+    cuts: tuple[str, ...] = setting((), "names of the blocks with which stages 1, 2, ... begin")
+    plan: str = setting("", "a JSON file of `drumline plan PROFILE`, which decides schedule, cut and microbatches")
+    transport: str = setting(
+        "auto", "how ranks talk to each other", one_of("auto", "in-process", "shared-memory", "gloo", "nccl")
+    )
+    interface: str = setting(
+        "", "network interface between hosts, or an address of it", empty="the one towards rank 0's host"
+    )
+    device: str = setting("", 'PyTorch device, like "cpu" or "cuda"', empty="the accelerator if there is one")
+    timeout: float = setting(300.0, "seconds that a rank waits for another before it gives up", SECONDS)
+    compile: bool = setting(False, "whether stages run through torch.compile")
+    capture: bool = setting(False, "whether ranks launch CUDA graphs")
+    check_model: bool | int | str = setting(
+        True,
+        "which steps are checked against one process: the first and a few later ones, the first, or every so many",
+        _CHECKS,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySettings:
     """What is recomputed, and how state is sharded once there are data-parallel ranks."""
 
-    recompute: str = "none"
-    zero: int = 0
-    sequence_parallel: bool = False
+    recompute: str = setting(
+        "none",
+        "activations to recompute; selective (attention's scores) is none here: torch's attention never keeps them",
+        one_of("none", "selective", "full"),
+    )
+    zero: int = setting(
+        0,
+        "what data-parallel ranks divide: 1 the optimizer's state, 3 parameters and gradients too; 2 is not run",
+        _ZERO,
+    )
+    sequence_parallel: bool = setting(False, "sequence parallelism, for tensor-parallel ranks")
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerGroup:
-    """Parameters whose names match any of `names` (patterns like "*.weight"), updated by `kind`.
+    """Parameters with an optimizer of their own, found by their names."""
 
-    The first group that matches takes a parameter; `only_matrices` passes over what has not two dimensions.
-    """
-
-    names: tuple[str, ...] = ("*",)
-    kind: str = "AdamW"  # a class of torch.optim
-    only_matrices: bool = False
-    lr: float | None = None  # None: the optimizer's
-    settings: dict[str, Any] = field(default_factory=dict)  # further arguments: weight_decay, betas, ...
+    names: tuple[str, ...] = setting(("*",), 'patterns of parameter names, like "*.weight"')
+    kind: str = setting("AdamW", _OPTIMIZER)
+    only_matrices: bool = setting(False, "whether to pass over parameters that do not have two dimensions")
+    lr: float | None = setting(None, "learning rate", NUMBER_OR_0, empty="optimizer.lr")
+    settings: dict[str, Any] = setting({}, "further arguments of the optimizer")
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings:
     """How parameters are updated: one optimizer for all, or groups by name."""
 
-    kind: str = "AdamW"
-    lr: float = 3e-4
-    settings: dict[str, Any] = field(default_factory=dict)
-    groups: tuple[OptimizerGroup, ...] = ()
-    clip_norm: float = 1.0  # 0: no clipping
-    validated: str = "before"  # or "after": ranks do not wait for each other before they update
+    kind: str = setting("AdamW", f"{_OPTIMIZER}, for parameters that no group takes")
+    lr: float = setting(3e-4, "learning rate", NUMBER_OR_0)
+    settings: dict[str, Any] = setting({}, "further arguments of the optimizer: weight_decay, betas, ...")
+    groups: tuple[OptimizerGroup, ...] = setting(
+        (), "parameters with an optimizer of their own; the first group that matches takes a parameter"
+    )
+    clip_norm: float = setting(1.0, "largest norm of all gradients together", NUMBER_OR_0, empty="no clipping")
+    validated: str = setting(
+        "before",
+        "when all ranks agree on the norm and on NaN: before they update, or after, which takes wrong updates back",
+        one_of("before", "after"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class LearningRateSettings:
-    """How the rate changes: `shape` is "constant", "linear", "cosine" or "wsd" (warm up, stay, decay)."""
+    """How the rate changes over the steps."""
 
-    shape: str = "cosine"
-    warmup_steps: int = 10
-    decay_steps: int | None = None  # wsd: steps of the decay at the end; None: a tenth of all
-    final: float = 0.1  # share of the rate at the end
+    shape: str = setting(
+        "cosine",
+        "how it falls after the warm-up (wsd: stay, then decay)",
+        one_of("constant", "linear", "cosine", "wsd"),
+    )
+    warmup_steps: int = setting(10, "steps in which the rate rises from 0", STEPS_OR_0)
+    decay_steps: int | None = setting(None, "steps of the decay at the end (wsd)", STEPS, empty="a tenth of all")
+    final: float = setting(0.1, "share of the rate that is left at the end", SHARE)
 
 
 @dataclass(frozen=True, slots=True)
 class PrecisionSettings:
-    """What numbers are computed in; `master_weights` keeps float32 copies of weights in bf16 or fp16."""
+    """In which numbers the model computes."""
 
-    compute: str = "fp32"
-    weights: str = "fp32"
-    master_weights: bool = False
+    compute: str = setting("fp32", "numbers of the products; bf16 and fp16 by autocast", _NUMBERS)
+    weights: str = setting("fp32", "numbers of the parameters", _NUMBERS)
+    master_weights: bool = setting(False, "whether the optimizer updates float32 copies of bf16 or fp16 parameters")
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSettings:
-    """Held-out loss every `every` steps over `batches` batches, and a sample text; 0 switches either off."""
+    """Held-out loss, and a sample text."""
 
-    every: int = 50
-    batches: int = 4
-    sample_every: int = 0
-    sample_tokens: int = 64
-    prompt: str = ""
-    temperature: float = 0.8
+    every: int = setting(50, "steps between evaluations", STEPS_OR_0, empty="none")
+    batches: int = setting(4, "batches of an evaluation", COUNT)
+    sample_every: int = setting(0, "steps between sample texts", STEPS_OR_0, empty="none")
+    sample_tokens: int = setting(64, "tokens of a sample text", TOKENS)
+    prompt: str = setting("", "what a sample text begins with")
+    temperature: float = setting(0.8, "randomness of a sample text", NUMBER_OR_0, empty="always the likeliest token")
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSettings:
     """When the state is saved, and from where a run continues."""
 
-    every: int = 0  # steps between checkpoints; 0: none before the end
-    at_end: bool = True
-    keep: int = 3  # the newest so many stay
-    resume: str = ""  # the folder of a run, of its checkpoints, or of one of them
-    continues: bool = False  # whether to go on with the run in the folder, if there is one
+    every: int = setting(0, "steps between checkpoints", STEPS_OR_0, empty="none before the end")
+    at_end: bool = setting(True, "whether to save after the last step")
+    keep: int = setting(3, "number of whole checkpoints of the run to keep, the newest", COUNT)
+    resume: str = setting("", "folder of a run or of one of its checkpoints, to continue from", empty="start anew")
+    continues: bool = setting(
+        False, "whether to continue the run in run.out if there is one, instead of refusing the folder"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class FailureSettings:
     """What a run survives."""
 
-    max_skipped: int = 10  # steps in a row without an update, for a NaN or infinity; 0: the first ends the run
-    restarts: int = 0  # how often local ranks are started again; under torchrun, --max-restarts says so
-    elastic: bool = False  # whether fewer ranks go on where some do not come back
-    again_within: int = 2  # a rank that dies again within so many restarts does not come back
-    min_ranks: int = 1  # the fewest ranks to go on with
+    max_skipped: int = setting(
+        10,
+        "steps in a row that are skipped for a NaN or infinity in the loss or a gradient; one more ends the run",
+        STEPS_OR_0,
+    )
+    restarts: int = setting(
+        0, "how often to start local ranks again after a failure; torchrun has --max-restarts", COUNT_OR_0
+    )
+    elastic: bool = setting(
+        False, "whether to go on with fewer ranks if some do not come back, and with more if torchrun has more"
+    )
+    again_within: int = setting(
+        2, "elastic, local ranks: one that dies again within so many restarts does not come back", COUNT
+    )
+    min_ranks: int = setting(1, "elastic: the fewest ranks to go on with", COUNT)
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptSettings:
-    """What may change while a run goes on; `drumline.adapt.settings.Adapt` says what each means."""
+    """What may change while a run goes on: the settings of `dl.Pipeline(adapt=...)`, and whether to use them."""
 
-    on: bool = False
-    program: bool = True
-    rebalance: str = "solve"
-    microbatches: str = "keep"
-    threshold: float = 0.1
-    patience: int = 3
-    cooldown: int = 8
-    within: int = 100
-    least_gain: float = 0.02
-    max_activations: int | None = None
-    max_bytes: float | None = None
-    seconds: float = 3.0
+    on: bool = setting(False, "whether to adapt")
+    program: bool = same_as(Adapt, "program")
+    rebalance: str = same_as(Adapt, "rebalance")
+    microbatches: str = same_as(Adapt, "microbatches")
+    threshold: float = same_as(Adapt, "threshold")
+    patience: int = same_as(Adapt, "patience")
+    cooldown: int = same_as(Adapt, "cooldown")
+    within: int = same_as(Adapt, "within")
+    least_gain: float = same_as(Adapt, "least_gain")
+    max_activations: int | None = same_as(Adapt, "max_activations")
+    max_bytes: float | None = same_as(Adapt, "max_bytes")
+    seconds: float = same_as(Adapt, "seconds")
 
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
     """How long, where to, and what is logged."""
 
-    steps: int = 100
-    seed: int = 0
-    out: str = ""  # folder of the run; "": out/train/NAME, or NAME-2, ... where that holds a run
-    log_every: int = 1
-    tensorboard: bool = False
-    wandb: str = ""  # a project's name
-    threads: int | None = None  # of each rank; None: cores / local ranks
+    steps: int = setting(100, "optimizer steps", STEPS)
+    seed: int = setting(0, "random seed", _SEED)
+    out: str = setting("", "folder of the run", empty="out/train/NAME, or NAME-2, ... if that holds a run")
+    log_every: int = setting(1, "steps between lines of progress", STEPS)
+    tensorboard: bool = setting(False, "whether to write TensorBoard's files")
+    wandb: str = setting("", "project at Weights & Biases to log to", empty="none")
+    threads: int | None = setting(None, "threads of each rank", COUNT, empty="cores / local ranks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,21 +375,29 @@ class TrainSettings:
     4
     """
 
-    model: ModelSettings = field(default_factory=ModelSettings)
-    data: DataSettings = field(default_factory=DataSettings)
-    batch: BatchSettings = field(default_factory=BatchSettings)
-    lengths: LengthSettings = field(default_factory=LengthSettings)
-    mesh: MeshSettings = field(default_factory=MeshSettings)
-    pipeline: PipelineSettings = field(default_factory=PipelineSettings)
-    memory: MemorySettings = field(default_factory=MemorySettings)
-    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
-    learning_rate: LearningRateSettings = field(default_factory=LearningRateSettings)
-    precision: PrecisionSettings = field(default_factory=PrecisionSettings)
-    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
-    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
-    adapt: AdaptSettings = field(default_factory=AdaptSettings)
-    failures: FailureSettings = field(default_factory=FailureSettings)
-    run: RunSettings = field(default_factory=RunSettings)
+    model: ModelSettings = table(ModelSettings, "what is trained")
+    data: DataSettings = table(
+        DataSettings, "what it is trained on; without files, a text that is shipped with Drumline"
+    )
+    batch: BatchSettings = table(BatchSettings, "how much one optimizer step sees")
+    lengths: LengthSettings = table(LengthSettings, "what to do about documents of unequal length")
+    mesh: MeshSettings = table(
+        MeshSettings, "how many ranks each kind of parallelism has; all but expert multiply to the number of ranks"
+    )
+    pipeline: PipelineSettings = table(PipelineSettings, "schedule, cut, and how ranks run")
+    memory: MemorySettings = table(MemorySettings, "what is recomputed, and how state is sharded")
+    optimizer: OptimizerSettings = table(OptimizerSettings, "how parameters are updated")
+    learning_rate: LearningRateSettings = table(LearningRateSettings, "how the rate changes over the steps")
+    precision: PrecisionSettings = table(PrecisionSettings, "in which numbers the model computes")
+    evaluation: EvaluationSettings = table(EvaluationSettings, "held-out loss, and a sample text")
+    checkpoint: CheckpointSettings = table(
+        CheckpointSettings, "when the state is saved, in the run's folder, and from where a run continues"
+    )
+    adapt: AdaptSettings = table(
+        AdaptSettings, "what may change while the run goes on, where measured steps show that it pays"
+    )
+    failures: FailureSettings = table(FailureSettings, "what a run survives")
+    run: RunSettings = table(RunSettings, "how long, where to, and what is logged")
 
     @property
     def num_microbatches(self) -> int:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any
 
 from drumline.core.errors import nearest
 from drumline.core.parsed import shown
-from drumline.train.config.keys import TABLES, Key, keys
+from drumline.core.settings.kinds import Wrong
+from drumline.core.settings.setting import Setting
+from drumline.train.config.keys import GROUPS, TABLES, keys
 from drumline.train.config.lines import Path
 from drumline.train.config.problems import Problem
 from drumline.train.config.settings import OptimizerGroup, TrainSettings
 
-GROUPS = "optimizer.groups"
 # What `drumline plan` writes of a model for which there is no key: kept for whoever reads it, and judged later.
 _PLANNED = ("num_dense_layers", "alibi")
 _PLANNED_PARTS = ("experts_", "latent_")
 _DROPOUT = 0.1  # what a plan's `true` means
-_WHOLE = range(-(2**63), 2**63)
 _HEAD = ("format", "version")
 
 
@@ -45,10 +42,6 @@ class Source:
         table, _, name = path.partition(".")
         found = self.tables.get(table)
         return isinstance(found, Mapping) and name in found
-
-
-class Wrong(Exception):
-    """A value that cannot be taken; the text is what was expected."""
 
 
 @dataclass
@@ -97,7 +90,7 @@ class Reading:
                     yield name, self._groups(value, (*path, name))
                     continue
                 try:
-                    taken = checked(key, _adapted(key, value))
+                    taken = key.taken(_adapted(key, value))
                 except Wrong as wrong:
                     self.add((*path, name), f"{table}.{name}", f"is {shown(value)}", str(wrong), _near(key, value))
                 else:
@@ -126,7 +119,7 @@ class Reading:
         )
 
 
-def _adapted(key: Key, value: Any) -> Any:
+def _adapted(key: Setting, value: Any) -> Any:
     """Return a value as a plan means it."""
     if key.path == "model.dropout" and isinstance(value, bool):
         return _DROPOUT if value else 0.0
@@ -135,85 +128,8 @@ def _adapted(key: Key, value: Any) -> Any:
     return value
 
 
-def _near(key: Key, value: Any) -> str:
+def _near(key: Setting, value: Any) -> str:
     if not key.rule.choices or not isinstance(value, str):
         return ""
     found = nearest(value[:60], [one for one in key.rule.choices if one])
     return found if found.startswith("did you mean") else ""
-
-
-def checked(key: Key, value: Any) -> Any:
-    """Return a value in the kind of its key, or raise Wrong.
-
-    >>> checked(keys()["data"]["files"], ["a.txt"])
-    ('a.txt',)
-    >>> checked(keys()["batch"]["sequence"], 0.5)
-    Traceback (most recent call last):
-    drumline.train.config.tables.Wrong: a whole number of 1 or more
-    """
-    if value is None and key.is_optional:
-        return None
-    try:
-        found = _taken(key.inner, value)
-        if key.rule.holds(found):
-            return found
-    except Wrong:
-        pass
-    raise Wrong(key.expected)
-
-
-def _taken(kind: Any, value: Any) -> Any:
-    if get_origin(kind) is tuple:
-        if not isinstance(value, list | tuple):
-            raise Wrong
-        return tuple(_taken(get_args(kind)[0], one) for one in value)
-    if get_origin(kind) is dict:
-        if not isinstance(value, Mapping) or not is_plain(value):
-            raise Wrong
-        return _as_read(value)
-    if get_origin(kind) in (Union, UnionType):
-        return next(_each_taken(get_args(kind), value))
-    if kind is float and type(value) in (int, float) and math.isfinite(value):
-        return float(value)
-    if kind is int and type(value) is int and value in _WHOLE:
-        return value
-    if (kind is bool and type(value) is bool) or (kind is str and type(value) is str and _is_text(value)):
-        return value
-    raise Wrong
-
-
-def _each_taken(kinds: Sequence[Any], value: Any) -> Iterator[Any]:
-    """Yield a value in each of some kinds that it is of; raise where it is of none."""
-    for kind in kinds:
-        with suppress(Wrong):
-            yield _taken(kind, value)
-    raise Wrong
-
-
-def _is_text(value: str) -> bool:
-    """Whether a text can be written to a file: halves of characters cannot."""
-    return not any("\ud800" <= one <= "\udfff" for one in value)
-
-
-def _as_read(value: Any) -> Any:
-    """Return a plain value as reading it from a file would."""
-    if isinstance(value, Mapping):
-        return {name: _as_read(one) for name, one in value.items()}
-    return [_as_read(one) for one in value] if isinstance(value, list | tuple) else value
-
-
-def is_plain(value: Any) -> bool:
-    """Whether a value can be written to a config and read again.
-
-    >>> is_plain({"betas": [0.9, 0.95]}), is_plain({"when": object()})
-    (True, False)
-    """
-    if isinstance(value, Mapping):
-        return all(isinstance(name, str) and is_plain(name) and is_plain(one) for name, one in value.items())
-    if isinstance(value, list | tuple):
-        return all(is_plain(one) for one in value)
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, str):
-        return _is_text(value)
-    return isinstance(value, bool) or (isinstance(value, int) and value in _WHOLE)

@@ -11,10 +11,11 @@ from typing import Any
 
 from drumline.core.errors import ConfigError
 from drumline.core.parsed import shown
+from drumline.core.settings.kinds import is_plain
+from drumline.core.settings.setting import Setting
 from drumline.plan.launch.launch import FORMAT, VERSION
-from drumline.train.config.keys import TABLES, Key, keys
+from drumline.train.config.keys import GROUPS, TABLES, keys
 from drumline.train.config.settings import OptimizerGroup, TrainSettings
-from drumline.train.config.tables import GROUPS, is_plain
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+\Z")
 _WIDTH = 40  # where comments begin, if the value is shorter
@@ -55,7 +56,7 @@ def _groups(groups: tuple[OptimizerGroup, ...]) -> Iterator[str]:
         yield f"# [[{GROUPS}]] may follow: {keys()['optimizer']['groups'].meaning}"
 
 
-def _line(key: Key, value: Any) -> str:
+def _line(key: Setting, value: Any) -> str:
     if value is None:
         return f"{f'# {key.name} =':<{_WIDTH}}# {key.meaning}"
     if not is_plain(value):
