@@ -112,6 +112,7 @@ WRONG = {
     "[run]\n\nsteps = 2.5": "line 3|run.steps|is 2.5|a whole number of 1 or more|",
     "[run]\nseed = true": "line 2|run.seed|is True|a whole number from 0 to 2^63 - 1|",
     "[optimizer]\nlr = nan": "line 2|optimizer.lr|is nan|a number of 0 or more|",
+    f"[optimizer]\nlr = 1{'0' * 400}": f"line 2|optimizer.lr|is 1{'0' * 27}...{'0' * 29}|a number of 0 or more|",
     "[data]\nfiles = 'a.txt'": "line 2|data.files|is 'a.txt'|a list of strings|",
     "[data]\nfiles = [\n'a.txt']": "line 3|data.files|a.txt: no such file|a file to read|",
     "[optimizer]\nsettings = { when = 1979-05-27 }": "line 2|optimizer.settings|is {'when': datetime.date(1979, 5, 27)}"

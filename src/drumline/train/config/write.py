@@ -1,4 +1,7 @@
-"""Settings as TOML: every key with its value and meaning, which reads back as the same settings."""
+"""Settings as TOML: every key with its value and meaning, which reads back as the same settings.
+
+tomli_w cannot write this: it knows no comments, breaks lists over lines and makes tables of dicts.
+"""
 
 from __future__ import annotations
 
