@@ -1,3 +1,5 @@
+"""`launch`: local ranks from a script, their results by rank, and their errors by name."""
+
 from __future__ import annotations
 
 import os

@@ -1,3 +1,5 @@
+"""Actions and their text form: what parses, what is written, and what is refused."""
+
 from __future__ import annotations
 
 import pytest

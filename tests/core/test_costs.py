@@ -1,3 +1,5 @@
+"""Costs: read from JSON, refused with the bad value, and completed from their halves."""
+
 from __future__ import annotations
 
 from pathlib import Path

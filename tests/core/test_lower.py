@@ -1,3 +1,5 @@
+"""Lowered programs: the same compute, and every message once."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""Programs as text and as files: what is read, and what is refused with its place."""
+
 from __future__ import annotations
 
 import os

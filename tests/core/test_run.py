@@ -1,3 +1,5 @@
+"""The folder of a run: what is read back, also while it grows, and what is refused by its file."""
+
 from __future__ import annotations
 
 import json

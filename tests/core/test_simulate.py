@@ -1,3 +1,5 @@
+"""The simulator's times, against a slow reference and by hand."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,3 +1,5 @@
+"""Arguments of `Pipeline`: each wrong one is refused by its name, and the page lists them all."""
+
 from __future__ import annotations
 
 from dataclasses import fields

@@ -1,3 +1,5 @@
+"""`schedule="auto"`: all ranks change the program together, and gradients stay exact."""
+
 from __future__ import annotations
 
 import copy

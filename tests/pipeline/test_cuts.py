@@ -1,3 +1,5 @@
+"""Cuts of a model into stages: by name, count, parameters or measured times."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""Hugging Face models in a pipeline: the losses, gradients and outputs of the unsplit model."""
+
 from __future__ import annotations
 
 import copy

@@ -1,3 +1,5 @@
+"""Estimates for a cluster: more hardware never hurts, memory adds up, and bad layouts are refused."""
+
 from __future__ import annotations
 
 import math

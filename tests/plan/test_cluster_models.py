@@ -1,3 +1,5 @@
+"""Models of the cluster planner: parameters and operations as their authors count them."""
+
 from __future__ import annotations
 
 import pytest

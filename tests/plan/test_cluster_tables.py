@@ -1,3 +1,5 @@
+"""Machines and layouts as JSON: read, written back, and refused by name."""
+
 from __future__ import annotations
 
 import json

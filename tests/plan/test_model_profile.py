@@ -1,3 +1,5 @@
+"""Profiles of a model: fitted, interpolated, merged, and refused where damaged."""
+
 from __future__ import annotations
 
 import json

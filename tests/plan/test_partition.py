@@ -1,3 +1,5 @@
+"""`partition`: no cut is better, with and without a memory limit."""
+
 from __future__ import annotations
 
 import math

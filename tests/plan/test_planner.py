@@ -1,3 +1,5 @@
+"""The planner for a profiled model: within memory, near brute force, and with reasons."""
+
 from __future__ import annotations
 
 import math

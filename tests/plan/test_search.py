@@ -1,3 +1,5 @@
+"""The search for programs: published rates reached, limits kept, optima proven."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""Charts as SVG: points, axes, names and colours, and what cannot be drawn."""
+
 from __future__ import annotations
 
 import math

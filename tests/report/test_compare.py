@@ -1,3 +1,5 @@
+"""Comparisons of schedules: who is compared, in which order, and how wide the table is."""
+
 from __future__ import annotations
 
 import pytest

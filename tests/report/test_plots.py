@@ -1,3 +1,5 @@
+"""Plots by matplotlib, and the extra that is named where it is missing."""
+
 from __future__ import annotations
 
 import gzip

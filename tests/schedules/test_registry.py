@@ -1,3 +1,5 @@
+"""The registry of schedules: all names, counts and options, one's own recipes, and what is refused."""
+
 from __future__ import annotations
 
 import itertools
