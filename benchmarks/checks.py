@@ -60,9 +60,9 @@ def timed(seconds: list[float], function: Callable[..., Any]) -> Callable[..., A
 
 def watched() -> dict[str, list[float]]:
     """Have the comparisons of all pipelines timed, from here on."""
+    from drumline.engine.model.watched import Watched
     from drumline.engine.ranks import agreement, tally
     from drumline.engine.ranks.agreement import Followed
-    from drumline.features.check.watched import Watched
     from drumline.pipeline.steps import step
 
     seconds: dict[str, list[float]] = {part: [0.0] for part in PARTS}

@@ -36,8 +36,8 @@ AXES = (
     Bug(
         "a-line-without-labels-has-its-own-dtype",
         "summed_losses",
-        "return total[: len(parts)].to(_widest(told) or parts.dtype)",
-        "return total[: len(parts)].to(_widest(found) or parts.dtype)",
+        "return total[: len(parts)].to(widest(told) or parts.dtype)",
+        "return total[: len(parts)].to(widest(found) or parts.dtype)",
         "A line that counts no label returns a loss of another dtype than the other lines do.",
     ),
     Bug(

@@ -14,9 +14,9 @@ PIPELINE = (
     ),
     Bug(
         "finite-on-one-line",
-        "StepRun._on_all_lines",
-        'names = self.crew.axes, ["ep", "tp"] if self.holdings.shards is None else ["dp", "ep", "tp"]',
-        'names = self.crew.axes, ["ep", "tp"]',
+        "MeshLines.all_finite",
+        'names = ["dp", "ep", "tp"] if divided else ["ep", "tp"]',
+        'names = ["ep", "tp"]',
         "With zero=3, an infinite gradient is skipped by the lines that hold it, and by no others.",
     ),
     Bug(
@@ -183,7 +183,7 @@ PIPELINE = (
     Bug(
         "loss-may-be-nan",
         "StepRun._told",
-        "            checked.append(parts)\n",
+        "            losses.append(parts)\n",
         "",
         "A loss that is NaN while all gradients are finite goes unnoticed.",
     ),
@@ -196,9 +196,9 @@ PIPELINE = (
     ),
     Bug(
         "merged-steps-never-captured",
-        "engine_for",
-        "CapturingEngine if options.capture else None",
-        "CapturingEngine if options.capture and not getattr(options, 'merge_weight_gradients') else None",
+        "fit",
+        "if options.capture:",
+        "if options.capture and not setting.options.merge_weight_gradients:",
         "capture=True does nothing with merged weight gradients.",
     ),
     Bug(

@@ -1,4 +1,4 @@
-"""Bugs for `features/saving` and for what stands beside checkpoints: lines, rotation, full disks, `--continue`."""
+"""Bugs for checkpoints, `features/saving` and what stands beside both: lines, rotation, full disks, `--continue`."""
 
 from __future__ import annotations
 

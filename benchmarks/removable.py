@@ -75,7 +75,7 @@ def without(feature: str, text: str) -> str:
     lines = text.splitlines(keepends=True)
     imports = [one for one in lines if re.match(rf"from drumline\.features\.{feature}\b", one)]
     names = {name for one in imports for name in re.findall(r"(?:import|as) (\w+)$", one.strip())}
-    used = re.compile(rf"^\s+(?:{'|'.join(sorted(names))})\b") if names else re.compile(r"$^")
+    used = re.compile(rf"^\s+\*?(?:{'|'.join(sorted(names))})\b") if names else re.compile(r"$^")
     return "".join(one for one in lines if one not in imports and not used.match(one))
 
 

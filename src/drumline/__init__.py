@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from drumline.core.timeline.timeline import Timeline
     from drumline.engine.stages.balance import balance
     from drumline.engine.state.materialise import Weights, materialise
-    from drumline.features.mesh.experts.moe import MoE, PassAux
-    from drumline.features.mesh.tensor.styles import Colwise, Rowwise
+    from drumline.model.layers.moe import MoE, PassAux
+    from drumline.model.layers.styles import Colwise, Rowwise
     from drumline.model.microbatches import Microbatches
     from drumline.pipeline.pipeline import Pipeline
     from drumline.pipeline.profiling import profile_model
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Action": "core.action",
     "B": "core.action",
-    "Colwise": "features.mesh.tensor.styles",
+    "Colwise": "model.layers.styles",
     "Costs": "core.costs",
     "DrumlineError": "core.errors",
     "Edge": "core.costs",
@@ -63,14 +63,14 @@ _HOME = {
     "Jitter": "plan.search.objective",
     "Limit": "core.timeline.idle",
     "Microbatches": "model.microbatches",
-    "MoE": "features.mesh.experts.moe",
+    "MoE": "model.layers.moe",
     "Op": "core.action",
-    "PassAux": "features.mesh.experts.moe",
+    "PassAux": "model.layers.moe",
     "Pipeline": "pipeline.pipeline",
     "Placement": "core.placement",
     "Plan": "plan.device.plan",
     "Program": "core.program",
-    "Rowwise": "features.mesh.tensor.styles",
+    "Rowwise": "model.layers.styles",
     "Run": "core.measured.run",
     "Timeline": "core.timeline.timeline",
     "Violation": "core.prove.violation",

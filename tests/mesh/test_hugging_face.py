@@ -14,8 +14,8 @@ import drumline as dl
 from drumline.channel.lines.slices import put_together, slice_of
 from drumline.core.errors import BatchError, ModelError
 from drumline.features.mesh.tensor.divide import divided_by
-from drumline.features.mesh.tensor.styles import _THEIRS, Plan, style_named
 from drumline.model.block import Block
+from drumline.model.layers.styles import _THEIRS, Plan, style_named
 from matrices import ALL, long
 from refused import refused
 from some import some

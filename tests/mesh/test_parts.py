@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from drumline.core.errors import ModelError
-from drumline.features.mesh.experts.moe import Experts
 from drumline.features.mesh.experts.parallel import is_experts
-from drumline.features.mesh.experts.routing import Sorted
 from drumline.features.mesh.tensor.divide import Divided
 from drumline.features.mesh.tensor.exchanges import RotaryKeys
 from drumline.features.mesh.tensor.pairs import refuse_unpaired
-from drumline.features.mesh.tensor.styles import Colwise, Rowwise
+from drumline.model.layers.moe import Experts
+from drumline.model.layers.routing import Sorted
+from drumline.model.layers.styles import Colwise, Rowwise
 from refused import refused
 
 pytestmark = pytest.mark.torch

@@ -288,7 +288,7 @@ def test_a_plan_is_translated_from_torch_and_hugging_face() -> None:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-    from drumline.features.mesh.tensor.styles import Colwise, Plan, Rowwise
+    from drumline.model.layers.styles import Colwise, Plan, Rowwise
 
     given = Plan.of(
         {"a": ColwiseParallel(), "b": RowwiseParallel(), "c": ColwiseParallel(output_layouts=Replicate())}, None
@@ -303,7 +303,7 @@ def test_a_plan_is_translated_from_torch_and_hugging_face() -> None:
 
 def test_a_hugging_face_model_brings_its_plan() -> None:
     pytest.importorskip("transformers")
-    from drumline.features.mesh.tensor.styles import Colwise, Plan, Vocabulary
+    from drumline.model.layers.styles import Colwise, Plan, Vocabulary
 
     own = Plan.of(None, llama())
     assert own.style_of("model.layers.0.self_attn.q_proj") == Colwise()

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import drumline as dl
+from attached import adapting_of
 from drumline.adapt.proposal import CUT, NUMBER, PROGRAM, Arrangement, Judged, Proposal
 from drumline.adapt.seen import Seen
 from drumline.core.errors import DrumlineError, MismatchError, ProgramError, UsageError
@@ -90,8 +91,7 @@ class Scripted:
 
 
 def scripted(pipe: Pipeline, script: dict[int, dict[str, Any]]) -> Scripted:
-    adapting = pipe._run.choice.adapting
-    assert adapting is not None
+    adapting = adapting_of(pipe)
     decider = Scripted(Arrangement(program("1f1b"), (3, 3)), script)
     if adapting._decider is not None:
         setattr(adapting, "_decider", decider)  # noqa: B010 - one that depends on no time
@@ -241,8 +241,7 @@ def test_a_real_decider_chooses_the_number_of_microbatches_in_a_run() -> None:
     """Ranks take turns here, so that more microbatches cost more: whatever it takes up, losses agree to rounding."""
     pipe = piped(adapt={"microbatches": "batch", "program": False, "rebalance": "keep", "max_activations": 8})
     assert trained(pipe, 12) == pytest.approx(trained(piped(), 12), rel=1e-4)
-    adapting = pipe._run.choice.adapting
-    assert adapting is not None
+    adapting = adapting_of(pipe)
     assert adapting._decider is not None
     sizing = adapting._decider._sizing
     assert sizing is not None

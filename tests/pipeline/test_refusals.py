@@ -138,14 +138,14 @@ def test_whole_copies_follow_only_what_others_changed() -> None:
 def test_a_pipeline_that_adapts_knows_whether_it_recomputes(
     checkpoint: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from drumline.pipeline import setup
+    from drumline.features.adapt import attach
 
     told = []
 
     def decider(*args: Any, **kwargs: Any) -> None:
         told.append(kwargs["recompute"])
 
-    monkeypatch.setattr(setup, "decider_for", decider)
+    monkeypatch.setattr(attach, "decider_for", decider)
     Pipeline(
         mlp(),
         loss_fn=functional.mse_loss,

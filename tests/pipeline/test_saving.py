@@ -16,10 +16,11 @@ from torch import nn
 from torch.nn import functional
 
 import drumline as dl
+from drumline.checkpoint.folder import checkpoints, name_of
+from drumline.checkpoint.saves import Saves, saves
+from drumline.checkpoint.staged import StagedFile
 from drumline.core.errors import ModelError, RecordError, RunError, WaitTimeout
 from drumline.features.saving import saver
-from drumline.features.saving.folder import checkpoints, name_of
-from drumline.features.saving.staged import StagedFile
 from drumline.pipeline.pipeline import Pipeline
 from matrices import long
 from refused import refused
@@ -272,6 +273,18 @@ def _on_two_processes(folder: str) -> tuple[list[float], list[float], list[str],
     resumed = trained(again, fresh, data[2:])
     again.close()
     return losses, resumed, sorted(one.name for one in path.iterdir()), saving.seconds_blocked
+
+
+def test_a_pipeline_is_what_training_asks_for_to_save(tmp_path: Path) -> None:
+    pipe, _ = made()
+    with pipe:
+        kept: Saves = pipe  # mypy compares the signatures
+        assert saves(pipe) is kept
+        assert kept.load(tmp_path, missing_ok=True) is None
+        kept.save(tmp_path, step=7, extra={"seen": 3}, keep=None, files={"note.txt": "mine"}).wait()
+        loaded = kept.load(tmp_path, missing_ok=False)
+    assert loaded is not None
+    assert (loaded.step, loaded.extra, (loaded.path / "note.txt").read_text()) == (7, {"seen": 3}, "mine")
 
 
 @long

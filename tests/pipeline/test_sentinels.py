@@ -252,7 +252,7 @@ def spoiled(make: Callable[[], Any], layer: Callable[[Any], nn.Linear]) -> str:
     model = make()
     pipe = pipeline(model, timeout=60, check_model=2)
     inside: list[bool] = []
-    right = ModelCheck.before
+    right = ModelCheck._watch
 
     def before(*args: Any) -> None:
         inside.append(True)
@@ -261,7 +261,7 @@ def spoiled(make: Callable[[], Any], layer: Callable[[Any], nn.Linear]) -> str:
 
     layer(model).weight.register_hook(lambda gradient: gradient if inside else gradient * 1.01)  # type: ignore[no-untyped-call]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelCheck, "before", before)
+        patch.setattr(ModelCheck, "_watch", before)
         patch.setattr(ModelCheck, "is_pending", property(lambda self: False, lambda self, value: None), raising=False)
         try:
             trained(pipe, 4)

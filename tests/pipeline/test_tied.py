@@ -394,6 +394,7 @@ def test_a_state_that_does_not_fit_changes_nothing(change: dict[str, Tensor | No
     assert all(some(torch.equal(value, model.state_dict()[name]) for name, value in before.items()))
 
 
+@pytest.mark.features("record")
 def test_the_exchange_is_in_the_timeline_and_its_waiting_is_no_overhead() -> None:
     pipe = pipeline(language_model(), num_ranks=4)
     batch, target = tokens(8)
@@ -499,6 +500,7 @@ def test_buffers_that_forwards_change_are_refused_where_several_ranks_hold_them(
     assert counts.count >= 8  # twice for each microbatch
 
 
+@pytest.mark.features("record")
 def test_verify_allows_for_another_order_of_sums() -> None:
     def material() -> Any:
         return language_model(), loss_fn, *tokens(9)

@@ -136,6 +136,7 @@ def test_few_calls_come_before_a_steps_first_forward(kind: str) -> None:
 def test_a_split_forward_goes_straight_on_from_its_stage() -> None:
     for way in some(ways("zb-h1")):
         assert way[-5:] == ["Executor.run", "Stage.forward", "Stage._with_graph", "Segment.recorded", "Segment.run"]
+        assert len(way) <= MOST + 2
 
 
 def test_a_piece_of_a_followed_model_adds_one_frame() -> None:
@@ -164,3 +165,4 @@ def test_a_piece_of_a_followed_model_adds_one_frame() -> None:
     found = [way for layer in layers for way in layer.ways]
     assert found
     assert all(way[-3:] == ["Stage.forward", "Segment.run", "Piece.forward"] for way in found)
+    assert max(map(len, found)) <= MOST + 1

@@ -19,14 +19,14 @@ from drumline.channel.shared_memory import SharedMemoryChannel
 from drumline.core.action import Action
 from drumline.core.errors import DrumlineError
 from drumline.core.program import Program
-from drumline.features.mesh.experts.moe import MoE
 from drumline.features.mesh.tensor.divide import Divided, _check, _fitting, _own_styles
 from drumline.features.mesh.tensor.exchanges import LayerExchanges, rotary_width
 from drumline.features.mesh.tensor.layers import TensorParallel
 from drumline.features.mesh.tensor.sequence import Sequenced, _changed
-from drumline.features.mesh.tensor.styles import Colwise, Plan, Rowwise, Stacked, Vocabulary, Whole, style_named
 from drumline.features.stream.rows import StreamRows
 from drumline.model.block import Block
+from drumline.model.layers.moe import MoE
+from drumline.model.layers.styles import Colwise, Plan, Rowwise, Stacked, Vocabulary, Whole, style_named
 from drumline.runtime.backward import compiled
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.batch import num_rows, shares

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from drumline.checkpoint.staged import StagedFile
 from drumline.core.errors import RunError, UsageError
 from drumline.core.measured.run import read_run
-from drumline.features.saving.staged import StagedFile
 from drumline.model.weights.files import Weights
+from drumline.pipeline.pipeline import Pipeline
 from drumline.train.config.settings import (
     BatchSettings,
     CheckpointSettings,
@@ -30,6 +31,7 @@ from drumline.train.config.settings import (
     RunSettings,
     TrainSettings,
 )
+from drumline.train.loop import run
 from drumline.train.loop.evaluate import Evaluation
 from drumline.train.loop.progress import Progress, Told, Update
 from drumline.train.loop.run import run_training
@@ -117,6 +119,15 @@ def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:
     )
     with refused(UsageError, "has made 2 steps already", fix="--steps 4"):
         trained(over)
+
+
+@pytest.mark.parametrize("method", ["save", "load"])
+def test_a_run_whose_pipeline_cannot_save_is_refused_before_its_first_step(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "Pipeline", type("Unsaved", (Pipeline,), {method: None}))
+    with refused(UsageError, "nothing that saves checkpoints is attached"):
+        run_training(settings_for(tmp_path / "run"), tell=lambda told: pytest.fail(f"a step ran: {told}"))
 
 
 def test_a_run_goes_on_without_checkpoints_that_cannot_be_written(

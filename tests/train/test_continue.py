@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from drumline.checkpoint.read import Checkpoint
 from drumline.cli.train import add_arguments, resume_line, torchrun_line
 from drumline.core.errors import RecordError, UsageError
-from drumline.features.saving.loader import Checkpoint
 from drumline.train import start as starting
 from drumline.train.claim import Held, claim
 from drumline.train.config.files.read import read_settings

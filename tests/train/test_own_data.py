@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
+from drumline.checkpoint.plain import packed, unpacked
 from drumline.core.errors import RecordError, UsageError
-from drumline.features.saving.plain import packed, unpacked
 from drumline.train.config.settings import (
     BatchSettings,
     CheckpointSettings,

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
+from drumline.checkpoint.read import Checkpoint
 from drumline.core.errors import ConfigError, LaunchError, NonFiniteError, RankFailed, UsageError, WaitTimeout
 from drumline.core.measured.run import read_run
-from drumline.features.saving.loader import Checkpoint
 from drumline.train import claim as claims
 from drumline.train import room
 from drumline.train.config.files.read import read_settings

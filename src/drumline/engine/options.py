@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
 
 from drumline.core.errors import UsageError
+from drumline.core.program import Program
 
 
 class Accepted(NamedTuple):
@@ -68,3 +69,21 @@ class FeatureOptions:
 
     def check_together(self, others: Mapping[str, Any]) -> None:
         """Refuse values that do not go together, `others` being all options by name; each feature says its own."""
+
+    def check_program(self, program: Program, others: Mapping[str, Any]) -> None:
+        """Refuse values that do not go together with the program that ranks will run; each feature says its own."""
+
+    # ---- what is asked before ranks connect --------------------------------------------------------------------------
+
+    @property
+    def lines(self) -> Any:
+        """How ranks form several lines, as the user says it; None for one line."""
+        return None
+
+    def first_schedule(self, schedule: Any, stages_per_rank: int | None) -> Any:
+        """Return the schedule with which to begin, where the user leaves that open."""
+        return schedule
+
+    def schedule_settings(self) -> dict[str, Any]:
+        """Return further arguments of `program_for`."""
+        return {}

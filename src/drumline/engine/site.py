@@ -1,40 +1,45 @@
-"""What runs one pipeline on this process, whatever is attached to it."""
+"""One pipeline on this process, with everything that observes its steps: what features attach to."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from drumline.engine.program.frozen import Frozen
-from drumline.engine.program.programs import Programs
-from drumline.engine.ranks.crew import Crew
-from drumline.engine.ranks.journal import Journal
-from drumline.engine.ranks.observer import Observers
-from drumline.engine.ranks.tally import Ledger
-from drumline.engine.stages.engine import Engine
-from drumline.engine.stages.intake import Intake
-from drumline.engine.state.tensors import Holdings
-from drumline.engine.updates.updates import Updates
+from drumline.adapt.move import Move
+from drumline.core.errors import RunError
+from drumline.engine.choice import ProgramChoice
+from drumline.engine.flow import Flow
+from drumline.engine.ground import Ground
+from drumline.engine.ranks.observer import Observer, Observers
+
+
+def _stay(*_: Any, **__: Any) -> Move:
+    raise RunError("layers cannot move: nothing is attached that moves them", expected='adapt={"rebalance": "keep"}')
 
 
 @dataclass(eq=False)
-class Site:
-    """The ranks of this process, what they run, and what they hold."""
+class Site(Ground):
+    """A pipeline on this process."""
 
-    crew: Crew
-    ledger: Ledger
-    intake: Intake
-    frozen: Frozen
-    programs: Programs
-    engine: Engine
-    holdings: Holdings
-    updates: Updates
-    recording: Journal
+    flow: Flow
+    choice: ProgramChoice
     observers: Observers
+    move: Callable[..., Move] = _stay  # moves layers between ranks
+
+    def observe(self, each: Iterable[Observer]) -> None:
+        """Have steps observed by these from now on."""
+        self.observers = self.choice.observers = Observers(each)
+
+    def attend(self) -> None:
+        """Call observers from the next step on that were idle, and leave out those that are idle now."""
+        self.observe(self.observers.each)
 
     def pause(self, what: str) -> None:
         """Before something else than a step, run what is in flight; all ranks call it alike."""
+        self.flow.pause(what)
 
     def settle(self, what: str) -> None:
         """Wait for the outcome of all steps so far on all ranks, before something else that they do alike."""
-        self.pause(what)
+        self.flow.pause(what)
         self.recording.settle()

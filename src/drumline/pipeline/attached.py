@@ -1,27 +1,35 @@
-"""What is attached to every pipeline: the options, methods and observers of features, each named here in a line."""
+"""What is attached to every pipeline: the options, methods, parts and observers of features, each named here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from drumline.engine.kit import Kit
 from drumline.engine.ranks.observer import Observer
+from drumline.engine.setting import Cut, Setting
 from drumline.engine.site import Site
-from drumline.engine.stages.engine import Engine
+from drumline.features.adapt import attach as adapt
+from drumline.features.adapt.methods import AdaptMethods
 from drumline.features.adapt.options import AdaptOptions
-from drumline.features.capture import engine as capture
+from drumline.features.capture import attach as capture
 from drumline.features.capture.options import CaptureOptions
+from drumline.features.check import attach as check
+from drumline.features.check.methods import CheckMethods
 from drumline.features.check.options import CheckOptions
 from drumline.features.lengths import attach as lengths
 from drumline.features.lengths.methods import LengthMethods
 from drumline.features.lengths.options import LengthOptions
-from drumline.features.mesh.attach import lines
+from drumline.features.mesh.attach import attach as mesh
 from drumline.features.mesh.attach.options import MeshOptions
+from drumline.features.moving import attach as moving
 from drumline.features.moving.methods import MovingMethods
 from drumline.features.precision import attach as precision
 from drumline.features.precision.methods import PrecisionMethods
 from drumline.features.precision.options import PrecisionOptions
+from drumline.features.record import attach as record
 from drumline.features.record.options import RecordOptions
 from drumline.features.saving.methods import SavingMethods
+from drumline.features.stream import attach as stream
 from drumline.features.stream.options import StreamOptions
 from drumline.features.validated import attach as validated
 from drumline.features.validated.methods import ValidatedMethods
@@ -47,24 +55,36 @@ class AttachedMethods(
     LengthMethods,
     PrecisionMethods,
     ValidatedMethods,
+    AdaptMethods,
+    CheckMethods,
 ):
     """The methods that features add to `Pipeline`."""
 
 
-def engine_for(options: AttachedOptions) -> type[Engine]:
-    """Return what runs the programs of a pipeline's ranks."""
-    made: list[type[Engine] | None] = [
-        capture.engine_for(options),
-    ]
-    return next(filter(None, made), Engine)
+def kit_for(setting: Setting, options: AttachedOptions) -> Kit:
+    """Return the parts of a pipeline, some of them made by features."""
+    kit = Kit()
+    for fit in (
+        adapt.fit,
+        capture.fit,
+        check.fit,
+        mesh.fit,
+        record.fit,
+        stream.fit,
+    ):
+        fit(kit, setting, options)
+    return kit
 
 
-def attached(site: Site, options: AttachedOptions) -> list[Observer]:
-    """Return what observes the steps of a pipeline, beside what runs them, in the order in which it is called."""
+def attached(site: Site, setting: Setting, cut: Cut, options: AttachedOptions) -> list[Observer]:
+    """Return what observes the steps of a pipeline, beside what runs them; each has its order."""
     made: list[Observer | None] = [
-        precision.attach(site, options),
-        validated.attach(site, options),
+        *adapt.attach(site, setting, cut, options),
         lengths.attach(site, options),
-        lines.attach(site, options),
+        *mesh.attach(site, setting, cut),
+        moving.attach(site),
+        precision.attach(site, options),
+        stream.attach(site),
+        validated.attach(site),
     ]
     return [one for one in made if one is not None]

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from drumline.channel.lines.grid import DATA
 from drumline.core.errors import ModelError
 from drumline.core.program import Program
+from drumline.engine.core_options import CoreOptions
+from drumline.engine.kit import Kit
+from drumline.engine.lines import Lines
 from drumline.engine.model.blocks import blocks_for, example_inputs
 from drumline.engine.ranks.agreement import weights_of
 from drumline.engine.ranks.crew import Crew
+from drumline.engine.setting import Cut, Setting
 from drumline.engine.stages import assembly
 from drumline.engine.stages.balance import Balance, balanced, of_rank_0
 from drumline.engine.stages.intake import Intake
 from drumline.engine.state.materialise import opened
 from drumline.engine.state.shared_state import refuse_hidden
-from drumline.features.mesh.context import whole_context
-from drumline.features.mesh.sequences import Takes, positions_of
 from drumline.model.block import Block
 from drumline.model.blocks.cut import cut
 from drumline.model.precision import Precision
 from drumline.model.weights.materialise import materialise
-from drumline.pipeline.options import Options
-from drumline.pipeline.setting import Setting
 from drumline.plan.cut.peaks import held_by
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.model_profile import refuse_other
@@ -38,27 +36,9 @@ from drumline.profile.identity import identity_of
 _SECONDS_TO_MEASURE = 10.0  # after the first run of each block
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """The model as blocks of stages, and what splits and counts its batches."""
-
-    intake: Intake
-    numbers: Precision
-    values: dict[str, bytes]  # digests of the model's values as given, if ranks must agree on them
-    stages: list[tuple[Block, ...]]
-    balance: Balance | None
-    profile: Profile | None
-    positions: Takes | None
-
-    @property
-    def blocks(self) -> list[Block]:
-        """The blocks of all stages."""
-        return [block for stage in self.stages for block in stage]
-
-
-def cut_model(setting: Setting) -> Cut:
+def cut_model(setting: Setting, kit: Kit, lines: Lines) -> Cut:
     """Return a pipeline's model in stages; this process's blocks have their parameters."""
-    given, axes = setting.options, setting.axes
+    given = setting.options
     intake = Intake(
         given.model,
         given.loss_fn,
@@ -69,27 +49,10 @@ def cut_model(setting: Setting) -> Cut:
     )
     numbers = Precision(given.precision, setting.device)
     values = {} if setting.crew.alone or given.weights is not None else weights_of(given.model)
-    stages, balance, profile = _stages(setting, intake, numbers)
-    refuse_hidden(stages)
-    if axes.size(*DATA) > 1:
-        intake.count_across(partial(axes.totals, device=setting.device), axes.size("cp"))
-        assembly.refuse_statistics(
-            [block for stage in stages for block in stage],
-            "with several lines of a mesh: each sees a part of the batch",
-        )
-    positions = positions_of(given.model) if axes.size("cp") > 1 else None
-    return Cut(intake, numbers, values, stages, balance, profile, positions)
-
-
-def _stages(
-    setting: Setting, intake: Intake, numbers: Precision
-) -> tuple[list[tuple[Block, ...]], Balance | None, Profile | None]:
-    """Return the blocks of every stage; those of this process have their parameters."""
-    given = setting.options
     stored = opened(given.weights)
     setting.agree({"weights": stored and stored.described()})
-    with whole_context(setting.axes):  # which refuses masks
-        stages, balance, profile = chosen_stages(given, setting.crew, setting.program, intake, numbers)
+    with lines.whole():
+        stages, balance, profile = _chosen_stages(setting, intake, numbers, times_blocks=kit.times_blocks)
     intake.weigh_by(stages)
     stages[-1] = (*stages[-1], *assembly.loss_block(given.loss_fn))
     materialise(
@@ -100,7 +63,9 @@ def _stages(
         device=setting.device,
         seed=given.seed,
     )
-    return stages, balance, profile
+    refuse_hidden(stages)
+    lines.cut(intake, stages)
+    return Cut(intake, numbers, values, stages, balance, profile)
 
 
 def is_asked(balance: Sequence[int] | str | None, cuts: Sequence[str] | None, example: Any) -> bool:
@@ -119,13 +84,14 @@ def is_asked(balance: Sequence[int] | str | None, cuts: Sequence[str] | None, ex
     return asked or (balance is None and cuts is None and example is not None)
 
 
-def chosen_stages(
-    given: Options, crew: Crew, program: Program, intake: Intake, precision: Precision
+def _chosen_stages(
+    setting: Setting, intake: Intake, precision: Precision, *, times_blocks: bool
 ) -> tuple[list[tuple[Block, ...]], Balance | None, Profile | None]:
     """Return the blocks of every stage, the cut and its measurements if it was chosen by them, and what blocks take.
 
-    Blocks of a given cut are timed too if layers may move later.
+    With `times_blocks`, blocks of a given cut are timed too.
     """
+    given, crew, program = setting.options, setting.crew, setting.program
     blocks = blocks_for(
         given.model,
         given.example,
@@ -141,7 +107,7 @@ def chosen_stages(
         with precision.autocast:
             measured = _measured(given, crew, program, intake, blocks)
         balance = None if measured is None else measured.counts
-    elif given.moves_layers and given.example is not None:
+    elif times_blocks and given.example is not None:
         with precision.autocast:
             timed = _timed(given, crew, program, intake, blocks)
     stages = cut(blocks, program.num_stages, balance, given.cuts, held=held_by(program))
@@ -149,7 +115,9 @@ def chosen_stages(
     return stages, measured, None if known is None else known.profile
 
 
-def _measured(given: Options, crew: Crew, program: Program, intake: Intake, blocks: Sequence[Block]) -> Balance | None:
+def _measured(
+    given: CoreOptions, crew: Crew, program: Program, intake: Intake, blocks: Sequence[Block]
+) -> Balance | None:
     """Time the blocks on all ranks at once, print and return rank 0's best cut; None for a model on meta."""
     found = _timed(given, crew, program, intake, blocks)
     if found is not None and crew.rank == crew.axes.number == 0:
@@ -159,7 +127,7 @@ def _measured(given: Options, crew: Crew, program: Program, intake: Intake, bloc
     return found
 
 
-def _timed(given: Options, crew: Crew, program: Program, intake: Intake, blocks: Sequence[Block]) -> Balance | None:
+def _timed(given: CoreOptions, crew: Crew, program: Program, intake: Intake, blocks: Sequence[Block]) -> Balance | None:
     """Time the blocks on all ranks at once, and return rank 0's best cut; None for a model on meta."""
     if any(one.is_meta for block in blocks for one in block.module.parameters()):
         return None

@@ -12,20 +12,17 @@ from torch import Tensor, nn
 
 from drumline.channel.lines.axes import Axes
 from drumline.channel.lines.grid import AXES
-from drumline.core.errors import DrumlineError, RunError, UsageError, counted
+from drumline.core.errors import DrumlineError, UsageError, counted
 from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
+from drumline.engine.state.keeper import Keeper
 from drumline.engine.state.names import matching
-from drumline.engine.updates.validated import check as validated_after
-from drumline.engine.updates.validated import refusal
-from drumline.features.adapt.auto_schedule import Searched
-from drumline.features.check.verdict import Checked
 from drumline.pipeline.attached import AttachedMethods
 from drumline.pipeline.options import Options, made_with
 from drumline.pipeline.setup import set_up
-from drumline.pipeline.steps.result import CalledWith, StepResult, output_of
+from drumline.pipeline.steps.result import StepResult, output_of
 from drumline.runtime.gradients import clip
-from drumline.runtime.step import Step
+from drumline.runtime.step import CalledWith, Step
 
 T = TypeVar("T")
 
@@ -122,7 +119,7 @@ class Pipeline(AttachedMethods):
     @property
     def check_finite(self) -> bool:
         """Whether a NaN or infinite loss or gradient stops the optimizers of all ranks from stepping."""
-        return self._run.check_finite
+        return self._run.flow.check_finite
 
     @property
     def axes(self) -> Axes:
@@ -163,23 +160,13 @@ class Pipeline(AttachedMethods):
         step's share of the update's tokens, the same on every rank. `program` is a name out of `programs`, or a
         `Program` that places the same stages on the same ranks; the same on every rank.
         """
-        given, step = CalledWith(batch, named, target), self._new_step()
-        call = self._run.part_of(given)
+        step = self._new_step()
         step.wants_outputs, step.share = _switched(outputs), _shared(share)
-        self._run.refuse(step)
-        self._run.choice.adapt(step, getattr(self, "repartition", _stay))
-        self._run.choice.run_by(step, program)
-        self._run.catch_up(step)
-        self._run.check_before(step, call, given)
-        tally = self._run.run(step, call)
-        self._run.check_after(step)
-        skipped = {} if self._run.stream is None else self._run.stream.skipped
-        return StepResult(step.draw, lambda: tally.loss, output_of(step), skipped)
-
-    @property
-    def checked(self) -> Checked | None:
-        """What the last check compared, what it cost and what it skipped; None before the first."""
-        return self._run.check.checked
+        run = self._run
+        tally = run.run(step, run.prepared(step, CalledWith(batch, named, target), program))
+        for after in run.observers.after:
+            after(step)
+        return StepResult(step.draw, lambda: tally.loss, output_of(step), run.flow.skipped)
 
     def eval_step(
         self, *batch: Any, target: Any = None, outputs: Any = True, program: Any = None, **named: Any
@@ -189,12 +176,10 @@ class Pipeline(AttachedMethods):
         Ranks with the last stage return `result.output`, unless `outputs=False`.
         """
         wanted, step = _switched(outputs), self._new_step(train=False)
-        self._run.choice.run_by(step, program)
+        self._run.run_by(step, program)
         self._run.pause("eval_step")
         with self._recording.between.during("evaluate"):
-            self._run.catch_up(step)
-            self._recording.evaluating(step)
-            tally = self._run.run(step, self._run.part_of(CalledWith(batch, named, target)))
+            tally = self._run.evaluate(step, CalledWith(batch, named, target))
             return StepResult(step.draw, lambda: tally.loss, output_of(step) if wanted else None)
 
     def _new_step(self, *, train: bool = True) -> Step:
@@ -215,16 +200,7 @@ class Pipeline(AttachedMethods):
 
         Reading the loss of one of these waits for them, and lets ranks run empty.
         """
-        return 0 if self._run.stream is None else 1 + self._run.stream.num_ahead
-
-    @property
-    def _told_until(self) -> int:
-        """The last step of which every rank knows the outcome without a wait that costs anything."""
-        ledger = self._ledger
-        if self._run.stream is not None:
-            return ledger.number - 1 - self.steps_in_flight
-        # With updates that run ahead, the last step is not waited for: it has its turn after the next one.
-        return ledger.number if not self._updates.validation.is_on or ledger.last is None else ledger.last.number - 1
+        return self._run.flow.num_in_flight
 
     def drain(self) -> None:
         """Finish all steps of a schedule without a flush: run what is in flight, and make all updates that are due.
@@ -238,10 +214,7 @@ class Pipeline(AttachedMethods):
         >>> result = pipe.step(torch.ones(1, 1), target=torch.ones(1, 1))
         >>> pipe.drain()
         """
-        if self._run.stream is not None:
-            self.settle()
-            with self._crew.together("drain", lambda: self._engine.action):
-                self._run.stream.drain()
+        self._run.flow.drain()
 
     def stopping(self) -> str:
         """Return why the run should stop, such as "SIGTERM on rank 1"; empty while it should not.
@@ -259,7 +232,7 @@ class Pipeline(AttachedMethods):
         'SIGTERM on rank 0'
         """
         with self._recording.between.during("hear"):
-            own = self._ledger.stop(self._told_until)
+            own = self._ledger.stop(self._run.flow.told_until)
             if not self.axes.is_mesh:
                 return own
             # Every rank of a line knows the same, so that those at one place of all lines know everything.
@@ -269,12 +242,7 @@ class Pipeline(AttachedMethods):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of all ranks so that their global norm is at most `max_norm`; return the norm before."""
         clip.check(max_norm, norm_type)
-        if self._run.stream is not None:
-            raise RunError(
-                f"clip_grad_norm_ was called, and {self._run.stream.name} has no flush",
-                expected="no call of it: the gradients of all ranks are never there at once",
-                fix="pass max_norm= to pipe.optimizer",
-            )
+        self._run.flow.refuse_clipping()
         if self._updates.validation.is_on:
             raise UsageError(
                 'clip_grad_norm_ waits for all ranks, and an optimizer has validated="after"',
@@ -303,12 +271,6 @@ class Pipeline(AttachedMethods):
         2
         """
         return self._run.choice.take_program(program, num_microbatches)
-
-    @property
-    def searched(self) -> Searched | None:
-        """On rank 0 with schedule="auto", the result of the search and its gain; None before the search."""
-        auto = self._run.choice.auto
-        return None if auto is None else auto.searched
 
     @property
     def blocks(self) -> list[list[str]]:
@@ -372,13 +334,7 @@ class Pipeline(AttachedMethods):
         norm of all gradients was at most `max_norm` and all were finite. If not, they take the update back and make it
         with clipped gradients, or leave it out: `pipe.verdict` says what was decided.
         """
-        if (stream := self._run.stream) is not None:
-            if validated != "before":
-                raise refusal(f"{stream.name} has no flush", "a flushed schedule: others update inside of a step")
-            stream.clip_to(max_norm)
-        else:
-            after = validated_after(validated, max_norm)
-            self._updates.validate(after, max_norm, captures=bool(self._engine.runs_one_program))
+        self._run.flow.clips(validated, max_norm)
         trained = [(name, one) for name, one in self.named_parameters() if one.requires_grad]
         if names is not None:
             chosen = matching(names, self.parameter_shapes(), others=self.parameter_aliases())
@@ -423,8 +379,7 @@ class Pipeline(AttachedMethods):
         all of its names. In a mesh each line returns all of it; tensors of which lines hold parts come whole, so that
         all ranks must call this. With a schedule without a flush, call `drain` first.
         """
-        if self._run.stream is not None:
-            self._run.stream.need_drained("state_dict")
+        self._run.flow.need_drained("state_dict")
         self._settle_update()
         return self._holdings.whole_state_dict()
 
@@ -433,11 +388,12 @@ class Pipeline(AttachedMethods):
 
         Names of other stages are ignored. A tied tensor may have any of its names, and reaches all ranks that hold it.
         """
-        if self._run.stream is not None:
-            self._run.stream.need_drained("load_state_dict")
+        self._run.flow.need_drained("load_state_dict")
         self._settle_update()
         self._holdings.load_state_dict(mapping)
-        self._run.check.loaded(mapping)
+        for one in self._run.observers.each:
+            if isinstance(one, Keeper):
+                one.loaded(mapping, {})
 
     def _settle_update(self) -> None:
         """Wait for the verdict on an update that was made ahead of it."""
@@ -450,9 +406,8 @@ class Pipeline(AttachedMethods):
 
     def _close(self, most_seconds: float | None = None) -> None:
         self._finish(most_seconds)
-        self._recording.close()
-        if (adapting := self._run.choice.adapting) is not None:
-            adapting.close()
+        for one in self._run.observers.each:
+            one.close()
         self._crew.close()
 
     def __repr__(self) -> str:
@@ -474,10 +429,6 @@ class Pipeline(AttachedMethods):
         else:
             # Where a rank has failed, its part of a checkpoint may never come.
             self._close(_SECONDS_FOR_A_CHECKPOINT if self._crew.over else None)
-
-
-def _stay(*_: Any, **__: Any) -> Any:
-    raise RunError("layers cannot move: nothing is attached that moves them", expected='adapt={"rebalance": "keep"}')
 
 
 def _switched(outputs: Any) -> bool:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from drumline.runtime.draft import Draft
+
+
+class CalledWith(NamedTuple):
+    """The arguments of a step."""
+
+    batch: tuple[Any, ...]
+    named: dict[str, Any]
+    target: Any
 
 
 @dataclass(slots=True)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drumline.checkpoint.read import Checkpoint
+from drumline.checkpoint.shelf import Shelf
 from drumline.core.errors import ModelError, RecordError, UsageError
-from drumline.features.saving.loader import Checkpoint
-from drumline.features.saving.shelf import Shelf
 from drumline.train.config.files.read import read_settings
 from drumline.train.config.functions import is_function
 from drumline.train.config.names import safe_name

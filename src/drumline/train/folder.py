@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
+from drumline.checkpoint.folder import checkpoints
+from drumline.checkpoint.read import is_intact
+from drumline.checkpoint.shelf import Shelf
 from drumline.core.errors import UsageError
 from drumline.core.measured.run import CONFIG, METRICS
-from drumline.features.saving.folder import checkpoints
-from drumline.features.saving.loader import is_intact
-from drumline.features.saving.shelf import Shelf
 from drumline.train.changed import check_changes
 from drumline.train.claim import Claim, Held, claim, job_of, last_of, same_job
 from drumline.train.config.settings import TrainSettings

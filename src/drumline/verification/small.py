@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from drumline.core.program import Program
 from drumline.engine.model.sources import Material
-from drumline.features.mesh.experts.moe import MoE
+from drumline.model.layers.moe import MoE
 
 _WIDTH = 32
 _WORDS = 37

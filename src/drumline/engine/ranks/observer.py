@@ -1,8 +1,9 @@
-"""Observers of a pipeline's steps: adaptation, recording, capture, and saved state.
+"""Observers of a pipeline's steps: adaptation, recording, capture, checks, and saved state.
 
-    called ── taken ── begin ── waiting, waiting, ... ── end ── tell ── told       failed, at any time
-                         └── waiting, ... ── again ──┘   if the update before the step was wrong
-                                                                               moved, between two steps
+    given ── refuse_step ── before ── renewed, followed ── ahead ── the step ── after
+        called ── compared ── taken ── begin ── waiting, ... ── end ── tell ── told
+                                         └── waiting, ... ── again ──┘   if the update before the step was wrong
+    between two steps: moved, took             at any time: failed, close
 
 The code that runs a step calls at each moment the observers that do something then, and knows nothing else about them.
 """
@@ -12,26 +13,58 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
+from drumline.core.program import Program
+from drumline.engine.ranks.agreement import Given
 from drumline.engine.ranks.crew import CrewObserver
 from drumline.engine.ranks.tally import Tally, Told
-from drumline.runtime.step import Step
+from drumline.runtime.step import CalledWith, Step
 
 
 class Observer(CrewObserver):
     """Does nothing at any of these moments; subclasses override some of them.
 
-    Observers get `end` in reverse order, and everything else in order. Evaluations call only `tell` and `told`.
+    Observers get `end` in reverse order, and everything else in order. Evaluations call only `given`,
+    `compared`, `tell` and `told`.
     """
 
     order: ClassVar[int] = 0  # those with a lower one are called earlier, and later at the end of a step
+    runs_one_program = ""  # why all steps run by one program, if they do
 
     @property
     def is_idle(self) -> bool:
         """Whether it has nothing to do in any step, until layers move."""
         return False
 
+    def refuse_step(self, step: Step) -> None:
+        """Refuse a training step, before any other rank is asked anything."""
+
+    def given(self, step: Step, call: CalledWith) -> CalledWith:
+        """Return what this process takes of what a step is called with."""
+        return call
+
+    def before(self, step: Step) -> None:
+        """Change what runs before a training step; all ranks do it alike."""
+
+    def renewed(self) -> None:
+        """React to this process having seen a change of the model, which is traced again."""
+
+    def followed(self) -> None:
+        """React to ranks having traced the model again, or for other inputs; all ranks of a line are told alike."""
+
+    def ahead(self, step: Step, call: CalledWith, given: CalledWith) -> None:
+        """Prepare a training step with all ranks; `given` is what the user called it with, `call` what is taken."""
+
+    def after(self, step: Step) -> None:
+        """React to a training step having been told, with all ranks."""
+
     def called(self, step: Step) -> None:
         """React to the call of a training step; all ranks have reached it."""
+
+    def compared(self, step: Step, given: Callable[[], Given]) -> None:
+        """Compare what the step was called with, of which `given` returns a fingerprint, with what others got.
+
+        It is called where ranks are in several processes.
+        """
 
     def taken(self, step: Step) -> None:
         """React to the batch being stored, before it is split."""
@@ -57,6 +90,15 @@ class Observer(CrewObserver):
     def moved(self) -> None:
         """React to layers having moved between ranks since the last step; the stages here are others now."""
 
+    def refuse_program(self, program: Program) -> None:
+        """Refuse to run by another program from now on; asked before it is taken up."""
+
+    def took(self, program: Program, number: int) -> None:
+        """React to another program, of this number, having been taken up for all steps from now on."""
+
+    def close(self) -> None:
+        """End what is under way, before this process leaves the other ranks."""
+
 
 class Observers:
     """The observers of a pipeline by what each does: who has nothing to do at a moment is not called then.
@@ -71,7 +113,15 @@ class Observers:
 
     def __init__(self, each: Iterable[Observer]) -> None:
         self.each = tuple(sorted(each, key=lambda one: one.order))
+        self.refuse_step: list[Callable[[Step], None]] = self._at("refuse_step")
+        self.given: list[Callable[[Step, CalledWith], CalledWith]] = self._at("given")
+        self.before: list[Callable[[Step], None]] = self._at("before")
+        self.renewed: list[Callable[[], None]] = self._at("renewed")
+        self.followed: list[Callable[[], None]] = self._at("followed")
+        self.ahead: list[Callable[[Step, CalledWith, CalledWith], None]] = self._at("ahead")
+        self.after: list[Callable[[Step], None]] = self._at("after")
         self.called: list[Callable[[Step], None]] = self._at("called")
+        self.compared: list[Callable[[Step, Callable[[], Given]], None]] = self._at("compared")
         self.taken: list[Callable[[Step], None]] = self._at("taken")
         self.begin: list[Callable[[Step], None]] = self._at("begin")
         self.again: list[Callable[[Step], None]] = self._at("again")

@@ -224,12 +224,12 @@ class Engine(Observer):
 
     def run(self, step: Step) -> None:
         """Run every rank of this process through its row, in eval mode if the step does not train."""
-        randomness, executors, drafts = self.assembly.randomness, self.executors, step.drafts
+        randomness, executors = self.assembly.randomness, self.executors
         randomness.step = step.draw
         self.seed_lines()
         if not step.train:
             executors = self.evaluators
-            drafts = step.drafts or [Draft(executor.rank) for executor in executors]
+        drafts = step.drafts or [Draft(executor.rank) for executor in executors]  # where nobody records
         for executor in executors:
             executor.takes_turns = self.takes_turns and self._num_trained > 0 and step.train
         with (

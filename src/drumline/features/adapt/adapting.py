@@ -13,56 +13,49 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from drumline.adapt.decide import Decider
-from drumline.adapt.move import Move
 from drumline.adapt.proposal import CUT, Arrangement, Proposal
 from drumline.adapt.rebalance import Layers, guessed
 from drumline.adapt.seen import Seen
 from drumline.adapt.settings import Adapt
 from drumline.core.errors import DrumlineError, ModelError, RunError, UsageError
 from drumline.core.program import Program
-from drumline.engine.ranks.crew import Crew
-from drumline.engine.ranks.journal import Journal
+from drumline.core.prove.validate import validate
+from drumline.core.prove.violation import InvalidProgram
+from drumline.core.timeline.idle import Limit
 from drumline.engine.ranks.observer import Observer
-from drumline.engine.ranks.tally import Ledger
+from drumline.engine.site import Site
 from drumline.engine.stages.assembly import LossHolder
-from drumline.engine.stages.engine import Engine
 from drumline.model.block import Block
 from drumline.model.blocks.cut import guessed_costs
 from drumline.plan.device.blocks import Profile
 from drumline.runtime.step import Step
 from drumline.schedules import generate, schedules
 
-Take = Callable[[Program], None]
-Moving = Callable[..., Move]
 _EVERY = 4  # steps between two looks if several lines of a mesh have to agree
 
 
 class Adapting(Observer):
     """Watches the steps of a pipeline on the first rank, and changes it on all of them."""
 
-    def __init__(
-        self,
-        settings: Adapt,
-        crew: Crew,
-        ledger: Ledger,
-        recording: Journal,
-        engine: Engine,
-        decider: Decider | None,
-    ) -> None:
+    order: ClassVar[int] = -2  # what is changed before a step is what others see of it
+
+    def __init__(self, settings: Adapt, site: Site, decider: Decider | None) -> None:
         self.settings = settings
-        self._crew, self._ledger, self._recording, self._engine = crew, ledger, recording, engine
+        self._crew, self._ledger, self._recording, self._engine = site.crew, site.ledger, site.recording, site.engine
+        self._site = site
+        self.is_paused = False  # whether something else decides meanwhile
         self._decider = decider
-        self._every = _EVERY if crew.axes.is_mesh else 1
+        self._every = _EVERY if self._crew.axes.is_mesh else 1
         self._seen = -1  # the last step that was looked at
         self._own = 0  # the number of the pipeline's own program
         self._num_judged = 0
 
-    def before(self, step: Step, take: Take, move: Moving) -> None:
+    def before(self, step: Step) -> None:
         """Change what the first rank decides, before a step."""
-        if not step.draw or step.draw % self._every:
+        if self.is_paused or not step.draw or step.draw % self._every:
             return
         with self._recording.between.during("hear"), self._crew.together("adapting"):
             mine = None if self._decider is None else self._decided(self._decider)
@@ -70,7 +63,7 @@ class Adapting(Observer):
             first = self._crew.axes.lines[0][0] if self._crew.axes.is_mesh else 0
             proposal: Proposal | None = told[first]
             if proposal is not None:
-                self._change(proposal, take, move)
+                self._change(proposal)
 
     def _decided(self, decider: Decider) -> Proposal | None:
         """Look at the last step, if it is a new one; return what to change."""
@@ -102,12 +95,12 @@ class Adapting(Observer):
         if line:
             self._recording.decided(step, line)
 
-    def _change(self, proposal: Proposal, take: Take, move: Moving) -> None:
+    def _change(self, proposal: Proposal) -> None:
         """Take up what was decided; layers that cannot move stay where they are for good."""
         seconds, num_bytes = 0.0, 0
         if proposal.kind == CUT:
             try:
-                moved = move(balance=list(proposal.after.counts))
+                moved = self._site.move(balance=list(proposal.after.counts))
             except (UsageError, ModelError) as error:  # the same on all ranks, before anything has moved
                 if self._decider is not None:
                     self._tell(proposal.step, f"layers stay where they are: {error}", {})
@@ -115,11 +108,16 @@ class Adapting(Observer):
                 return
             seconds, num_bytes = moved.total_seconds, moved.bytes_moved
         else:
-            take(proposal.after.program)
+            self._site.choice.take(proposal.after.program)
         if self._decider is not None:
             self._decider.took(proposal, proposal.after, seconds=seconds, num_bytes=num_bytes)
 
-    def took_up(self, program: Program, number: int) -> None:
+    def refuse_program(self, program: Program) -> None:
+        """Refuse a program that holds more than the settings allow."""
+        if violations := validate(program, limit=Limit(self.settings.max_activations) or None):
+            raise InvalidProgram(program.name, violations)
+
+    def took(self, program: Program, number: int) -> None:
         """Hear that another program was taken up, whoever decided so; steps of others are not looked at."""
         self._own = number
         if self._decider is not None and program != self._decider.now.program:

@@ -12,19 +12,18 @@ Gradients are exact before and after, because a program only orders the work.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+from typing import ClassVar
 
 from drumline.core.measured.costs import costs_of
 from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
-from drumline.engine.program.frozen import Frozen
-from drumline.engine.ranks.crew import Crew
 from drumline.engine.ranks.observer import Observer
-from drumline.engine.ranks.tally import Ledger
+from drumline.engine.site import Site
+from drumline.features.adapt.adapting import Adapting
 from drumline.plan.search.search import search
 from drumline.runtime.step import Step
 from drumline.schedules import schedules
@@ -35,10 +34,10 @@ _SECONDS = 5.0  # time limit of the search
 _LEAST_GAIN = 0.01  # share of the simulated step; a smaller gain changes nothing
 
 
-def first_schedule(stages_per_rank: int | None) -> str:
+def first_split(stages_per_rank: int | None) -> str:
     """Return the schedule to measure first: the simplest one that splits backwards.
 
-    >>> first_schedule(None), first_schedule(2), first_schedule(3)
+    >>> first_split(None), first_split(2), first_split(3)
     ('zb-h1', 'zb-v', 'interleaved-zb')
     """
     split = (one for one in schedules().values() if one.splits_backward and one.admits_stages(stages_per_rank or 1))
@@ -70,15 +69,23 @@ class Searched:
 class AutoSchedule(Observer):
     """Counts steps and switches to a better program when it is time."""
 
-    def __init__(self, crew: Crew, ledger: Ledger, frozen: Frozen) -> None:
+    order: ClassVar[int] = -3
+    runs_one_program = "schedule='auto'"
+
+    def __init__(self, site: Site, adapting: Adapting) -> None:
         self.searched: Searched | None = None
         self.is_over = False
-        self._crew, self._ledger, self._frozen = crew, ledger, frozen
+        self._crew, self._ledger, self._frozen, self._choice = site.crew, site.ledger, site.frozen, site.choice
+        self._adapting = adapting  # takes over once the search is over
+        adapting.is_paused = True
         self._seen: list[Measured] = []
         self._changed: int | None = None  # the first step of the new program
 
-    def before(self, step: Step, take: Callable[[Program], None]) -> None:
+    def before(self, step: Step) -> None:
         """Record the previous step, and take another program if it is time."""
+        if self.is_over:
+            self._adapting.is_paused = False
+            return
         with self._crew.together("the search for a program"):
             begun = step.number - (self._changed or 0)
             if begun > _WARM_UPS and self._crew.rank == 0 and self._crew.axes.number == 0:
@@ -88,7 +95,7 @@ class AutoSchedule(Observer):
             if self._changed is not None:
                 self._conclude()
             elif (program := self._better(step.number)) is not None:
-                take(program)
+                self._choice.take(program)
 
     def moved(self) -> None:
         """Forget what was measured of other stages."""

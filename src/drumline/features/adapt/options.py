@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from drumline.adapt.settings import KEEP, Adapt
+from drumline.adapt.settings import Adapt
 from drumline.core.errors import UsageError
 from drumline.engine.options import FeatureOptions
+from drumline.features.adapt.auto_schedule import AUTO, first_split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,16 +18,19 @@ class AdaptOptions(FeatureOptions):
 
     adapt: bool | Mapping[str, Any] | Adapt = False
 
-    @property
-    def moves_layers(self) -> bool:
-        """Whether layers may move between ranks while training goes on."""
-        adapt = Adapt.of(self.adapt)
-        return adapt is not None and adapt.rebalance != KEEP
+    def alike(self) -> dict[str, Any]:
+        """Return the settings too, which ranks may spell differently."""
+        return super().alike() | {"adapt": repr(Adapt.of(self.adapt))}
+
+    def first_schedule(self, schedule: Any, stages_per_rank: int | None) -> Any:
+        """Return the schedule to measure first, for "auto"."""
+        chosen = super().first_schedule(schedule, stages_per_rank)
+        return first_split(stages_per_rank) if chosen == AUTO else chosen
 
     def check_together(self, others: Mapping[str, Any]) -> None:
         """Refuse to adapt or to search if nothing is measured, or if steps may name programs."""
         super().check_together(others)
-        is_auto, is_blind = others["schedule"] == "auto", others.get("record") is False
+        is_auto, is_blind = others["schedule"] == AUTO, others.get("record") is False
         if is_auto and others["programs"]:
             raise UsageError("programs are named and schedule is 'auto'", expected="only one of them")
         if is_auto and is_blind:

@@ -11,14 +11,9 @@ from drumline.core.program import Program
 from drumline.engine.stages.engine import Engine
 from drumline.features.capture.capture import Capture
 from drumline.features.capture.cuda import recorder_for
-from drumline.features.capture.options import CaptureOptions
 from drumline.model.weights.tied import Ties
+from drumline.runtime.draft import Draft
 from drumline.runtime.step import Step
-
-
-def engine_for(options: CaptureOptions) -> type[Engine] | None:
-    """Return what captures steps, if the options ask for it."""
-    return CapturingEngine if options.capture else None
 
 
 class CapturingEngine(Engine):
@@ -59,4 +54,5 @@ class CapturingEngine(Engine):
             super().run(step)
         else:
             self.assembly.randomness.step = step.draw
-            self.captured.run(step, step.drafts, self._crew.drive)
+            drafts = step.drafts or [Draft(one.rank) for one in self.executors]
+            self.captured.run(step, drafts, self._crew.drive)

@@ -8,9 +8,9 @@ and backward. Rank 0 says what cannot be compared.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, ClassVar
 from weakref import ref
 
 import torch
@@ -18,45 +18,38 @@ from torch import Tensor, nn
 
 from drumline.core.action import Op
 from drumline.core.errors import DrumlineError, MismatchError, ModelError, UsageError
-from drumline.engine.ranks.crew import Crew
-from drumline.engine.ranks.observer import Observer
-from drumline.engine.stages.engine import Engine
-from drumline.engine.stages.intake import Intake
+from drumline.engine.ground import Ground
+from drumline.engine.setting import Cut, Setting
 from drumline.engine.state.keeper import Keeper
-from drumline.engine.state.tensors import Holdings
+from drumline.engine.unchecked import Unchecked
 from drumline.engine.unsplit.parts import Parts
 from drumline.features.check.reference import Reference
 from drumline.features.check.sentinels import Sentinels, When
 from drumline.features.check.trial import Trial
 from drumline.features.check.verdict import Checked, Outcome, merged, verdict
-from drumline.model.block import Block, Model
 from drumline.runtime.gradients.heap import giving_back
-from drumline.runtime.step import Step
+from drumline.runtime.step import CalledWith, Step
 
 NUM_MICROBATCHES = 2  # of the first step: one for each copy where a stage has two
 
 
-class ModelCheck(Observer, Keeper):
+class ModelCheck(Unchecked, Keeper):
     """The checks of one pipeline.
 
     With several processes it holds the whole model until the first step has ended, and this rank's blocks afterwards.
     """
 
+    order: ClassVar[int] = 1  # it watches what all others have prepared
+
     def __init__(
-        self,
-        model: Model,
-        blocks: Sequence[Block],
-        crew: Crew,
-        intake: Intake,
-        when: When,
-        different: tuple[int, int, str] | None,
-        parts: Parts,
+        self, setting: Setting, cut: Cut, parts: Parts, different: tuple[int, int, str] | None, *, when: When
     ) -> None:
+        model, blocks, crew, intake = setting.options.model, cut.blocks, setting.crew, cut.intake
         self.is_pending = when is not False  # whether the first step is still to be checked
         self.checked: Checked | None = None
         self.refusal: DrumlineError | None = None
         self._parts, self._crew, self._intake = parts, crew, intake
-        self._reference = Reference(model, list(blocks), alone=crew.alone) if self.is_pending else None
+        self._reference = Reference(model, blocks, alone=crew.alone) if self.is_pending else None
         self._model = ref(model) if isinstance(model, nn.Module) else None
         self._sentinels = Sentinels(when)
         self._different = different  # two ranks and the parameter for which they were given different values
@@ -64,18 +57,18 @@ class ModelCheck(Observer, Keeper):
         self._room = ExitStack()  # open while a step is checked
         self._said: set[str] = set()  # what could not be checked, as rank 0 has said
 
-    def attach(self, engine: Engine, holdings: Holdings) -> None:
+    def attach(self, ground: Ground) -> None:
         """Take note of what runs the steps."""
-        self._engine, self._holdings = engine, holdings
+        self._ground, self._engine, self._holdings = ground, ground.engine, ground.holdings
 
     @property
     def is_chain(self) -> bool:
         """Whether a list of blocks is checked."""
         return self._reference is not None and self._reference.is_chain
 
-    def loaded(self, model: Mapping[str, Any], whole: Mapping[str, Any] | None = None) -> None:
+    def loaded(self, model: Mapping[str, Any], whole: Mapping[str, Any]) -> None:
         """Follow weights that were loaded after the pipeline was made, those of other ranks' stages too."""
-        state = {**whole, **model} if whole is not None and self.is_pending else model
+        state = {**whole, **model} if self.is_pending else model
         self._different = None
         self._sentinels.ask()
         shards = self._holdings.shards
@@ -123,7 +116,50 @@ class ModelCheck(Observer, Keeper):
         if self.refusal is not None:
             raise self.refusal
 
-    def agree_on_weights(self) -> None:
+    def refuse_step(self, step: Step) -> None:
+        """Refuse any step after one that was wrong."""
+        if self.refusal is not None:
+            raise self.refusal
+
+    def ahead(self, step: Step, call: CalledWith, given: CalledWith) -> None:
+        """If a step is checked, run microbatches of it through the unsplit model, to compare the step with it."""
+        if step.number and step.draw < self._sentinels.quiet_until and not self.is_pending and self._trial is None:
+            return
+        if not step.number:
+            with self._crew.together("the check of the model"):
+                self._agree_on_weights()
+        if not self._takes(step):
+            return
+        ground = self._ground
+        if ground.updates.validation.is_on:
+            ground.recording.settle()  # else an update may be taken back in the middle of the step
+        with ground.recording.between.during("check"), self._crew.together("the check of the model"):
+            self._agree_on_weights()
+            scaler = ground.updates.scaler
+            factor = (1.0 if scaler is None else scaler.scale) * step.share
+            called = self._intake.called(call.batch, call.named)
+            placed = ground.lines.placed(given)
+            whole = None if placed is None else (self._intake.called(placed.batch, placed.named), placed.target)
+            self._watch(step, called, call.target, factor, whole)
+
+    def after(self, step: Step) -> None:
+        """Compare a checked step with that run."""
+        if self._trial is None:
+            return
+        before = self.checked
+        try:
+            self._compare(step, self._trial)
+        finally:
+            if (checked := self.checked) is not None and checked is not before:
+                self._ground.recording.note(
+                    **{
+                        "check_metrics/seconds": checked.seconds,
+                        "check_metrics/parameters": checked.num_parameters,
+                        "check_metrics/wrong": len(checked.wrong),
+                    }
+                )
+
+    def _agree_on_weights(self) -> None:
         """Raise, alike on all ranks, if the ranks were given models with different values."""
         if self._different is not None:
             one, other, name = self._different
@@ -133,7 +169,7 @@ class ModelCheck(Observer, Keeper):
                 fix="seed before it is made, torch.manual_seed(0), or load the same state into the pipeline",
             )
 
-    def takes(self, step: Step) -> bool:
+    def _takes(self, step: Step) -> bool:
         """Whether a step is checked; all ranks ask alike, once for each step."""
         if self._trial is not None:  # of a step that failed on its way
             self._trial = None
@@ -160,7 +196,7 @@ class ModelCheck(Observer, Keeper):
         """Whether there are no other lines of a mesh, which take part in a checked step: all check the same steps."""
         return not self._parts.axes.is_mesh
 
-    def before(self, step: Step, called: Any, target: Any, factor: float, whole: tuple[Any, Any] | None = None) -> None:
+    def _watch(self, step: Step, called: Any, target: Any, factor: float, whole: tuple[Any, Any] | None) -> None:
         """Run microbatches of a checked step through the model by itself, and have the step watched; all ranks call it.
 
         `factor` is what the step will multiply the loss's gradient by. `whole` are batch and target with whole
@@ -181,11 +217,9 @@ class ModelCheck(Observer, Keeper):
             self._room.enter_context(giving_back())
         self._trial.before(step, called, target, factor, whole)
 
-    def after(self, step: Step) -> None:
+    def _compare(self, step: Step, trial: Trial) -> None:
         """Compare, tell all ranks, and raise alike on all of them if the pieces compute something else."""
-        trial, self._trial = self._trial, None
-        if trial is None:
-            return
+        self._trial = None
         self._room.close()
         is_first, self.is_pending = self.is_pending, False
         outcomes = trial.after(step)

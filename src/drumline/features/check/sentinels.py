@@ -10,6 +10,7 @@ With sentinels, so is the step after a state was loaded, layers moved, or the mo
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 _EARLY = (2, 10, 100)
@@ -38,6 +39,7 @@ class Sentinels:
     """
 
     when: When
+    quiet_until: float = field(default=0)  # how many training steps come before the next one that may be checked
     _due: bool = field(default=False)  # whether something has happened
 
     @property
@@ -48,12 +50,16 @@ class Sentinels:
     def ask(self) -> None:
         """Have the next step checked: what runs is no longer what was checked."""
         self._due = self.is_on
+        self.quiet_until = 0
 
     def takes(self, num_steps: int) -> bool:
         """Whether the step after so many is checked."""
         due, self._due = self._due, False
-        if not self.is_on or not num_steps:
+        if not self.is_on:
+            self.quiet_until = math.inf
             return due
         every = _EVERY if self.when is True else self.when
         assert isinstance(every, int)
-        return due or num_steps % every == 0 or (self.when is True and num_steps in _EARLY)
+        early = _EARLY if self.when is True else ()
+        self.quiet_until = min([one for one in early if one > num_steps] + [(num_steps // every + 1) * every])
+        return due or (num_steps > 0 and (num_steps % every == 0 or num_steps in early))

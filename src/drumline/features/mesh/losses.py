@@ -12,13 +12,13 @@ together.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import reduce
 
 import torch
 from torch import Tensor
 
 from drumline.channel.lines.axes import Axes
 from drumline.channel.lines.grid import DATA
+from drumline.engine.lines import widest
 
 _KINDS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -34,14 +34,8 @@ def summed_losses(axes: Axes, parts: Tensor, kinds: Iterable[torch.dtype]) -> Te
     """
     found = set(kinds)
     if axes.group(*DATA) is None:
-        return parts.to(_widest(found) or parts.dtype)
+        return parts.to(widest(found) or parts.dtype)
     flags = torch.tensor([float(one in found) for one in _KINDS], dtype=torch.float64).to(parts.device)
     total = axes.summed(torch.cat([parts.to(torch.float64), flags]), *DATA)
     told = [kind for kind, flag in zip(_KINDS, total[len(parts) :].tolist(), strict=True) if flag]
-    return total[: len(parts)].to(_widest(told) or parts.dtype)
-
-
-def _widest(kinds: Iterable[torch.dtype]) -> torch.dtype | None:
-    """Return the dtype that holds what all of these hold, None of none."""
-    listed = list(kinds)
-    return reduce(torch.promote_types, listed) if listed else None
+    return total[: len(parts)].to(widest(told) or parts.dtype)

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 from drumline.adapt.move import Move
 from drumline.engine.methods import Methods
-from drumline.features.moving.mover import Mover
+from drumline.features.moving.attach import Moving
 
 
 class MovingMethods(Methods):
     """Layers that move between running ranks."""
 
-    @cached_property
-    def _mover(self) -> Mover:
-        return Mover(self._site)
-
     @property
     def moves(self) -> tuple[Move, ...]:
         """What `repartition` has moved so far."""
-        return tuple(self._mover.moves)
+        found = (one for one in self._site.observers.each if isinstance(one, Moving))
+        return tuple(next(found).mover.moves)
 
     def repartition(
         self, cuts: Sequence[str] | str | None = None, *, balance: Sequence[int] | str | None = None
@@ -40,4 +36,4 @@ class MovingMethods(Methods):
         >>> move.before, move.after, pipe.blocks
         (('2',), ('3',), [['0', '1', '2'], ['3']])
         """
-        return self._mover.repartition(cuts, balance)
+        return self._site.move(cuts, balance=balance)

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from drumline.adapt.move import Move
 from drumline.channel.transfer import transferred
 from drumline.core.errors import DrumlineError, MismatchError, UsageError
-from drumline.engine.ranks.observer import Observers
 from drumline.engine.site import Site
 from drumline.features.moving.parcels import Freight, Parcel, Unpacked, freights, packed, put_attributes, unpacked
 from drumline.model.blocks.cut import cut
@@ -243,7 +242,7 @@ class Mover:
         site.updates.take_over(handed, site.holdings.parameters())
         for moved in site.observers.moved:
             moved()
-        site.observers = Observers(site.observers.each)
+        site.attend()
 
     def _noted(self, move: Move) -> Move:
         self.moves.append(move)

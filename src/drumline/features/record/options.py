@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from drumline.engine.options import SWITCH, Accepted, FeatureOptions, option
 
@@ -20,3 +20,12 @@ class RecordOptions(FeatureOptions):
     ALIKE: ClassVar[tuple[str, ...]] = ("continue_record",)
     record: bool | str | Path = option(True, _ACCEPTED)
     continue_record: bool = option(False, SWITCH)
+
+    def alike(self) -> dict[str, Any]:
+        """Return what is recorded too, which ranks may spell differently."""
+        return super().alike() | {"record": self.record if isinstance(self.record, bool) else str(self.record)}
+
+    @property
+    def folder(self) -> str | Path | None:
+        """The folder of the run, if one is given."""
+        return None if isinstance(self.record, bool) else self.record

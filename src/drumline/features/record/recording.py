@@ -1,4 +1,4 @@
-"""What happens to measurements: nothing, a timeline of the last step, or a run in a folder.
+"""What happens to measurements: a timeline of the last step, or a run in a folder.
 
     step n ends      every rank tells the others its record
     step n+1         when a rank first waits, it writes its line of step n; rank 0 also writes the metrics of
@@ -14,23 +14,22 @@ import atexit
 import secrets
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from drumline.core.errors import RunError, UsageError
+from drumline.core.errors import UsageError
 from drumline.core.measured.align import Dial
 from drumline.core.measured.record import BETWEEN, Record
 from drumline.core.program import Program
 from drumline.engine.program.programs import Programs
 from drumline.engine.ranks.crew import Crew
-from drumline.engine.ranks.observer import Observer
+from drumline.engine.ranks.journal import Journal, Pieces
 from drumline.engine.ranks.tally import Ledger, Tally, Told
 from drumline.engine.stages.assembly import Assembly
 from drumline.engine.stages.balance import Balance
-from drumline.engine.state.tensors import Holdings
 from drumline.features.record.continued import set_aside
 from drumline.features.record.run_folder import RunFolder, config_of, environment_of, plan_of, problem
 from drumline.runtime.draft import END, LEAVE, Clock, Draft
@@ -41,7 +40,7 @@ _ENDED: Any = object()
 _SECONDS_TO_READ = 10.0  # how long one reading of several hosts' clocks is used
 
 
-class Between:
+class Between(Pieces):
     """The time that this process's ranks spend between two steps, in pieces that do not overlap.
 
         step ──┤tell│write│      │ clip    │hear│ clip │ update │      │ data │├── step
@@ -116,21 +115,20 @@ class Between:
         self._since = [draft.end_ns for draft in drafts]
 
 
-class Recording(Observer):
-    """The records of this process's ranks; `record` is the user's option: True, False, or a folder."""
+class Recording(Journal):
+    """The records of this process's ranks, in the folder of a run if one is given."""
 
     def __init__(
         self,
-        record: bool | str | Path,
+        folder: str | Path | None,
         crew: Crew,
         ledger: Ledger,
-        holdings: Holdings,
+        gradients_left: Callable[[], bool],
         clocks: Sequence[Clock],
         *,
         continues: bool = False,
     ) -> None:
-        self._ledger, self._holdings = ledger, holdings
-        self.is_on = record is not False
+        super().__init__(ledger, gradients_left)
         self.folder: RunFolder | None = None
         self._crew = crew
         self._ranks = [channel.rank for channel in crew.channels]
@@ -138,7 +136,7 @@ class Recording(Observer):
         self._has_clocks = False  # whether ranks on several hosts have several clocks
         self._dials: tuple[Dial, ...] = ()  # how to read the clocks, and until when
         self._read_until = 0.0
-        self.between = Between(clocks)  # what this process does between steps
+        self.between: Between = Between(clocks)
         self._late: Sequence[Draft] = ()  # of the last step, if the device had not finished it
         self._unwritten: list[Record] = []
         self._described = {0}  # numbers of the programs in the folder
@@ -146,12 +144,11 @@ class Recording(Observer):
         self._waiting: list[tuple[Tally, dict[str, Any]]] = []  # steps whose metrics are not written yet
         self._takes_notes = False  # whether the last step still accepts metrics: the next one has not begun
         self.notes_late = 0  # how many steps later than others metrics of a step may come
-        if not isinstance(record, bool):
-            self.folder = self._continued(Path(record)) if continues else self._opened(Path(record))
+        if folder is not None:
+            self.folder = self._continued(Path(folder)) if continues else self._opened(Path(folder))
             _open.add(self)
-        if self.is_on:
-            numbers = crew.all_told("clocks", [clock.number for clock in clocks])
-            self._has_clocks = len(set(numbers)) > 1
+        numbers = crew.all_told("clocks", [clock.number for clock in clocks])
+        self._has_clocks = len(set(numbers)) > 1
         if self._has_clocks:
             crew.compare_clocks()
 
@@ -186,17 +183,22 @@ class Recording(Observer):
             self.folder.flush()
 
     def describe(
-        self, settings: Mapping[str, Any], program: Program, assembly: Assembly, balance: Balance | None
+        self,
+        settings: Mapping[str, Any],
+        program: Program,
+        programs: Programs,
+        assembly: Assembly,
+        balance: Balance | None,
     ) -> None:
         """Write what is known before the first step; all ranks call it."""
+        if self.folder is None:
+            return
+        self._crew.observe(self)
+        self._programs = programs
         told = self._crew.collect("environment", environment_of(assembly.device))
-        if 0 in self._ranks and self.folder is not None:
+        if 0 in self._ranks:
             plan = plan_of(program, assembly, balance)
             self.folder.describe(program, config_of(settings), plan, {"ranks": told})
-
-    def runs_several(self, programs: Programs) -> None:
-        """Take note of the programs by which steps may run."""
-        self._programs = programs
 
     def called(self, step: Step) -> None:
         """Begin the drafts of a step; its program is written before its first line."""
@@ -205,8 +207,6 @@ class Recording(Observer):
             self.folder.add_program(step.program, self._programs[step.program])
             self._described.add(step.program)
         step.drafts = [Draft(rank, step.draw) for rank in self._ranks]
-        if not self.is_on:
-            return
         for draft, clock, channel in zip(step.drafts, self._clocks, self._crew.channels, strict=True):
             draft.clock, draft.program = clock.number, step.program
             if self._has_clocks:
@@ -221,11 +221,10 @@ class Recording(Observer):
 
     def evaluating(self, step: Step) -> None:
         """Begin drafts for a step that only evaluates, which has a timeline and no line of the run."""
-        if self.is_on:
-            step.drafts = [Draft(rank, step.draw) for rank in self._ranks]
-            for draft, clock in zip(step.drafts, self._clocks, strict=True):
-                draft.clock = clock.number
-                draft.since_ns = draft.begin_ns = clock.now()
+        step.drafts = [Draft(rank, step.draw) for rank in self._ranks]
+        for draft, clock in zip(step.drafts, self._clocks, strict=True):
+            draft.clock = clock.number
+            draft.since_ns = draft.begin_ns = clock.now()
 
     def end(self, step: Step) -> None:
         """Record that all rows of this process have ended and everything is sent."""
@@ -237,9 +236,9 @@ class Recording(Observer):
             self._spent(step, END)
             self.between.ended(step.drafts)
         self.between.enter("tell")
-        if step.train and self.is_on:
+        if step.train:
             self._fill(step, each)
-        elif step.drafts:
+        else:
             for told, record in zip(each, self.settled(step.drafts), strict=True):
                 told.record = record
 
@@ -247,7 +246,7 @@ class Recording(Observer):
         """Store what the ranks of this process told about a step, to write it during the next one."""
         self.between.leave()
         if step.train:
-            if self._crew.alone and self.is_on:
+            if self._crew.alone:
                 tally.own = partial(self.settled, step.drafts)
             with self.between.during("write"):
                 self._add(tally, each)
@@ -271,7 +270,7 @@ class Recording(Observer):
     def settle(self) -> None:
         """Wait for the outcome of all steps so far on all ranks, and raise if one of them failed."""
         with self.between.during("hear"):
-            self._ledger.settle(until=None, gradients_left=self._holdings.has_gradients)
+            super().settle()
 
     def _fill(self, step: Step, each: Sequence[Told]) -> None:
         """Add settled records to what the ranks tell: those of this step, or else of the last one."""
@@ -357,9 +356,7 @@ class Recording(Observer):
         self.close()
 
     def check(self) -> None:
-        """Raise if nothing was recorded."""
-        if not self.is_on:
-            raise RunError("nothing was recorded: record=False", fix="create the pipeline with record=True or a folder")
+        """Raise nothing: steps are recorded."""
 
 
 # Users who forget to close the pipeline, or just end the process, still get their run.

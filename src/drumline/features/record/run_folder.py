@@ -2,8 +2,8 @@
 
 Lines are buffered, so that a step does not wait for the disk, and written as whole lines: after a second, when the
 pipeline is closed or fails, and when the process ends. A killed process loses at most that second. On a full disk lines
-wait until there is room: see outbox.py. Buffered lines belong to the process that created them: forked processes, such
-as a loader's workers, never write them.
+wait until there is room: see core/measured/outbox.py. Buffered lines belong to the process that created them: forked
+processes, such as a loader's workers, never write them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from drumline.core.errors import UsageError
+from drumline.core.measured.outbox import ADDING, Outbox
 from drumline.core.measured.record import COLUMNS, Record
 from drumline.core.measured.run import (
     CONFIG,
@@ -41,7 +42,6 @@ from drumline.core.program import Program
 from drumline.core.version import __version__
 from drumline.engine.stages.assembly import Assembly
 from drumline.engine.stages.balance import Balance
-from drumline.features.record.outbox import ADDING, Outbox
 from drumline.model.blocks.cut import guessed_costs
 from drumline.runtime.clocks import device_name
 

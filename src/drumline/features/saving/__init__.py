@@ -1,1 +1,1 @@
-"""Checkpoints: a pipeline's state on disk, whole or not there at all, for any cut, schedule and number of ranks."""
+"""How a running pipeline saves and loads its state, for any cut, schedule and number of ranks."""

@@ -7,10 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
 
+from drumline.checkpoint.saves import Loaded, Saving
 from drumline.engine.methods import Methods
 from drumline.engine.state.keeper import Keeper
-from drumline.features.saving.loader import Loaded
-from drumline.features.saving.saver import Saving
 from drumline.features.saving.state import State
 
 

@@ -6,7 +6,7 @@
 
 The threads of different processes meet in the folder alone, which all hosts must share. Every wait ends after `timeout`
 seconds, and says what it waited for. A checkpoint that fails leaves the earlier ones as they are. The one just written
-is never removed: what is removed for it, shelf.py decides.
+is never removed: what is removed for it, checkpoint/shelf.py decides.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from drumline.checkpoint import folder as folders
+from drumline.checkpoint import manifest
+from drumline.checkpoint.beside import Files, write_files
+from drumline.checkpoint.line import Line
+from drumline.checkpoint.saves import Saving
+from drumline.checkpoint.shelf import Shelf
+from drumline.checkpoint.staged import StagedFile
 from drumline.core.errors import MismatchError, RecordError, RunError, WaitTimeout
-from drumline.features.saving import folder as folders
-from drumline.features.saving import manifest
-from drumline.features.saving.beside import Files, write_files
-from drumline.features.saving.line import Line
-from drumline.features.saving.shelf import Shelf
 from drumline.features.saving.snapshot import Snapshot, joined_groups
-from drumline.features.saving.staged import StagedFile
 
 _SHORTEST, _LONGEST = 0.002, 0.1  # seconds between looks
 _KINDS = ("model", "training")
@@ -59,45 +60,6 @@ class _Job:
     @property
     def final(self) -> Path:
         return self.folder / folders.name_of(self.step)
-
-
-@dataclass
-class Saving:
-    """A checkpoint on its way to disk; `path` is where it will appear.
-
-    `seconds_blocked` is how long training stood still for it.
-    """
-
-    path: Path
-    step: int
-    seconds_blocked: float = 0.0
-    refusal: RecordError | None = None  # why it could not even begin, on any process
-    _timeout: float = 300.0
-    _over: threading.Event = field(default_factory=threading.Event, repr=False)
-    _error: BaseException | None = field(default=None, repr=False)
-
-    @property
-    def done(self) -> bool:
-        """Whether it is whole on disk, or has failed."""
-        return self._over.is_set()
-
-    @property
-    def error(self) -> BaseException | None:
-        """Why it failed; None if it did not, or is not over."""
-        return self._error
-
-    def wait(self, timeout: float | None = None) -> Path:
-        """Return its folder once every process has written its part; raises if that failed or takes too long."""
-        seconds = 2 * self._timeout if timeout is None else timeout
-        if not self._over.wait(seconds):
-            raise WaitTimeout(
-                f"the checkpoint {self.path} is not whole after {seconds:g} s",
-                expected="a disk that writes it in that time",
-                fix="raise the pipeline's timeout, or save to a faster disk",
-            )
-        if self._error is not None:
-            raise self._error
-        return self.path
 
 
 class Saver:
@@ -132,7 +94,7 @@ class Saver:
         snapshot = taken()
         for kind in _KINDS:
             self._files[kind].take(getattr(snapshot, kind))
-        saving = self._pending = Saving(job.final, step, _timeout=self._timeout)
+        saving = self._pending = Saving(job.final, step, timeout=self._timeout)
         job = replace(job, plain=snapshot.plain, beside=beside)
         thread = threading.Thread(target=self._run, args=(job, saving), name="drumline checkpoint", daemon=True)
         thread.start()
@@ -146,9 +108,9 @@ class Saver:
         """
         if most_seconds is not None:
             if self._pending is not None:
-                self._pending._over.wait(most_seconds)
+                self._pending.ends_within(most_seconds)
             return
-        if self._pending is not None and not self._pending._over.wait(2 * self._timeout):
+        if self._pending is not None and not self._pending.ends_within(2 * self._timeout):
             raise WaitTimeout(
                 f"the checkpoint {self._pending.path} is still being written after {2 * self._timeout:g} s",
                 fix="save less often, or to a faster disk",
@@ -179,6 +141,7 @@ class Saver:
         return _Job(folder, step, token, *places, keep, self._timeout, content, {}, {}, self._shelf), problem
 
     def _run(self, job: _Job, saving: Saving) -> None:
+        failure: BaseException | None = None
         try:
             self._write(job)
             if job.process == 0:
@@ -186,11 +149,11 @@ class Saver:
             else:
                 _await(job)
         except BaseException as error:  # told to whoever waits for it
-            saving._error = _refusal(job, error)
+            failure = _refusal(job, error)
             if job.process == 0:
                 shutil.rmtree(job.part, ignore_errors=True)
         finally:
-            saving._over.set()
+            saving.end(failure)
 
     def _write(self, job: _Job) -> None:
         try:

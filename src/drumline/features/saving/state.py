@@ -13,17 +13,19 @@ from torch import Tensor
 
 from drumline.channel.lines.axes import Axes
 from drumline.channel.lines.slices import FlatSlice, Slice, cut_out, put_together, slice_of, writes
+from drumline.checkpoint import folder as folders
+from drumline.checkpoint.beside import checked_files
+from drumline.checkpoint.line import Course
+from drumline.checkpoint.plain import packed, unpacked
+from drumline.checkpoint.read import Checkpoint
+from drumline.checkpoint.saves import Loaded, Saving
+from drumline.checkpoint.shelf import Choice, Shelf
 from drumline.core.errors import ModelError, RecordError
 from drumline.engine.site import Site
 from drumline.engine.state.keeper import Keeper
-from drumline.features.saving import folder as folders
 from drumline.features.saving import snapshot
-from drumline.features.saving.beside import checked_files
-from drumline.features.saving.line import Course
-from drumline.features.saving.loader import Checkpoint, Loaded, agreed_paths, damage
-from drumline.features.saving.plain import packed, unpacked
-from drumline.features.saving.saver import Saver, Saving
-from drumline.features.saving.shelf import Choice, Shelf
+from drumline.features.saving.loader import agreed_paths, damage
+from drumline.features.saving.saver import Saver
 from drumline.features.saving.snapshot import Snapshot
 
 _MOST_STEPS = 2**53

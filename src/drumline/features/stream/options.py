@@ -20,8 +20,18 @@ class StreamOptions(FeatureOptions):
 
     vertical_sync: bool = option(False, SWITCH)
 
+    def schedule_settings(self) -> dict[str, Any]:
+        """Let the schedule have no flush."""
+        return super().schedule_settings() | {"streams": True, "vertical_sync": self.vertical_sync}
 
-def check_options(given: Mapping[str, Any], program: Program) -> None:
+    def check_program(self, program: Program, others: Mapping[str, Any]) -> None:
+        """Refuse what does not go together with a schedule without a flush."""
+        super().check_program(program, others)
+        if program.num_updates:
+            _check_options(others, program)
+
+
+def _check_options(given: Mapping[str, Any], program: Program) -> None:
     """Refuse what does not go together with a schedule without a flush; `given` are all options by name."""
     wrong = {
         "capture": "CUDA graphs of whole steps",

@@ -13,17 +13,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drumline.core.errors import ModelError, RunError, UsageError, counted
-from drumline.engine.program.programs import Programs
-from drumline.engine.stages.engine import Engine
+from drumline.engine.flow import Flow
+from drumline.engine.ground import Ground
+from drumline.engine.ranks.tally import Tally, Told
+from drumline.engine.state.keeper import Keeper, Named
 from drumline.engine.updates.optimizer_state import plain
-from drumline.engine.updates.updates import Updates
+from drumline.engine.updates.validated import refusal
 from drumline.features.stream.executor import Group, StreamExecutor
 from drumline.features.stream.rows import StreamRows
 from drumline.runtime.gradients import clip
@@ -33,32 +35,28 @@ Move = Callable[[list[nn.Parameter]], None]
 Settings = list[list[dict[str, Any]]]  # of every optimizer's groups
 
 
-class Stream:
+class Stream(Flow, Keeper):
     """What a pipeline without a flush does beyond running steps; the optimizers as its executors see them.
 
     It `is_synchronous` if an update comes at the same place in the rows of all ranks.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        updates: Updates,
-        programs: Programs,
-        rows: StreamRows,
-        *,
-        check_finite: bool,
-        is_synchronous: bool,
-    ) -> None:
-        self._engine, self._updates, self._programs = engine, updates, programs
+    order: ClassVar[int] = -4  # whatever fails later breaks it
+
+    def __init__(self, ground: Ground, rows: StreamRows, *, check_finite: bool, is_synchronous: bool) -> None:
+        super().__init__(ground, check_finite=check_finite)
+        self._engine, self._updates, self._programs = ground.engine, ground.updates, ground.programs
         self.rows = rows
-        self.executors = [one for one in engine.executors if isinstance(one, StreamExecutor)]
+        self.num_ahead, self.num_in_flight = rows.num_back, 1 + rows.num_back
+        self.executors = [one for one in self._engine.executors if isinstance(one, StreamExecutor)]
         self.is_broken = False  # whether a step failed, so that nothing fits together any more
         self.max_norm: float | None = None  # largest norm of all gradients in an update
-        updates.streams = True
+        self._updates.streams = True
+        ground.recording.notes_late = self.num_in_flight
         for one in self.executors:
             one.attach(rows, self, check_finite=check_finite, together=is_synchronous)
         self._is_synchronous = is_synchronous
-        self.skipped: dict[int, str] = {}  # steps of which an update was left out, and the ranks with a NaN, by name
+        self.skipped: dict[int, str] = {}
 
     @property
     def name(self) -> str:
@@ -66,18 +64,19 @@ class Stream:
         return self.rows.name
 
     @property
-    def num_ahead(self) -> int:
-        """How many steps a rank may be ahead of another one."""
-        return self.rows.num_back
+    def told_until(self) -> int:
+        """The last step that has left all ranks."""
+        return self.ground.ledger.number - 1 - self.num_in_flight
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is in flight and no update is due; the same on all ranks after the same calls."""
         return self.executors[0].position == 0
 
-    @contextmanager
-    def running(self, step: Step) -> Iterator[None]:
-        """Prepare a step, and remember if it fails."""
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def called(self, step: Step) -> None:
+        """Prepare a step, which may fail from here on."""
         self._check()
         if not self._updates.optimizers():
             raise RunError(
@@ -91,16 +90,26 @@ class Stream:
         first = self.executors[0]
         step.program = self._programs.added(self.rows.program(first.position, first.since))
         self.is_broken = True
-        yield
-        self._ran()
 
-    def pause(self) -> None:
+    def told(self, step: Step, tally: Tally, each: Sequence[Told]) -> None:
+        """Note that a step has not failed."""
+        if step.train:
+            self._ran()
+
+    def judge(self, step: Step, told: Told, losses: list[Tensor]) -> None:
+        """Note nothing: every update checks its own gradients."""
+
+    def pause(self, what: str) -> None:
         """Run the backwards in flight, so that the ranks may do something else; all ranks call it alike."""
-        self._between("pause")
+        with self.ground.crew.together(what, lambda: self._engine.action):
+            self._between("pause")
 
     def drain(self) -> None:
         """Run the backwards in flight, and make all updates that are due; all ranks call it alike."""
-        self._between("drain")
+        self.pause("drain")
+        self.ground.recording.settle()
+        with self.ground.crew.together("drain", lambda: self._engine.action):
+            self._between("drain")
 
     def _between(self, what: str) -> None:
         if self.is_empty:
@@ -128,10 +137,27 @@ class Stream:
                 fix="call pipe.drain() on every rank first",
             )
 
+    def refuse_move(self, *, changes_program: bool) -> None:
+        """Refuse to move layers while microbatches are in flight."""
+        raise UsageError(
+            f"repartition: {self.name} has no flush",
+            expected="a flushed schedule: between its steps no microbatch is in flight",
+        )
+
     # ---- optimizers --------------------------------------------------------------------------------------------------
 
-    def clip_to(self, max_norm: float | None) -> None:
+    def refuse_clipping(self) -> None:
+        """Refuse to clip gradients between two steps."""
+        raise RunError(
+            f"clip_grad_norm_ was called, and {self.name} has no flush",
+            expected="no call of it: the gradients of all ranks are never there at once",
+            fix="pass max_norm= to pipe.optimizer",
+        )
+
+    def clips(self, validated: str, max_norm: float | None) -> None:
         """Clip the gradients of every update, those of all optimizers together."""
+        if validated != "before":
+            raise refusal(f"{self.name} has no flush", "a flushed schedule: others update inside of a step")
         if max_norm is None:
             return
         clip.check(max_norm, 2.0)
@@ -187,7 +213,12 @@ class Stream:
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
-    def due(self, named: Mapping[str, nn.Parameter]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    def asked(self, what: str) -> None:
+        """Run what is in flight, unless that is to be left because a step has failed."""
+        if not (what == "load" and self.is_broken):
+            self.pause(what)
+
+    def due(self, named: Named) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
         """Return the gradients of updates that are due, by name, and for each rank what is no tensor about them."""
         names = {one: name for name, one in named.items()}
         tensors: dict[str, Tensor] = {}
@@ -204,8 +235,8 @@ class Stream:
         return tensors, listed
 
     def described(self) -> dict[str, Any]:
-        """Return where the stream is, the same on all ranks."""
-        return {**self._counts(), "position": self.executors[0].position}
+        """Return where the stream is, the same on all ranks; None if nothing is due."""
+        return {"stream": None if self.is_empty else {**self._counts(), "position": self.executors[0].position}}
 
     def _counts(self) -> dict[str, Any]:
         program = self._engine.assembly.program
@@ -213,19 +244,22 @@ class Stream:
         counts = {"num_ranks": program.num_ranks, "num_microbatches": self.rows.num_microbatches}
         return {"schedule": self.name, **counts, "rows": rows}
 
-    def goes_on(self, stored: Mapping[str, Any]) -> bool:
-        """Whether a stream that was stored goes on here: it has the same rows."""
-        return self._counts() == {key: value for key, value in stored.items() if key != "position"}
+    def refuse_stored(self, content: Mapping[str, Any]) -> None:
+        """Refuse updates that are due, unless the schedule goes on here: it has the same rows."""
+        stored = content.get("stream")
+        if stored is not None and self._counts() != {key: one for key, one in stored.items() if key != "position"}:
+            raise cannot_go_on(stored)
 
-    def take(
-        self,
-        stored: Mapping[str, Any],
-        due: Sequence[Mapping[str, Any]],
-        tensors: Mapping[str, Tensor],
-        named: Mapping[str, nn.Parameter],
-    ) -> None:
+    def loading(self) -> None:
+        """Forget all that is in flight and due."""
+        self.restart()
+
+    def take(self, content: Mapping[str, Any], tensors: Mapping[str, Tensor], named: Named) -> None:
         """Go on from where a stream was."""
-        by_rank = {one["rank"]: one for one in due}
+        stored = content.get("stream")
+        if stored is None:
+            return
+        by_rank = {one["rank"]: one for one in content["due"]}
         for rank in self.executors:
             rank.go_on(int(stored["position"]))
             for versions, number in zip(rank.versions.values(), by_rank[rank.rank]["versions"], strict=True):
@@ -249,15 +283,14 @@ class Stream:
             one.restart()
 
 
-def check_goes_on(stored: Mapping[str, Any], stream: Stream | None) -> None:
-    """Refuse a checkpoint with updates that are due, unless its schedule goes on here."""
-    if stream is None or not stream.goes_on(stored):
-        raise ModelError(
-            f"the checkpoint has updates of {stored['schedule']} that are due, with"
-            f" {counted(stored['num_ranks'], 'rank')} and {counted(stored['num_microbatches'], 'microbatch')}",
-            expected="the same schedule, ranks and microbatches here",
-            fix="go on as it was saved, or call pipe.drain() before pipe.save; optimizers=False loads the model alone",
-        )
+def cannot_go_on(stored: Mapping[str, Any]) -> ModelError:
+    """Return the error of a checkpoint with updates that are due, where its schedule does not go on."""
+    return ModelError(
+        f"the checkpoint has updates of {stored['schedule']} that are due, with"
+        f" {counted(stored['num_ranks'], 'rank')} and {counted(stored['num_microbatches'], 'microbatch')}",
+        expected="the same schedule, ranks and microbatches here",
+        fix="go on as it was saved, or call pipe.drain() before pipe.save; optimizers=False loads the model alone",
+    )
 
 
 def _head(rank: int, place: tuple[int, int]) -> str:

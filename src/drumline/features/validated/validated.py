@@ -132,10 +132,17 @@ class Validation(Observer, Validates):
     order: ClassVar[int] = -1  # it gates the step that all others observe
 
     def __init__(
-        self, holdings: Holdings, ledger: Ledger, recording: Journal, buffers: KeptBuffers, total: TotalNorm
+        self,
+        holdings: Holdings,
+        ledger: Ledger,
+        recording: Journal,
+        buffers: KeptBuffers,
+        total: TotalNorm,
+        *,
+        attend: Callable[[], None],
     ) -> None:
         self._holdings, self._ledger, self._recording, self._buffers = holdings, ledger, recording, buffers
-        self._crew, self._total = holdings.crew, total
+        self._crew, self._total, self._attend = holdings.crew, total, attend
         self.is_on = False
         self.max_norm: float | None = None
         self.verdict: Verdict | None = None  # the last one
@@ -175,6 +182,7 @@ class Validation(Observer, Validates):
             self.is_on, self.max_norm, self._first = True, max_norm, self._ledger.number
             self._recording.notes_late = 1
             self._ledger.awaits = self.settle
+            self._attend()
 
     def turn_off(self) -> None:
         """Validate the updates of the next optimizers before they are made; all ranks call it alike."""
@@ -182,6 +190,12 @@ class Validation(Observer, Validates):
             self._recording.settle()
             self.is_on, self._recording.notes_late, self._ledger.awaits = False, 0, None
             self._update, self._again, self._trusts = None, False, True
+            self._attend()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no optimizer asks for it."""
+        return not self.is_on
 
     def keeping(self, optimizer: Optimizer) -> KeptOptimizer:
         """Return what keeps the state of an optimizer; the optimizer's own step holds it."""

@@ -1,25 +1,17 @@
-"""What a step is called with, and what it returns."""
+"""What a step returns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from drumline.model.microbatches import Microbatches
 from drumline.model.values import joined, pack
 from drumline.runtime.step import Step
-
-
-class CalledWith(NamedTuple):
-    """The arguments of a step."""
-
-    batch: tuple[Any, ...]
-    named: dict[str, Any]
-    target: Any
 
 
 @dataclass

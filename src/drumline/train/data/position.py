@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from drumline.checkpoint.plain import packed, unpacked
 from drumline.core.errors import UsageError, counted
-from drumline.features.saving.plain import packed, unpacked
 from drumline.pipeline.pipeline import Pipeline
 from drumline.train.data.items.batch import Stream
 

@@ -1,6 +1,6 @@
 """A run's checkpoints: saved in its folder while it trains, and the point from which another run continues.
 
-    FOLDER/checkpoints/step-00000100/    see features/saving/folder.py
+    FOLDER/checkpoints/step-00000100/    see checkpoint/folder.py
 
 Beside what `pipe.save` keeps, a checkpoint has the position in the data and the tokens so far. A learning rate is a
 function of the step. So a run that continues takes the same batches at the same rates as one that never stopped. Every
@@ -13,9 +13,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from drumline.checkpoint.folder import checkpoints
+from drumline.checkpoint.saves import Saving, saves
 from drumline.core.errors import RecordError, RunError, UsageError
-from drumline.features.saving.folder import checkpoints
-from drumline.features.saving.saver import Saving
 from drumline.pipeline.pipeline import Pipeline
 from drumline.train.config.settings import TrainSettings
 from drumline.train.data.items.batch import Data
@@ -53,6 +53,7 @@ class Checkpoints:
         self, pipe: Pipeline, settings: TrainSettings, data: Data, folder: Path, *, continues: bool = False
     ) -> None:
         self._pipe, self._settings, self._data, self._continues = pipe, settings, data, continues
+        self._saves = saves(pipe)
         self._folder = folder / FOLDER
         self._last: Saving | None = None
         self._beside = files_beside(settings) if pipe.rank == pipe.axes.number == 0 else {}
@@ -63,9 +64,9 @@ class Checkpoints:
         Returns the step it was saved after, and the counts.
         """
         given = self._settings.checkpoint.resume
-        loaded = self._pipe.load(self._folder, missing_ok=True) if self._continues else None
+        loaded = self._saves.load(self._folder, missing_ok=True) if self._continues else None
         if loaded is None and given and checkpoints_of(given):
-            loaded = self._pipe.load(found_in(given))
+            loaded = self._saves.load(found_in(given), missing_ok=False)
         if loaded is None:
             return {"step": 0}
         extra = loaded.extra
@@ -109,7 +110,7 @@ class Checkpoints:
         extra = {**counts, "data": position_of(self._data.training, self._pipe)}
         keep = self._settings.checkpoint.keep
         try:
-            self._last = self._pipe.save(self._folder, step=step, extra=extra, keep=keep, files=self._beside)
+            self._last = self._saves.save(self._folder, step=step, extra=extra, keep=keep, files=self._beside)
         except RecordError as error:
             if is_last:
                 raise RunError(error.error, expected=error.expected, fix=error.fix) from error

@@ -8,7 +8,7 @@
     failures.jsonl       a line per update that was skipped, and one where the run was stopped: step, and why
     restarts.jsonl       a line whenever the run continues in its folder: from which step, how many steps were lost
 
-Rank 0 alone writes. On a full disk, what it has to write waits until there is room: see features/record/outbox.py.
+Rank 0 alone writes. On a full disk, what it has to write waits until there is room: see core/measured/outbox.py.
 TensorBoard and W&B get every figure of `metrics.jsonl`, by the number of the update.
 """
 
@@ -26,8 +26,8 @@ from typing import Any
 
 from torch import Tensor
 
+from drumline.core.measured.outbox import Outbox
 from drumline.core.measured.run import CONFIG, METRICS, Run, read_run
-from drumline.features.record.outbox import Outbox
 from drumline.pipeline.pipeline import Pipeline
 from drumline.report.run.follow import TensorBoard, WandB, Writer, scalars
 from drumline.train.config.settings import TrainSettings

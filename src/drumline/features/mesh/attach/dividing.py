@@ -6,7 +6,7 @@ zero      optimizer state (1), or parameters and gradients too (3), once all lin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from drumline.core.errors import UsageError
 from drumline.core.program import Program
 from drumline.core.state import with_state
 from drumline.engine.ranks.agreement import plan_of
+from drumline.engine.setting import Setting, agree
 from drumline.engine.stages.engine import Engine
 from drumline.engine.state.tensors import Holdings
 from drumline.engine.updates.updates import Updates
@@ -27,8 +28,8 @@ from drumline.features.mesh.attach.options import MeshOptions
 from drumline.features.mesh.experts.parallel import ExpertParallel
 from drumline.features.mesh.sharding import FullShards, StateShards
 from drumline.features.mesh.tensor.layers import TensorParallel
-from drumline.features.mesh.tensor.styles import Plan
-from drumline.model.block import Block, Model
+from drumline.model.block import Block
+from drumline.model.layers.styles import Plan
 
 Stages = Sequence[Sequence[Block]]
 
@@ -37,25 +38,32 @@ Stages = Sequence[Sequence[Block]]
 class Dividing:
     """What the options divide; `held` are this process's stages, and `agree` raises unless all ranks say the same."""
 
-    options: MeshOptions
-    model: Model
+    plan: Plan | None  # of layers that the axis tp divides
+    sequence_parallel: bool
+    zero: int | Mapping[int, int]
     axes: Axes
     program: Program
     held: Sequence[int]
     device: torch.device
     agree: Callable[[dict[str, Any]], None]
 
+    @classmethod
+    def of(cls, options: MeshOptions, setting: Setting) -> Dividing:
+        """Return what a pipeline's options divide; it does not keep the model."""
+        axes, model = setting.axes, setting.options.model
+        plan = Plan.of(options.tensor_parallel, model) if axes.size("tp") > 1 else None
+        if plan is not None and axes.size("ep") > 1:
+            plan = plan.without_experts()
+        own = (options.sequence_parallel, options.zero, axes, setting.program, setting.held, setting.device)
+        return cls(plan, *own, partial(agree, setting.crew))
+
     def tensors(self, stages: Stages) -> TensorParallel | None:
         """Return how the axis tp divides the model's layers, after all ranks agree on it; None without that axis."""
-        given, axes = self.options, self.axes
-        if axes.size("tp") == 1:
+        if self.plan is None:
             return None
-        plan = Plan.of(given.tensor_parallel, self.model)
-        if axes.size("ep") > 1:
-            plan = plan.without_experts()
         blocks = [block for stage in stages for block in stage]
-        tensors = TensorParallel(axes, plan, blocks, sequence=given.sequence_parallel)
-        self.agree({"tensor_parallel": tensors.described, "sequence_parallel": given.sequence_parallel})
+        tensors = TensorParallel(self.axes, self.plan, blocks, sequence=self.sequence_parallel)
+        self.agree({"tensor_parallel": tensors.described, "sequence_parallel": self.sequence_parallel})
         return tensors
 
     def experts(self, stages: Stages) -> ExpertParallel | None:
@@ -88,7 +96,7 @@ class Dividing:
 
     def _level(self, stage: int) -> int:
         """Return how much of a stage's state the lines of the mesh divide: ZeRO 0, 1 or 3."""
-        zero = self.options.zero
+        zero = self.zero
         if isinstance(zero, int):
             return zero
         if unknown := set(zero) - set(range(self.program.num_stages)):

@@ -12,7 +12,7 @@ from drumline.channel.lines import grid
 from drumline.core.errors import UsageError
 from drumline.engine.options import SWITCH, Accepted, FeatureOptions, is_whole, option
 from drumline.features.mesh import sequences
-from drumline.features.mesh.tensor import styles
+from drumline.model.layers import styles
 
 _NOT_COMPILED = {
     "cp": "compiled attention would see a part of the sequence only",
@@ -35,6 +35,11 @@ class MeshOptions(FeatureOptions):
     zero: int | Mapping[int, int] = option(0, _ZERO)
     tensor_parallel: Mapping[str, Any] | None = None
     sequence_parallel: bool = option(False, SWITCH)
+
+    @property
+    def lines(self) -> Mapping[str, int] | DeviceMesh | None:
+        """How ranks form several lines."""
+        return self.mesh
 
     def check_together(self, others: Mapping[str, Any]) -> None:
         """Refuse what does not go together with several lines."""

@@ -13,10 +13,10 @@ from drumline.channel.lines.grid import DATA
 from drumline.engine.ranks.observer import Observer
 from drumline.engine.ranks.tally import Told
 from drumline.engine.stages.engine import Engine
-from drumline.features.mesh.experts.moe import Experts, MoE
 from drumline.features.mesh.experts.parallel import is_experts, taken
-from drumline.features.mesh.experts.routing import is_traced
 from drumline.model.blocks.script import Script
+from drumline.model.layers.moe import Experts, MoE
+from drumline.model.layers.routing import is_traced
 from drumline.runtime.step import Step
 
 

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from drumline.channel.lines.axes import Axes
 from drumline.channel.lines.slices import Slice, slice_of
 from drumline.core.errors import ModelError
-from drumline.features.mesh.experts.moe import Experts
-from drumline.features.mesh.experts.routing import Sorted, is_traced
 from drumline.features.mesh.reduce import share_values
 from drumline.model.block import Block
+from drumline.model.layers.moe import Experts
+from drumline.model.layers.routing import Sorted, is_traced
 from drumline.model.patches import put_in
 from drumline.runtime.execute.turns import hand_over
 

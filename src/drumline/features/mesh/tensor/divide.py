@@ -11,7 +11,9 @@ from torch import nn
 from drumline.channel.lines.slices import Slice
 from drumline.core.errors import ModelError
 from drumline.features.mesh.tensor.passing import AXIS
-from drumline.features.mesh.tensor.styles import (
+from drumline.model.block import Block
+from drumline.model.blocks.pieces import Piece
+from drumline.model.layers.styles import (
     Colwise,
     Latent,
     Once,
@@ -23,8 +25,6 @@ from drumline.features.mesh.tensor.styles import (
     Vocabulary,
     Whole,
 )
-from drumline.model.block import Block
-from drumline.model.blocks.pieces import Piece
 
 # Attributes by which modules know how many heads they have; each line has some of them.
 _COUNTS = (

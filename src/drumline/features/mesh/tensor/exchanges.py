@@ -20,7 +20,7 @@ from drumline.features.mesh.tensor.divide import Divided
 from drumline.features.mesh.tensor.explained import refusal
 from drumline.features.mesh.tensor.passing import AXIS, is_traced
 from drumline.features.mesh.tensor.sequence import Sequenced
-from drumline.features.mesh.tensor.styles import Colwise, Stacked
+from drumline.model.layers.styles import Colwise, Stacked
 from drumline.model.randomness import generator_states
 from drumline.model.values import mapped
 

@@ -15,7 +15,7 @@ def refusal(behind: Divided, makers: Iterable[Divided], size: int, error: Except
     """Return what to raise for an error of a forward behind a layer that makes parts, one of several in its module.
 
     >>> from torch import nn
-    >>> from drumline.features.mesh.tensor.styles import Colwise
+    >>> from drumline.model.layers.styles import Colwise
     >>> key = Divided("attention.key", nn.Linear(8, 2), Colwise(), nn.Module())
     >>> print(refusal(key, [key], 2, RuntimeError("no heads of 4 in 2")))
     the forward of attention (Module) fails with the features that tp = 2 leaves each line, attention.key 2 of 4: ...

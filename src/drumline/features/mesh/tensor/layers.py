@@ -36,9 +36,9 @@ from drumline.features.mesh.tensor.exchanges import (
 from drumline.features.mesh.tensor.pairs import refuse_unpaired
 from drumline.features.mesh.tensor.passing import AXIS
 from drumline.features.mesh.tensor.sequence import Sequenced, mark_partial
-from drumline.features.mesh.tensor.styles import Colwise, Latent, Once, Partial, Plan, Rowwise, Stacked
 from drumline.model.block import Block
 from drumline.model.catalogue import places_in
+from drumline.model.layers.styles import Colwise, Latent, Once, Partial, Plan, Rowwise, Stacked
 from drumline.model.patches import put_in
 
 

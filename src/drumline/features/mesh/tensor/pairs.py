@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from drumline.core.errors import ModelError
 from drumline.features.mesh.tensor.divide import Divided
-from drumline.features.mesh.tensor.styles import Colwise, Rowwise
+from drumline.model.layers.styles import Colwise, Rowwise
 
 
 def refuse_unpaired(found: Sequence[Divided]) -> None:

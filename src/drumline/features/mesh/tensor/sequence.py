@@ -27,9 +27,9 @@ from drumline.core.errors import ModelError
 from drumline.features.mesh.tensor import passing
 from drumline.features.mesh.tensor.divide import Divided
 from drumline.features.mesh.tensor.passing import AXIS
-from drumline.features.mesh.tensor.styles import Colwise, Rowwise, Stacked
 from drumline.model.block import Block
 from drumline.model.blocks.pieces import Piece
+from drumline.model.layers.styles import Colwise, Rowwise, Stacked
 
 _TOKENS = 1  # the dimension of a row's tokens
 _FIX = "use sequence_parallel=False"

@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from drumline.checkpoint.plain import packed, unpacked
 from drumline.core.errors import RunError, UsageError
-from drumline.features.saving.plain import packed, unpacked
 from drumline.train.data.own.digests import digest_of
 from drumline.train.data.own.repeated import END, Source
 

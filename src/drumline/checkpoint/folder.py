@@ -20,7 +20,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from drumline.features.saving.manifest import MANIFEST
+from drumline.checkpoint.manifest import MANIFEST
 
 INDEX = "model.safetensors.index.json"
 _NAME = re.compile(r"step-(\d{8,})")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError, UsageError
-from drumline.features.mesh.experts.routing import Sorted, is_traced, limited
+from drumline.model.layers.routing import Sorted, is_traced, limited
 
 Pair = tuple[Tensor, Tensor]
 

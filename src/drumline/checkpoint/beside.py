@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from drumline.checkpoint.folder import INDEX, sync_folder
+from drumline.checkpoint.manifest import MANIFEST, write_bytes
 from drumline.core.errors import UsageError
-from drumline.features.saving.folder import INDEX, sync_folder
-from drumline.features.saving.manifest import MANIFEST, write_bytes
 
 Files = Mapping[str, bytes | Path]  # by name, with "/" for folders inside: contents, or where the file lies
 _TENSORS = r"(model|training)-\d+-of-\d+\.safetensors"

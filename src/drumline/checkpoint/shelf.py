@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from drumline.checkpoint.folder import checkpoints, step_of
+from drumline.checkpoint.line import Line
+from drumline.checkpoint.manifest import MANIFEST, OtherVersion, problem_of_files, read_content, write_json
 from drumline.core.errors import RecordError
 from drumline.core.files import Kind, read_object
-from drumline.features.saving.folder import checkpoints, step_of
-from drumline.features.saving.line import Line
-from drumline.features.saving.manifest import MANIFEST, OtherVersion, problem_of_files, read_content, write_json
 
 LAST = "line.json"
 _LINE = Kind("line of checkpoints", RecordError, "a line.json that Drumline wrote")

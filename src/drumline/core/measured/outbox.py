@@ -1,4 +1,4 @@
-"""Files beside a checkpoint on a disk that may be full: what it refuses waits in memory until there is room.
+"""Files of a run on a disk that may be full: what it refuses waits in memory until there is room.
 
     add, put ──► waiting ──► file          once the disk refuses:   told once, and training goes on
                     ▲    ╳                  once it takes them:      all that waits, in order; told once

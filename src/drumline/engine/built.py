@@ -1,0 +1,30 @@
+"""What runs on this process's ranks, once it is built from a model in stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from drumline.engine.lines import Lines
+from drumline.engine.program.frozen import Frozen
+from drumline.engine.program.programs import Programs
+from drumline.engine.stages.assembly import Assembly
+from drumline.engine.stages.engine import Engine
+from drumline.engine.unchecked import Unchecked
+from drumline.model.block import Block
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """The stages of this process's ranks, divided as their lines say, and the programs that they run."""
+
+    lines: Lines
+    frozen: Frozen
+    assembled: Assembly  # of all ranks' stages
+    check: Unchecked
+    engine: Engine
+    programs: Programs
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks of this process."""
+        return [block for stage in self.engine.stages() for block in stage.blocks]

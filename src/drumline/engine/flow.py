@@ -1,0 +1,68 @@
+"""What follows between the steps of a pipeline: here, a flush, so that each step ends before the next one begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from drumline.engine.ground import Ground
+from drumline.engine.ranks.observer import Observer
+from drumline.engine.ranks.tally import Told
+from drumline.engine.updates.validated import check as validated_after
+from drumline.runtime.gradients.clip import all_finite
+from drumline.runtime.step import Step
+
+
+class Flow(Observer):
+    """A flushed schedule: between two steps, nothing is in flight and no update is due; a subclass has no flush."""
+
+    num_ahead = 0  # how many steps a rank may be ahead of another one
+    num_in_flight = 0  # how many of the last steps other ranks may not have finished
+    skipped: Mapping[int, str] = {}  # steps of which an update was left out, and the ranks with a NaN, by name
+
+    def __init__(self, ground: Ground, *, check_finite: bool) -> None:
+        self.ground, self.check_finite = ground, check_finite
+
+    @property
+    def told_until(self) -> int:
+        """The last step of which every rank knows the outcome without a wait that costs anything."""
+        ledger = self.ground.ledger
+        # With updates that run ahead, the last step is not waited for: it has its turn after the next one.
+        is_ahead = self.ground.updates.validation.is_on and ledger.last is not None
+        return ledger.last.number - 1 if is_ahead and ledger.last is not None else ledger.number
+
+    def pause(self, what: str) -> None:
+        """Before something else than a step, run what is in flight; all ranks call it alike."""
+
+    def drain(self) -> None:
+        """Run what is in flight, and make all updates that are due; all ranks call it alike."""
+
+    def need_drained(self, what: str) -> None:
+        """Refuse something that needs finished weights."""
+
+    def refuse_clipping(self) -> None:
+        """Refuse to clip gradients between two steps."""
+
+    def clips(self, validated: str, max_norm: float | None) -> None:
+        """Follow how an optimizer that is being made clips, and when its updates are validated."""
+        engine, updates = self.ground.engine, self.ground.updates
+        after = validated_after(validated, max_norm)
+        updates.validate(after, max_norm, captures=bool(engine.runs_one_program))
+
+    def judge(self, step: Step, told: Told, losses: list[Tensor]) -> None:
+        """Note whether all of a training step's losses and gradients here are finite, and what no loss has reached."""
+        ground = self.ground
+        scaler = ground.updates.scaler
+        if self.check_finite or scaler is not None:
+            told.scale = None if scaler is None else step.scale
+            holdings = ground.holdings
+            gradients = [one.grad for one in holdings.parameters() if one.grad is not None]
+            finite = all_finite([*gradients, *losses])
+            if ground.crew.alone:
+                told.finite = finite
+            else:
+                told.finite = ground.lines.all_finite(bool(finite), divided=holdings.shards is not None)
+        if ground.ledger.unused.looks:
+            named = ground.holdings.named_parameters()
+            told.unreached = [name for name, one in named if one.requires_grad and one.grad is None]

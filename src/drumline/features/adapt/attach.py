@@ -1,0 +1,34 @@
+"""How adapting, and the first search of schedule="auto", attach to a pipeline."""
+
+from __future__ import annotations
+
+from drumline.adapt.settings import KEEP, Adapt
+from drumline.engine.kit import Kit
+from drumline.engine.ranks.observer import Observer
+from drumline.engine.setting import Cut, Setting
+from drumline.engine.site import Site
+from drumline.features.adapt.adapting import Adapting, decider_for
+from drumline.features.adapt.auto_schedule import AUTO, AutoSchedule
+from drumline.features.adapt.options import AdaptOptions
+
+
+def fit(kit: Kit, setting: Setting, options: AdaptOptions) -> None:
+    """Have blocks timed if layers may move later."""
+    settings = Adapt.of(options.adapt)
+    kit.times_blocks = settings is not None and settings.rebalance != KEEP
+
+
+def attach(site: Site, setting: Setting, cut: Cut, options: AdaptOptions) -> list[Observer]:
+    """Return what adapts the pipeline, if it shall; the first rank decides."""
+    given, crew = setting.options, site.crew
+    is_auto = given.schedule == AUTO
+    settings = Adapt.of(options.adapt) or (Adapt(rebalance=KEEP) if is_auto else None)
+    if settings is None:
+        return []
+    decider = None
+    if crew.rank == crew.axes.number == 0:
+        names = {block.name for block in cut.blocks}
+        recompute = bool(names) and names <= site.engine.assembly.checkpointed
+        decider = decider_for(settings, setting.program, cut.stages, cut.profile, given.schedule, recompute=recompute)
+    adapting = Adapting(settings, site, decider)
+    return [AutoSchedule(site, adapting), adapting] if is_auto else [adapting]
