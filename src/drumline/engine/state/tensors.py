@@ -61,7 +61,8 @@ class Holdings(Observer):
         for copies in self.copies:
             if copies.modules:
                 copies.follow()
-        self.chain.follow()
+        if self.chain.absent.copies:
+            self.chain.follow()
 
     def renew(self) -> None:
         """Read the parameters again, because some were replaced."""

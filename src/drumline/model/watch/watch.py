@@ -352,7 +352,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 def refuse_hooks(root: nn.Module) -> None:
     """Refuse hooks on an nn.Sequential whose blocks run one by one, without it."""
-    if has_hooks(root):
+    if any(map(vars(root).get, _HOOKS)):
         raise ModelError(
             "the model is an nn.Sequential with its own hooks, which no stage would run",
             expected="hooks on its blocks, or an example with which to trace the model, hooks included",
