@@ -57,8 +57,8 @@ RUNTIME = (
     Bug(
         "gradients-for-plain-values",
         "Pass.__init__",
-        "_leaf(one, wants_gradient and at not in plain) for at, one in enumerate(tensors)",
-        "_leaf(one, wants_gradient) for at, one in enumerate(tensors)",
+        "if at not in plain and _has_gradient(leaf):",
+        "if _has_gradient(leaf):",
         "A gradient is asked for of tensors that the stage before has none for.",
     ),
     Bug(
