@@ -106,7 +106,7 @@ RUNTIME = (
     Bug(
         "changed-buffers-pass",
         "GradientExchange.begin",
-        "        self._marks = self._seen()\n",
+        "        self._marks = self._seen() if self._steady else []\n",
         "        self._marks = []\n        self._steady = []\n",
         "A forward that changes a buffer of which other ranks have copies is not refused.",
     ),
