@@ -55,6 +55,13 @@ RUNTIME = (
         "A recomputed block draws other numbers of Python's or numpy's than in its first run.",
     ),
     Bug(
+        "only-the-first-segment-is-followed",
+        "Stage.renew",
+        "modules = (module for segment in self.segments for module in segment.modules)",
+        "modules = iter(self.segments[0].modules)",
+        "A parameter behind the first checkpoint that is frozen or replaced between two steps goes unnoticed.",
+    ),
+    Bug(
         "gradients-for-plain-values",
         "Pass.__init__",
         "if at not in plain and _has_gradient(leaf):",

@@ -35,6 +35,8 @@ class Pass:
 
     def __init__(self, value: Any, wants_gradient: bool, plain: Collection[int] = ()) -> None:
         """Begin with a value, detached from its graph; the tensors at positions `plain` need no gradient."""
+        tensors: Sequence[Tensor]
+        self.form: Any
         tensors, self.form = ((value,), None) if isinstance(value, Tensor) else pack(value)
         self.leaves: Sequence[Tensor] = [one.detach() for one in tensors]
         if wants_gradient:
@@ -113,16 +115,13 @@ class Segment:
 
         If they change their input in place, they get a copy of it, because a leaf must not change.
         """
-        given = value
-        if self.on_copies:
-            given = mapped(value, Tensor.clone)
-        elif torch._C._is_any_autocast_enabled():
-            given = cast_apart(value)
+        given = mapped(value, Tensor.clone) if self.on_copies else value
+        given = cast_apart(given) if torch._C._is_any_autocast_enabled() else given
         if self.sheet is not None:
             self.sheet.now = microbatch
         try:
             if self.quiet:
-                versions = [one._version for one in pack(given)[0]] if self.suspects else []
+                versions = versions_of(given) if self.suspects else []
                 if self.suspects:
                     randomness.watch()
                 made = given
