@@ -67,7 +67,7 @@ NESTED = [
     [THING, 1], [1, THING], [[THING], 1], [[THING, 1]], [THING, [1]], [1, [THING]], [[1], THING], (THING, 1),
     {"a": THING, "b": 1}, {"a": 1, "b": THING}, {"a": {"b": 1}}, {"a": {}, "b": 1}, {}, [], (), [[]], [[], []],
     [1, 1], [1, True], [1.0, 1], [None], ["None"], [float("nan")], ["nan"], {1}, frozenset({1}), {1: None},
-    SimpleNamespace(a=1), functools.partial(print, 1), functools.partial(print, [1]), functools.partial(len, 1),
+    SimpleNamespace(a=1), functools.partial(print, 1), functools.partial(print, [1]), functools.partial(repr, 1),
 ]  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def test_shares_are_those_of_the_step_after_one_that_failed() -> None:
 def test_shares_are_equal_again_after_microbatches_that_the_user_cut() -> None:
     model = mlp(2)
     pipe = pipeline(model)
-    batch, target = (Microbatches(one.split([1, 1, 1, 5])) for one in data(8))
+    batch, target = (Microbatches(torch.split(one, [1, 1, 1, 5])) for one in data(8))
     for _ in range(2):
         pipe.step(batch, target=target)
         for _ in range(2):
