@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from drumline.channel.channel import Wait
 from drumline.channel.in_process import Hub, take_turns
+from drumline.core.action import Action
 from drumline.core.errors import ProgramError
 from drumline.core.lower.lower import lower
 from drumline.core.program import Program
@@ -15,6 +19,7 @@ from drumline.model.block import Block
 from drumline.model.randomness import Randomness
 from drumline.runtime.draft import Draft, NoClock
 from drumline.runtime.execute.executor import Executor
+from drumline.runtime.execute.jobs import Job
 from drumline.runtime.gradients.witness import Witness
 from drumline.runtime.stage import Stage
 from drumline.runtime.step import Step
@@ -139,6 +144,26 @@ def test_witnesses_see_one_microbatchs_gradients_and_output_each(schedule: str, 
             for one in layer.parameters():
                 torch.testing.assert_close(executor.witnesses[at].gradients[one], one.grad)
         torch.testing.assert_close(made[1].witnesses[at].output, output.detach())
+
+
+def test_a_job_that_waits_stops_the_row_where_it_is() -> None:
+    _, (executor,) = executors(Program.parse("0F0,0B0,0F1,0B1,0F2,0B2,0F3,0B3"), layers(1))
+    action, draft = Action.parse("0REDUCE_GRAD"), Draft(0)
+    wait, noted = Wait(0, action, action, 1), []
+
+    def waits(job: Job, step: Step) -> Iterator[Wait]:
+        noted.append(len(draft.starts))
+        yield wait
+        yield wait
+        noted.append(len(draft.starts))
+
+    jobs = [*executor.jobs[:2], Job(action, waits, waits=True), *executor.jobs[2:]]
+    running = executor.run(step_on(torch.randn(8, WIDTH), torch.randn(8, WIDTH)), draft, jobs)
+    assert next(running) is wait
+    assert executor.current == action
+    assert list(running) == [wait]
+    assert noted == [2, 2]
+    assert len(draft.starts) == 2 * MICROBATCHES
 
 
 def test_an_action_that_no_row_of_ours_has_is_refused_by_name() -> None:

@@ -4,9 +4,9 @@ The row, with explicit communication, is translated once into jobs. A job that c
 
     0F3    take: the batch, a local stage's output, or a message    call: stage.forward    put: its output
 
-A step then runs the jobs: wait for the job's messages, take, compute, put. If a message
+A step then runs the jobs, in one loop for all schedules: wait for the job's messages, take, compute, put. If a message
 has not arrived, the run yields what it waits for; its driver then blocks on the channel, or lets another rank continue.
-What only some steps do are other jobs, and no tests in the loop: see `replaced.py`.
+What only some steps do, and schedules without a flush, are other jobs, not other loops: see `replaced.py`.
 """
 
 from __future__ import annotations
@@ -211,6 +211,8 @@ class Executor:
                 ended = now()
                 draft.held.append(sum([len(stage.held) for stage in stages]))
                 draft.spent(NOTE, ended, now())
+            elif job.waits:
+                yield from job.run(job, step)
             else:
                 job.run(job, step)
             directly = job.timed
