@@ -71,6 +71,7 @@ class Executor:
         self.current: Action | None = None
         self.witnesses: Sequence[Witness] = ()  # of a step that is checked, one for each microbatch
         self.takes_turns = False  # whether the halves of an overlapped pair run in turns, at their exchanges
+        self._has_pairs = any(action.op is Op.OVERLAP for action in program.rows[rank])
         self.draft = Draft(rank)  # of the current step
         self._gathering: dict[int, int] = {}  # since when each stage's parameters are gathered
         self._made: dict[tuple[int, int], Any] = {}
@@ -184,7 +185,7 @@ class Executor:
         channel, clock, stages, now = self.channel, self.clock, self.stages.values(), self.clock.now
         self._begin(step, draft)
         jobs = self.jobs if jobs is None else jobs
-        if self.witnesses or self.takes_turns or self.scale is not None:
+        if self.witnesses or self.scale is not None or (self.takes_turns and self._has_pairs):
             jobs = self._replaced(jobs)
         directly = False
         for job in jobs:
