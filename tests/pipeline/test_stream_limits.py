@@ -38,6 +38,7 @@ from drumline.train.config.settings import (
 )
 from drumline.train.loop.run import run_training
 from pipeline.test_stream import SCHEDULES, Case, pipeline
+from runtime.test_clock import Device, DeviceClock, Event
 from runtime.test_corridor import frames_of_ours
 from some import some
 
@@ -189,6 +190,28 @@ def test_a_checkpoint_with_updates_due_goes_on_only_as_it_was(tmp_path: Path) ->
     for (name, one), other in zip(some(pipe.named_parameters()), flushed.parameters(), strict=True):
         assert torch.equal(one, other), name
     assert kept.param_groups
+
+
+def test_a_drain_right_after_loading_makes_the_updates_on_a_device_with_a_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.ones(4, 4)
+    pipe = _small()
+    pipe.optimizer(torch.optim.SGD, lr=0.1)
+    pipe.step(x, target=x)
+    pipe.save(tmp_path, wait=True)
+    pipe.drain()
+    device = Device()
+    monkeypatch.setattr("torch.cuda.current_stream", lambda: device)
+    monkeypatch.setattr("torch.cuda.Event", lambda **_: Event(device))
+    other = _small()
+    other.optimizer(torch.optim.SGD, lr=0.1)
+    other.load(tmp_path)
+    for executor in other._engine.executors:
+        executor.clock = DeviceClock(device)
+    other.drain()
+    for (name, one), expected in zip(some(other.named_parameters()), pipe.parameters(), strict=True):
+        assert torch.equal(one, expected), name
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
