@@ -13,9 +13,12 @@ from torch import Tensor, nn
 
 from drumline.channel.launch.launch import launch
 from drumline.channel.launch.stop import ask
+from drumline.core import rules
+from drumline.core.action import Action, Op
 from drumline.core.costs import Costs
 from drumline.core.errors import ModelError, ProgramError, RankFailed, RunError, ScheduleError, UsageError
 from drumline.core.measured.costs import replay
+from drumline.core.measured.record import decoded
 from drumline.core.memory import holdings
 from drumline.features.stream.executor import StreamExecutor
 from drumline.features.stream.rows import StreamRows
@@ -36,6 +39,8 @@ from drumline.train.config.settings import (
 from drumline.train.loop.run import run_training
 from pipeline.test_stream import SCHEDULES, Case, pipeline
 from refused import refused, saying
+from runtime.test_clock import Device, DeviceClock, Event
+from runtime.test_corridor import frames_of_ours
 from some import some
 
 pytestmark = pytest.mark.torch
@@ -186,6 +191,28 @@ def test_a_checkpoint_with_updates_due_goes_on_only_as_it_was(tmp_path: Path) ->
     for (name, one), other in zip(some(pipe.named_parameters()), flushed.parameters(), strict=True):
         assert torch.equal(one, other), name
     assert kept.param_groups
+
+
+def test_a_drain_right_after_loading_makes_the_updates_on_a_device_with_a_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.ones(4, 4)
+    pipe = _small()
+    pipe.optimizer(torch.optim.SGD, lr=0.1)
+    pipe.step(x, target=x)
+    pipe.save(tmp_path, wait=True)
+    pipe.drain()
+    device = Device()
+    monkeypatch.setattr("torch.cuda.current_stream", lambda: device)
+    monkeypatch.setattr("torch.cuda.Event", lambda **_: Event(device))
+    other = _small()
+    other.optimizer(torch.optim.SGD, lr=0.1)
+    other.load(tmp_path)
+    for executor in other._engine.executors:
+        executor.clock = DeviceClock(device)
+    other.drain()
+    for (name, one), expected in zip(some(other.named_parameters()), pipe.parameters(), strict=True):
+        assert torch.equal(one, expected), name
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
@@ -339,6 +366,70 @@ def test_every_place_says_the_same_of_what_a_step_holds(schedule: str, per_step:
         versions = [one.peak_versions for one in measured.memory]
         assert versions == ([4, 3, 2, 1] if schedule == "pipedream" else [2, 2, 2, 1])
     pipe.drain()
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_messages_are_noted_under_the_numbers_of_the_steps_program(kind: str) -> None:
+    ranks = 3
+    pipe = Pipeline(
+        [nn.Linear(4, 4) for _ in range(ranks)], loss_fn=nn.functional.mse_loss, schedule=SCHEDULES[kind],
+        vertical_sync=kind == "vertical", num_microbatches=3, num_ranks=ranks, transport="in-process",
+        balance=[1] * ranks,
+    )  # fmt: skip
+    pipe.optimizer(torch.optim.SGD, lr=0.1)
+    early = 0
+    for _ in some(range(5)):
+        pipe.step(torch.ones(3, 4), target=torch.ones(3, 4))
+        timeline = pipe.timeline()
+        for row, record in zip(timeline.program.rows, timeline.records, strict=True):
+            takers = {at: decoded(*named) for at, *named in (one[:4] for one in record.rows("messages"))}
+            assert {at: (one.stage, one.microbatch) for at, one in takers.items()} == {
+                at: (one.stage, one.microbatch) for at, one in enumerate(row) if _receives(one, ranks)
+            }
+            sent = [decoded(*one[:3]) for one in record.rows("sends")]
+            assert sent == [made.recv for one in row if (made := rules.message(one, ranks)) is not None]
+            newest = {one.microbatch for one in row if one.op is Op.FORWARD}
+            early += sum(one.microbatch not in newest for one in sent)
+    assert early > 0, "no message belonged to an earlier step"
+
+
+def _receives(action: Action, num_stages: int) -> bool:
+    needed = [each[0] for each in rules.needs(action, num_stages)]
+    return any(one.stage != action.stage and rules.message(one, num_stages) is not None for one in needed)
+
+
+def test_slices_and_pauses_run_in_the_loop_that_runs_all_rows() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            made = self.layer(x)
+            if made.requires_grad:
+                forwards.append(frames_of_ours())
+                made.register_hook(lambda _: backwards.append(frames_of_ours()))
+            return made
+
+    forwards: list[list[str]] = []
+    backwards: list[list[str]] = []
+    pipe = Pipeline(
+        [Counts(), Counts()], loss_fn=nn.functional.mse_loss, schedule="pipedream-2bw", num_microbatches=2,
+        num_ranks=2, transport="in-process", balance=[1, 1],
+    )  # fmt: skip
+    pipe.optimizer(torch.optim.SGD, lr=0.1)
+    x = torch.ones(4, 4)
+    for _ in range(3):
+        pipe.step(x, target=x)
+    in_steps = len(backwards)
+    pipe.eval_step(x, target=x)
+    assert 0 < in_steps < len(backwards) == len(forwards), "the rest runs in a pause"
+    for way in some(forwards):
+        at = way.index("Executor.run")
+        assert way[at:] == ["Executor.run", "StreamExecutor._forward", "Stage.forward", "Segment.run"]
+    for way in some(backwards):
+        at = way.index("Executor.run")
+        assert way[at : at + 3] == ["Executor.run", "StreamExecutor._backward", "Stage.backward"]
 
 
 def test_executors_of_flushed_programs_stay_as_they_are() -> None:
