@@ -26,6 +26,7 @@ TORCH_HALF = (
     "model", "channel", "checkpoint", "runtime", "profile", "engine", "features", "pipeline", "verification", "train",
     "serve", "served", "mesh", "peers", "zoo", "faults",
 )  # fmt: skip
+NEEDS_FEATURES = re.compile(r"\bfeatures\(([^)]*)\)")
 IMPORTS_TORCH = re.compile(
     r"^(?:from|import) (?:torch|transformers"
     r"|drumline\.(?:model|channel|checkpoint|runtime|profile|engine|features|pipeline|verification|train|serve))"
@@ -41,13 +42,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave the torch half out, so that collecting it does not import torch; and pages where no browser is wanted."""
+    """Leave the torch half out, so that collecting it does not import torch; and pages where no browser is wanted.
+
+    In a tree without a feature, leave out files of which all tests need it: they may import it.
+    """
     parts = collection_path.relative_to(config.rootpath).parts if config.rootpath in collection_path.parents else ()
     if parts[:2] == ("tests", "browser") and "not browser" in config.option.markexpr:
+        return True
+    if parts[:1] == ("tests",) and collection_path.suffix == ".py" and _needs_absent_features(collection_path):
         return True
     if find_spec("torch") is not None and (collection_path.name != "hf_models.py" or find_spec("transformers")):
         return None
     return True if _needs_torch(collection_path, parts) else None
+
+
+def _needs_absent_features(path: Path) -> bool:
+    declared = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("pytestmark = ")]
+    names = [name for line in declared for names in NEEDS_FEATURES.findall(line) for name in re.findall(r"\w+", names)]
+    return any(not (FEATURES / name).is_dir() for name in names)
 
 
 def _needs_torch(path: Path, parts: tuple[str, ...]) -> bool:

@@ -153,6 +153,13 @@ PIPELINE = (
         "Batches of other sizes are weighed as the first one was.",
     ),
     Bug(
+        "shares-of-other-rows",
+        "Intake.cut",
+        "if self._settled == (rows, self.num_microbatches):",
+        "if self._settled is not None:",
+        "A batch with other rows than the one before it is weighed as that one was.",
+    ),
+    Bug(
         "nothing-is-looked-at",
         "Intake._take_shares",
         "one if isinstance(share, Tensor) or share else _NOTHING",

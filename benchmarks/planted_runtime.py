@@ -55,10 +55,17 @@ RUNTIME = (
         "A recomputed block draws other numbers of Python's or numpy's than in its first run.",
     ),
     Bug(
+        "only-the-first-segment-is-followed",
+        "Stage.renew",
+        "modules = (module for segment in self.segments for module in segment.modules)",
+        "modules = iter(self.segments[0].modules)",
+        "A parameter behind the first checkpoint that is frozen or replaced between two steps goes unnoticed.",
+    ),
+    Bug(
         "gradients-for-plain-values",
         "Pass.__init__",
-        "_leaf(one, wants_gradient and at not in plain) for at, one in enumerate(tensors)",
-        "_leaf(one, wants_gradient) for at, one in enumerate(tensors)",
+        "if at not in plain and _has_gradient(leaf):",
+        "if _has_gradient(leaf):",
         "A gradient is asked for of tensors that the stage before has none for.",
     ),
     Bug(
@@ -106,7 +113,7 @@ RUNTIME = (
     Bug(
         "changed-buffers-pass",
         "GradientExchange.begin",
-        "        self._marks = self._seen()\n",
+        "        self._marks = self._seen() if self._steady else []\n",
         "        self._marks = []\n        self._steady = []\n",
         "A forward that changes a buffer of which other ranks have copies is not refused.",
     ),

@@ -21,16 +21,16 @@ STREAM = (
     ),
     Bug(
         "old-microbatch-draws-anew",
-        "StreamExecutor._compute",
-        "stage.randomness.step = step.draw",
-        "stage.randomness.step = max(one.draw for one, _ in self._steps.values())",
+        "StreamExecutor._take_of",
+        ".randomness.step = step.draw",
+        ".randomness.step = max(one.draw for one, _ in self._steps.values())",
         "A microbatch of an earlier step that is recomputed draws another dropout mask.",
     ),
     Bug(
         "paused-backwards-run-twice",
-        "StreamExecutor.pause",
-        "        self.since = 0\n        self._leave()\n        assert",
-        "        self._leave()\n        assert",
+        "StreamExecutor._between_steps",
+        "        self.since = 0\n        assert",
+        "        assert",
         "After an evaluation, a rank waits for backwards that have run.",
     ),
     Bug(

@@ -1,16 +1,20 @@
-"""No test passes because what it goes through is empty.
+"""Tests of the tests: each can fail, compares an error of ours by its fields, and stands in a file with a subject.
 
-Loops with assertions, and `all(...)` in an assertion, go through something that is written out, that another assertion
-of the test speaks of, that cannot be empty by what it is, or through `some(...)`.
+No test passes because what it goes through is empty. Loops with assertions, and `all(...)` in an assertion, go through
+something that is written out, that another assertion of the test speaks of, that cannot be empty by what it is, or
+through `some(...)`.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from drumline.core import errors
 
 FOLDER = Path(__file__).parent
 FILES = sorted(FOLDER.rglob("*.py"))
@@ -20,6 +24,10 @@ FILLED_CALLS |= {"split", "splitlines", "two_ranks"}
 FILLED_PARTS = {"actions", "executors", "homes", "ranks", "records", "rows", "starts", "tracks", "__slots__"}
 OF_FIRST = {"dict", "enumerate", "items", "keys", "list", "reversed", "set", "sorted", "tuple", "values"}
 NOTHING = {"()", "[]", "{}", "set()", "0", "''"}
+# RankFailed quotes the text of another process.
+OURS = {name for name, one in vars(errors).items() if isinstance(one, type) and issubclass(one, errors.DrumlineError)}
+OURS -= {"RankFailed"}
+COMPARED = re.compile(r"pytest\.raises\(\s*(\([^()]*\)|[\w.]+),\s*match=")
 
 
 class Function:
@@ -153,3 +161,35 @@ def test_no_check_goes_through_what_may_be_empty(file: Path) -> None:
 )
 def test_loops_that_may_be_empty_are_found(loop: str, is_refused: bool) -> None:
     assert bool(empty_checks(f"def test_it():\n    {loop}\n")) is is_refused
+
+
+def compared_texts(text: str) -> list[str]:
+    """Return the kinds of our errors whose whole text a `pytest.raises` compares."""
+    return [kind for kind in COMPARED.findall(text) if OURS & set(re.findall(r"\w+", kind))]
+
+
+def test_errors_of_ours_are_compared_by_their_fields() -> None:
+    found = {str(file.relative_to(FOLDER)): compared_texts(file.read_text(encoding="utf-8")) for file in FILES}
+    assert {name: kinds for name, kinds in found.items() if kinds} == {}, "use refused of tests/refused.py"
+
+
+@pytest.mark.parametrize(
+    ("given", "is_found"),
+    [
+        ("UsageError, match='share is'", True),
+        ("dl.DrumlineError, match=words", True),
+        ("(KeyError, PlanError), match=words", True),
+        ("\n    UsageError,\n    match=words,\n", True),
+        ("UsageError", False),
+        ("RankFailed, match='rank 1 failed'", False),
+        ("ValueError, match='shapes cannot be multiplied'", False),
+    ],
+)
+def test_texts_that_are_compared_whole_are_found(given: str, is_found: bool) -> None:
+    assert bool(compared_texts(f"with pytest.raises({given}):\n    run()\n")) is is_found
+
+
+def test_every_file_says_what_it_tests() -> None:
+    files = [file for file in FILES if file.name.startswith("test_")]
+    assert len(files) > 100
+    assert [str(file) for file in files if not file.read_text(encoding="utf-8").startswith('"""')] == []

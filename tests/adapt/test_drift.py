@@ -1,3 +1,5 @@
+"""Drift of measured seconds: what counts as a change, how soon it is noticed, and what does not count."""
+
 from __future__ import annotations
 
 import random

@@ -12,6 +12,7 @@ import pytest
 from drumline.adapt.move import Move
 from drumline.adapt.settings import Adapt
 from drumline.core.errors import UsageError
+from refused import refused
 
 PAGE = Path(__file__).parents[2] / "docs" / "adapt.md"
 COUNTS = {"patience", "cooldown", "within", "max_activations"}
@@ -42,7 +43,7 @@ def test_each_setting_has_its_bounds(name: str, right: list[Any], wrong: list[An
     for value in right:
         assert getattr(Adapt(**{name: value}), name) == value
     for value in wrong:
-        with pytest.raises(UsageError, match=rf"^adapt: {name} is "):
+        with refused(UsageError, rf"^adapt: {name} is "):
             Adapt(**{name: value})
 
 
@@ -51,7 +52,7 @@ def test_what_users_give_is_a_setting_or_none() -> None:
     assert Adapt.of(True) == Adapt.of({}) == Adapt()
     given = Adapt(patience=7)
     assert Adapt.of(given) is given
-    with pytest.raises(UsageError, match="expected True, False, or a dict"):
+    with refused(UsageError, "adapt is 'solve'", expected="a dict"):
         Adapt.of("solve")
 
 

@@ -1,3 +1,5 @@
+"""Functions, classes and arrays sent to another process by value: what travels, and what comes back."""
+
 from __future__ import annotations
 
 import functools

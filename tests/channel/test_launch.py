@@ -1,3 +1,5 @@
+"""`launch`: local ranks from a script, their results by rank, and their errors by name."""
+
 from __future__ import annotations
 
 import os
@@ -18,6 +20,7 @@ from drumline.core.action import Action, B, F
 from drumline.core.errors import BatchError, LaunchError, RankFailed, WaitTimeout
 from drumline.schedules import generate, schedule, unregister
 from matrices import long, mainly
+from refused import refused, saying
 from some import some
 
 # Starts processes, which takes long on a busy machine.
@@ -240,7 +243,7 @@ def test_an_error_that_every_rank_raises_is_raised_itself() -> None:
     def fn() -> None:
         raise BatchError("a batch of 5", expected="a multiple of 2")
 
-    with pytest.raises(BatchError, match=r"^a batch of 5; expected a multiple of 2") as caught:
+    with refused(BatchError, "^a batch of 5", expected="a multiple of 2") as caught:
         launch(fn, num_ranks=2)
     assert caught.value.expected == "a multiple of 2"
     assert "in fn" in "\n".join(caught.value.__notes__)
@@ -281,7 +284,7 @@ def test_errors_that_cannot_travel_arrive_as_text(fn: Callable[[], None], words:
 
 
 def test_a_result_that_cannot_travel_is_named() -> None:
-    with pytest.raises(LaunchError, match=r"the result holds \['guard'\], a lock"):
+    with refused(LaunchError, r"the result holds \['guard'\], a lock"):
         launch(lambda: {"x": 1, "guard": threading.Lock()}, num_ranks=1)
 
 
@@ -308,7 +311,7 @@ def test_past_the_timeout_ranks_show_their_stacks_and_are_named(
     monkeypatch.setattr(
         "drumline.channel.launch.processes._SECONDS_TO_SHOW_STACKS", 200.0
     )  # it ends when all have shown them
-    with pytest.raises(WaitTimeout, match=r"^ranks 0, 1 did not finish within 5000 s"):
+    with refused(WaitTimeout, "^ranks 0, 1 did not finish within 5000 s"):
         launch(fn, timeout=5000)
     shown = capsys.readouterr().err
     for rank in (0, 1):
@@ -418,7 +421,7 @@ def test_a_rank_whose_sleep_a_signal_did_not_end_is_told_again(tmp_path: Path) -
     assert sorted(one.name for one in tmp_path.glob("cleaned*")) == ["cleaned0", "cleaned1"]
 
 
-def no_ranks() -> Iterable[tuple[Callable[[], Any], str]]:
+def no_ranks() -> Iterable[tuple[Callable[[], Any], dict[str, str]]]:
     lock = threading.Lock()
 
     def uses_lock() -> bool:
@@ -427,13 +430,13 @@ def no_ranks() -> Iterable[tuple[Callable[[], Any], str]]:
     def two(a: int, b: int) -> int:
         return a + b
 
-    yield lambda: launch(uses_lock), "cannot send to the ranks: uses_lock uses the variable `lock`, a lock"
-    yield lambda: launch(two, 1, [lock]), r"cannot send to the ranks: argument 1 holds \[0\], a lock"
-    yield lambda: launch(two, 1, kwargs={"b": lock}), "cannot send to the ranks: argument b, a lock"
-    yield lambda: launch(two, 1), r"two\(a.*\) .*cannot be called .* missing a required argument: 'b'"
-    yield lambda: launch(two(1, 2)), "fn is 3; expected a function"  # type: ignore[arg-type]
-    yield lambda: launch(two, 1, 2, num_ranks=0), "num_ranks is 0; expected a count of 1 or more"
-    yield lambda: launch(two, 1, 2, timeout=0), "timeout is 0; expected a positive number of seconds"
+    yield lambda: launch(uses_lock), saying("^cannot send to the ranks: uses_lock uses the variable `lock`, a lock")
+    yield lambda: launch(two, 1, [lock]), saying(r"^cannot send to the ranks: argument 1 holds \[0\], a lock")
+    yield lambda: launch(two, 1, kwargs={"b": lock}), saying("^cannot send to the ranks: argument b, a lock")
+    yield lambda: launch(two, 1), saying(r"^two\(a.*\) .*cannot be called .* missing a required argument: 'b'")
+    yield lambda: launch(two(1, 2)), saying("^fn is 3$", expected="a function")  # type: ignore[arg-type]
+    yield lambda: launch(two, 1, 2, num_ranks=0), saying("^num_ranks is 0$", expected="1 or more")
+    yield lambda: launch(two, 1, 2, timeout=0), saying("^timeout is 0$", expected="a positive number")
 
 
 def test_misuse_is_refused_before_any_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,7 +445,7 @@ def test_misuse_is_refused_before_any_process_starts(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
     for call, words in no_ranks():
-        with pytest.raises(LaunchError, match=f"^{words}"):
+        with refused(LaunchError, **words):
             call()
 
 

@@ -19,6 +19,7 @@ from drumline.channel.mesh import FIRST_OWN_KIND, ControlMesh
 from drumline.channel.rendezvous import connect, exchange
 from drumline.channel.shared_memory import SharedMemoryChannel
 from drumline.core.errors import RankFailed, RunError, WaitTimeout
+from refused import refused
 
 pytestmark = pytest.mark.torch
 
@@ -321,18 +322,18 @@ def test_a_second_mesh_over_the_same_store_is_another_one(meshes: Meshes) -> Non
     peer.tell("topic", "for the new one")
     new.tell("topic", "")
     assert new.hear("topic", deadline()) == ["", "for the new one"]
-    with pytest.raises(WaitTimeout, match="rank 0 waits for rank 0 to send 'topic'"):
+    with refused(WaitTimeout, "rank 0 waits for rank 0 to send 'topic'"):
         old.hear("topic", deadline(0.01))
 
 
 def test_connecting_is_bounded_and_names_who_is_missing() -> None:
-    with pytest.raises(WaitTimeout, match="rank 0 waits for rank 1 to report its drumline/host"):
+    with refused(WaitTimeout, "rank 0 waits for rank 1 to report its drumline/host"):
         ControlMesh(0, 2, store=HashStore(), timeout=0.05)
 
 
 def told(store: Store, topic: str, value: Any) -> None:
     """Put what rank 1 would tell into the store, as if it had come by already."""
-    with pytest.raises(WaitTimeout, match="rank 1 waits for rank 0 to report"):
+    with refused(WaitTimeout, "rank 1 waits for rank 0 to report"):
         exchange(store, 1, 2, topic, value, timeout=0.001)
 
 
@@ -340,7 +341,7 @@ def test_a_rank_that_never_connects_is_named() -> None:
     store = HashStore()
     told(store, "drumline/host", "here")
     told(store, "drumline/address", rendezvous.Card("here", b"", b""))
-    with pytest.raises(WaitTimeout, match="rank 0 waits for rank 1 to connect"):
+    with refused(WaitTimeout, "rank 0 waits for rank 1 to connect"):
         connect(0, 2, store=store, timeout=0.5, host="here")
 
 
@@ -351,7 +352,7 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
         exchange(store, 0, 2, "drumline/host", "here", timeout=200)
         exchange(store, 0, 2, "drumline/address", rendezvous.Card("here", b"", b"\0drumline-nobody"), timeout=200)
 
-    with pytest.raises(RunError, match=r"rank 1 cannot connect to rank 0 .*refused"):
+    with refused(RunError, r"rank 1 cannot connect to rank 0 .*refused"):
         at_once(only_tells, lambda: connect(1, 2, store=store, timeout=200, host="here"))
 
 
@@ -401,5 +402,5 @@ def test_clocks_are_compared_both_ways_by_the_quickest_packet(meshes: Meshes, ho
 def test_shared_memory_between_hosts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
     monkeypatch.setattr(rendezvous, "host_id", lambda: threading.current_thread().name)
-    with pytest.raises(RunError, match="rank 0 does not share a host with rank 1"):
+    with refused(RunError, "rank 0 does not share a host with rank 1"):
         at_once(*(lambda rank=rank: SharedMemoryChannel(rank, 2, store=store) for rank in (0, 1)))

@@ -1,3 +1,5 @@
+"""`drumline analyze`: its report, its JSON and its pictures of a profiled step."""
+
 from __future__ import annotations
 
 import gzip

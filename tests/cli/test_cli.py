@@ -1,3 +1,5 @@
+"""`drumline simulate`, `check` and `compare`: what they print, write and refuse."""
+
 from __future__ import annotations
 
 import contextlib

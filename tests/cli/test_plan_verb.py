@@ -1,3 +1,5 @@
+"""`drumline plan PROFILE.json` and `drumline profile`: what they print, draw and refuse."""
+
 from __future__ import annotations
 
 import json

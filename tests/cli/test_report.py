@@ -1,3 +1,5 @@
+"""`drumline report`: text, JSON, and what it refuses."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""`drumline search`: what it prints, writes, draws and refuses."""
+
 from __future__ import annotations
 
 import json

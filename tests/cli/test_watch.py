@@ -1,3 +1,5 @@
+"""`drumline watch`: a line per step, JSON, the drawn terminal, and what it refuses."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""Actions and their text form: what parses, what is written, and what is refused."""
+
 from __future__ import annotations
 
 import pytest
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from drumline.core.action import COMPUTE_OPS, STATE_OPS, WAIT_OPS, Action, Op, overlap
 from drumline.core.errors import ProgramError
 from drumline.core.program import Program
+from refused import refused
 
 UNNUMBERED = STATE_OPS | {Op.WAIT_REDUCE_GRAD}
 plain = st.builds(
@@ -94,7 +97,7 @@ def test_a_long_cell_is_shown_shortened() -> None:
 
 
 def test_an_unknown_op_suggests_the_nearest() -> None:
-    with pytest.raises(ProgramError, match="did you mean RECV_F"):
+    with refused(ProgramError, "unknown op 'RECW_F'", fix="did you mean RECV_F"):
         Action.parse("2RECW_F0")
 
 

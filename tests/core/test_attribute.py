@@ -1,3 +1,5 @@
+"""Causes of idle time: they fill every gap of a rank, and each names what the rank waits for."""
+
 from __future__ import annotations
 
 import math

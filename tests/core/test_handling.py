@@ -1,3 +1,5 @@
+"""Handling: the seconds of messages and copies that a rank spends beside computing."""
+
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,3 +1,5 @@
+"""What a rank holds at each moment, in pairs and in bytes."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""Placements: which rank runs which stage, as stated and as read from the rows."""
+
 from __future__ import annotations
 
 import pytest

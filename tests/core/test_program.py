@@ -1,3 +1,5 @@
+"""Programs as text and as files: what is read, and what is refused with its place."""
+
 from __future__ import annotations
 
 import os
@@ -11,6 +13,7 @@ from drumline.core.errors import ProgramError
 from drumline.core.lower.lower import lower
 from drumline.core.program import Program
 from programs import NAMES, build, programs
+from refused import refused
 
 
 @given(programs())
@@ -58,20 +61,20 @@ def test_programs_are_equal_when_their_rows_are() -> None:
     ],
 )
 def test_bad_text_is_refused_with_its_place(text: str, says: str) -> None:
-    with pytest.raises(ProgramError, match=says):
+    with refused(ProgramError, says):
         Program.parse(text)
 
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     lines = build("1f1b", 4, 4).format().splitlines()
     (tmp_path / "gone.csv").write_text("\n".join(lines[:1] + lines[2:]))
-    with pytest.raises(ProgramError, match="no rank runs stage 1"):
+    with refused(ProgramError, "no rank runs stage 1"):
         Program.load(tmp_path / "gone.csv")
 
 
 def test_wrong_encoding_is_named(tmp_path: Path) -> None:
     (tmp_path / "utf16.csv").write_text("0F0,0B0", encoding="utf-16")
-    with pytest.raises(ProgramError, match=r"byte 0xff at offset 0 is not UTF-8"):
+    with refused(ProgramError, r"byte 0xff at offset 0 is not UTF-8"):
         Program.load(tmp_path / "utf16.csv")
 
 
@@ -79,36 +82,36 @@ def test_a_huge_file_is_refused_without_being_read_whole(tmp_path: Path) -> None
     path = tmp_path / "junk.csv"
     path.touch()
     os.truncate(path, 3 * module.MAX_FILE_BYTES)
-    with pytest.raises(ProgramError, match="larger than 64 MiB"):
+    with refused(ProgramError, "larger than 64 MiB"):
         Program.load(path)
 
 
 def test_a_line_of_junk_is_refused_at_its_first_cell(tmp_path: Path) -> None:
     (tmp_path / "junk.csv").write_text("x" * 2**20 + ",0F0" * 2**18)
-    with pytest.raises(ProgramError, match="row 1, column 1"):
+    with refused(ProgramError, "row 1, column 1"):
         Program.load(tmp_path / "junk.csv")
 
 
 def test_more_actions_than_anybody_runs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_ACTIONS", 5)
     assert Program.parse("0F0,0F1,0B0\n1F0,1B0").num_actions == 5
-    with pytest.raises(ProgramError, match="row 2: more than 5 actions"):
+    with refused(ProgramError, "row 2: more than 5 actions"):
         Program.parse("0F0,0F1,0B0\n1F0,1B0,1F1")
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.csv")
-    with pytest.raises(ProgramError, match="not a regular file"):
+    with refused(ProgramError, "not a regular file"):
         Program.load(tmp_path / "pipe.csv")
 
 
 def test_numbers_far_apart_do_not_fill_memory(tmp_path: Path) -> None:
     (tmp_path / "far.csv").write_text("0F0,999999999B0")
-    with pytest.raises(ProgramError, match="no rank runs stage 1"):
+    with refused(ProgramError, "no rank runs stage 1"):
         Program.load(tmp_path / "far.csv")
 
 
-@pytest.mark.parametrize("what", ["a folder", "nothing"])
-def test_what_is_not_a_file_is_refused(what: str, tmp_path: Path) -> None:
-    with pytest.raises(ProgramError, match="expected a CSV file"):
+@pytest.mark.parametrize(("what", "said"), [("a folder", "is a folder"), ("nothing", "No such file")])
+def test_what_is_not_a_file_is_refused(what: str, said: str, tmp_path: Path) -> None:
+    with refused(ProgramError, said, expected="a CSV file"):
         Program.load(tmp_path if what == "a folder" else tmp_path / "none.csv")

@@ -1,3 +1,5 @@
+"""Measured steps replayed in the simulator, with and without their overhead."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,3 +1,5 @@
+"""The rules of who needs what, and that everything else reads them there."""
+
 from __future__ import annotations
 
 import pytest

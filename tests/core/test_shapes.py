@@ -18,6 +18,7 @@ from drumline.core.timeline.idle import Limit
 from drumline.plan.search.bounds.instance import Instance
 from drumline.report.compare import compare
 from drumline.schedules import generate
+from refused import refused, saying
 
 SECONDS_AND_BYTES = [
     "forward",
@@ -57,13 +58,13 @@ def test_every_field_has_a_shape() -> None:
 @pytest.mark.parametrize("value", NOWHERE, ids=lambda value: f"{value!r:.20}" if value != 10**5000 else "huge")
 @pytest.mark.parametrize("name", [*LISTS, *SINGLE])
 def test_what_no_field_takes_is_refused_with_the_field(name: str, value: Any) -> None:
-    with pytest.raises(CostsError, match=rf"^{name} is "):
+    with refused(CostsError, rf"^{name} is "):
         Costs(**given(name, value))
     try:
         text = json.dumps(given(name, value))
     except (TypeError, ValueError):
         return  # JSON cannot spell it
-    with pytest.raises(CostsError, match=rf"^{name} is "):
+    with refused(CostsError, rf"^{name} is "):
         Costs.from_json(text)
 
 
@@ -72,9 +73,9 @@ def test_flags_are_true_or_false_and_numbers_are_neither(name: str) -> None:
     wrong: list[Any] = [1, 0, 1.0] if SHAPES[name].flag else [True, False]
     wrong += [[one] * 2 for one in wrong]
     for value in wrong:
-        with pytest.raises(CostsError, match=f"^{name} is "):
+        with refused(CostsError, f"^{name} is "):
             Costs(**given(name, value))
-        with pytest.raises(CostsError, match=f"^{name} is "):
+        with refused(CostsError, f"^{name} is "):
             Costs.from_json(json.dumps(given(name, value)))
 
 
@@ -83,16 +84,16 @@ def test_only_what_has_another_default_may_be_none(name: str) -> None:
     if name in OPTIONAL:
         assert getattr(Costs.from_json(json.dumps(given(name, None))), name) is None
     else:
-        with pytest.raises(CostsError, match=f"^{name} is None"):
+        with refused(CostsError, f"^{name} is None"):
             Costs(**given(name, None))
     if name not in SINGLE:
-        with pytest.raises(CostsError, match=f"^{name} is None"):
+        with refused(CostsError, f"^{name} is None"):
             Costs(**given(name, [True if name == "recompute" else 1, None]))
 
 
 @pytest.mark.parametrize("name", SINGLE)
 def test_what_is_not_per_stage_takes_no_list(name: str) -> None:
-    with pytest.raises(CostsError, match=f"^{name} is a list"):
+    with refused(CostsError, f"^{name} is a list"):
         Costs(**given(name, [True] * 3 if name == "overlap" else [0, 0, 0.5]))
 
 
@@ -101,21 +102,21 @@ def test_what_is_not_per_stage_takes_no_list(name: str) -> None:
 def test_a_list_of_another_length_is_refused_also_where_nothing_reads_it(name: str, length: int) -> None:
     program = generate("1f1b", num_ranks=4, num_microbatches=4)
     costs = Costs(**given(name, [name == "recompute" or 1] * length))
-    says = f"^{name} has {length} values; expected one number, or one for each of the 4"
-    with pytest.raises(CostsError, match=says):
+    says = saying(f"^{name} has {length} values", expected="each of the 4")
+    with refused(CostsError, **says):
         simulate(program, costs)
-    with pytest.raises(CostsError, match=says):
+    with refused(CostsError, **says):
         makespans(program, [Costs(), costs])
-    with pytest.raises(CostsError, match=says):
+    with refused(CostsError, **says):
         validate(program, limit=Limit(max_activations=4), costs=costs)
-    with pytest.raises(CostsError, match=says):
+    with refused(CostsError, **says):
         Instance(costs, Placement.linear(4), 4)
     fits = Costs(**given(name, [name == "recompute" or 1] * 4))
     assert simulate(program, fits).makespan > 0
 
 
 def test_a_comparison_takes_a_factor_for_every_microbatch_and_no_fewer() -> None:
-    with pytest.raises(CostsError, match=r"^microbatch_factor has 2 values; expected .* the 4 microbatches"):
+    with refused(CostsError, "^microbatch_factor has 2 values", expected="the 4 microbatches"):
         compare(2, num_microbatches=4, costs=Costs(microbatch_factor=[1, 2]))
 
 
@@ -125,7 +126,7 @@ def test_a_comparison_takes_a_factor_for_every_microbatch_and_no_fewer() -> None
     ids=repr,
 )
 def test_edges_are_links_by_pairs_of_ranks(edges: Any) -> None:
-    with pytest.raises(CostsError, match=r"^edges "):
+    with refused(CostsError, r"^edges "):
         Costs(edges=edges)
 
 
@@ -143,20 +144,20 @@ def test_edges_are_links_by_pairs_of_ranks(edges: Any) -> None:
     ids=repr,
 )
 def test_edges_in_a_file_are_a_list_of_single_links(edges: Any) -> None:
-    with pytest.raises(CostsError, match=r"^edges "):
+    with refused(CostsError, r"^edges "):
         Costs.from_json(json.dumps({"edges": edges}))
 
 
 @pytest.mark.parametrize("value", [None, [], [0.5], "1", True, math.nan, -1.0])
 @pytest.mark.parametrize("name", ["latency", "bytes_per_second"])
 def test_a_link_has_single_numbers(name: str, value: Any) -> None:
-    with pytest.raises(CostsError, match=f"^{name} of edge 0->1 is "):
+    with refused(CostsError, f"^{name} of edge 0->1 is "):
         Costs(edges={(0, 1): Edge(**{name: value})})
     says = f"^{name} is nan" if value is math.nan else f"^{name} of edge 0->1 is "
-    with pytest.raises(CostsError, match=says):
+    with refused(CostsError, says):
         Costs.from_json(json.dumps({"edges": [{"from": 0, "to": 1, name: value}]}))
 
 
 def test_a_number_of_too_many_digits_is_refused() -> None:
-    with pytest.raises(CostsError, match=r"^the JSON contains a number with thousands of digits"):
+    with refused(CostsError, r"^the JSON contains a number with thousands of digits"):
         Costs.from_json('{"forward": ' + "1" * 5000 + "}")

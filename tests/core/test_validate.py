@@ -1,3 +1,5 @@
+"""The validator: legal schedules pass, and each kind of violation is named."""
+
 from __future__ import annotations
 
 import random

@@ -15,6 +15,7 @@ from drumline.core.errors import DrumlineError, RankFailed
 from drumline.train.models.gpt import GPT, GPTSizes
 from matrices import ALL
 from mesh.plain import STEPS, chain, furthest, loss_fn, trained, words
+from refused import refused
 from some import some
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.matrix]
@@ -227,7 +228,7 @@ def test_a_mesh_is_checked_before_anything_starts() -> None:
         ({"zero": True}, "zero is True"),
     ]
     for options, text in some(wrong):
-        with pytest.raises(DrumlineError, match=text):
+        with refused(DrumlineError, text):
             dl.Pipeline(chain(), loss_fn=loss_fn, num_microbatches=4, **options)
 
 

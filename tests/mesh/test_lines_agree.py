@@ -17,6 +17,7 @@ from drumline.channel.lines.slices import put_together, slice_of
 from drumline.core.errors import DrumlineError, UsageError
 from drumline.features.mesh.losses import summed_losses
 from mesh.small import LENGTH, WIDTH, WORDS, decoder
+from refused import refused
 from some import some
 
 # PyTorch says so once on processors without bfloat16.
@@ -169,7 +170,7 @@ def asked_on_one_line() -> list[int]:
     return checked
 
 
-def refused(name: str) -> str:
+def refusal(name: str) -> str:
     x, y = labels(slice(0))
     model = grouped() if name.startswith("heads") else decoder() if "cp" in name else chain()
     mesh = {"tp": 2} if name.startswith("heads") else {"cp": 2} if "cp" in name else {"dp": 2}
@@ -219,7 +220,7 @@ def wrong_on_one_line() -> str:
 
 def everything() -> dict[str, Any]:
     found: dict[str, Any] = {name: trained(name) for name in TRAINED}
-    found |= {name: refused(name) for name in WRONG}
+    found |= {name: refusal(name) for name in WRONG}
     found |= {"other kinds": other_kinds(), "checked later": checked_later(), "asked": asked_on_one_line()}
     return found | {"wrong": wrong_on_one_line()}
 
@@ -300,7 +301,7 @@ def test_the_refusal_of_heads_names_the_layers_and_their_features(ranks: list[di
 
 @pytest.mark.parametrize("mesh", [None, {"pp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "tp": 1}])
 def test_sequence_parallel_needs_tp(mesh: dict[str, int] | None) -> None:
-    with pytest.raises(UsageError, match=r"sequence_parallel is True, and the mesh has no tp.*sequence_parallel=False"):
+    with refused(UsageError, "sequence_parallel is True, and the mesh has no tp", fix="sequence_parallel=False"):
         dl.Pipeline(chain(), loss_fn=watched, num_microbatches=2, num_ranks=2, mesh=mesh, sequence_parallel=True)
 
 

@@ -46,6 +46,7 @@ from drumline.train.models.built import Built
 from drumline.train.replan import fewest_of, most_within, planned_for
 from drumline.train.start import start
 from matrices import long
+from refused import refused
 from some import some
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -335,12 +336,10 @@ def test_only_data_parallel_pipelines_are_left_out() -> None:
     assert (two.mesh.data, two.mesh.pipeline, two.num_microbatches) == (2, 2, 12)
     both = given(pipeline=2, data=4, tensor=2)
     assert most_within(both, 15) == 12
-    with pytest.raises(
-        UsageError, match="7 ranks are there for data-parallel parts of 2 ranks; expected a multiple of 2"
-    ):
+    with refused(UsageError, "7 ranks are there for data-parallel parts of 2 ranks", expected="a multiple of 2"):
         planned_for(four, 7)
     uneven = replace(four, batch=BatchSettings(sequences=8, microbatch=1))
     assert most_within(uneven, 7) == 4  # three do not divide eight
     for mesh in some([{"mesh.tensor": 2}, {"mesh.context": 2}]):
-        with pytest.raises(ConfigError, match=r"failures\.elastic is true, and no data-parallel pipeline"):
+        with refused(ConfigError, r"failures\.elastic is true, and no data-parallel pipeline"):
             read_settings(None, {"failures.elastic": True, "failures.restarts": 1, **mesh})

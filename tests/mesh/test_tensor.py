@@ -14,6 +14,7 @@ from drumline.channel.launch.launch import launch
 from drumline.core.errors import DrumlineError, ModelError
 from drumline.pipeline.pipeline import Pipeline
 from matrices import ALL, long
+from refused import refused
 from some import some
 from tensor_models import MODELS, alone, batch, chain, gpt, llama, loss_fn, plan
 
@@ -293,9 +294,9 @@ def test_a_plan_is_translated_from_torch_and_hugging_face() -> None:
         {"a": ColwiseParallel(), "b": RowwiseParallel(), "c": ColwiseParallel(output_layouts=Replicate())}, None
     )
     assert [style for _, style in given.styles] == [Colwise(), Rowwise(), Colwise(gather=True)]
-    with pytest.raises(DrumlineError, match="sequence_parallel=True"):
+    with refused(DrumlineError, "RowwiseParallel", fix="sequence_parallel=True"):
         Plan.of({"a": RowwiseParallel(output_layouts=Shard(1))}, None)
-    with pytest.raises(ModelError, match="tensor_parallel_plan"):
+    with refused(ModelError, "tensor_parallel_plan"):
         Plan.of(None, chain())
     assert Plan.of(None, gpt()).style_of("blocks.3.attention.out") == Rowwise()
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from drumline.model.follow.attributes import BETWEEN, Attributes
 from drumline.model.values import MISSING
+from drumline.model.watch.fingerprint import fingerprint
 from drumline.model.watch.watch import Surroundings, Watch
 
 pytestmark = pytest.mark.torch
@@ -57,3 +60,93 @@ def test_an_attribute_that_is_set_before_it_is_read_is_the_forwards_own() -> Non
     found.set(module, "scale", 1.0, 2.0)
     assert found.read_between() == []
     found.judge(str, lambda first, last, why: None)  # refuses nothing
+
+
+THING = object()
+NESTED = [
+    [THING, 1], [1, THING], [[THING], 1], [[THING, 1]], [THING, [1]], [1, [THING]], [[1], THING], (THING, 1),
+    {"a": THING, "b": 1}, {"a": 1, "b": THING}, {"a": {"b": 1}}, {"a": {}, "b": 1}, {}, [], (), [[]], [[], []],
+    [1, 1], [1, True], [1.0, 1], [None], ["None"], [float("nan")], ["nan"], {1}, frozenset({1}), {1: None},
+    SimpleNamespace(a=1), functools.partial(print, 1), functools.partial(print, [1]), functools.partial(repr, 1),
+]  # fmt: skip
+
+
+def test_values_with_the_same_parts_in_other_places_differ() -> None:
+    for at, one in enumerate(NESTED):
+        equal = [other for other, value in enumerate(NESTED) if fingerprint(one) == fingerprint(value)]
+        assert equal == [at]
+        assert not fingerprint(one) != fingerprint(one)  # noqa: SIM202 - both comparisons are used
+
+
+class Layer(nn.Module):
+    """Has a method and a tensor that belong to its class."""
+
+    table = torch.zeros(2)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(x) + self.table
+
+
+def watch_of(model: nn.Module) -> Watch:
+    watch = Watch(model.named_modules(), frozenset({""}))
+    assert not watch.has_changed()
+    return watch
+
+
+def test_another_method_of_a_class_is_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = watch_of(Layer())
+    monkeypatch.setattr(Layer, "scaled", lambda self, x: x * 3)
+    assert watch.has_changed()
+    assert not watch.has_changed()
+
+
+def test_a_method_of_an_object_is_a_change() -> None:
+    model = Layer()
+    watch = watch_of(model)
+    setattr(model, "scaled", lambda x: x * 3)  # noqa: B010 - a method in the place of the class's own
+    assert watch.has_changed()
+    assert not watch.has_changed()
+
+
+def test_a_tensor_of_a_class_that_changes_in_place_is_a_change() -> None:
+    watch = watch_of(Layer())
+    Layer.table.add_(1.0)
+    assert watch.has_changed()
+    assert not watch.has_changed()
+
+
+def test_defaults_of_a_function_are_watched() -> None:
+    def scaled(x: Tensor, by: float = 2.0) -> Tensor:
+        return x * by
+
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return scaled(x)
+
+    model = Scaled()
+    watch = watch_of(model)
+    scaled.__defaults__ = (3.0,)
+    assert watch.has_changed()
+    assert not watch.has_changed()
+
+
+def test_an_attribute_of_an_object_or_of_its_class_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reads(nn.Module):
+        kind = 1
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = 1.0
+
+    model = Reads()
+    watch = Watch(model.named_modules(), frozenset())
+    watch.read([("", "scale"), ("", "kind")])
+    assert not watch.has_changed()
+    model.scale = 2.0
+    assert watch.has_changed()
+    monkeypatch.setattr(Reads, "kind", 2)
+    assert watch.has_changed()
+    assert not watch.has_changed()

@@ -31,6 +31,7 @@ from drumline.model.blocks.pieces import pieces_of
 from drumline.model.follow.inputs import Inputs
 from drumline.pipeline.pipeline import Pipeline
 from matrices import long
+from refused import refused
 
 pytestmark = pytest.mark.torch
 
@@ -114,9 +115,7 @@ def test_kinds_of_input_that_come_late_are_told_once_and_compared() -> None:
     assert [len(one) for one in told] == [1] * 3
     agree_on_followed(told[:2], 1)
     agree_on_followed([told[0], {}, told[1]], 1)
-    with pytest.raises(
-        MismatchError, match="step 1: ranks 1 and 2 traced the model to different graphs for new inputs"
-    ):
+    with refused(MismatchError, "step 1: ranks 1 and 2 traced the model to different graphs for new inputs"):
         agree_on_followed([{}, told[0], told[2]], 1)
 
 
@@ -142,11 +141,11 @@ def test_what_a_value_was_when_it_was_used_is_seen_in_what_was_written() -> None
 def test_batches_differ_by_shape_or_by_numbers_and_none_is_no_batch() -> None:
     x, y = data()
     agree_on_batch([Given.of((x,), None), Given.of(None, y), Given.of((x.clone(),), y), None], 0)
-    with pytest.raises(MismatchError, match="ranks 0 and 2 got different batches: same shapes, different values"):
+    with refused(MismatchError, "ranks 0 and 2 got different batches: same shapes, different values"):
         agree_on_batch([Given.of((x,), None), None, Given.of((x + 1,), None)], 0)
-    with pytest.raises(MismatchError, match="ranks 0 and 1 got different batches: same shapes, different values"):
+    with refused(MismatchError, "ranks 0 and 1 got different batches: same shapes, different values"):
         agree_on_batch([Given.of((x,), None), Given.of((torch.cat([x[:-1], x[-1:] + 1]),), None)], 0)
-    with pytest.raises(MismatchError, match=r"different targets: float32\(8, 6\) and float32\(7, 6\)"):
+    with refused(MismatchError, r"different targets: float32\(8, 6\) and float32\(7, 6\)"):
         agree_on_batch([Given.of(None, y), Given.of(None, y[:7])], 0)
 
 
@@ -167,9 +166,9 @@ def test_numbers_count_however_memory_is_laid_out(layout: str) -> None:
     x, _ = data()
     one, other = LAYOUTS[layout](x), LAYOUTS[layout](x + 1)
     agree_on_batch([Given.of((one,), None), Given.of((one.contiguous().clone(),), None)], 0)
-    with pytest.raises(MismatchError, match="ranks 0 and 1 got different batches: same shapes, different values"):
+    with refused(MismatchError, "ranks 0 and 1 got different batches: same shapes, different values"):
         agree_on_batch([Given.of((one,), None), Given.of((other,), None)], 0)
-    with pytest.raises(MismatchError, match="ranks 0 and 1 got different targets: same shapes, different values"):
+    with refused(MismatchError, "ranks 0 and 1 got different targets: same shapes, different values"):
         agree_on_batch([Given.of(None, one.contiguous()), Given.of(None, other)], 0)
 
 
@@ -200,7 +199,7 @@ def test_numbers_on_a_device_are_those_on_the_host(layout: str) -> None:
     one = LAYOUTS[layout](x)
     there = LAYOUTS[layout](x.cuda())
     agree_on_batch([Given.of((one,), None), Given.of((there,), None)], 0)
-    with pytest.raises(MismatchError, match="same shapes, different values"):
+    with refused(MismatchError, "same shapes, different values"):
         agree_on_batch([Given.of((one,), None), Given.of((LAYOUTS[layout](x.cuda() + 1),), None)], 0)
 
 
@@ -347,5 +346,5 @@ def test_a_missing_rank_is_waited_for_no_longer_than_the_timeout(rank: int, monk
         monkeypatch.setattr(transports, "_store", lambda rank, size, _, interface: store(rank, size, 60.0, interface))
     missing = "rank 1 to report its arrival" if rank == 0 else "the store of rank 0 at 127"
     text = f"rank {rank} waits for {missing}"
-    with pytest.raises(WaitTimeout, match=text):
+    with refused(WaitTimeout, text):
         transports.num_ranks("gloo", None, timeout=0.5)

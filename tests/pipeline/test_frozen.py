@@ -20,6 +20,7 @@ from drumline.core.simulate.simulate import simulate
 from drumline.engine.stages.balance import balance
 from drumline.pipeline.pipeline import Pipeline
 from matrices import chosen, matrix
+from refused import refused
 from some import some
 from torch_models import TWO_WAYS, WIDTH, Reference, data, low_rank_upper_half, mlp, programs
 
@@ -184,7 +185,7 @@ def test_freeing_what_has_no_backward_is_refused_at_the_next_step(name: str) -> 
         pipe.step(batch, target=target)
         pipe.settle()
         model[freed].requires_grad_(True)
-        with pytest.raises(ModelError, match=rf"{freed}\.0\.weight was frozen when the pipeline was created"):
+        with refused(ModelError, rf"{freed}\.0\.weight was frozen when the pipeline was created"):
             pipe.step(batch, target=target)
         model[freed].requires_grad_(False)
         pipe.step(batch, target=target)
@@ -198,7 +199,7 @@ def test_a_new_trainable_parameter_in_place_of_a_frozen_one_is_refused_too() -> 
     layer = model.get_submodule("0.0")
     assert isinstance(layer, nn.Linear)
     layer.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
-    with pytest.raises(ModelError, match=r"0\.0\.weight was frozen when the pipeline was created"):
+    with refused(ModelError, r"0\.0\.weight was frozen when the pipeline was created"):
         pipe.step(batch, target=target)
 
 
@@ -223,14 +224,14 @@ def test_where_nothing_trains_a_step_is_refused_and_evaluation_works() -> None:
     model.requires_grad_(False)
     for name in ("1f1b", "zb-v", "chimera"):
         pipe = pipeline(model, name)
-        with pytest.raises(ModelError, match="nothing to train: every parameter of the model is frozen"):
+        with refused(ModelError, "nothing to train: every parameter of the model is frozen"):
             pipe.step(batch, target=target)
         result = pipe.eval_step(batch, target=target)
         torch.testing.assert_close(result.output, model(batch))
     later = mlp()
     pipe = pipeline(later, "1f1b")
     later.requires_grad_(False)
-    with pytest.raises(ModelError, match="nothing to train"):
+    with refused(ModelError, "nothing to train"):
         pipe.step(batch, target=target)
     assert pipe.eval_step(batch).output is not None
 
@@ -251,7 +252,7 @@ def test_something_trained_that_is_no_parameter_is_refused_and_not_forgotten() -
             model = nn.Sequential(hidden, *(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)))
             pipe = pipeline(model, "1f1b", checkpoint=checkpoint)
             if num_layers == 1:
-                with pytest.raises(ModelError, match="nothing up to stage 0 has trainable parameters"):
+                with refused(ModelError, "nothing up to stage 0 has trainable parameters"):
                     pipe.step(batch, target=target)
             else:  # its stage trains something else, so it has a backward
                 pipe.step(batch, target=target)
@@ -265,7 +266,7 @@ def test_a_pruned_program_runs_only_the_model_that_it_was_made_for() -> None:
     pipe = pipeline(model_of("bottom"), pruned)
     pipe.step(batch, target=target)
     assert pipe.program is pruned
-    with pytest.raises(ProgramError, match="stage 0 has trainable parameters, but no backward in the program 'zb-h1'"):
+    with refused(ProgramError, "stage 0 has trainable parameters, but no backward in the program 'zb-h1'"):
         pipeline(mlp(), pruned)
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 from drumline.core.errors import ModelError
 from drumline.pipeline.pipeline import Pipeline
 from matrices import matrix
+from refused import refused
 from torch_models import Reference, data, programs
 
 pytestmark = pytest.mark.torch
@@ -216,9 +217,9 @@ def test_a_gradient_that_reaches_into_earlier_stages_is_refused(schedule: str) -
         model = nn.Sequential(nn.Linear(6, 6), Pairs(), Across(cut_off), nn.Linear(6, 6))
         return Pipeline(model, loss_fn=functional.mse_loss, schedule=schedule, num_microbatches=4, num_ranks=2)
 
-    with pytest.raises(ModelError, match="one of 2 tensors that it received"):
+    with refused(ModelError, "one of 2 tensors that it received"):
         pipeline(False).step(batch, target=target)
-    with pytest.raises(ModelError, match="one of 2 tensors that it received"):
+    with refused(ModelError, "one of 2 tensors that it received"):
         pipeline(False).eval_step(batch)
     pipeline(True).step(batch, target=target)
 
@@ -272,7 +273,7 @@ def test_backward_inside_a_forward_is_refused_where_its_gradient_would_be_lost()
     for one, other in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
     pipe = Pipeline(whole, loss_fn=functional.mse_loss, schedule="zb-h1", num_microbatches=4, num_ranks=2)
-    with pytest.raises(ModelError, match=r"calls backward\(\) inside its forward"):
+    with refused(ModelError, r"calls backward\(\) inside its forward"):
         pipe.step(batch, target=target)
 
 
@@ -302,7 +303,7 @@ def test_a_block_that_takes_gradients_only_later_is_followed_unless_it_has_buffe
             if isinstance(one, Later):
                 one.takes = True
         if buffers:
-            with pytest.raises(ModelError, match="begins to take gradients"):
+            with refused(ModelError, "begins to take gradients"):
                 pipe.step(batch, target=target)
         else:
             pipe.step(batch, target=target)

@@ -23,6 +23,7 @@ from drumline.engine.loss.rules.compare import compare
 from drumline.engine.loss.rules.rules import MEAN, SUM, found_in
 from drumline.pipeline.pipeline import Pipeline
 from losses import MIXED, NAMED, RIGHT, ROWS, WIDTH, Learned, Output, classes, noisy, numbers
+from refused import refused
 
 pytestmark = pytest.mark.torch
 
@@ -88,14 +89,14 @@ def test_what_is_no_mean_or_sum_is_refused(name: str) -> None:
     loss_fn, make = MIXED[name]
     random.seed(0)
     pipe = pipeline(body(), loss_fn, num_microbatches=counts(name))
-    with pytest.raises(DrumlineError, match=r"of the full batch|could not be compared|averages over different"):
+    with refused(DrumlineError, r"of the full batch|could not be compared|averages over different"):
         pipe.step(torch.randn(ROWS, 5), target=make(1))
     assert all(one.grad is None for one in pipe.parameters())
 
 
 def test_what_mixes_rows_by_chance_is_named() -> None:
     pipe = pipeline(body(), MIXED["permuted rows"][0], num_microbatches=2)
-    with pytest.raises(ModelError, match=r"it draws from randperm, .*pass loss_weight="):
+    with refused(ModelError, "it draws from randperm,", fix="pass loss_weight="):
         pipe.step(torch.randn(ROWS, 5), target=numbers(0))
     pipe = pipeline(body(), lambda o, t: nf.mse_loss(o, t) * random.random(), num_microbatches=2)
     with pytest.warns(UserWarning, match="draws from Python's or numpy's random generators"):
@@ -141,9 +142,7 @@ def test_a_penalty_on_weights_that_other_ranks_update_says_what_to_do() -> None:
 
     pipe = pipeline(model, loss_fn, num_microbatches=4, schedule="pipedream", num_ranks=2)
     pipe.optimizer(torch.optim.SGD, lr=0.1)
-    with pytest.raises(
-        ModelError, match=r"or loss_fn, uses a parameter .* does not hold; .* use the optimizer's weight"
-    ):
+    with refused(ModelError, "or loss_fn, uses a parameter .* does not hold", fix="weight_decay"):
         pipe.step(torch.randn(ROWS, 5), target=numbers(0))
 
 
@@ -203,7 +202,7 @@ def test_a_loss_of_rows_that_do_not_fit_goes_by_its_calls_and_says_so(monkeypatc
     with pytest.warns(UserWarning, match=r"was not compared .*one row of its output has .*Pass loss_weight="):
         pipe.step(torch.randn(ROWS, 5), target=numbers(0))
     pipe = pipeline(body(), lambda o, t: nf.mse_loss(o, t).pow(1.0), num_microbatches=3)
-    with pytest.raises(ModelError, match=r"could not be compared .*one row of its output.*pass loss_weight="):
+    with refused(ModelError, "could not be compared .*one row of its output", fix="pass loss_weight="):
         pipe.step(torch.randn(ROWS, 5), target=numbers(0))
     monkeypatch.setattr(rows, "AFFORDABLE", 80)
     trained(pipeline(body(), NAMED["sum / len"][0], num_microbatches=2), body(), NAMED["sum / len"][0], numbers)
@@ -212,7 +211,7 @@ def test_a_loss_of_rows_that_do_not_fit_goes_by_its_calls_and_says_so(monkeypatc
 def test_a_short_last_batch_is_compared_again() -> None:
     pipe = pipeline(body(), lambda o, t: nf.mse_loss(o, t) if len(t) != 2 else o.std(0).sum(), num_microbatches=3)
     pipe.step(torch.randn(ROWS, 5), target=numbers(0))
-    with pytest.raises(ModelError, match="of the full batch"):
+    with refused(ModelError, "of the full batch"):
         pipe.step(torch.randn(6, 5), target=numbers(0)[:6])
 
 

@@ -95,6 +95,7 @@ def test_gradients_of_several_steps_add_up(name: str) -> None:
     reference.compare(pipe, exact=name != "dualpipe")
 
 
+@pytest.mark.features("record")
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", some_of(SYNCHRONOUS, KINDS))
 def test_held_pairs_are_the_simulators_at_every_action(name: str) -> None:

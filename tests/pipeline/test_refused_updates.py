@@ -18,6 +18,7 @@ from drumline.engine.ranks.transports import agree
 from drumline.model.block import Block
 from drumline.pipeline.pipeline import Pipeline
 from drumline.schedules import generate
+from refused import refused
 from some import some
 from torch_models import data, mlp
 
@@ -34,7 +35,7 @@ def test_every_rank_must_have_been_given_the_same(rank: int) -> None:
     told = [{"seed": 0, "model": "a"} for _ in range(4)]
     agree(told)
     told[rank]["model"] = "b"
-    with pytest.raises(MismatchError, match=f"ranks 0 and {rank} disagree on model: a and b"):
+    with refused(MismatchError, f"ranks 0 and {rank} disagree on model: a and b"):
         agree(told)
 
 
@@ -82,7 +83,7 @@ def test_a_parameter_that_was_exchanged_has_to_be_reached_too() -> None:
     block.uses = False
     block.second.weight = nn.Parameter(torch.zeros(6, 6))
     pipe.step(batch, target=target)
-    with pytest.raises(ModelError, match=r"no loss reaches 1\.second"):
+    with refused(ModelError, r"no loss reaches 1\.second"):
         pipe.settle()
 
 
@@ -92,7 +93,7 @@ def test_a_frozen_parameter_of_any_stage_that_is_freed_is_refused() -> None:
     held = Frozen(Program.parse("0F0,0B0\n1F0,1B0"), cuts)
     held.check_still([])
     frozen.bias.requires_grad_(True)
-    with pytest.raises(ModelError, match=r"0\.bias was frozen when the pipeline was created"):
+    with refused(ModelError, r"0\.bias was frozen when the pipeline was created"):
         held.check_still([])  # also where its stage is another process's
 
 

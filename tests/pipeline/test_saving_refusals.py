@@ -18,6 +18,7 @@ from drumline.engine.model import splits
 from drumline.engine.state.names import matching
 from drumline.features.saving.snapshot import model_tensors
 from drumline.schedules import generate, schedule
+from refused import refused, saying
 
 pytestmark = pytest.mark.torch
 
@@ -37,38 +38,43 @@ def tagged(kind: str, of: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: checked_files(["a"]), "files is ['a']; expected contents or paths by name"),
-        (lambda: checked_files({"../a": "b"}), "files has '../a'; expected a name inside of the checkpoint"),
-        (lambda: checked_files({"/a": "b"}), "files has '/a'"),
-        (lambda: checked_files({"": "b"}), "files has ''"),
-        (lambda: checked_files({3: "b"}), "files has 3"),
-        (lambda: checked_files({"a\0": "b"}), "files has"),
-        (lambda: checked_files({"a": 3}), "files has 'a' as 3; expected text, bytes, or a Path to copy"),
-        (lambda: packed(nested(2000), "state"), "lies too deep"),
-        (lambda: packed({"a": object()}, "state"), "state['a'] is an object of the class object"),
-        (lambda: packed([torch.ones(2, device="meta")], "state"), "state[0] is a tensor of the kind"),
-        (lambda: packed(torch.eye(2).to_sparse(), "state"), "state is a tensor of the kind torch.sparse_coo"),
-        (lambda: packed(np.array([object()]), "state"), "state is an array of objects"),
-        (lambda: unpacked(tagged("tensor", ["float31", [1], ""])), "a saved value is damaged"),
+        (lambda: checked_files(["a"]), saying(r"files is \['a'\]", expected="contents or paths by name")),
+        (lambda: checked_files({"../a": "b"}), saying("files has '../a'", expected="a name inside of the checkpoint")),
+        (lambda: checked_files({"/a": "b"}), saying("files has '/a'")),
+        (lambda: checked_files({"": "b"}), saying("files has ''")),
+        (lambda: checked_files({3: "b"}), saying("files has 3")),
+        (lambda: checked_files({"a\0": "b"}), saying("files has")),
+        (lambda: checked_files({"a": 3}), saying("files has 'a' as 3", expected="text, bytes, or a Path")),
+        (lambda: packed(nested(2000), "state"), saying("lies too deep")),
+        (lambda: packed({"a": object()}, "state"), saying(r"state\['a'\] is an object of the class object")),
+        (lambda: packed([torch.ones(2, device="meta")], "state"), saying(r"state\[0\] is a tensor of the kind")),
+        (lambda: packed(torch.eye(2).to_sparse(), "state"), saying("state is a tensor of the kind torch.sparse_coo")),
+        (lambda: packed(np.array([object()]), "state"), saying("state is an array of objects")),
+        (lambda: unpacked(tagged("tensor", ["float31", [1], ""])), saying("a saved value is damaged")),
         (
             lambda: unpacked(tagged("tensor", ["nn", [1], ""])),
-            "a saved value is damaged: TypeError: nn is no kind of number",
+            saying("a saved value is damaged: TypeError: nn is no kind of number"),
         ),
-        (lambda: unpacked(tagged("nothing", 1)), "a saved value is damaged: KeyError"),
-        (lambda: model_tensors({"a": torch.ones(1), "extra": 3}), "the model's state has 'extra', a int"),
-        (lambda: matching([3], ["0.weight"]), "names holds 3; expected text"),  # type: ignore[list-item]
-        (lambda: splits.check([1]), "split is [1]; expected a dict"),
-        (lambda: splits.check({True: 0}), "split names True; expected an argument's name or position"),
-        (lambda: splits.check({1.5: 0}), "split names 1.5"),
-        (lambda: splits.check({"a": True}), "split is True for 'a'; expected a dimension, None, or a function"),
-        (lambda: generate("pipedream-2bw", num_ranks=2, num_microbatches=2, num_steps=0), "num_steps is 0; expected 1"),
-        (lambda: schedule("odd-one", stage_counts="some")(lambda: iter(())), "stage_counts is 'some'"),
+        (lambda: unpacked(tagged("nothing", 1)), saying("a saved value is damaged: KeyError")),
+        (lambda: model_tensors({"a": torch.ones(1), "extra": 3}), saying("the model's state has 'extra', a int")),
+        (lambda: matching([3], ["0.weight"]), saying("names holds 3", expected="text")),  # type: ignore[list-item]
+        (lambda: splits.check([1]), saying(r"split is \[1\]", expected="a dict")),
+        (lambda: splits.check({True: 0}), saying("split names True", expected="an argument's name or position")),
+        (lambda: splits.check({1.5: 0}), saying("split names 1.5")),
+        (
+            lambda: splits.check({"a": True}),
+            saying("split is True for 'a'", expected="a dimension"),
+        ),
+        (
+            lambda: generate("pipedream-2bw", num_ranks=2, num_microbatches=2, num_steps=0),
+            saying("num_steps is 0", expected="^1"),
+        ),
+        (lambda: schedule("odd-one", stage_counts="some")(lambda: iter(())), saying("stage_counts is 'some'")),
     ],
 )
-def test_what_cannot_be_kept_or_is_damaged_is_refused(make: Callable[[], Any], said: str) -> None:
-    with pytest.raises(DrumlineError) as caught:
+def test_what_cannot_be_kept_or_is_damaged_is_refused(make: Callable[[], Any], said: dict[str, str]) -> None:
+    with refused(DrumlineError, **said):
         make()
-    assert said in str(caught.value)
 
 
 def test_what_may_be_kept_comes_back() -> None:
@@ -83,7 +89,7 @@ def test_a_manifest_that_is_no_object_says_what_it_is(tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
     for text, said in (("[" * 100_000, "nested too deeply"), ("{", "not JSON"), ("[1]", "holds a list, not an object")):
         path.write_text(text)
-        with pytest.raises(DrumlineError, match=said):
+        with refused(DrumlineError, said):
             _object(path)
     path.write_text('{"a": 1}')
     assert _object(path) == {"a": 1}

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from drumline.core.errors import BatchError
 from drumline.engine.loss.own_loss import OwnWeight
 from drumline.model.follow.inputs import Inputs
+from drumline.model.microbatches import Microbatches
 from drumline.pipeline.pipeline import Pipeline
 from torch_models import data, mlp
 
@@ -58,6 +60,48 @@ def test_shares_of_a_double_precision_loss_are_exact() -> None:
     result = pipeline(model, num_microbatches=3).step(batch, target=target)
     assert result.loss is not None
     torch.testing.assert_close(result.loss, whole.detach(), rtol=1e-14, atol=0.0)
+
+
+def check_step(pipe: Pipeline, model: nn.Module, num_rows: int) -> None:
+    """Compare loss and gradients of a step with those of the unsplit model."""
+    batch, target = data(num_rows)
+    whole = functional.mse_loss(model(batch), target)
+    wanted = torch.autograd.grad(whole, list(model.parameters()))
+    model.zero_grad()
+    result = pipe.step(batch, target=target)
+    torch.testing.assert_close(result.loss, whole.detach())
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_steps_with_other_rows_have_other_shares() -> None:
+    model = mlp(2)
+    pipe = pipeline(model)
+    for num_rows in (8, 8, 8, 7, 9, 9, 9, 8, 8):
+        check_step(pipe, model, num_rows)
+
+
+def test_shares_are_those_of_the_step_after_one_that_failed() -> None:
+    model = mlp(2)
+    pipe = pipeline(model)
+    for num_rows in (7, 7, 7):
+        check_step(pipe, model, num_rows)
+    with pytest.raises(BatchError, match="the batch has 9 rows and the target has 10"):
+        pipe.step(data(9)[0], target=data(10)[1])
+    with pytest.raises(BatchError, match="the batch has 3 rows for 4 microbatches"):
+        pipe.step(data(3)[0], target=data(3)[1])
+    for num_rows in (7, 10, 7):
+        check_step(pipe, model, num_rows)
+
+
+def test_shares_are_equal_again_after_microbatches_that_the_user_cut() -> None:
+    model = mlp(2)
+    pipe = pipeline(model)
+    batch, target = (Microbatches(torch.split(one, [1, 1, 1, 5])) for one in data(8))
+    for _ in range(2):
+        pipe.step(batch, target=target)
+        for _ in range(2):
+            check_step(pipe, model, 8)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

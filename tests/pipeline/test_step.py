@@ -1,3 +1,5 @@
+"""A step's observers, and the options that a pipeline is made with."""
+
 from __future__ import annotations
 
 import inspect

@@ -13,9 +13,12 @@ from torch import Tensor, nn
 
 from drumline.channel.launch.launch import launch
 from drumline.channel.launch.stop import ask
+from drumline.core import rules
+from drumline.core.action import Action, Op
 from drumline.core.costs import Costs
-from drumline.core.errors import ModelError, ProgramError, RunError, UsageError
+from drumline.core.errors import ModelError, ProgramError, RankFailed, RunError, ScheduleError, UsageError
 from drumline.core.measured.costs import replay
+from drumline.core.measured.record import decoded
 from drumline.core.memory import holdings
 from drumline.features.stream.executor import StreamExecutor
 from drumline.features.stream.rows import StreamRows
@@ -35,6 +38,9 @@ from drumline.train.config.settings import (
 )
 from drumline.train.loop.run import run_training
 from pipeline.test_stream import SCHEDULES, Case, pipeline
+from refused import refused, saying
+from runtime.test_clock import Device, DeviceClock, Event
+from runtime.test_corridor import frames_of_ours
 from some import some
 
 pytestmark = pytest.mark.torch
@@ -127,44 +133,44 @@ def _small(**settings: Any) -> Pipeline:
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
-        ({"capture": True}, UsageError, "capture is True and pipedream-2bw has no flush"),
-        ({"programs": {"long": 2}}, UsageError, "has no flush"),
-        ({"precision": "fp16"}, UsageError, "precision is 'fp16'"),
+        ({"capture": True}, UsageError, saying("capture is True and pipedream-2bw has no flush")),
+        ({"programs": {"long": 2}}, UsageError, saying("has no flush")),
+        ({"precision": "fp16"}, UsageError, saying("precision is 'fp16'")),
         (
             {"schedule": generate("pipedream", num_ranks=2, num_microbatches=2)},
             ProgramError,
-            "the name of its schedule",
+            saying("'pipedream' updates weights", fix="schedule='pipedream'"),
         ),
-        ({"schedule": "1f1b", "vertical_sync": True}, Exception, "no option 'vertical_sync'"),
-        ({"num_microbatches": 1}, Exception, "needs a third weight version"),
+        ({"schedule": "1f1b", "vertical_sync": True}, ScheduleError, saying("no option 'vertical_sync'")),
+        ({"num_microbatches": 1}, ScheduleError, saying("needs a third weight version")),
     ],
     ids=str,
 )
-def test_what_does_not_go_together_is_refused(settings: Any, error: Any, words: str) -> None:
-    with pytest.raises(error, match=words):
+def test_what_does_not_go_together_is_refused(settings: Any, error: Any, words: dict[str, str]) -> None:
+    with refused(error, **words):
         _small(**settings)
 
 
 def test_calls_that_make_no_sense_are_refused() -> None:
     x = torch.ones(4, 4)
     pipe = _small()
-    with pytest.raises(RunError, match=r"create one with pipe\.optimizer"):
+    with refused(RunError, "steps optimizers inside pipe.step", fix=r"pipe\.optimizer"):
         pipe.step(x, target=x)
     optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
-    with pytest.raises(UsageError, match=r"share is 0\.5"):
+    with refused(UsageError, r"share is 0\.5"):
         pipe.step(x, target=x, share=0.5)
     pipe.step(x, target=x)
-    with pytest.raises(RunError, match=r"remove optimizer\.step"):
+    with refused(RunError, r"SGD\.step\(\) was called", fix=r"remove optimizer\.step"):
         optimizer.step()
-    with pytest.raises(RunError, match="pass max_norm="):
+    with refused(RunError, "clip_grad_norm_ was called", fix="max_norm="):
         pipe.clip_grad_norm_(1.0)
-    with pytest.raises(RunError, match=r"call pipe\.drain\(\) on every rank first"):
+    with refused(RunError, fix=r"pipe\.drain\(\) on every rank"):
         pipe.state_dict()
     optimizer.zero_grad()  # has nothing to forget, and forgets nothing that is due
     pipe.drain()
     assert pipe.state_dict().keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
     shared = nn.Linear(4, 4)
-    with pytest.raises(UsageError, match="a process for every rank"):
+    with refused(UsageError, r"0\.weight and 2\.weight are one tensor", expected="a process for every rank"):
         Pipeline([shared, nn.ReLU(), shared], loss_fn=nn.functional.mse_loss, schedule="pipedream-2bw",
                  num_microbatches=2, num_ranks=2, transport="in-process", balance=[1, 2])  # fmt: skip
 
@@ -179,12 +185,34 @@ def test_a_checkpoint_with_updates_due_goes_on_only_as_it_was(tmp_path: Path) ->
     pipe.save(tmp_path / "drained", wait=True)
     flushed = _small(schedule="1f1b")
     kept = flushed.optimizer(torch.optim.SGD, lr=0.1)
-    with pytest.raises(ModelError, match=r"call pipe\.drain\(\) before pipe\.save"):
+    with refused(ModelError, fix=r"pipe\.drain\(\) before pipe\.save"):
         flushed.load(tmp_path / "due")
     flushed.load(tmp_path / "drained")
     for (name, one), other in zip(some(pipe.named_parameters()), flushed.parameters(), strict=True):
         assert torch.equal(one, other), name
     assert kept.param_groups
+
+
+def test_a_drain_right_after_loading_makes_the_updates_on_a_device_with_a_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.ones(4, 4)
+    pipe = _small()
+    pipe.optimizer(torch.optim.SGD, lr=0.1)
+    pipe.step(x, target=x)
+    pipe.save(tmp_path, wait=True)
+    pipe.drain()
+    device = Device()
+    monkeypatch.setattr("torch.cuda.current_stream", lambda: device)
+    monkeypatch.setattr("torch.cuda.Event", lambda **_: Event(device))
+    other = _small()
+    other.optimizer(torch.optim.SGD, lr=0.1)
+    other.load(tmp_path)
+    for executor in other._engine.executors:
+        executor.clock = DeviceClock(device)
+    other.drain()
+    for (name, one), expected in zip(some(other.named_parameters()), pipe.parameters(), strict=True):
+        assert torch.equal(one, expected), name
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
@@ -232,7 +260,7 @@ def test_a_step_that_fails_needs_a_checkpoint(tmp_path: Path) -> None:
     pipe.save(tmp_path, wait=True)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         pipe.step(torch.ones(4, 3), target=x)
-    with pytest.raises(RunError, match="load a checkpoint"):
+    with refused(RunError, "a step failed", fix="load a checkpoint"):
         pipe.step(x, target=x)
     pipe.load(tmp_path)
     pipe.step(x, target=x)
@@ -262,7 +290,7 @@ def _resumed(case: Case, folder: str) -> dict[str, Tensor]:
 
 def test_a_killed_rank_ends_all_and_the_run_goes_on_exactly(tmp_path: Path) -> None:
     case = Case("2bw", "AdamW", 2, 2, num_steps=6)
-    with pytest.raises(RunError, match="rank 1 was killed by SIGKILL"):
+    with pytest.raises(RankFailed, match="rank 1 was killed by SIGKILL"):
         launch(_killed, case, str(tmp_path), num_ranks=2)
     expected = case.emulated().weights
     for rank in some(launch(_resumed, case, str(tmp_path), num_ranks=2)):
@@ -338,6 +366,70 @@ def test_every_place_says_the_same_of_what_a_step_holds(schedule: str, per_step:
         versions = [one.peak_versions for one in measured.memory]
         assert versions == ([4, 3, 2, 1] if schedule == "pipedream" else [2, 2, 2, 1])
     pipe.drain()
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_messages_are_noted_under_the_numbers_of_the_steps_program(kind: str) -> None:
+    ranks = 3
+    pipe = Pipeline(
+        [nn.Linear(4, 4) for _ in range(ranks)], loss_fn=nn.functional.mse_loss, schedule=SCHEDULES[kind],
+        vertical_sync=kind == "vertical", num_microbatches=3, num_ranks=ranks, transport="in-process",
+        balance=[1] * ranks,
+    )  # fmt: skip
+    pipe.optimizer(torch.optim.SGD, lr=0.1)
+    early = 0
+    for _ in some(range(5)):
+        pipe.step(torch.ones(3, 4), target=torch.ones(3, 4))
+        timeline = pipe.timeline()
+        for row, record in zip(timeline.program.rows, timeline.records, strict=True):
+            takers = {at: decoded(*named) for at, *named in (one[:4] for one in record.rows("messages"))}
+            assert {at: (one.stage, one.microbatch) for at, one in takers.items()} == {
+                at: (one.stage, one.microbatch) for at, one in enumerate(row) if _receives(one, ranks)
+            }
+            sent = [decoded(*one[:3]) for one in record.rows("sends")]
+            assert sent == [made.recv for one in row if (made := rules.message(one, ranks)) is not None]
+            newest = {one.microbatch for one in row if one.op is Op.FORWARD}
+            early += sum(one.microbatch not in newest for one in sent)
+    assert early > 0, "no message belonged to an earlier step"
+
+
+def _receives(action: Action, num_stages: int) -> bool:
+    needed = [each[0] for each in rules.needs(action, num_stages)]
+    return any(one.stage != action.stage and rules.message(one, num_stages) is not None for one in needed)
+
+
+def test_slices_and_pauses_run_in_the_loop_that_runs_all_rows() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            made = self.layer(x)
+            if made.requires_grad:
+                forwards.append(frames_of_ours())
+                made.register_hook(lambda _: backwards.append(frames_of_ours()))
+            return made
+
+    forwards: list[list[str]] = []
+    backwards: list[list[str]] = []
+    pipe = Pipeline(
+        [Counts(), Counts()], loss_fn=nn.functional.mse_loss, schedule="pipedream-2bw", num_microbatches=2,
+        num_ranks=2, transport="in-process", balance=[1, 1],
+    )  # fmt: skip
+    pipe.optimizer(torch.optim.SGD, lr=0.1)
+    x = torch.ones(4, 4)
+    for _ in range(3):
+        pipe.step(x, target=x)
+    in_steps = len(backwards)
+    pipe.eval_step(x, target=x)
+    assert 0 < in_steps < len(backwards) == len(forwards), "the rest runs in a pause"
+    for way in some(forwards):
+        at = way.index("Executor.run")
+        assert way[at:] == ["Executor.run", "StreamExecutor._forward", "Stage.forward", "Segment.run"]
+    for way in some(backwards):
+        at = way.index("Executor.run")
+        assert way[at : at + 3] == ["Executor.run", "StreamExecutor._backward", "Stage.backward"]
 
 
 def test_executors_of_flushed_programs_stay_as_they_are() -> None:

@@ -11,6 +11,7 @@ from drumline.core.program import Program
 from drumline.engine.ranks.tally import Ledger, Tally, Told
 from drumline.features.precision.scaler import LossScaler
 from drumline.schedules import generate
+from refused import refused
 
 pytestmark = pytest.mark.torch
 
@@ -28,9 +29,9 @@ def tally(rank: int, odd: Told, *, number: int = 3, scaler: LossScaler | None = 
 
 @each_rank
 def test_what_is_not_finite_is_named_by_its_rank(rank: int) -> None:
-    with pytest.raises(NonFiniteError, match=f"step 3: a loss or gradient on rank {rank} is NaN or infinite"):
+    with refused(NonFiniteError, f"step 3: a loss or gradient on rank {rank} is NaN or infinite"):
         tally(rank, Told(finite=False)).check()
-    with pytest.raises(NonFiniteError, match=f"on rank {rank} is"):
+    with refused(NonFiniteError, f"on rank {rank} is"):
         tally(rank, Told(finite=torch.tensor(False))).check()
 
 
@@ -49,7 +50,7 @@ def test_parameters_that_no_loss_reaches_are_named_whoever_holds_them(rank: int)
     told[rank].unreached = ["4.weight", "4.bias"]
     ledger = Ledger("raise")
     ledger.add(Tally(3, lambda: told, PROGRAM), trained=True, alone=False)
-    with pytest.raises(ModelError, match=r"no loss reaches 4\.bias, 4\.weight"):
+    with refused(ModelError, r"no loss reaches 4\.bias, 4\.weight"):
         ledger.settle(until=None, gradients_left=lambda: True)
 
 
@@ -57,7 +58,7 @@ def test_parameters_that_no_loss_reaches_are_named_whoever_holds_them(rank: int)
 def test_a_scale_that_differs_on_any_rank_is_refused(rank: int) -> None:
     told = [Told(scale=8.0) for _ in range(NUM_RANKS)]
     told[rank].scale = 4.0
-    with pytest.raises(MismatchError, match="ranks scaled the loss by 4, 8"):
+    with refused(MismatchError, "ranks scaled the loss by 4, 8"):
         Tally(3, lambda: told, PROGRAM).check()
 
 

@@ -31,6 +31,7 @@ from drumline.pipeline.pipeline import Pipeline
 from drumline.schedules import generate
 from matrices import ALL, long, matrix
 from reference_step import reference_step
+from refused import refused
 from some import some
 from torch_models import CPU, SYNCHRONOUS, TWO_WAYS, WIDTH, data, mlp
 
@@ -320,26 +321,26 @@ def test_what_cannot_be_made_again_is_refused_with_its_reason() -> None:
     settings: dict[str, Any] = {"loss_fn": functional.mse_loss, "num_ranks": 2, "num_microbatches": 2}
     settings["transport"] = "in-process"
     pipe = Pipeline(mlp(4), **settings)
-    with pytest.raises(UsageError, match="validated is 'later'"):
+    with refused(UsageError, "validated is 'later'"):
         pipe.optimizer(torch.optim.SGD, validated="later")
-    with pytest.raises(UsageError, match=r"max_norm is 1.0, and updates are validated before.*clip_grad_norm_"):
+    with refused(UsageError, "max_norm is 1.0, and updates are validated before", fix="clip_grad_norm_"):
         pipe.optimizer(torch.optim.SGD, max_norm=1.0)
-    with pytest.raises(UsageError, match="max_norm is -1"):
+    with refused(UsageError, "max_norm is -1"):
         pipe.optimizer(torch.optim.SGD, validated="after", max_norm=-1.0)
     spoiling = pipe.optimizer(Spoiling, names="*.0.*", lr=0.1, **HOW)
-    with pytest.raises(UsageError, match="another optimizer of this pipeline has 10"):
+    with refused(UsageError, "another optimizer of this pipeline has 10"):
         pipe.optimizer(torch.optim.SGD, lr=0.1, validated="after", max_norm=2.0)
-    with pytest.raises(UsageError, match='validated is "before", and not so on another'):
+    with refused(UsageError, 'validated is "before", and not so on another'):
         pipe.optimizer(torch.optim.SGD, lr=0.1)
-    with pytest.raises(UsageError, match=r"clip_grad_norm_ waits.*pass max_norm=1 to pipe.optimizer"):
+    with refused(UsageError, "clip_grad_norm_ waits", fix="max_norm=1 to pipe.optimizer"):
         pipe.clip_grad_norm_(1.0)
     batch, target = data(4)
     pipe.step(batch, target=target)
-    with pytest.raises(RunError, match=r'SGD was created directly.*validated="after"'):
+    with refused(RunError, r'SGD was created directly.*validated="after"'):
         torch.optim.SGD(pipe.parameters(), lr=0.1).step()
-    with pytest.raises(RunError, match="Spoiling changes gradients while it steps"):
+    with refused(RunError, "Spoiling changes gradients while it steps"):
         spoiling.step()
-    with pytest.raises(UsageError, match=r'precision is "fp16".*loss scale'):
+    with refused(UsageError, 'precision is "fp16"', expected="loss scale"):
         Pipeline(mlp(4), precision="fp16", **settings).optimizer(torch.optim.SGD, **HOW)
 
 
@@ -378,7 +379,7 @@ def test_gradients_changed_in_place_are_noticed() -> None:
     for one in some(pipe.parameters()):
         assert one.grad is not None
         one.grad.zero_()
-    with pytest.raises(RunError, match=r"changed in place before it was validated.*use optimizer.zero_grad"):
+    with refused(RunError, "changed in place before it was validated", fix="use optimizer.zero_grad"):
         pipe.settle()
 
 
@@ -529,7 +530,7 @@ def test_lines_of_a_mesh_take_the_same_updates_back(tmp_path: Path) -> None:
             for number, how in enumerate(cases)
         ]
         pipe = Pipeline(mlp(4), loss_fn=functional.mse_loss, num_microbatches=4, mesh=mesh, zero=1)
-        with pipe, pytest.raises(UsageError, match="zero divides state"):
+        with pipe, refused(UsageError, "zero divides state"):
             pipe.optimizer(torch.optim.SGD, **AFTER)
         return found
 

@@ -28,6 +28,7 @@ from drumline.schedules import generate
 from drumline.verification.result import Verification, difference
 from drumline.verification.verify import verify
 from follow_faults import FAULTS
+from refused import refused, saying
 from torch_models import data, mlp
 
 pytestmark = pytest.mark.torch
@@ -258,36 +259,36 @@ def test_a_pipeline_that_fails_is_a_failed_run(monkeypatch: pytest.MonkeyPatch) 
         raise RuntimeError("a stage broke")
 
     break_step(monkeypatch, spoil)
-    with pytest.raises(RunError, match="the pipeline failed with RuntimeError: a stage broke"):
+    with refused(RunError, "the pipeline failed with RuntimeError: a stage broke"):
         in_process(num_microbatches=4)
 
 
 @pytest.mark.parametrize(
     ("model", "error", "text"),
     [
-        ("own_model.py", ModelError, "expected FILE.py:NAME"),
-        ("absent.py:make", ModelError, "absent.py: no such file"),
-        (".:make", ModelError, "not a file"),
-        ("own_model.py:mak", ModelError, "mak does not exist; .* did you mean make?"),
-        ("own_model.py:number", ModelError, "number is not a function"),
-        ("own_model.py:pair", ModelError, r"own_model.py:pair returned 2 values; expected \(model, loss_fn"),
-        ("own_model.py:loss", ModelError, "loss failed with TypeError.* runs without arguments"),
-        ("own_model.py:not_a_model", ModelError, "the model is a str"),
-        ("own_model.py:no_loss", ModelError, "a str as loss_fn"),
-        ("own_model.py:raises", ModelError, "raises failed with KeyError: 'weights'"),
-        ("own_model.py:does_not_fit", ModelError, "fails in a single process too, with RuntimeError: mat1"),
-        ("own_model.py:few_rows", BatchError, "3 rows for 4 microbatches"),
-        ("broken.py:make", ModelError, "broken.py failed with SyntaxError"),
-        ("notes.txt:make", ModelError, "not a Python file"),
+        ("own_model.py", ModelError, saying("the model is 'own_model.py'", expected="FILE.py:NAME")),
+        ("absent.py:make", ModelError, saying("absent.py: no such file")),
+        (".:make", ModelError, saying("not a file")),
+        ("own_model.py:mak", ModelError, saying("mak does not exist", fix="did you mean make?")),
+        ("own_model.py:number", ModelError, saying("number is not a function")),
+        ("own_model.py:pair", ModelError, saying("own_model.py:pair returned 2 values", expected=r"\(model, loss_fn")),
+        ("own_model.py:loss", ModelError, saying("loss failed with TypeError", expected="runs without arguments")),
+        ("own_model.py:not_a_model", ModelError, saying("the model is a str")),
+        ("own_model.py:no_loss", ModelError, saying("a str as loss_fn")),
+        ("own_model.py:raises", ModelError, saying("raises failed with KeyError: 'weights'")),
+        ("own_model.py:does_not_fit", ModelError, saying("fails in a single process too, with RuntimeError: mat1")),
+        ("own_model.py:few_rows", BatchError, saying("3 rows for 4 microbatches")),
+        ("broken.py:make", ModelError, saying("broken.py failed with SyntaxError")),
+        ("notes.txt:make", ModelError, saying("not a Python file")),
     ],
 )
 def test_a_model_that_is_no_model_is_refused_with_the_reason(
-    model: str, error: type[DrumlineError], text: str, model_file: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, error: type[DrumlineError], text: dict[str, str], model_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(model_file.parent)
     Path("broken.py").write_text("def make(:\n")
     Path("notes.txt").write_text("a note\n")
-    with pytest.raises(error, match=text):
+    with refused(error, **text):
         in_process(model=model, num_microbatches=4)
 
 
@@ -298,7 +299,7 @@ def test_a_model_that_comes_out_differently_each_time_is_refused() -> None:
         batch, target = data(8)
         return Material(mlp(4), functional.mse_loss, batch * next(scales), target)
 
-    with pytest.raises(ModelError, match="differed when built a second time"):
+    with refused(ModelError, "differed when built a second time"):
         in_process(model=drifting)
 
 
@@ -318,12 +319,12 @@ def test_a_model_that_comes_out_differently_each_time_is_refused() -> None:
 def test_settings_that_make_no_sense_are_refused(
     settings: dict[str, Any], error: type[DrumlineError], text: str
 ) -> None:
-    with pytest.raises(error, match=text):
+    with refused(error, text):
         in_process(**settings)
 
 
 def test_an_unknown_transport_is_refused() -> None:
-    with pytest.raises(UsageError, match="did you mean gloo"):
+    with refused(UsageError, "transport is 'glo'", fix="did you mean gloo"):
         verify(transport="glo")
 
 
@@ -433,5 +434,5 @@ def test_a_model_that_does_something_else_each_time_is_refused() -> None:
     def make() -> Any:
         return Forgets(), functional.mse_loss, torch.randn(8, 6), torch.randn(8, 6)
 
-    with pytest.raises(ModelError, match="changes calls, which the forward reads between blocks"):
+    with refused(ModelError, "changes calls, which the forward reads between blocks"):
         verify("1f1b", model=make, num_ranks=2, num_microbatches=4, transport="in-process")

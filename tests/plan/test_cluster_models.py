@@ -1,3 +1,5 @@
+"""Models of the cluster planner: parameters and operations as their authors count them."""
+
 from __future__ import annotations
 
 import pytest
@@ -9,6 +11,7 @@ from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.models import MODELS, model
 from drumline.plan.cluster.transformer import Experts, Transformer, model_flops
 from published_runs import run_flops
+from refused import refused, saying
 
 
 @pytest.mark.parametrize(
@@ -165,7 +168,7 @@ def test_what_is_run_grows_with_what_is_computed_again() -> None:
 
 
 def test_an_unknown_model_is_refused_with_the_nearest() -> None:
-    with pytest.raises(PlanError, match=r"unknown model 'llama3-405b'; did you mean llama-3-405b\?"):
+    with refused(PlanError, "unknown model 'llama3-405b'", fix=r"did you mean llama-3-405b\?"):
         model("llama3-405b")
 
 
@@ -176,18 +179,18 @@ def test_names_are_found_whatever_their_case() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"num_layers": 0}, "num_layers of x is 0; expected 1 or more"),
-        ({"feedforward": -4}, "feedforward of x is -4; expected 0 or more"),
-        ({"num_key_value_heads": 3}, "4 heads of x cannot share 3 keys and values"),
-        ({"experts": Experts(8, 2, 16), "num_dense_layers": 3}, "x has 3 dense layers of 2"),
+        ({"num_layers": 0}, saying("num_layers of x is 0", expected="1 or more")),
+        ({"feedforward": -4}, saying("feedforward of x is -4", expected="0 or more")),
+        ({"num_key_value_heads": 3}, saying("4 heads of x cannot share 3 keys and values")),
+        ({"experts": Experts(8, 2, 16), "num_dense_layers": 3}, saying("x has 3 dense layers of 2")),
     ],
 )
-def test_a_transformer_that_cannot_be_is_refused(wrong: dict[str, int], message: str) -> None:
+def test_a_transformer_that_cannot_be_is_refused(wrong: dict[str, int], message: dict[str, str]) -> None:
     plain = {"num_layers": 2, "hidden": 64, "num_heads": 4, "vocabulary": 10, "sequence": 8}
-    with pytest.raises(PlanError, match=message):
+    with refused(PlanError, **message):
         Transformer("x", **{**plain, **wrong})  # type: ignore[arg-type]
 
 
 def test_more_experts_per_token_than_there_are_is_refused() -> None:
-    with pytest.raises(PlanError, match="a token uses 9 of 8 experts"):
+    with refused(PlanError, "a token uses 9 of 8 experts"):
         Experts(8, 9, 64)

@@ -1,3 +1,5 @@
+"""Published runs: how far the estimates are from what others measured."""
+
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,3 +1,5 @@
+"""Formulas of a pipeline's shape on a cluster, against the simulator."""
+
 from __future__ import annotations
 
 import pytest

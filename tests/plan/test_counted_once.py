@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
-import pytest
 
 from chains import rank_bytes
 from drumline.core.errors import PlanError
@@ -20,6 +19,7 @@ from drumline.plan.device.combinations import reordered
 from drumline.plan.device.planner import _chosen
 from names import build
 from profiles import layer
+from refused import refused
 
 
 def test_a_tied_weight_counts_once_in_a_stage_and_on_a_rank() -> None:
@@ -30,7 +30,7 @@ def test_a_tied_weight_counts_once_in_a_stage_and_on_a_rank() -> None:
     alone = [HeldPairs(stages=(stage,), moments=np.zeros((1, 1, 3))) for stage in (0, 1)]
     assert rank_bytes(blocks, [2, 1], alone) == (110, 100)
     assert partition(blocks, 1, held=[HeldPairs((0,), np.zeros((1, 1, 3)))], max_bytes=120).counts == (3,)
-    with pytest.raises(PlanError, match="max_bytes=120 or more"):
+    with refused(PlanError, "within 119 bytes", expected="max_bytes=120 or more"):
         partition(blocks, 1, held=[HeldPairs((0,), np.zeros((1, 1, 3)))], max_bytes=119)
     # Within 110 bytes only a cut that leaves the table once on either side fits.
     found = partition(blocks, 2, held=alone, max_bytes=110)

@@ -1,3 +1,5 @@
+"""Cuts against brute force, for both objectives."""
+
 from __future__ import annotations
 
 import math

@@ -1,3 +1,5 @@
+"""Lower bounds: no program goes below them, and the best ones often reach them."""
+
 from __future__ import annotations
 
 import random

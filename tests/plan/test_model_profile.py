@@ -1,3 +1,5 @@
+"""Profiles of a model: fitted, interpolated, merged, and refused where damaged."""
+
 from __future__ import annotations
 
 import json
@@ -14,6 +16,7 @@ from drumline.plan.device.model_profile import ModelProfile, ProfiledLink, is_pr
 from drumline.plan.device.overheads import Line, Overheads, fitted
 from drumline.report.plan.profiles import profile_page, profile_svg, profile_text
 from profiles import SOME, model_profile
+from refused import refused, saying
 
 
 def test_a_fit_finds_latency_and_bandwidth_through_noise() -> None:
@@ -32,7 +35,7 @@ def test_a_fit_has_no_negative_part() -> None:
     assert falling.seconds == 0
     assert falling.seconds_per_byte > 0
     assert fitted([(10, 3.0)]) == Line(3.0)
-    with pytest.raises(PlanError, match="no message was measured"):
+    with refused(PlanError, "no message was measured"):
         fitted([])
 
 
@@ -55,14 +58,14 @@ def test_sizes_between_those_measured_lie_on_a_line() -> None:
     assert [one.times.forward for one in two.layers] == pytest.approx([2.0, 4.0])
     assert [one.activation_bytes for one in two.layers] == [200, 200]
     for rows in (0.5, 5):
-        with pytest.raises(PlanError, match="expected 1 to 4 rows, the measured range"):
+        with refused(PlanError, f"microbatches of {rows:g} rows", expected="1 to 4 rows"):
             profile.at(rows)
 
 
 def test_ranks_profiles_are_merged_by_their_medians() -> None:
     each = [model_profile([seconds], rows=(1,)).at(1) for seconds in (1.0, 5.0, 2.0)]
     assert merged(each).layers[0].times.forward == 2.0
-    with pytest.raises(PlanError, match="the profiles have different blocks"):
+    with refused(PlanError, "the profiles have different blocks"):
         merged([each[0], model_profile([1.0, 2.0], rows=(1,)).at(1)])
 
 
@@ -83,17 +86,17 @@ def test_a_profile_and_its_file_are_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"version": 2}, "the profile has version 2; expected version 1; measure it again"),
-        ({"format": "something"}, "not a profile"),
-        ({"sizes": []}, r"microbatch sizes are \[\]"),
-        ({"sizes": None}, "a damaged profile"),
-        ({"paces": [1.0]}, "1 paces for 3 sizes"),
-        ({"model": {"name": "x"}}, "a damaged profile"),
+        ({"version": 2}, saying("the profile has version 2", expected="version 1", fix="measure it again")),
+        ({"format": "something"}, saying("not a profile")),
+        ({"sizes": []}, saying(r"microbatch sizes are \[\]")),
+        ({"sizes": None}, saying("a damaged profile")),
+        ({"paces": [1.0]}, saying("1 paces for 3 sizes")),
+        ({"model": {"name": "x"}}, saying("a damaged profile")),
     ],
 )
-def test_a_file_that_is_none_is_refused(change: dict[str, Any], reason: str) -> None:
+def test_a_file_that_is_none_is_refused(change: dict[str, Any], reason: dict[str, str]) -> None:
     table = {**json.loads(model_profile([1.0]).to_json()), **change}
-    with pytest.raises(PlanError, match=reason):
+    with refused(PlanError, **reason):
         ModelProfile.from_json(json.dumps(table))
 
 
@@ -102,12 +105,12 @@ def test_damage_is_named_with_its_file(tmp_path: Path) -> None:
     del table["device"]
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(table))
-    with pytest.raises(PlanError, match=f"{path}: a damaged profile: 'device' is missing"):
+    with refused(PlanError, f"{path}: a damaged profile: 'device' is missing"):
         ModelProfile.load(path)
     table = json.loads(model_profile([1.0]).to_json())
     table["sizes"][0]["profile"]["layers"][0]["weight_bytes"] = -1
-    with pytest.raises(PlanError, match="weight_bytes is -1"):
+    with refused(PlanError, "weight_bytes is -1"):
         ModelProfile.from_json(json.dumps(table))
     for text in ("", "[]", "{", "3"):
-        with pytest.raises(PlanError, match=r"not JSON|the JSON holds a|not a profile"):
+        with refused(PlanError, r"not JSON|the JSON holds a|not a profile"):
             ModelProfile.from_json(text)

@@ -1,3 +1,5 @@
+"""`partition`: no cut is better, with and without a memory limit."""
+
 from __future__ import annotations
 
 import math
@@ -22,6 +24,7 @@ from drumline.plan.cut.partition import Partition, partition
 from drumline.plan.cut.peaks import held_by
 from matrices import examples, long
 from programs import build, programs
+from refused import refused
 
 blocks = st.builds(
     BlockCosts,
@@ -120,7 +123,7 @@ def test_a_limit_that_nothing_fits_names_the_smallest_that_would_do(program: Pro
     num_stages, held = program.num_stages, held_by(program)
     chain = data.draw(st.lists(blocks | tied_blocks, min_size=num_stages, max_size=num_stages + 3))
     smallest = min(max(rank_bytes(chain, one, held)) for one in cuts(len(chain), num_stages))
-    with pytest.raises(PlanError, match=f"expected max_bytes={math.ceil(smallest)} or more; use more ranks") as caught:
+    with refused(PlanError, expected=f"max_bytes={math.ceil(smallest)} or more", fix="use more ranks") as caught:
         partition(chain, num_stages, held=held, max_bytes=smallest - 1)
     assert caught.value.smallest_bytes == smallest
     assert partition(chain, num_stages, held=held, max_bytes=smallest).is_exact
@@ -177,7 +180,7 @@ def test_a_search_that_is_cut_short_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     assert not found.is_exact
     assert_covers(found, chain, 4)
     assert max(found.rank_bytes or ()) <= 12
-    with pytest.raises(PlanError, match="no cut was found of 6 blocks into 4 stages"):
+    with refused(PlanError, "no cut was found of 6 blocks into 4 stages"):
         partition(chain, 4, held=held, max_bytes=5)
 
 
@@ -200,16 +203,15 @@ def test_two_hundred_blocks_take_no_more_steps_than_they_did() -> None:
     assert_covers(found, chain, 16)
 
 
-@pytest.mark.parametrize(("num_stages", "mend"), [(0, "at least one stage$"), (3, "use fewer ranks or fewer stages")])
+@pytest.mark.parametrize(("num_stages", "mend"), [(0, "^$"), (3, "use fewer ranks or fewer stages")])
 def test_counts_that_make_no_sense_are_refused(num_stages: int, mend: str) -> None:
-    with pytest.raises(
-        PlanError, match=f"2 blocks cannot fill {num_stages} stages; expected at least one block per stage.*{mend}"
-    ):
+    expected = "at least one block per stage, and at least one stage"
+    with refused(PlanError, f"2 blocks cannot fill {num_stages} stages", expected=expected, fix=mend):
         partition([BlockCosts(1.0)] * 2, num_stages)
 
 
 def test_a_limit_needs_to_know_what_is_held() -> None:
-    with pytest.raises(PlanError, match="max_bytes needs held"):
+    with refused(PlanError, "max_bytes needs held"):
         partition([BlockCosts(1.0)] * 2, 2, max_bytes=10)
-    with pytest.raises(PlanError, match=r"held covers the stages \[0, 1\]"):
+    with refused(PlanError, r"held covers the stages \[0, 1\]"):
         partition([BlockCosts(1.0)] * 3, 3, held=held_by(build("1f1b", 2, 2)), max_bytes=10)

@@ -1,3 +1,5 @@
+"""The search for programs: published rates reached, limits kept, optima proven."""
+
 from __future__ import annotations
 
 import json
@@ -28,6 +30,7 @@ from drumline.plan.search.times import clock
 from drumline.report.draw.pareto import pareto_page, pareto_svg
 from drumline.schedules import generate
 from matrices import ALL, examples, long
+from refused import refused
 from search_instances import drawn
 from some import some
 
@@ -193,12 +196,12 @@ def test_the_same_seed_finds_the_same_program() -> None:
 
 
 def test_a_limit_that_nothing_fits_is_refused_with_the_smallest_that_would_do() -> None:
-    with pytest.raises(PlanError, match="max_activations=2 or more"):
+    with refused(PlanError, "within 1 pair", expected="max_activations=2 or more"):
         search(Costs(), Placement.v(2), num_microbatches=2, limit=Limit(max_activations=1))
     costs = Costs(activation_bytes=[10, 30], held_until_weight_bytes=[4, 20], weight_bytes=5)
-    with pytest.raises(PlanError, match="max_bytes=35 or more") as refused:
+    with refused(PlanError, "within 34 bytes", expected="max_bytes=35 or more") as caught:
         search(costs, Placement.linear(2), num_microbatches=2, limit=Limit(max_bytes=34))
-    assert refused.value.smallest_bytes == 35
+    assert caught.value.smallest_bytes == 35
     found = search(costs, Placement.linear(2), num_microbatches=2, limit=Limit(max_bytes=35), seconds=0.3)
     assert max(found.timeline.peak_bytes or ()) <= 35
 

@@ -1,3 +1,5 @@
+"""Profiled blocks: their seconds and bytes, and a model that is left as it was."""
+
 from __future__ import annotations
 
 import copy
@@ -18,6 +20,7 @@ from drumline.plan.device.blocks import Layer, Profile, Times
 from drumline.profile.blocks import _told_apart, profile
 from drumline.schedules import generate
 from matrices import matrix
+from refused import refused
 from some import some
 from torch_models import WIDTH, data, mlp
 
@@ -190,9 +193,9 @@ def test_a_profile_is_json() -> None:
 
 def test_what_cannot_be_measured_is_refused() -> None:
     batch, target = data(ROWS)
-    with pytest.raises(BatchError, match="there is a loss_fn but no target; pass target="):
+    with refused(BatchError, "there is a loss_fn but no target", fix="pass target="):
         profile(mlp(2), batch, loss_fn=functional.mse_loss)
-    with pytest.raises(ModelError, match="num_runs is 0"):
+    with refused(ModelError, "num_runs is 0"):
         profile(mlp(2), batch, target=target, num_runs=0)
-    with pytest.raises(ModelError, match=r"counts are \[1, 2\]; expected 1 or more each, 2 in total"):
+    with refused(ModelError, r"counts are \[1, 2\]", expected="1 or more each, 2 in total"):
         made_up(1.0, 2.0).costs([1, 2])

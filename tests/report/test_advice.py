@@ -1,3 +1,5 @@
+"""Which schedule a comparison recommends, and what it says about the others."""
+
 from __future__ import annotations
 
 from drumline.core.costs import Costs

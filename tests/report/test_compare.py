@@ -1,3 +1,5 @@
+"""Comparisons of schedules: who is compared, in which order, and how wide the table is."""
+
 from __future__ import annotations
 
 import pytest
@@ -8,6 +10,7 @@ from drumline.core.timeline.idle import Limit
 from drumline.report.compare import compare, compare_page, compare_table, left_out_text, recommend
 from drumline.report.draw.table import table
 from names import NAMES
+from refused import refused
 from some import some
 
 
@@ -68,7 +71,7 @@ def test_what_is_over_the_limit_comes_last() -> None:
 
 
 def test_costs_per_stage_cannot_be_compared() -> None:
-    with pytest.raises(CostsError, match="forward has one value per stage"):
+    with refused(CostsError, "forward has one value per stage"):
         compare(4, num_microbatches=8, costs=Costs(forward=[1, 2, 3, 4]))
 
 

@@ -15,6 +15,7 @@ from drumline.report.run import follow as following
 from drumline.report.run.follow import follow, lines
 from drumline.report.run.live import ASCII, FINE, LiveRun
 from drumline.schedules import generate
+from refused import refused
 from simulated_runs import per_stage, write_simulated_run
 
 PROGRAM = generate("1f1b", num_ranks=2, num_microbatches=4)
@@ -193,7 +194,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(
         raise ImportError(name)
 
     monkeypatch.setattr(following, "import_module", refuse)
-    with pytest.raises(UsageError, match=rf"{extra} is not installed; .*pip install -e '\.\[{extra}\]'"):
+    with refused(UsageError, f"{extra} is not installed", fix=rf"pip install -e '\.\[{extra}\]'"):
         make()
 
 

@@ -1,3 +1,5 @@
+"""A timeline as text: the pictures, their width, labels and colour."""
+
 from __future__ import annotations
 
 import re

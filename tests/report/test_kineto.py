@@ -27,6 +27,7 @@ from drumline.report.summary import idle_by_cause
 from kineto_traces import BEGIN, MESSAGE_BYTES, UNIT, Event, event, info, mark, save, written
 from matrices import examples
 from names import build
+from refused import refused
 from some import some
 
 MILLI = 1e-3
@@ -305,9 +306,9 @@ def test_a_step_that_is_cut_off_is_told_apart(tmp_path: Path) -> None:
     traces = load(by_hand(tmp_path, rows))
     assert list(traces.steps) == [0, 1]
     assert traces.incomplete == (2,)
-    with pytest.raises(TraceError, match="step 2 is not complete"):
+    with refused(TraceError, "step 2 is not complete"):
         traces.step(2)
-    with pytest.raises(TraceError, match="step 9 is not in the traces; expected one of the steps 0, 1"):
+    with refused(TraceError, "step 9 is not in the traces", expected="one of the steps 0, 1"):
         traces.step(9)
 
 
@@ -340,7 +341,7 @@ def test_of_several_pipelines_beside_each_other_the_first_is_read(tmp_path: Path
     assert traces.num_others == 1
     assert traces.step().program == timeline.program
     assert [one.rank for one in load([files[1], files[3]]).members] == [1, 3]
-    with pytest.raises(TraceError, match="there is no trace of rank 2, but the pipeline has ranks 0, 2"):
+    with refused(TraceError, "there is no trace of rank 2, but the pipeline has ranks 0, 2"):
         load([files[0], files[1], files[3]])
 
 
@@ -376,18 +377,18 @@ def unlabelled(*pairs: tuple[float, float]) -> list[Event]:
 
 def test_a_run_on_a_device_that_was_not_recorded_is_refused(tmp_path: Path) -> None:
     hidden = [one for one in unlabelled((0, 2), (1, 3)) if not one["name"].startswith("gloo")]
-    with pytest.raises(TraceError, match="has sends and receives of a device, but no device was recorded"):
+    with refused(TraceError, "has sends and receives of a device, but no device was recorded"):
         load(by_hand(tmp_path, hidden))
 
 
 def test_backwards_that_belong_to_other_forwards_are_refused_without_labels(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="backward 1 belongs to forward 0, but there are no labels"):
+    with refused(TraceError, "backward 1 belongs to forward 0, but there are no labels"):
         load(by_hand(tmp_path, unlabelled((0, 3), (1, 2))))
-    with pytest.raises(TraceError, match="no trace of a rank after it"):
+    with refused(TraceError, "no trace of a rank after it"):
         load(by_hand(tmp_path, unlabelled((0, 2), (1, 3))))
     third = [*linked(2, 4, 5)[:1], *linked(2, 4, 3)[2:]]
-    with pytest.raises(TraceError, match="backward 1 belongs to forward 2, but there are no labels"):
+    with refused(TraceError, "backward 1 belongs to forward 2, but there are no labels"):
         load(by_hand(tmp_path, [*unlabelled((0, 2), (1, 3)), *third]))
     third = [*linked(2, 4, 5)[:1], *linked(2, 4, 3)[2:]]
-    with pytest.raises(TraceError, match="3 forwards and 2 backwards, but no labels"):
+    with refused(TraceError, "3 forwards and 2 backwards, but no labels"):
         load(by_hand(tmp_path, [mark("ProfilerStep#0", -1, 9), *unlabelled((0, 2), (1, 3)), *third]))

@@ -30,6 +30,7 @@ from drumline.report.kineto.recording import Mark, read
 from kineto_traces import BASE, BEGIN, Event, event, info, mark, save, written
 from matrices import long
 from names import build
+from refused import refused, saying
 
 TRACE = json.dumps({"schemaVersion": 1, "traceEvents": [mark("PP:0F0", 0, 1), mark("PP:0B0", 1, 2)], "traceName": "x"})
 
@@ -53,32 +54,31 @@ def iterations(path: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda at: at / "nowhere.json", "No such file"),
-        (lambda at: folder(at / "empty"), "contains no trace"),
-        (lambda at: iterations(at / "all"), "iteration_10"),
-        (lambda at: put(at / "rank0.json", ""), "it begins with neither"),
-        (lambda at: put(at / "rank0.json", "hello"), "not JSON: it begins with neither { nor [, at 'hello'"),
-        (lambda at: put(at / "rank0.json", "\x00\x01\x02"), "not JSON"),
-        (lambda at: put(at / "rank0.json", '{"a" 1}'), "not JSON: a name is missing"),
-        (lambda at: put(at / "rank0.json", '{"a": 1 "b": 2}'), "not JSON: a comma is missing"),
-        (lambda at: put(at / "rank0.json", '{"a": nonsense}'), "not JSON: Expecting value"),
-        (lambda at: put(at / "rank0.json", '{"a": 1, "b": [2]}'), "it has no traceEvents, only a, b"),
-        (lambda at: put(at / "rank0.json", "{}"), "it has no traceEvents, only nothing"),
-        (lambda at: put(at / "rank0.json", '{"traceEvents": ' + "[" * 100_000), "nested too deeply"),
-        (lambda at: put(at / "rank0.json.gz", gzip.compress(TRACE.encode())[:40]), "damaged or cut off"),
-        (lambda at: put(at / "rank0.json.gz", b"\x1f\x8b rubbish that is no gzip"), "damaged or cut off"),
-        (lambda at: put(at / "rank0.json", '{"traceEvents": []}'), "contains no pipeline"),
-        (lambda at: save(at / "rank0.json", [mark("train", 0, 1)]), "its labels are train"),
-        (lambda at: put(at / "trace.json", TRACE), "nor its name says which rank it is from"),
+        (lambda at: at / "nowhere.json", saying("No such file")),
+        (lambda at: folder(at / "empty"), saying("contains no trace")),
+        (lambda at: iterations(at / "all"), saying(fix="iteration_10")),
+        (lambda at: put(at / "rank0.json", ""), saying("it begins with neither")),
+        (lambda at: put(at / "rank0.json", "hello"), saying(r"not JSON: it begins with neither \{ nor \[, at 'hello'")),
+        (lambda at: put(at / "rank0.json", "\x00\x01\x02"), saying("not JSON")),
+        (lambda at: put(at / "rank0.json", '{"a" 1}'), saying("not JSON: a name is missing")),
+        (lambda at: put(at / "rank0.json", '{"a": 1 "b": 2}'), saying("not JSON: a comma is missing")),
+        (lambda at: put(at / "rank0.json", '{"a": nonsense}'), saying("not JSON: Expecting value")),
+        (lambda at: put(at / "rank0.json", '{"a": 1, "b": [2]}'), saying("it has no traceEvents, only a, b")),
+        (lambda at: put(at / "rank0.json", "{}"), saying("it has no traceEvents, only nothing")),
+        (lambda at: put(at / "rank0.json", '{"traceEvents": ' + "[" * 100_000), saying("nested too deeply")),
+        (lambda at: put(at / "rank0.json.gz", gzip.compress(TRACE.encode())[:40]), saying("damaged or cut off")),
+        (lambda at: put(at / "rank0.json.gz", b"\x1f\x8b rubbish that is no gzip"), saying("damaged or cut off")),
+        (lambda at: put(at / "rank0.json", '{"traceEvents": []}'), saying("contains no pipeline")),
+        (lambda at: save(at / "rank0.json", [mark("train", 0, 1)]), saying("its labels are train")),
+        (lambda at: put(at / "trace.json", TRACE), saying("nor its name says which rank it is from")),
     ],
 )
 def test_what_is_no_trace_is_refused_with_its_path_and_what_was_expected(
-    make: Callable[[Path], Path], says: str, tmp_path: Path
+    make: Callable[[Path], Path], says: dict[str, str], tmp_path: Path
 ) -> None:
     path = make(tmp_path)
-    with pytest.raises(TraceError) as caught:
+    with refused(TraceError, **says) as caught:
         load([path])
-    assert says in str(caught.value)
     assert str(path) in caught.value.error
     assert caught.value.expected
 
@@ -86,7 +86,7 @@ def test_what_is_no_trace_is_refused_with_its_path_and_what_was_expected(
 @pytest.mark.parametrize("length", range(1, len(TRACE), 7))
 def test_a_trace_that_ends_early_is_said_to_be_cut_off(length: int, tmp_path: Path) -> None:
     path = put(tmp_path / "rank0.json", TRACE[:length])
-    with pytest.raises(TraceError, match="the trace is cut off"):
+    with refused(TraceError, "the trace is cut off"):
         load([path])
 
 
@@ -98,7 +98,7 @@ def test_events_come_before_the_end_of_the_file_is_seen(tmp_path: Path) -> None:
     assert len(text) > 2 << 20
     stream = events(put(tmp_path / "rank0.json", text[:-100]), {})
     assert next(stream)["name"] == "PP:0F0"
-    with pytest.raises(TraceError, match="cut off"):
+    with refused(TraceError, "cut off"):
         list(stream)
 
 
@@ -178,9 +178,8 @@ def test_traces_of_different_runs_are_refused(header: dict[str, object], says: s
     first, second = two_ranks(tmp_path)
     assert list(load([first, second]).steps) == [0]
     again(second, **header)
-    with pytest.raises(TraceError) as caught:
+    with refused(TraceError, says) as caught:
         load([first, second])
-    assert says in str(caught.value)
     assert "one trace per rank, all from one run" in caught.value.expected
 
 
@@ -190,7 +189,7 @@ def test_ranks_without_a_step_in_common_are_refused(tmp_path: Path) -> None:
     for one in content["traceEvents"]:
         one["name"] = one["name"].replace("ProfilerStep#0", "ProfilerStep#4")
     put(second, gzip.compress(json.dumps(content).encode()))
-    with pytest.raises(TraceError, match=r"no step is complete on every rank \(rank 0: 0; rank 1: 4\)"):
+    with refused(TraceError, r"no step is complete on every rank \(rank 0: 0; rank 1: 4\)"):
         load([first, second])
 
 
@@ -213,7 +212,7 @@ def test_times_are_those_of_the_clock_that_the_header_names(tmp_path: Path) -> N
 def test_labels_with_numbers_that_no_run_has_are_refused(tmp_path: Path, label: str) -> None:
     also = "Backward 0" if label.startswith("Forward") else "PP:0B0"
     save(tmp_path / "rank0.json", [mark(label, 0, 1), mark(also, 1, 2)])
-    with pytest.raises(TraceError, match=r"a label says \d+F\d+, but the traces have only 2 actions"):
+    with refused(TraceError, r"a label says \d+F\d+, but the traces have only 2 actions"):
         load([tmp_path / "rank0.json"])
 
 

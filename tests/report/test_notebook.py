@@ -1,3 +1,5 @@
+"""What programs and timelines show in a notebook cell."""
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,3 +1,5 @@
+"""Plots by matplotlib, and the extra that is named where it is missing."""
+
 from __future__ import annotations
 
 import gzip
@@ -16,6 +18,7 @@ from drumline.report.run import follow
 from drumline.report.run.plots import plots
 from drumline.report.run.report import RunReport, report_of
 from drumline.schedules import generate
+from refused import refused
 from simulated_runs import per_stage, write_simulated_run
 
 
@@ -41,7 +44,7 @@ def test_without_matplotlib_the_extra_is_named(report: RunReport, monkeypatch: p
         raise ImportError(name)
 
     monkeypatch.setattr(follow, "import_module", refuse)
-    with pytest.raises(UsageError, match=r"matplotlib is not installed; in your clone .* pip install -e '\.\[viz\]'"):
+    with refused(UsageError, "matplotlib is not installed", fix=r"pip install -e '\.\[viz\]'"):
         plots([report], file_type="png")
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from drumline.channel.channel import Wait
 from drumline.channel.in_process import Hub, take_turns
+from drumline.core.action import Action, Op
 from drumline.core.errors import ProgramError
 from drumline.core.lower.lower import lower
 from drumline.core.program import Program
@@ -15,10 +20,13 @@ from drumline.model.block import Block
 from drumline.model.randomness import Randomness
 from drumline.runtime.draft import Draft, NoClock
 from drumline.runtime.execute.executor import Executor
+from drumline.runtime.execute.jobs import Job
 from drumline.runtime.gradients.witness import Witness
 from drumline.runtime.stage import Stage
+from drumline.runtime.stash import Scale
 from drumline.runtime.step import Step
 from drumline.schedules import generate
+from refused import refused
 from some import some
 
 pytestmark = pytest.mark.torch
@@ -141,7 +149,52 @@ def test_witnesses_see_one_microbatchs_gradients_and_output_each(schedule: str, 
         torch.testing.assert_close(made[1].witnesses[at].output, output.detach())
 
 
+@pytest.mark.parametrize("weigh", [False, True])
+def test_pairs_that_take_turns_run_forwards_in_a_thread_and_compute_the_same(weigh: bool) -> None:
+    program = generate("dualpipe-v", num_ranks=2, num_microbatches=MICROBATCHES)
+    model = layers(program.num_stages)
+    batch, target = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    hub, plain = executors(program, model)
+    run(hub, plain, step_on(batch, target))
+    expected = [one.grad for layer in model for one in layer.parameters()]
+    threads: list[threading.Thread] = []
+    for layer in model:
+        layer.zero_grad()
+        layer.register_forward_hook(lambda *_: threads.append(threading.current_thread()))
+    hub, made = executors(program, model)
+    for executor in made:
+        executor.takes_turns = True
+        executor.scale = Scale(executor.stages.values()) if weigh else None
+    drafts = run(hub, made, step_on(batch, target))
+    for one, gradient in zip((one for layer in model for one in layer.parameters()), expected, strict=True):
+        torch.testing.assert_close(one.grad, gradient, rtol=0, atol=0)
+    pairs = sum(action.op is Op.OVERLAP for row in program.rows for action in row)
+    assert sum(one is not threading.main_thread() for one in threads) == pairs > 0
+    for draft in drafts:
+        assert len(draft.stash) == len(draft.peaks) == (len(draft.starts) if weigh else 0)
+
+
+def test_a_job_that_waits_stops_the_row_where_it_is() -> None:
+    _, (executor,) = executors(Program.parse("0F0,0B0,0F1,0B1,0F2,0B2,0F3,0B3"), layers(1))
+    action, draft = Action.parse("0REDUCE_GRAD"), Draft(0)
+    wait, noted = Wait(0, action, action, 1), []
+
+    def waits(job: Job, step: Step) -> Iterator[Wait]:
+        noted.append(len(draft.starts))
+        yield wait
+        yield wait
+        noted.append(len(draft.starts))
+
+    jobs = [*executor.jobs[:2], Job(action, waits, waits=True), *executor.jobs[2:]]
+    running = executor.run(step_on(torch.randn(8, WIDTH), torch.randn(8, WIDTH)), draft, jobs)
+    assert next(running) is wait
+    assert executor.current == action
+    assert list(running) == [wait]
+    assert noted == [2, 2]
+    assert len(draft.starts) == 2 * MICROBATCHES
+
+
 def test_an_action_that_no_row_of_ours_has_is_refused_by_name() -> None:
     program = Program.parse("0F0,0B0,0UPDATE0")
-    with pytest.raises(ProgramError, match="rank 0's row has 0UPDATE0"):
+    with refused(ProgramError, "rank 0's row has 0UPDATE0"):
         Executor(program, 0, {}, Hub(1).channels()[0], NoClock())

@@ -30,6 +30,7 @@ from drumline.model.layers.styles import Colwise, Plan, Rowwise, Stacked, Vocabu
 from drumline.runtime.backward import compiled
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.batch import num_rows, shares
+from refused import refused, saying
 
 pytestmark = pytest.mark.torch
 
@@ -70,54 +71,98 @@ def parametrized() -> nn.Module:
     [
         (
             lambda: cut_batch({"a": ONES, "b": torch.ones(4, 1)}, 2, split={"b": 1}),
-            "the shape (4, 1), and split says that its rows are its dimension 1; expected 4 rows there",
+            saying(r"the shape \(4, 1\), and split says that its rows are its dimension 1", expected="4 rows there"),
         ),
-        (lambda: cut_batch({"a": ONES, "b": ONES}, 2, split={"b": 2}), "dimension 2, which it lacks"),
-        (lambda: cut_batch((ONES,), 2, split={5: 0}), "split names argument 5; expected one of 0"),
-        (lambda: num_rows({"a": 3}), "the batch contains no tensor"),
-        (lambda: shares([0.0, 0.0]), "loss weights are [0.0, 0.0]; expected numbers of at least 0, not all of them 0"),
-        (lambda: shares([1.0, -2.0]), "loss weights are [1.0, -2.0]"),
-        (lambda: MoE(8, 16, 4, top_k=0), "top_k is 0; expected 1 to 4"),
-        (lambda: MoE(8, 16, 4, top_k=5), "top_k is 5; expected 1 to 4"),
-        (lambda: MoE(8, 16, 4, capacity=0.0), "capacity is 0.0; expected None, or a factor above 0"),
-        (lambda: MoE(8, 16, 4)(torch.ones(2, 7)), "gets a tensor of shape (2, 7); expected 8 in the last dimension"),
-        (lambda: Slice("tp", 0, parts=2).local(torch.ones(6), 0, 2), "(6,) is divided by 2 (tp) along dimension 0"),
-        (lambda: SharedMemoryChannel(0, 1, num_slots=0), "num_slots is 0; expected 1 to 256"),
-        (lambda: SharedMemoryChannel(0, 1, num_slots=257), "num_slots is 257; expected 1 to 256"),
-        (lambda: style_named("*", "ep_router"), "leave experts out of the plan: the axis ep divides them"),
-        (lambda: style_named("*", "colwize"), "did you mean colwise?"),
-        (lambda: style_named("*", Colwise(parts=0)), "gives '*' parts=0; expected an integer of at least 1"),
-        (lambda: style_named("*", Colwise(parts=True)), "parts=True"),
-        (lambda: style_named("*", 3), "gives '*' the style 3"),
-        (lambda: Plan.of({}, None), "tensor_parallel is {}; expected a dict from patterns to styles"),
-        (lambda: Plan.of({3: "colwise"}, None), "tensor_parallel is {3: 'colwise'}"),
-        (lambda: Plan.of("colwise", None), "tensor_parallel is 'colwise'"),
-        (lambda: _fitting("e", nn.Embedding(4, 4), Colwise()), "divides the embedding e by columns"),
-        (lambda: _fitting("e", nn.Embedding(4, 4, max_norm=1.0), Vocabulary()), "the embedding e, which has max_norm"),
-        (lambda: _fitting("e", nn.Embedding(4, 4, sparse=True), Vocabulary()), "the embedding e, which has max_norm"),
-        (lambda: _fitting("n", nn.LayerNorm(4), Colwise()), "divides n, a LayerNorm, as"),
-        (lambda: _fitting("n", nn.Linear(4, 4), Vocabulary()), "divides n, a Linear, as"),
-        (lambda: _fitting("n", parametrized(), Colwise()), "whose weight is computed from others (a parametrization)"),
-        (lambda: _own_styles(Plan(()), "n", nn.Linear(4, 4)), "n as stacked experts, and gives n.weight no style"),
-        (lambda: _check(divided(nn.Linear(4, 6), Colwise()), 4), "one.weight of shape (6, 4) is divided by 4 (tp)"),
+        (lambda: cut_batch({"a": ONES, "b": ONES}, 2, split={"b": 2}), saying("dimension 2, which it lacks")),
+        (lambda: cut_batch((ONES,), 2, split={5: 0}), saying("split names argument 5", expected="one of 0")),
+        (lambda: num_rows({"a": 3}), saying("the batch contains no tensor")),
+        (
+            lambda: shares([0.0, 0.0]),
+            saying(r"loss weights are \[0.0, 0.0\]", expected="not all of them 0"),
+        ),
+        (lambda: shares([1.0, -2.0]), saying(r"loss weights are \[1.0, -2.0\]")),
+        (lambda: MoE(8, 16, 4, top_k=0), saying("top_k is 0", expected="1 to 4")),
+        (lambda: MoE(8, 16, 4, top_k=5), saying("top_k is 5", expected="1 to 4")),
+        (lambda: MoE(8, 16, 4, capacity=0.0), saying("capacity is 0.0", expected="above 0")),
+        (
+            lambda: MoE(8, 16, 4)(torch.ones(2, 7)),
+            saying(r"gets a tensor of shape \(2, 7\)", expected="^8 "),
+        ),
+        (
+            lambda: Slice("tp", 0, parts=2).local(torch.ones(6), 0, 2),
+            saying(r"\(6,\) is divided by 2 \(tp\) along dimension 0"),
+        ),
+        (lambda: SharedMemoryChannel(0, 1, num_slots=0), saying("num_slots is 0", expected="1 to 256")),
+        (lambda: SharedMemoryChannel(0, 1, num_slots=257), saying("num_slots is 257", expected="1 to 256")),
+        (lambda: style_named("*", "ep_router"), saying(fix="leave experts out")),
+        (lambda: style_named("*", "colwize"), saying(fix=r"did you mean colwise\?")),
+        (
+            lambda: style_named("*", Colwise(parts=0)),
+            saying(r"gives '\*' parts=0", expected="an integer of at least 1"),
+        ),
+        (lambda: style_named("*", Colwise(parts=True)), saying("parts=True")),
+        (lambda: style_named("*", 3), saying(r"gives '\*' the style 3")),
+        (lambda: Plan.of({}, None), saying(r"tensor_parallel is \{\}", expected="a dict")),
+        (lambda: Plan.of({3: "colwise"}, None), saying(r"tensor_parallel is \{3: 'colwise'\}")),
+        (lambda: Plan.of("colwise", None), saying("tensor_parallel is 'colwise'")),
+        (lambda: _fitting("e", nn.Embedding(4, 4), Colwise()), saying("divides the embedding e by columns")),
+        (
+            lambda: _fitting("e", nn.Embedding(4, 4, max_norm=1.0), Vocabulary()),
+            saying("the embedding e, which has max_norm"),
+        ),
+        (
+            lambda: _fitting("e", nn.Embedding(4, 4, sparse=True), Vocabulary()),
+            saying("the embedding e, which has max_norm"),
+        ),
+        (lambda: _fitting("n", nn.LayerNorm(4), Colwise()), saying("divides n, a LayerNorm, as")),
+        (lambda: _fitting("n", nn.Linear(4, 4), Vocabulary()), saying("divides n, a Linear, as")),
+        (
+            lambda: _fitting("n", parametrized(), Colwise()),
+            saying(r"whose weight is computed from others \(a parametrization\)"),
+        ),
+        (
+            lambda: _own_styles(Plan(()), "n", nn.Linear(4, 4)),
+            saying("n as stacked experts, and gives n.weight no style"),
+        ),
+        (
+            lambda: _check(divided(nn.Linear(4, 6), Colwise()), 4),
+            saying(r"one.weight of shape \(6, 4\) is divided by 4 \(tp\)"),
+        ),
         (
             lambda: _check(divided(nn.Linear(4, 4), Colwise(), nn.MultiheadAttention(4, 2)), 2),
-            "inside an nn.MultiheadAttention, which uses its weights itself",
+            saying("inside an nn.MultiheadAttention, which uses its weights itself"),
         ),
-        (lambda: _check(divided(nn.Linear(8, 8), Colwise(), Part(heads=3)), 2), "Part.num_heads is 3, and tp is 2"),
-        (lambda: rotary_width(divided(nn.Linear(4, 4), Colwise())), "style latent, and Part has no qk_rope_head_dim"),
-        (lambda: sequenced(Part(), Stacked()), "tp divides the experts part.0, which would see a part of the rows"),
-        (lambda: sequenced(Part(), Colwise()), "no block has its colwise and rowwise layers in a module of their own"),
-        (lambda: sequenced(Part(scaled=True), Colwise(), Rowwise()), "Part has scale besides its divided layers"),
-        (lambda: _changed((1,), {"a": 2}, None), "a layer takes no tensor"),
-        (lambda: _changed((ONES,), {}, None), "a layer takes a tensor of shape (4, 3)"),
-        (lambda: _changed((torch.ones(2, 2, 2).long(),), {}, None), "a layer takes a tensor of shape (2, 2, 2)"),
+        (
+            lambda: _check(divided(nn.Linear(8, 8), Colwise(), Part(heads=3)), 2),
+            saying("Part.num_heads is 3, and tp is 2"),
+        ),
+        (
+            lambda: rotary_width(divided(nn.Linear(4, 4), Colwise())),
+            saying("style latent, and Part has no qk_rope_head_dim"),
+        ),
+        (
+            lambda: sequenced(Part(), Stacked()),
+            saying("tp divides the experts part.0, which would see a part of the rows"),
+        ),
+        (
+            lambda: sequenced(Part(), Colwise()),
+            saying("no block has its colwise and rowwise layers in a module of their own"),
+        ),
+        (
+            lambda: sequenced(Part(scaled=True), Colwise(), Rowwise()),
+            saying("Part has scale besides its divided layers"),
+        ),
+        (lambda: _changed((1,), {"a": 2}, None), saying("a layer takes no tensor")),
+        (lambda: _changed((ONES,), {}, None), saying(r"a layer takes a tensor of shape \(4, 3\)")),
+        (
+            lambda: _changed((torch.ones(2, 2, 2).long(),), {}, None),
+            saying(r"a layer takes a tensor of shape \(2, 2, 2\)"),
+        ),
     ],
 )
-def test_what_cannot_be_run_is_refused(make: Callable[[], Any], said: str) -> None:
-    with pytest.raises(DrumlineError) as caught:
+def test_what_cannot_be_run_is_refused(make: Callable[[], Any], said: dict[str, str]) -> None:
+    with refused(DrumlineError, **said):
         make()
-    assert said in str(caught.value)
 
 
 def test_layers_that_may_be_in_parts_are_taken() -> None:
@@ -153,7 +198,7 @@ def test_a_row_of_several_stages_is_no_stream() -> None:
         row = ",".join(f"{stage}F{at},{stage}B{at}" for at in range(steps) for stage in (0, 1))
         return Program.parse(row)
 
-    with pytest.raises(DrumlineError, match=r"rank 0's row of .* has several stages; expected one stage per rank"):
+    with refused(DrumlineError, "rank 0's row of .* has several stages", expected="one stage per rank"):
         StreamRows.of(build, 1)
 
 

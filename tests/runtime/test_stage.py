@@ -13,6 +13,7 @@ from drumline.core.rules import Backward
 from drumline.model.block import Block, blocks_of
 from drumline.model.randomness import Randomness
 from drumline.runtime.stage import Partly, Stage
+from refused import refused
 from some import some
 
 pytestmark = pytest.mark.torch
@@ -119,5 +120,22 @@ def test_a_stage_that_nobody_trains_keeps_nothing_and_refuses_hidden_parameters(
     frozen.forward(0, torch.randn(2, 3))
     assert not frozen.held
     hiding = Stage(0, [Block("0", Hides())], Randomness(0, torch.device("cpu")), kind=Backward.NONE)
-    with pytest.raises(ModelError, match="nothing up to stage 0 has trainable parameters"):
+    with refused(ModelError, "nothing up to stage 0 has trainable parameters"):
         hiding.forward(0, torch.randn(2, 3))
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_parameters_that_change_between_steps_are_followed_in_every_segment(at: int) -> None:
+    modules = layers()
+    stage = stage_of(*modules, checkpointed=["2"])
+    assert len(stage.segments) == 2
+    changed: Any = modules[at]
+    assert not stage.renew()
+    changed.weight.requires_grad_(False)
+    assert stage.renew()
+    assert len(stage.parameters) == 3
+    assert not stage.renew()
+    changed.weight = nn.Parameter(changed.weight.detach().clone())
+    assert stage.renew()
+    assert any(one is changed.weight for one in stage.parameters)
+    assert not stage.renew()

@@ -13,6 +13,7 @@ from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import simulate
 from drumline.schedules import generate, schedule, unregister
 from names import build
+from refused import refused
 
 
 def forwards_first(name: str, num_ranks: int, num_microbatches: int) -> list[int]:
@@ -55,7 +56,7 @@ def test_blocks_wait_no_longer_than_they_collide(name: str, num_ranks: int, make
 def test_two_weight_versions_want_as_many_microbatches_as_ranks() -> None:
     assert build("pipedream-2bw", 4, 4).num_microbatches == 16
     for num_microbatches in (1, 2, 3):
-        with pytest.raises(ScheduleError, match="needs a third weight version"):
+        with refused(ScheduleError, "needs a third weight version"):
             build("pipedream-2bw", 4, num_microbatches)
 
 
@@ -75,7 +76,7 @@ def test_a_recipe_that_yields_empty_rows_for_ever_is_stopped() -> None:
             yield []
 
     try:
-        with pytest.raises(ScheduleError, match="make sure it ends"):
+        with refused(ScheduleError, "the recipe of endless", fix="make sure it ends"):
             generate("endless", num_ranks=1, num_microbatches=1)
     finally:
         unregister("endless")

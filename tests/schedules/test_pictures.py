@@ -1,3 +1,5 @@
+"""The pictures above each recipe and in the README are what the tool draws."""
+
 from __future__ import annotations
 
 import runpy

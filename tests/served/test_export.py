@@ -23,6 +23,7 @@ from drumline.serve.wire.tensors import Array
 from drumline.train.finished import finished_model
 from extras import needed
 from matrices import long
+from refused import refused
 from served.services import serving
 from some import some
 
@@ -169,9 +170,9 @@ def test_a_trained_model_is_exported_served_and_answers_tritons_client(
             wrong = triton.InferInput("tokens", (1, 2), "INT64").set_data_from_numpy(np.array([[1, token]]))
             with pytest.raises(triton.InferenceServerException, match=f"'tokens' has the value {token}; expected 0 to"):
                 client.infer("tale", [wrong])
-        with pytest.raises(UsageError, match=r"run/checkpoints is a part of a run; expected the run's folder"):
+        with refused(UsageError, "run/checkpoints is a part of a run", expected="the run's folder"):
             finished_model("run/checkpoints")
-        with pytest.raises(UsageError, match="served is exported already; serve it: drumline serve served"):
+        with refused(UsageError, "served is exported already", fix="drumline serve served"):
             finished_model("served")
         short = ["load", running.address, "--concurrency", "1", "--seconds", "0.1", "--length", "99"]
         assert main([*short, "--out", "bad.html"]) == 1
@@ -213,13 +214,13 @@ def test_a_function_of_the_user_is_exported_with_named_cuts(
     assert main(["export", "models.py:mlp", "--out", "out"]) == 2
     assert "out is not empty" in capsys.readouterr().err
     subject = Subject(found.name, found.model, found.example, found.most)
-    with pytest.raises(ModelError, match="the model has 4 blocks for 5 stages"):
+    with refused(ModelError, "the model has 4 blocks for 5 stages"):
         export(subject, Path("more"), num_stages=5)
-    with pytest.raises(UsageError, match="--cuts names block '9'"):
+    with refused(UsageError, "--cuts names block '9'"):
         export(subject, Path("more"), num_stages=2, cuts=["9"])
     assert not Path("more").exists()
     odd = finished_model("models.py:transposed")
-    with pytest.raises(ModelError, match="its first dimension is not that of the rows"):
+    with refused(ModelError, "its first dimension is not that of the rows"):
         export(Subject(odd.name, odd.model, odd.example, odd.most), Path("more"), num_stages=1)
 
 
@@ -249,7 +250,7 @@ def test_models_whose_rows_depend_on_each_other_are_refused(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     Path("models.py").write_text(MODELS)
     found = finished_model("models.py:mixing")
-    with pytest.raises(ModelError, match="a row alone gives other outputs than in a batch"):
+    with refused(ModelError, "a row alone gives other outputs than in a batch"):
         export(Subject(found.name, found.model, found.example, found.most), Path("out"), num_stages=1)
     assert not Path("out").exists()
 
@@ -268,9 +269,9 @@ def test_examples_are_float32_keep_fixed_columns_and_are_refused_by_name(
     tokens = finished_model("models.py:few_positions", max_length=8)
     assert tokens.example(4, 7)["tokens"].shape == (4, 7)
     assert tokens.most == {"length": 8}
-    with pytest.raises(ModelError, match=r"fails for inputs of shape tokens \[4, 32\]: index out of range"):
+    with refused(ModelError, r"fails for inputs of shape tokens \[4, 32\]: index out of range"):
         export(Subject("few", tokens.model, tokens.example, {}), Path("out"), num_stages=1)
-    with pytest.raises(UsageError, match="--max-length is 0"):
+    with refused(UsageError, "--max-length is 0"):
         finished_model("models.py:half", max_length=0)
     wrong = {
         "scalar": "whose input 'x' is a tensor without dimensions",
@@ -278,7 +279,7 @@ def test_examples_are_float32_keep_fixed_columns_and_are_refused_by_name(
         "no_model": r"returned \(int, Tensor\)",
     }
     for name, words in some(wrong.items()):
-        with pytest.raises(UsageError, match=words):
+        with refused(UsageError, words):
             finished_model(f"models.py:{name}")
 
 

@@ -36,6 +36,7 @@ from drumline.serve.wire.manifest import Tensor, check_files, read_manifest
 from drumline.serve.wire.protocol import InferRequest, InferResponse
 from drumline.serve.wire.tensors import Arrays, Refused, put_outputs, read_inputs, read_outputs
 from drumline.serve.wire.times import Times
+from refused import refused, saying
 from served.services import rows_of, write_served
 from some import some
 
@@ -118,17 +119,21 @@ def test_a_batch_alone_is_cut_finer_than_one_with_others_behind_it() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        (["format"], "other", "format is 'other'; expected \"drumline-serving\""),
-        (["stages"], [], "stages is \\[\\]; expected at least one stage"),
-        (["stages", 1, "inputs", 0, "name"], "z", "the inputs of stage 1 are not what comes before them"),
-        (["inputs", 0, "datatype"], "FP7", "inputs\\[0\\].datatype is 'FP7'"),
-        (["stages", 0, "file"], "../../etc/passwd", "expected one of the stage's files"),
-        (["stages", 0, "files"], {"../x": {"bytes": 1, "sha256": ""}}, "expected files inside the folder"),
-        (["dimensions", "batch"], {"least": 1}, "'dimensions.batch.most' is missing"),
+        (["format"], "other", saying("format is 'other'", expected='"drumline-serving"')),
+        (["stages"], [], saying(r"stages is \[\]", expected="at least one stage")),
+        (["stages", 1, "inputs", 0, "name"], "z", saying("the inputs of stage 1 are not what comes before them")),
+        (["inputs", 0, "datatype"], "FP7", saying(r"inputs\[0\].datatype is 'FP7'")),
+        (
+            ["stages", 0, "file"],
+            "../../etc/passwd",
+            saying(r"stages\[0\].file is", expected="one of the stage's files"),
+        ),
+        (["stages", 0, "files"], {"../x": {"bytes": 1, "sha256": ""}}, saying(expected="files inside the folder")),
+        (["dimensions", "batch"], {"least": 1}, saying("'dimensions.batch.most' is missing")),
     ],
 )
 def test_a_damaged_manifest_is_refused_where_it_is_damaged(
-    tmp_path: Path, path: list[str | int], value: object, said: str
+    tmp_path: Path, path: list[str | int], value: object, said: dict[str, str]
 ) -> None:
     folder = write_served(tmp_path / "tanh")
     table = json.loads((folder / "manifest.json").read_text())
@@ -137,7 +142,7 @@ def test_a_damaged_manifest_is_refused_where_it_is_damaged(
         inside = inside[step]
     inside[path[-1]] = value
     (folder / "manifest.json").write_text(json.dumps(table))
-    with pytest.raises(RecordError, match=said):
+    with refused(RecordError, **said):
         read_manifest(folder)
 
 
@@ -146,7 +151,7 @@ def test_files_are_held_against_their_checksums(tmp_path: Path) -> None:
     manifest = read_manifest(folder)
     assert check_files(folder, manifest, 1) == folder / "stage1" / "model.onnx"
     (folder / "stage1" / "model.onnx").write_bytes(b"torn")
-    with pytest.raises(RecordError, match="damaged: it has 4 bytes"):
+    with refused(RecordError, "damaged: it has 4 bytes"):
         check_files(folder, manifest, 1)
 
 
@@ -220,19 +225,19 @@ def test_a_service_that_waits_for_requests_is_idle_for_that_reason(tmp_path: Pat
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        ("served", "the exported model itself; choose another folder"),
-        ("served/../served", "the exported model itself"),
-        ("served/run", "inside the exported model; choose a folder outside"),
-        ("run", "already holds a run"),
-        ("notes", "is not empty; expected a new folder"),
+        ("served", saying("the exported model itself", fix="choose another folder")),
+        ("served/../served", saying("the exported model itself")),
+        ("served/run", saying("inside the exported model", fix="choose a folder outside")),
+        ("run", saying("already holds a run")),
+        ("notes", saying("is not empty", expected="a new folder")),
     ],
 )
-def test_a_record_mixes_with_no_other_files(tmp_path: Path, place: str, said: str) -> None:
+def test_a_record_mixes_with_no_other_files(tmp_path: Path, place: str, said: dict[str, str]) -> None:
     served = write_served(tmp_path / "served")
     LoadRecord(tmp_path / "run", read_manifest(served)).close()
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "todo.txt").write_text("mine")
-    with pytest.raises(UsageError, match=said):
+    with refused(UsageError, **said):
         run_to_end(serve(Settings(served, record=tmp_path / place), told=lambda started: None))
     for fine in ("new", "empty"):
         check_record(tmp_path / fine, served)
@@ -312,14 +317,14 @@ def test_a_stage_does_not_hang_because_the_machine_stood_still(state: State) -> 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"window": 0}, "--window is 0; expected 1 or more; leave it out to have it tuned"),
-        ({"rows": 0}, "--microbatch-rows is 0; expected 1 or more; leave it out to have it tuned"),
-        ({"hang": 0.5}, "--hang is 0.5; expected 1 second or more, or 0 to let stages hang"),
-        ({"hang": -1.0}, "--hang is -1; expected 1 second or more"),
+        ({"window": 0}, saying("--window is 0", expected="1 or more", fix="leave it out")),
+        ({"rows": 0}, saying("--microbatch-rows is 0", expected="1 or more", fix="leave it out")),
+        ({"hang": 0.5}, saying("--hang is 0.5", expected="1 second or more, or 0")),
+        ({"hang": -1.0}, saying("--hang is -1", expected="1 second or more")),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_settings_that_mean_nothing_are_refused(given: dict[str, Any], said: dict[str, str]) -> None:
+    with refused(UsageError, **said):
         Settings(Path("served"), **given)
     assert Settings(Path("served"), hang=0.0).window is None
 

@@ -40,6 +40,7 @@ from drumline.train.models.beside import files_beside
 from drumline.train.start import start
 from extras import needed
 from matrices import left
+from refused import refused
 from some import some
 
 pytestmark = pytest.mark.torch
@@ -108,7 +109,7 @@ def test_a_run_continues_on_other_ranks_by_another_schedule(tmp_path: Path) -> N
 
 def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:
     nowhere = settings_for(tmp_path / "a", checkpoint=CheckpointSettings(resume=str(tmp_path / "nowhere")))
-    with pytest.raises(UsageError, match=r"checkpoint\.resume: .*nowhere holds no checkpoint"):
+    with refused(UsageError, r"checkpoint\.resume: .*nowhere holds no checkpoint"):
         start(nowhere, train=lambda settings: pytest.fail("a rank was started"))
     trained(settings_for(tmp_path / "done", run=RunSettings(steps=2, out=str(tmp_path / "done"))))
     over = settings_for(
@@ -116,7 +117,7 @@ def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:
         checkpoint=CheckpointSettings(resume=str(tmp_path / "done")),
         run=RunSettings(steps=2, out=str(tmp_path / "b")),
     )
-    with pytest.raises(UsageError, match=r"has made 2 steps already; .* --steps 4"):
+    with refused(UsageError, "has made 2 steps already", fix="--steps 4"):
         trained(over)
 
 
@@ -125,7 +126,7 @@ def test_a_run_whose_pipeline_cannot_save_is_refused_before_its_first_step(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "Pipeline", type("Unsaved", (Pipeline,), {method: None}))
-    with pytest.raises(UsageError, match="nothing that saves checkpoints is attached to this pipeline"):
+    with refused(UsageError, "nothing that saves checkpoints is attached"):
         run_training(settings_for(tmp_path / "run"), tell=lambda told: pytest.fail(f"a step ran: {told}"))
 
 
@@ -138,7 +139,7 @@ def test_a_run_goes_on_without_checkpoints_that_cannot_be_written(
         told.append(one)
         (tmp_path / "run" / "checkpoints").touch()  # a file in the folder's place
 
-    with pytest.raises(RunError, match="checkpoints cannot be written"):
+    with refused(RunError, "checkpoints cannot be written"):
         run_training(settings_for(tmp_path / "run"), tell=tell)
     assert [one.step for one in told if isinstance(one, Update)] == [1, 2, 3, 4]
     assert caplog.text.count("training continues without a checkpoint: ") == 1  # after 2; after 4 it is an error

@@ -35,6 +35,7 @@ from drumline.train.config.settings import (
 from drumline.train.config.tables import Reading
 from drumline.train.config.write import config_text
 from matrices import ALL, examples
+from refused import refused, saying
 from some import some
 
 TORCH = find_spec("torch") is not None
@@ -164,7 +165,7 @@ def test_text_that_is_no_toml_is_refused_with_line_and_column(tmp_path: Path) ->
     assert re.fullmatch(r".*mine\.toml, line 2, column 9: not TOML: invalid value", error.error)
     assert "end of document" in refusal("[run", tmp_path).error or "column" in refusal("[run", tmp_path).error
     assert "is JSON" in refusal('{"format": "drumline plan"}', tmp_path).error
-    with pytest.raises(ConfigError, match=r"cannot read .*none\.toml"):
+    with refused(ConfigError, r"cannot read .*none\.toml"):
         read_settings(tmp_path / "none.toml")
 
 
@@ -230,14 +231,15 @@ def test_a_function_returns_settings_or_some_of_their_tables(tmp_path: Path, mon
     assert (found.run, found.data.kind) == (RunSettings(steps=7, seed=3), "points")
     monkeypatch.chdir(tmp_path)
     assert read_settings("mine:some_of_it").mesh == MeshSettings(pipeline=4)
-    for function, error in {
-        "wrong": "mine:wrong: run.stps: unknown key; did you mean steps?",
-        "failing": "mine:failing failed with ZeroDivisionError: division by zero",
-        "nothing": "mine:nothing returns None",
-        "som_of_it": "mine has no function 'som_of_it'; expected package.module:function or file.py:function; did you "
-        "mean some_of_it?",
+    for function, said in {
+        "wrong": saying("mine:wrong: run.stps: unknown key", fix=r"did you mean steps\?"),
+        "failing": saying("mine:failing failed with ZeroDivisionError: division by zero"),
+        "nothing": saying("mine:nothing returns None"),
+        "som_of_it": saying(
+            "mine has no function 'som_of_it'", expected="file.py:function", fix=r"did you mean some_of_it\?"
+        ),
     }.items():
-        with pytest.raises(ConfigError, match=re.escape(error)):
+        with refused(ConfigError, **said):
             read_settings(f"mine:{function}")
 
 

@@ -38,6 +38,7 @@ from drumline.train.loop.progress import Told, Update
 from drumline.train.loop.run import run_training
 from drumline.train.loop.training import Trained
 from drumline.train.start import start
+from refused import refused
 from rotation import flip
 from some import some
 
@@ -117,7 +118,7 @@ def test_what_a_run_left_before_it_had_a_name_is_no_obstacle(tmp_path: Path, lef
     settings = settings_for(folder, run=RunSettings(steps=1, out=str(folder), threads=1))
     assert len(ended(settings).losses) == 1
     plain = replace(settings, checkpoint=CheckpointSettings())
-    with pytest.raises(UsageError, match=r"holds a run already, .* continue it: --continue --out .*run"):
+    with refused(UsageError, "holds a run already,", fix="--continue --out .*run"):
         begin(plain)
 
 
@@ -125,7 +126,7 @@ def test_a_folder_in_use_is_refused_and_a_launcher_tells_its_ranks(tmp_path: Pat
     settings = settings_for(tmp_path / "run")
     with claim(tmp_path / "run") as other:
         other.keep()
-        with pytest.raises(Held, match="is under way"):
+        with refused(Held, "is under way"):
             start(settings)
     folder = str(tmp_path / "run")
     for expected in some([(folder, False, False), (folder, True, False)]):
@@ -143,9 +144,9 @@ def test_only_damaged_checkpoints_do_not_start_a_run_anew(tmp_path: Path) -> Non
     exported = finished_model(str(folder)).model.state_dict()
     assert all(torch.equal(exported[name], before[name]) for name in some(list(before)))
     flip(folder / "checkpoints" / "step-00000002")
-    with pytest.raises(UsageError, match="holds no checkpoint that is whole"):
+    with refused(UsageError, "holds no checkpoint that is whole"):
         finished_model(str(folder))
-    with pytest.raises(RecordError, match="holds no checkpoint that is whole"):
+    with refused(RecordError, "holds no checkpoint that is whole"):
         ended(settings)
 
 
@@ -168,7 +169,7 @@ def test_changed_settings_are_told_or_refused(tmp_path: Path, caplog: pytest.Log
             (replace(settings, optimizer=OptimizerSettings(kind="SGD")), r"optimizer\.kind is 'SGD'"),
         ]
     ):
-        with pytest.raises(UsageError, match=key):
+        with refused(UsageError, key):
             begin(other)
     claim(folder).close()
 

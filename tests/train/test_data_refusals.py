@@ -39,6 +39,7 @@ from drumline.train.data.read.tokens import token_documents
 from drumline.train.data.samples import Blocks
 from drumline.train.models.built import Built
 from drumline.train.models.tokenizers import ByteTokenizer
+from refused import refused, saying
 
 pytestmark = pytest.mark.torch
 
@@ -111,27 +112,38 @@ def test_data_that_were_tried_are_closed_before_the_run_begins_with_them() -> No
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: build_data(TrainSettings(), built(), rank=2, size=2), "rank is 2 of 2; expected 0 to 1"),
-        (lambda: build_data(TrainSettings(), built(), rank=-1, size=2), "rank is -1 of 2"),
-        (lambda: build_data(settings(data=tables.DataSettings(kind="txt")), built()), "data.kind is 'txt'"),
-        (lambda: build_data(settings(lengths=tables.LengthSettings(how="block")), built()), "did you mean blocks?"),
-        (lambda: layout_of("pack", None, StepShape(1, 1, 1), 4), "lengths.how is 'pack'; did you mean packed?"),  # type: ignore[arg-type]
-        (lambda: check_buckets((0, 4), 8), r"lengths.buckets is (0, 4); expected lengths from 1 to 8"),
-        (lambda: check_buckets((4, 9), 8), r"lengths.buckets is (4, 9)"),
+        (lambda: build_data(TrainSettings(), built(), rank=2, size=2), saying("rank is 2 of 2", expected="0 to 1")),
+        (lambda: build_data(TrainSettings(), built(), rank=-1, size=2), saying("rank is -1 of 2")),
+        (lambda: build_data(settings(data=tables.DataSettings(kind="txt")), built()), saying("data.kind is 'txt'")),
+        (
+            lambda: build_data(settings(lengths=tables.LengthSettings(how="block")), built()),
+            saying(fix=r"did you mean blocks\?"),
+        ),
+        (
+            lambda: layout_of("pack", None, StepShape(1, 1, 1), 4),  # type: ignore[arg-type]
+            saying("lengths.how is 'pack'", fix=r"did you mean packed\?"),
+        ),
+        (lambda: check_buckets((0, 4), 8), saying(r"lengths.buckets is \(0, 4\)", expected="lengths from 1 to 8")),
+        (lambda: check_buckets((4, 9), 8), saying(r"lengths.buckets is \(4, 9\)")),
         (
             lambda: filler(built(), "padded")._check(np.array([[1, 5]])),
-            "the token 5, and the model 5 tokens",
+            saying("the token 5, and the model 5 tokens"),
         ),
-        (lambda: filler(built(loss_fn=None), "packed"), "Linear comes without a loss function and takes"),
-        (lambda: batch_of(torch.zeros(2), built(), "mine"), "mine gave a Tensor; expected Batch or (inputs, target)"),
-        (lambda: batch_of((1, 2, 3), built(), "mine"), "mine gave a tuple; expected Batch or (inputs, target)"),
-        (lambda: next(iter(RepeatedStream(Source([]), built(), "mine"))), "mine gives no batch"),
+        (lambda: filler(built(loss_fn=None), "packed"), saying("Linear comes without a loss function and takes")),
+        (
+            lambda: batch_of(torch.zeros(2), built(), "mine"),
+            saying("mine gave a Tensor", expected=r"Batch or \(inputs, target\)"),
+        ),
+        (
+            lambda: batch_of((1, 2, 3), built(), "mine"),
+            saying("mine gave a tuple", expected=r"Batch or \(inputs, target\)"),
+        ),
+        (lambda: next(iter(RepeatedStream(Source([]), built(), "mine"))), saying("mine gives no batch")),
     ],
 )
-def test_data_that_cannot_be_used_are_refused(make: Callable[[], Any], said: str) -> None:
-    with pytest.raises(DrumlineError) as caught:
+def test_data_that_cannot_be_used_are_refused(make: Callable[[], Any], said: dict[str, str]) -> None:
+    with refused(DrumlineError, **said):
         make()
-    assert said in str(caught.value)
 
 
 def test_the_last_token_of_a_vocabulary_is_one() -> None:
@@ -155,15 +167,15 @@ def test_other_batches_than_before_are_refused_or_told(exact: bool, caplog: pyte
         after.load_state_dict(state)
         assert after.state_dict() is state
         if exact:
-            with pytest.raises(UsageError, match=said):
+            with refused(UsageError, said):
                 next(iter(after))
         else:
             with caplog.at_level(logging.WARNING, logger="drumline"):
                 next(iter(after))
             assert said in caplog.text
-    with pytest.raises(UsageError, match="saved by another version"):
+    with refused(UsageError, "saved by another version"):
         before.load_state_dict({**state, "version": -1})
-    with pytest.raises(UsageError, match="gives data without a state_dict of their own"):
+    with refused(UsageError, "gives data without a state_dict of their own"):
         before.load_state_dict({**state, "source": {}})
 
 
@@ -184,12 +196,12 @@ def own_data(made: Any, monkeypatch: pytest.MonkeyPatch, *, exact: bool = True, 
 
 def test_streams_of_a_users_own_must_be_continued_or_say_that_they_need_not(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Data(Once(), (), num_tokens=0)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="has no state_dict and no load_state_dict"):
+    with refused(UsageError, "has no state_dict and no load_state_dict"):
         own_data(made, monkeypatch)
     assert own_data(made, monkeypatch, exact=False) is made
-    with pytest.raises(UsageError, match="returned a list_iterator"):
+    with refused(UsageError, "returned a list_iterator"):
         own_data(iter([1]), monkeypatch)
-    with pytest.raises(UsageError, match=r"failures.elastic is true, and some_own_data:make divides its data by 2"):
+    with refused(UsageError, r"failures.elastic is true, and some_own_data:make divides its data by 2"):
         own_data([], monkeypatch, size=2, failures=tables.FailureSettings(elastic=True))
 
 
@@ -200,14 +212,14 @@ def test_streams_of_a_users_own_must_be_continued_or_say_that_they_need_not(monk
         ("a.jsonl", b'{"txt": "a"}\n', "text", 'a.jsonl, line 1: no "text"'),
         ("a.jsonl", b'{"text": "a"}\n\xff\n', "text", "line 2"),
         ("a.jsonl", b'{"prompt": "a"}\n', "instructions", "line 1: the keys are prompt"),
-        ("a.jsonl", b'{"messages": []}\n', "instructions", "line 1: messages is []"),
+        ("a.jsonl", b'{"messages": []}\n', "instructions", r"line 1: messages is \[\]"),
         ("a.jsonl", b'{"messages": [{"role": "user", "content": "a"}]}\n', "instructions", "no message of the role"),
         ("a.npy", b"no numbers", "tokens", "is no .npy file that can be read"),
         ("a.bin", b"abc", "tokens", "has 3 bytes, which is no multiple of 2"),
-        ("a.csv", b"1,2\n3,4\n", "points", r"holds numbers of the shape (2, 2)"),
+        ("a.csv", b"1,2\n3,4\n", "points", r"holds numbers of the shape \(2, 2\)"),
         ("a.csv", b"1,2,3\n", "points", "has classes from 3 to 3"),
         ("a.csv", b"1,2,0.5\n", "points", "has classes from 0.5 to 0.5"),
-        ("a.csv", b"1,nan,1\n", "points", r"holds numbers of the shape (1, 3)"),
+        ("a.csv", b"1,nan,1\n", "points", r"holds numbers of the shape \(1, 3\)"),
     ],
 )
 def test_files_of_data_that_mean_nothing_are_named(
@@ -221,9 +233,8 @@ def test_files_of_data_that_mean_nothing_are_named(
         "tokens": lambda: token_documents([str(path)], "uint16", None, None),
         "points": lambda: Points.of_files([str(path)], inputs=2, classes=3),
     }
-    with pytest.raises(UsageError) as caught:
+    with refused(UsageError, said):
         readers[read]()
-    assert said in str(caught.value)
 
 
 def test_what_changed_in_the_files_is_said() -> None:

@@ -1,3 +1,5 @@
+"""The demo: every run is told of once, when it has all its steps."""
+
 from __future__ import annotations
 
 from pathlib import Path

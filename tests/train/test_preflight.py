@@ -23,6 +23,7 @@ from drumline.train.config.placed import placed
 from drumline.train.data.own.function import data_by_function
 from drumline.train.models import build
 from drumline.train.preflight import preflight
+from refused import refused
 
 pytestmark = pytest.mark.torch
 
@@ -182,7 +183,7 @@ def test_a_flag_is_the_place_of_what_it_gave(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     written(tmp_path)
     judged = read_judged(None, {"data.files": ["latin.txt"], "batch.sequence": 16}, flags={"data.files": "--data"})
-    with pytest.raises(ConfigError, match=r"^--data: data\.files: latin\.txt, line 3: not UTF-8") as caught:
+    with refused(ConfigError, r"^--data: data\.files: latin\.txt, line 3: not UTF-8") as caught:
         preflight(judged.settings, judged.source)
     assert caught.value.problems[0]["key"] == "data.files"
 
@@ -193,7 +194,7 @@ def test_of_large_data_only_the_beginning_is_read(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     written(tmp_path)
     settings = read_settings(None, {"data.files": ["large.txt"], "batch.sequence": 16})
-    with pytest.raises(ConfigError, match=r"large\.txt, line 2: not UTF-8"):
+    with refused(ConfigError, r"large\.txt, line 2: not UTF-8"):
         preflight(settings)
     monkeypatch.setattr(module, "_SMALL", 100)
     monkeypatch.setattr(module, "_FEW", 1000)

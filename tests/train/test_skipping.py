@@ -36,6 +36,7 @@ from drumline.train.loop.run import run_training
 from drumline.train.loop.stopping import Skipped
 from drumline.train.loop.training import Trained
 from drumline.train.models.built import Built
+from refused import refused
 from some import some
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("settled_products")]
@@ -213,7 +214,7 @@ def test_without_a_flush_a_run_goes_on_after_a_nan_and_counts_it_once(schedule: 
     assert ours.keys() == theirs.keys()
     for name, one in some(theirs.items()):
         assert torch.equal(ours[name], one), name
-    with pytest.raises(NonFiniteError, match=r"step 3: a loss or gradient on rank 0, 1 .* in 2 steps in a row"):
+    with refused(NonFiniteError, r"step 3: a loss or gradient on rank 0, 1 .* in 2 steps in a row"):
         trained(given("many", failures=FailureSettings(max_skipped=1)), {1: "input", 2: "input"})
 
 

@@ -12,6 +12,7 @@ import torch
 from drumline.core.errors import RankFailed, UsageError
 from drumline.train.config.settings import MeshSettings, PipelineSettings, RunSettings, TrainSettings
 from drumline.train.start import start, threads_of, with_device
+from refused import refused
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 ON_CPU = PipelineSettings(device="cpu")
@@ -47,22 +48,22 @@ def test_under_torchrun_this_process_is_a_rank(settings: TrainSettings, monkeypa
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert start(settings, train=lambda one: os.getpid()) == os.getpid()
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(UsageError, match=r"torchrun started 3 ranks for a config of 2; .* --nproc-per-node 2"):
+    with refused(UsageError, "torchrun started 3 ranks for a config of 2", fix="--nproc-per-node 2"):
         start(settings, train=standing_in)
 
 
 def test_a_folder_with_a_run_is_refused_before_ranks_start(settings: TrainSettings) -> None:
     Path(settings.folder).mkdir()
     Path(settings.folder, "config.json").touch()
-    with pytest.raises(UsageError, match=r"run\.out: .*run holds a run already"):
+    with refused(UsageError, r"run\.out: .*run holds a run already"):
         start(settings, train=standing_in)
     named = Path(settings.folder, "config.json")
-    with pytest.raises(UsageError, match="is a file"):
+    with refused(UsageError, "is a file"):
         start(replace(settings, run=replace(settings.run, out=str(named))), train=standing_in)
 
 
 def test_devices_that_are_not_there_are_refused_and_threads_share_the_cores(settings: TrainSettings) -> None:
-    with pytest.raises(UsageError, match="device is 'gpu'"):
+    with refused(UsageError, "device is 'gpu'"):
         with_device(replace(settings, pipeline=PipelineSettings(device="gpu")))
     assert with_device(TrainSettings()).pipeline.device
     assert threads_of(settings) == 1

@@ -78,19 +78,19 @@ def _two(first: nn.Module, second: nn.Module) -> nn.Module:
     return model
 
 
-@refused("a branch on the numbers in a tensor", "branches on the values of a tensor.*move it into a block")
+@refused("a branch on the numbers in a tensor", "branches on the values of a tensor", fix="move it into a block")
 class Decides(Stack):
     def between(self, x: Tensor, at: int) -> Any:
         return -x if x.sum() > 0 else x
 
 
-@refused("a branch on a number read with item()", "branches on the values of a tensor.*move it into a block")
+@refused("a branch on a number read with item()", "branches on the values of a tensor", fix="move it into a block")
 class Items(Stack):
     def between(self, x: Tensor, at: int) -> Any:
         return x * max(x.abs().max().item(), 1.0)
 
 
-@refused("a branch on Python's random numbers", "random.*inside a block")
+@refused("a branch on Python's random numbers", "random", fix="inside a block")
 class Drops(Stack):
     def forward(self, x: Tensor) -> Any:
         for block in self.blocks:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from refused import saying
 from zoo.entry import WIDTH, ZOO, Entry, Stack, linear, refused
 from zoo.memory import CountsTwice
 from zoo.modes import Normed
@@ -55,17 +56,18 @@ def _shares_buffer(kind: Any) -> Any:
 
 
 BUFFER = "buffer.*mean.*changes|changes.*mean"
-ZOO["a buffer changed in one stage and read in another"] = Entry(lambda: _shares_buffer(SharesMean), BUFFER)
+ZOO["a buffer changed in one stage and read in another"] = Entry(lambda: _shares_buffer(SharesMean), saying(BUFFER))
 ZOO["a buffer read as an attribute in another stage"] = Entry(
-    lambda: _shares_buffer(ReadsMean), "holds the buffer 'blocks.0.mean' of another stage.*register"
+    lambda: _shares_buffer(ReadsMean),
+    saying("holds the buffer 'blocks.0.mean' of another stage", fix="register it there"),
 )
 ZOO["a buffer of a Sequential read as an attribute in another stage"] = Entry(
     lambda: nn.Sequential(*_shares_buffer(ReadsMean).blocks),
-    "'7' holds the buffer '0.mean' of another stage in its attribute 'mean'.*register",
+    saying("'7' holds the buffer '0.mean' of another stage in its attribute 'mean'", fix="register it there"),
 )
 ZOO["a buffer of a Sequential changed in one stage and read in another"] = Entry(
     lambda: nn.Sequential(*_shares_buffer(SharesMean).blocks),
-    BUFFER,
+    saying(BUFFER),
 )
 
 
@@ -96,7 +98,7 @@ class ChangesBetween(Stack):
         return x - self.mean
 
 
-@refused("a buffer exchanged between blocks", "replaces the buffer 'mean'.*copy_")
+@refused("a buffer exchanged between blocks", "replaces the buffer 'mean'", fix="copy_")
 class ExchangesBetween(ChangesBetween):
     def between(self, x: Tensor, at: int) -> Any:
         self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)

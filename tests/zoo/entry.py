@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from refused import saying
+
 WIDTH = 6
 
 
@@ -16,7 +18,7 @@ class Entry:
     """One animal: `change(model, step)` is called before every step, on the plain model too."""
 
     make: Callable[[], nn.Module]
-    refused: str = ""  # words of the refusal; right if empty
+    refused: dict[str, str] | None = None  # patterns of the refusal's fields; right if there are none
     change: Callable[[Any, int], None] | None = None
     ambient: Callable[[], Any] | None = None  # a context to train in
     settings: dict[str, Any] | None = None  # of the pipeline
@@ -37,11 +39,11 @@ def right(name: str, **more: Any) -> Callable[[Any], Any]:
     return register
 
 
-def refused(name: str, words: str, **more: Any) -> Callable[[Any], Any]:
-    """Register a model that must be refused with these words."""
+def refused(name: str, error: str = "", *, expected: str = "", fix: str = "", **more: Any) -> Callable[[Any], Any]:
+    """Register a model that must be refused by an error whose fields match these patterns."""
 
     def register(make: Any) -> Any:
-        ZOO[name] = Entry(make, words, **more)
+        ZOO[name] = Entry(make, saying(error, expected=expected, fix=fix), **more)
         return make
 
     return register

@@ -91,7 +91,7 @@ class Calls(torch.autograd.Function):
         return x.grad, None
 
 
-@refused("a function that calls a block it is given", "Calls.*'blocks.0'.*call the block outside")
+@refused("a function that calls a block it is given", "Calls.*'blocks.0'", fix="call the block outside")
 class CallsBlock(Stack):
     def forward(self, x: Tensor) -> Any:
         for block in self.blocks:
@@ -99,7 +99,7 @@ class CallsBlock(Stack):
         return x
 
 
-@refused("a function that calls a block in a closure", "Calls.*'blocks.0'.*call the block outside")
+@refused("a function that calls a block in a closure", "Calls.*'blocks.0'", fix="call the block outside")
 class CallsClosure(Stack):
     def forward(self, x: Tensor) -> Any:
         for block in self.blocks:
@@ -128,13 +128,13 @@ class Dirty(Stack):
         return y
 
 
-@refused("vmap between blocks", "torch.vmap.*move it into a block")
+@refused("vmap between blocks", expected="torch.vmap", fix="move it into a block")
 class Maps(Stack):
     def between(self, x: Tensor, at: int) -> Any:
         return torch.vmap(lambda row: row * 2 + 1)(x)
 
 
-@refused("vmap around a block", "'blocks.0'.*torch.func.*call it directly")
+@refused("vmap around a block", "'blocks.0'.*torch.func", fix="call it directly")
 class MapsBlock(Stack):
     def forward(self, x: Tensor) -> Any:
         for block in self.blocks:
@@ -154,7 +154,9 @@ class MapsInside(nn.Module):
 ZOO["vmap inside of blocks"] = Entry(lambda: Stack(MapsInside))
 
 
-@refused("other parameters for a block", "'blocks.0'.*parameters or buffers that are not its own.*functional_call")
+@refused(
+    "other parameters for a block", "'blocks.0'.*parameters or buffers that are not its own", fix="functional_call"
+)
 class Functional(Stack):
     def forward(self, x: Tensor) -> Any:
         for block in self.blocks:
@@ -163,7 +165,7 @@ class Functional(Stack):
         return x
 
 
-@refused("a gradient taken between blocks", "takes a gradient between its blocks.*move it into a block")
+@refused("a gradient taken between blocks", "takes a gradient between its blocks", fix="move it into a block")
 class Energy(Stack):
     def forward(self, x: Tensor) -> Any:
         x = x.detach().requires_grad_()
@@ -172,7 +174,7 @@ class Energy(Stack):
         return made + force
 
 
-@refused("a backward between blocks", "takes a gradient between its blocks.*move it into a block")
+@refused("a backward between blocks", "takes a gradient between its blocks", fix="move it into a block")
 class Backward(Stack):
     def between(self, x: Tensor, at: int) -> Any:
         if at == 2 and x.requires_grad:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from refused import saying
 from zoo.entry import ZOO, Entry, Stack, linear, refused, right
 
 
@@ -35,9 +36,10 @@ DOUBLES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "backward": ("register_full_backward_hook", lambda module, given, made: (2 * given[0],), {}),
     "backward pre": ("register_full_backward_pre_hook", lambda module, given: (2 * given[0],), {}),
 }  # fmt: skip
+ON_LAST = "register it on the last block"
 for kind, (register, hook, settings) in DOUBLES.items():
     ZOO[f"a {kind} hook on a block"] = Entry(hooked(register, hook, **settings))
-    barred = "hook.*the model itself.*register it on the last block" if kind.startswith("backward") else ""
+    barred = saying("hook.*the model itself", fix=ON_LAST) if kind.startswith("backward") else None
     ZOO[f"a {kind} hook on the model"] = Entry(hooked(register, hook, where="", **settings), barred)
 
 
@@ -60,7 +62,7 @@ for kind, (register, hook, settings) in DOUBLES.items():
         getattr(model.body, register)(hook, **settings)
         return model
 
-    barred = "hook.*'body'.*register it on the last block" if kind.startswith("backward") else ""
+    barred = saying("hook.*'body'", fix=ON_LAST) if kind.startswith("backward") else None
     ZOO[f"a {kind} hook on a container"] = Entry(on_container, barred)
 
     def on_sequential(register: str = register, hook: Any = hook, settings: Any = settings) -> nn.Module:
@@ -68,10 +70,10 @@ for kind, (register, hook, settings) in DOUBLES.items():
         getattr(model, register)(hook, **settings)
         return model
 
-    barred = "hook.*the model itself.*register it on the last block" if kind.startswith("backward") else ""
+    barred = saying("hook.*the model itself", fix=ON_LAST) if kind.startswith("backward") else None
     ZOO[f"a {kind} hook on a top-level Sequential"] = Entry(on_sequential, barred)
     ZOO[f"a {kind} hook on a top-level Sequential without an example"] = Entry(
-        on_sequential, "nn.Sequential with its own hooks|hook.*the model itself", example=False
+        on_sequential, saying("nn.Sequential with its own hooks|hook.*the model itself"), example=False
     )
 
 
@@ -101,7 +103,7 @@ def _adds_to_chain(model: Any, step: int) -> None:
 
 
 ZOO["a hook on a top-level Sequential that comes later"] = Entry(
-    lambda: nn.Sequential(*[linear() for _ in range(6)]), "hook", change=_adds_to_chain
+    lambda: nn.Sequential(*[linear() for _ in range(6)]), saying("hook"), change=_adds_to_chain
 )
 
 
@@ -130,7 +132,7 @@ def global_backward_hook() -> Iterator[None]:
 
 
 ZOO["a global forward hook"] = Entry(Stack, ambient=global_forward_hook)
-ZOO["a global backward hook"] = Entry(Stack, "global.*backward hook", ambient=global_backward_hook)
+ZOO["a global backward hook"] = Entry(Stack, saying("global.*backward hook"), ambient=global_backward_hook)
 
 
 @right("hooks collect features in a local list, twice")
@@ -189,10 +191,10 @@ class Features(Stack):
         return made + 2 * self.feats.pop()
 
 
-ZOO["a hook's closure holds the model's list"] = Entry(_collector, "feats")
+ZOO["a hook's closure holds the model's list"] = Entry(_collector, saying("feats"))
 
 
-@refused("a hook on a tensor between blocks", "hook on a tensor between its blocks.*move it into a block")
+@refused("a hook on a tensor between blocks", "hook on a tensor between its blocks", fix="move it into a block")
 class TensorHook(Stack):
     def between(self, x: Tensor, at: int) -> Any:
         if at == 2:
@@ -200,7 +202,7 @@ class TensorHook(Stack):
         return x
 
 
-@refused("a hook on a node between blocks", "hook on a node.*move it into a block")
+@refused("a hook on a node between blocks", "hook on a node", fix="move it into a block")
 class NodeHook(Stack):
     def between(self, x: Tensor, at: int) -> Any:
         if at == 2 and x.grad_fn is not None:

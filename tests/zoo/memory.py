@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from refused import saying
 from zoo.branches import _two
 from zoo.entry import WIDTH, ZOO, Entry, Stack, linear, refused, right
 
@@ -22,7 +23,7 @@ class Scaled(nn.Module):
         return self.layer(x) * self.scale
 
 
-@refused("an attribute of blocks set between blocks", "'scale' of 'blocks.0'.*pass it to the block")
+@refused("an attribute of blocks set between blocks", "'scale' of 'blocks.0'", fix="pass it to the block")
 class SetsScale(Stack):
     def __init__(self) -> None:
         super().__init__(Scaled)
@@ -142,13 +143,13 @@ def _exchanges_inside(model: Any, step: int) -> None:
         model.blocks[2].layer = linear()
 
 
-ZOO["an exchanged block"] = Entry(Stack, "'blocks.2'.*create a new pipeline", change=_exchanges_block)
+ZOO["an exchanged block"] = Entry(Stack, saying("'blocks.2'", fix="create a new pipeline"), change=_exchanges_block)
 ZOO["an exchanged module inside of a block"] = Entry(
-    lambda: Stack(Scaled), "'blocks.2.layer'.*create a new pipeline", change=_exchanges_inside
+    lambda: Stack(Scaled), saying("'blocks.2.layer'", fix="create a new pipeline"), change=_exchanges_inside
 )
 ZOO["an exchanged block of a Sequential"] = Entry(
     lambda: nn.Sequential(*[Scaled() for _ in range(6)]),
-    "'2.layer'.*create a new pipeline",
+    saying("'2.layer'", fix="create a new pipeline"),
     change=lambda model, step: setattr(model[2], "layer", linear() if step == 1 else model[2].layer),
 )
 ZOO["a frozen parameter by which the forward decides"] = Entry(
@@ -161,7 +162,7 @@ class AsksFrozen(Stack):
         return x * 2 if self.blocks[5].weight.requires_grad else x
 
 
-@refused("a counter between blocks", "'count'.*inside a block, or outside the forward")
+@refused("a counter between blocks", "'count'", fix="inside a block")
 class Counts(Stack):
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +173,7 @@ class Counts(Stack):
         return super().forward(x) * self.count
 
 
-@refused("a counter in a dict between blocks", "'state'.*inside a block, or outside the forward")
+@refused("a counter in a dict between blocks", "'state'", fix="inside a block")
 class CountsInDict(Stack):
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +184,7 @@ class CountsInDict(Stack):
         return super().forward(x) * self.state["count"]
 
 
-@refused("a first batch that is remembered", "'first'.*inside a block, or outside the forward")
+@refused("a first batch that is remembered", "'first'", fix="inside a block")
 class First(Stack):
     def __init__(self) -> None:
         super().__init__()
@@ -279,7 +280,7 @@ class Appends(nn.Module):
         return x
 
 
-@refused("a list that blocks append to", "'blocks.0' changes a list.*return")
+@refused("a list that blocks append to", "'blocks.0' changes a list", fix="return")
 class PassesList(Stack):
     def __init__(self) -> None:
         super().__init__(Appends)
@@ -300,7 +301,7 @@ class Pops(nn.Module):
         return self.layer(kept.pop())
 
 
-@refused("a list that blocks take from", "'blocks.0' changes a list.*return")
+@refused("a list that blocks take from", "'blocks.0' changes a list", fix="return")
 class TakesList(Stack):
     def __init__(self) -> None:
         super().__init__(Pops)

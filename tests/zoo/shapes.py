@@ -138,7 +138,7 @@ class Cached(Stack):
             return super().forward(x)
 
 
-@refused("a tensor that trains and is no parameter", "requires grad but is not a parameter.*nn.Parameter")
+@refused("a tensor that trains and is no parameter", "requires grad but is not a parameter", fix="nn.Parameter")
 class Loose(Stack):
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,8 @@ class Bypasses(Stack):
 
 @refused(
     "a mark on a tensor for the next block",
-    "gives 'blocks.1' a tensor with the attribute 'scale'.*pass the value next to",
+    "gives 'blocks.1' a tensor with the attribute 'scale'",
+    fix="pass the value next to",
 )
 class Marks(Stack):
     def __init__(self) -> None:
@@ -206,7 +207,7 @@ class ReadsMark(nn.Module):
 SEEN: list[Tensor] = []
 
 
-@refused("hooks collect features in a global list", "changes SEEN.*local variable of the forward")
+@refused("hooks collect features in a global list", "changes SEEN", fix="local variable of the forward")
 class GlobalFeatures(Stack):
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +245,9 @@ ZOO["tables that are made once for all blocks"] = Entry(lambda: Stack(LooksUp))
 
 
 @refused(
-    "a hook that the forward puts on a block for a while", "adds or removes a hook on 'blocks.2'.*outside the forward"
+    "a hook that the forward puts on a block for a while",
+    "adds or removes a hook on 'blocks.2'",
+    fix="outside the forward",
 )
 class HooksForAWhile(Stack):
     def forward(self, x: Tensor) -> Any:
@@ -254,7 +257,7 @@ class HooksForAWhile(Stack):
         return made
 
 
-@refused("an attribute of a tensor set by hand", "assigns to `.data`.*move it into a block")
+@refused("an attribute of a tensor set by hand", "assigns to `.data`", fix="move it into a block")
 class SetsData(Stack):
     def between(self, x: Tensor, at: int) -> Any:
         y = x * 1

@@ -30,6 +30,10 @@ class Lines:
     the pipeline does not keep the setting, which holds the whole model.
     """
 
+    around: Callable[[], AbstractContextManager[None]] = nullcontext  # is around the rows of a step
+    # Says what divided layers have to do with an error inside.
+    explaining: Callable[[], AbstractContextManager[None]] = nullcontext
+
     def __init__(self, setting: Setting) -> None:
         self.axes = setting.axes
 
@@ -54,14 +58,6 @@ class Lines:
     def sums_of(self, parameters: Sequence[nn.Parameter]) -> Sums | None:
         """Return what sums these parameters' gradients over lines, if any do."""
         return None
-
-    def around(self) -> AbstractContextManager[None]:
-        """Be around the rows of a step."""
-        return nullcontext()
-
-    def explaining(self) -> AbstractContextManager[None]:
-        """Say what divided layers have to do with an error inside."""
-        return nullcontext()
 
     def share(self, engine: Engine, holdings: Holdings, updates: Updates) -> None:
         """Give all lines the same values, then divide the state of which each line keeps a part."""

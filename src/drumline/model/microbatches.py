@@ -66,14 +66,15 @@ def has_microbatches(value: Any) -> bool:
     >>> has_microbatches({"x": Microbatches([1, 2])}), has_microbatches({"x": (1, 2)})
     (True, False)
     """
-    if isinstance(value, Tensor) or value is None:
-        return False
-    if isinstance(value, Microbatches):
-        return True
-    if isinstance(value, tuple | list):
-        return any(map(has_microbatches, value))
-    if isinstance(value, dict):
-        return any(map(has_microbatches, value.values()))
-    if is_dataclass(value) and not isinstance(value, type):
-        return any(has_microbatches(getattr(value, one.name)) for one in fields(value))
+    todo = [value]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, Microbatches):
+            return True
+        if isinstance(one, tuple | list):
+            todo += one
+        elif isinstance(one, dict):
+            todo += one.values()
+        elif is_dataclass(one) and not isinstance(one, type):
+            todo += [getattr(one, field.name) for field in fields(one)]
     return False

@@ -12,7 +12,7 @@ is cast once per step, and all microbatches share the copy.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -47,15 +47,13 @@ class Precision:
         if self.dtype is not None:
             kind = "cpu" if device is None else device.type
             self.autocast = torch.autocast(kind, dtype=self.dtype, cache_enabled=True)
+        # Keeps casts of weights during a step.
+        self.step: Callable[[], AbstractContextManager[None]] = nullcontext if self.dtype is None else casts_kept
 
     def uncached(self) -> AbstractContextManager[Any]:
         """Return the same as `autocast`, which casts a weight anew whenever it is used."""
         kind = getattr(self.autocast, "device", "cpu")
         return nullcontext() if self.dtype is None else torch.autocast(kind, dtype=self.dtype, cache_enabled=False)
-
-    def step(self) -> AbstractContextManager[None]:
-        """Keep casts of weights during a step."""
-        return nullcontext() if self.dtype is None else casts_kept()
 
     def full(self, loss: Tensor) -> Tensor:
         """Return a loss computed under autocast as float32, like its weights and scale."""
@@ -66,10 +64,8 @@ def cast_apart(value: Any) -> Any:
     """Return a stage's input, or a block's, so that autocast casts it anew for each use, as inside of a stage.
 
     It takes a leaf for a weight: it would keep the cast until the step ends, and uses would add their gradients in low
-    precision.
+    precision. Without autocast, nobody needs this.
     """
-    if not torch._C._is_any_autocast_enabled():
-        return value
     return mapped(value, lambda one: one.view_as(one) if one.is_leaf and one.requires_grad else one)
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ Path = tuple[tuple[str, Any], ...]  # the path to a tensor inside a result: ("it
 # How many parts of a form precede its values: names, a type, or both.
 HEADERS = {"dict": 1, "named": 1, "fields": 2, "mapping": 2}
 APART = "microbatches"  # the kind of a form with one part per microbatch
+_LEAVES = frozenset({type(None), bool, int, float, str})  # plain values in which nothing can hide
 _CONTAINERS: dict[str, Callable[[Sequence[Any]], Any]] = {"list": list, APART: Microbatches}
 
 
@@ -42,9 +44,9 @@ def pack(value: Any) -> tuple[tuple[Tensor, ...], Any]:
     """
     if isinstance(value, Tensor):
         return (value,), None
-    tensors: dict[int, Tensor] = {}
-    form = _form(value, tensors)
-    return tuple(tensors.values()), form
+    tensors: list[Tensor] = []
+    form = _form(value, tensors, {})
+    return tuple(tensors), form
 
 
 def unpack(tensors: Sequence[Tensor], form: Any) -> Any:
@@ -62,27 +64,41 @@ def unpack_each(columns: Sequence[Sequence[Tensor]], form: Any, count: int) -> l
     return list(columns[0] if form is None else _values(columns, form, count))
 
 
-def _form(value: Any, tensors: dict[int, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        tensors.setdefault(id(value), value)  # a tensor in two places stays one
-        return list(tensors).index(id(value))
-    if type(value) in (tuple, list):
-        return (type(value).__name__, *(_form(one, tensors) for one in value))
-    if type(value) is dict:
-        return ("dict", tuple(value), *(_form(one, tensors) for one in value.values()))
-    if type(value) is Microbatches:
-        return (APART, *(_form(one, tensors) for one in value))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return ("named", type(value), *(_form(one, tensors) for one in value))
-    if is_dataclass(value) and not isinstance(value, type):
+def _form(value: Any, tensors: list[Tensor], places: dict[int, int]) -> Any:
+    """Return the form of a value, adding its tensors to `tensors`, and their places there by their ids."""
+    kind = type(value)
+    head: tuple[Any, ...]
+    inside: Iterable[Any]
+    if kind is tuple or kind is list:
+        head, inside = (kind.__name__,), value
+    elif kind is dict:
+        head, inside = ("dict", tuple(value)), value.values()
+    elif kind is Microbatches:
+        head, inside = (APART,), value
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        head, inside = ("named", kind), value
+    elif is_dataclass(value) and not isinstance(value, type):
         names = tuple(one.name for one in fields(value))
-        return ("fields", type(value), names, *(_form(getattr(value, name), tensors) for name in names))
-    if type(value) is slice:
-        return ("slice", *(_form(one, tensors) for one in (value.start, value.stop, value.step)))
-    if isinstance(value, dict):
-        return ("mapping", type(value), tuple(value), *(_form(one, tensors) for one in value.values()))
-    _refuse_hidden(value)
-    return ("plain", value)
+        head, inside = ("fields", kind, names), [getattr(value, name) for name in names]
+    elif kind is slice:
+        head, inside = ("slice",), (value.start, value.stop, value.step)
+    elif isinstance(value, dict):
+        head, inside = ("mapping", kind, tuple(value)), value.values()
+    else:
+        _refuse_hidden(value)
+        return ("plain", value)
+    parts: list[Any] = []
+    for one in inside:
+        if isinstance(one, Tensor):
+            place = places.setdefault(id(one), len(tensors))  # a tensor in two places stays one
+            if place == len(tensors):
+                tensors.append(one)
+            parts.append(place)
+        elif type(one) in _LEAVES:
+            parts.append(("plain", one))
+        else:
+            parts.append(_form(one, tensors, places))
+    return (*head, *parts)
 
 
 def _refuse_hidden(value: Any) -> None:
@@ -102,12 +118,15 @@ def _value(tensors: Sequence[Tensor], form: Any) -> Any:
     kind, *parts = form
     if kind == "plain":
         return parts[0]
-    inner = [_value(tensors, part) for part in parts[HEADERS.get(kind, 0) :]]
+    first = HEADERS.get(kind, 0)
+    inner = [tensors[part] if isinstance(part, int) else _value(tensors, part) for part in parts[first:]]
     if kind in ("tuple", "list"):
         return tuple(inner) if kind == "tuple" else inner
     if kind == "dict":
         return dict(zip(parts[0], inner, strict=True))
-    return _values([[one] for one in inner], (kind, *parts[: HEADERS.get(kind, 0)], *range(len(inner))), 1)[0]
+    if kind == "named":
+        return parts[0](*inner)
+    return _values([[one] for one in inner], (kind, *parts[:first], *range(len(inner))), 1)[0]
 
 
 def _values(columns: Sequence[Sequence[Tensor]], form: Any, count: int) -> Sequence[Any]:
@@ -118,7 +137,7 @@ def _values(columns: Sequence[Sequence[Tensor]], form: Any, count: int) -> Seque
     if kind == "plain":
         return [parts[0]] * count
     first = HEADERS.get(kind, 0)
-    inner = [_values(columns, part, count) for part in parts[first:]]
+    inner = [columns[part] if isinstance(part, int) else _values(columns, part, count) for part in parts[first:]]
     rows = list(zip(*inner, strict=True)) if inner else [()] * count
     if kind == "tuple":
         return rows
@@ -144,19 +163,21 @@ def rebuilt(kind: type, values: dict[str, Any]) -> Any:
     return made
 
 
-def plain_in(form: Any) -> Iterator[Any]:
-    """Yield the plain values in a form.
+def plain_in(form: Any) -> list[Any]:
+    """Return the plain values in a form.
 
-    >>> list(plain_in(pack(("a", {"b": [1, None]}))[1]))
+    >>> plain_in(pack(("a", {"b": [1, None]}))[1])
     ['a', 1, None]
     """
-    if isinstance(form, tuple):
-        kind, *parts = form
-        if kind == "plain":
-            yield parts[0]
-        else:
-            for part in parts[HEADERS.get(kind, 0) :]:
-                yield from plain_in(part)
+    found, todo = [], [form]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, tuple):
+            if one[0] == "plain":
+                found.append(one[1])
+            else:
+                todo += reversed(one[1 + HEADERS.get(one[0], 0) :])
+    return found
 
 
 def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -170,10 +191,12 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Return the value with its tensors on a device."""
+    """Return the value with its tensors on a device; the value itself if all of them are there."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
-    return mapped(value, lambda one: one.to(device, non_blocking=True))
+    tensors, form = pack(value)
+    there = [one.to(device, non_blocking=True) for one in tensors]
+    return value if all(map(is_, tensors, there)) else unpack(there, form)
 
 
 def joined(values: Sequence[Any], shares: Sequence[Tensor] = ()) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -94,6 +94,16 @@ class Options(CoreOptions, AttachedOptions):
                 f"num_ranks is {self.num_ranks!r}", expected=f"{counted(plan.num_ranks, 'rank')}, as in the plan"
             )
         return plan
+
+
+def taken(**wanted: Any) -> dict[str, Any]:
+    """Return those of these options that a pipeline takes, with the features that are attached to it here.
+
+    >>> taken(seed=3, sed=4)
+    {'seed': 3}
+    """
+    names = {one.name for one in fields(Options)}
+    return {name: value for name, value in wanted.items() if name in names}
 
 
 def _is_divided(parameter: nn.Parameter) -> bool:

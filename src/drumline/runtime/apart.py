@@ -19,18 +19,19 @@ from drumline.model.values import APART, HEADERS
 
 def is_apart(form: Any) -> bool:
     """Whether a form has a part for each microbatch somewhere."""
-    return next(_apart_in(form), None) is not None
+    return bool(_apart_in(form))
 
 
-def _apart_in(form: Any) -> Iterator[tuple[Any, ...]]:
-    """Yield what is given microbatch by microbatch: a form for each."""
-    if isinstance(form, tuple) and form[0] != "plain":
-        kind, *parts = form
-        if kind == APART:
-            yield tuple(parts)
-        else:
-            for part in parts[HEADERS.get(kind, 0) :]:
-                yield from _apart_in(part)
+def _apart_in(form: Any) -> list[tuple[Any, ...]]:
+    """Return what is given microbatch by microbatch: a form for each."""
+    found, todo = [], [form]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, tuple) and one[0] == APART:
+            found.append(one[1:])
+        elif isinstance(one, tuple) and one[0] != "plain":
+            todo += reversed(one[1 + HEADERS.get(one[0], 0) :])
+    return found
 
 
 def _places(form: Any) -> Iterator[int]:
@@ -118,7 +119,7 @@ def lead_of(tensors: Sequence[Tensor], form: Any) -> list[Tensor | None]:
     >>> [tuple(one.shape) for one in lead_of([torch.ones(2, 7), torch.ones(3, 4)], ("microbatches", 0, 1))]
     [(2, 7), (3, 4)]
     """
-    listed = list(_apart_in(form))
+    listed = _apart_in(form)
     return [
         next((tensors[place] for each in listed for place in _places(each[at]) if tensors[place].dim()), None)
         for at in range(len(listed[0]))

@@ -11,7 +11,7 @@ the user split, `Microbatches`, stay as they are, and tensors beside them are sp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -61,8 +61,8 @@ def cut_and_counted(
         )
     if form is None:
         return list(tensors[0].tensor_split(num_microbatches)), rows
-    hows = _hows(batch, split)
-    given, each = dict(_items(batch)), rows_of_each(rows, num_microbatches)
+    hows, given = (_hows(batch, split), _items(batch)) if split else ({}, {})
+    each = rows_of_each(rows, num_microbatches)
     pieces = [_parts(tensor, hows.get(id(tensor), _BY_ITSELF), each, given, what) for tensor in tensors]
     return unpack_each(pieces, form, num_microbatches), rows
 
@@ -74,7 +74,7 @@ def _cut_apart(batch: Any, num_microbatches: int, what: str, split: Split | None
     given_apart = apart.inside(form)
     if len(given_apart) == len(tensors):
         return [unpack(tensors, one) for one in forms]
-    hows, given = _hows(batch, split), dict(_items(batch))
+    hows, given = _hows(batch, split), _items(batch)
     each = rows_apart(batch, split)
     pieces = []
     for place, tensor in enumerate(tensors):
@@ -163,23 +163,21 @@ _BY_ITSELF: Any = object()  # the default for tensors that split does not name
 
 def _hows(batch: Any, split: Split | None) -> dict[int, How]:
     """Return how to split the tensors that `split` names, by their ids."""
-    items, said = dict(_items(batch)), split or {}
+    items, said = _items(batch), split or {}
     for name in said:
         if name not in items and isinstance(name, int):
             raise BatchError(f"split names argument {name}", expected=f"one of {', '.join(map(str, items))}")
     return {id(tensor): said[name] for name, value in items.items() if name in said for tensor in pack(value)[0]}
 
 
-def _items(batch: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the items of a batch: arguments by position and name, or the entries of a dict or tuple."""
+def _items(batch: Any) -> dict[Any, Any]:
+    """Return the items of a batch: arguments by position and name, or the entries of a dict or tuple."""
     args, kwargs = getattr(batch, "args", None), getattr(batch, "kwargs", None)
     if isinstance(args, tuple) and isinstance(kwargs, dict):
-        yield from enumerate(args)
-        yield from kwargs.items()
-    elif isinstance(batch, Mapping):
-        yield from batch.items()
-    elif isinstance(batch, tuple | list):
-        yield from enumerate(batch)
+        return {**dict(enumerate(args)), **kwargs}
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    return dict(enumerate(batch)) if isinstance(batch, tuple | list) else {}
 
 
 def _parts(tensor: Tensor, how: How, rows: Sequence[int], given: Mapping[Any, Any], what: str) -> Sequence[Tensor]:

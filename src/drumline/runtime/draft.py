@@ -66,6 +66,17 @@ class Draft:
         """Record that a message was sent."""
         self.sends.extend((*coded(receive), target, start, end, num_bytes))
 
+    def renumber(self, table: str, microbatch: int) -> None:
+        """Give the last message of `messages` or `sends` another microbatch: the one that the step's program has.
+
+        >>> draft = Draft(0)
+        >>> draft.sent(Action.parse("1RECV_F0"), 1, num_bytes=8, start=20, end=30)
+        >>> draft.renumber("sends", 4); draft.sends
+        [1, 0, 4, 1, 20, 30, 8]
+        """
+        columns, flat = COLUMNS[table], getattr(self, table)
+        flat[columns.index("microbatch") - len(columns)] = microbatch
+
     def spent(self, kind: int, start: int, end: int) -> None:
         """Record overhead."""
         self.overheads.extend((kind, start, end))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -34,10 +35,14 @@ class Pass:
 
     def __init__(self, value: Any, wants_gradient: bool, plain: Collection[int] = ()) -> None:
         """Begin with a value, detached from its graph; the tensors at positions `plain` need no gradient."""
-        tensors, self.form = pack(value)
-        self.leaves: Sequence[Tensor] = [
-            _leaf(one, wants_gradient and at not in plain) for at, one in enumerate(tensors)
-        ]
+        tensors: Sequence[Tensor]
+        self.form: Any
+        tensors, self.form = ((value,), None) if isinstance(value, Tensor) else pack(value)
+        self.leaves: Sequence[Tensor] = [one.detach() for one in tensors]
+        if wants_gradient:
+            for at, leaf in enumerate(self.leaves):
+                if at not in plain and _has_gradient(leaf):
+                    begun(leaf).requires_grad_()
         self.roots: list[GradientEdge] = []
         self.wanted: list[int] = []  # the outputs for which a gradient can come back
         self.plain: tuple[int, ...] = ()  # those that could have a gradient but have none
@@ -86,8 +91,6 @@ class Segment:
         self.receives = True  # whether its input comes from earlier blocks, not from the batch
         self.modules = [module for block in blocks for module in block.module.modules()]
         self.buffers = Buffers([block.module for block in blocks])
-        self._signature: list[tuple[int, bool]] | None = None
-        self.renew()
         self.suspects = {block.name for block in blocks if may_draw(block.module)}  # they may draw random numbers
         # Assumed to draw nothing until it does. With buffers a run could not be repeated, so this is not tried.
         self.quiet = not self.suspects or not self.buffers.places
@@ -98,26 +101,22 @@ class Segment:
         self.needs_graph = False  # whether a first run that saves no tensors failed
         self.takes_gradients: bool | None = None  # whether they take gradients inside their forward; None: not known
 
-    def renew(self) -> bool:
-        """Follow parameters that were frozen, unfrozen or replaced; return whether any was."""
+    def renew(self) -> None:
+        """Follow parameters that were frozen, unfrozen or replaced; its stage calls it at first too."""
         owned = [one for module in self.modules for one in module._parameters.values() if one is not None]
-        signature = [(id(one), one.requires_grad) for one in owned]
-        if signature == self._signature:
-            return False
-        self._signature = signature
         self.looked_at = False  # whether it was checked that its graph has only its own parameters
         self.lent: list[nn.Parameter] = []  # parameters of other stages that its loss uses, a penalty on all weights
         self.parameters = [one for one in dict.fromkeys(owned) if one.requires_grad]
         # Compiled code splits its backward by itself.
         self.splitter = Splitter([module for _, module in self.blocks] if self.compiled is None else [])
-        return True
 
     def run(self, value: Any, microbatch: int, randomness: Randomness, tape: Tape | None = None) -> Any:
         """Run the blocks, seeding those that may draw random numbers unless none has drawn so far.
 
         If they change their input in place, they get a copy of it, because a leaf must not change.
         """
-        given = mapped(value, Tensor.clone) if self.on_copies else cast_apart(value)
+        given = mapped(value, Tensor.clone) if self.on_copies else value
+        given = cast_apart(given) if torch._C._is_any_autocast_enabled() else given
         if self.sheet is not None:
             self.sheet.now = microbatch
         try:
@@ -236,10 +235,3 @@ def versions_of(value: Any) -> list[int]:
 def _has_gradient(tensor: Tensor) -> bool:
     """Whether a tensor's dtype allows a gradient."""
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _leaf(tensor: Tensor, wants_gradient: bool) -> Tensor:
-    leaf = tensor.detach()
-    if wants_gradient and _has_gradient(leaf):
-        begun(leaf).requires_grad_()
-    return leaf

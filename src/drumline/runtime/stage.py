@@ -30,7 +30,7 @@ from drumline.model.precision import Precision
 from drumline.model.randomness import HostChance, Randomness
 from drumline.model.values import mapped, pack, unpack
 from drumline.runtime.backward.compiled import Compiler
-from drumline.runtime.backward.guards import looked_after
+from drumline.runtime.backward.guards import NOTHING, looked_after
 from drumline.runtime.backward.tape import Gradients, Tape, accumulate, add_gradients, merged
 from drumline.runtime.recomputing import GraphNeeded, discarding
 from drumline.runtime.segment import Pass, Segment, versions_of
@@ -85,6 +85,8 @@ class Stage:
         self.held: dict[int, list[Pass]] = {}
         self.kept: dict[int, Any] | None = None  # outputs of a training step, if wanted
         self.at_peak: Callable[[], object] | None = None  # called when everything recomputed is held at once
+        self._signature: list[tuple[int, bool]] | None = None
+        self.renew()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -103,8 +105,15 @@ class Stage:
 
     def renew(self) -> bool:
         """Follow parameters that were frozen, unfrozen or replaced since the last step; return whether any was."""
-        renewed = [segment.renew() for segment in self.segments]
-        return any(renewed)
+        modules = (module for segment in self.segments for module in segment.modules)
+        owned = [one for module in modules for one in module._parameters.values() if one is not None]
+        signature = [(id(one), one.requires_grad) for one in owned]
+        if signature == self._signature:
+            return False
+        self._signature = signature
+        for segment in self.segments:
+            segment.renew()
+        return True
 
     def split_only(self, microbatches: Collection[int]) -> None:
         """From the next step on, split the backward of these microbatches, and run others whole."""
@@ -113,7 +122,8 @@ class Stage:
     def begin(self) -> None:
         """Start a step: nothing is held, and the stand-ins follow parameters that moved."""
         self.held.clear()
-        self.refresh()
+        if self.split:
+            self.refresh()
 
     def refresh(self) -> None:
         """Let the stand-ins of a split backward follow parameters that moved to other memory."""
@@ -145,8 +155,10 @@ class Stage:
                     if microbatch in self.split:
                         value = self._with_graph(segment, this, microbatch, loss)
                     else:  # the same without a call, for most forwards of a schedule
-                        with torch.enable_grad(), looked_after(this.leaves if segment.receives else ()):
-                            made = segment.run(this.value(), microbatch, self.randomness)
+                        guarded = segment.receives and len(this.leaves) > 1
+                        with torch.enable_grad(), looked_after(this.leaves) if guarded else NOTHING:
+                            given = this.leaves[0] if this.form is None else unpack(this.leaves, this.form)
+                            made = segment.run(given, microbatch, self.randomness)
                             value = segment.ended(this, made if loss is None else loss(made))
                     wants_gradient = bool(this.wanted)
                 plain = this.plain

@@ -37,6 +37,7 @@ from drumline.engine.stages.assembly import Checkpointing
 from drumline.model.follow.inputs import Inputs
 from drumline.model.microbatches import has_microbatches
 from drumline.model.precision import one_thread
+from drumline.pipeline.options import taken
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.batch import cut as cut_batch
 from drumline.verification.batches import can_turn, turned
@@ -238,6 +239,10 @@ def _in_turns(case: _Case) -> _Seen:
 def _pipelined(case: _Case) -> _Seen:
     """Run all steps on the ranks of this process: all of them, or the launched one."""
     material = case.made_again()
+    features = taken(check_model=False)  # verify is itself a longer check
+    if case.num_lines > 1 or case.zero or case.sequence_parallel:
+        mesh = case.mesh if case.num_lines > 1 else None
+        features |= {"mesh": mesh, "zero": case.zero, "sequence_parallel": case.sequence_parallel}
     with Pipeline(
         material.model,
         loss_fn=material.loss_fn,
@@ -249,10 +254,7 @@ def _pipelined(case: _Case) -> _Seen:
         transport=case.transport,
         seed=case.seed,
         timeout=case.timeout,
-        check_model=False,  # verify is itself a longer check
-        mesh=case.mesh if case.num_lines > 1 else None,
-        zero=case.zero,
-        sequence_parallel=case.sequence_parallel,
+        **features,
     ) as pipe:
         optimizer = pipe.optimizer(torch.optim.SGD, lr=LEARNING_RATE)
         named = list(pipe.named_parameters())

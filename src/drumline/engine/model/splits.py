@@ -42,7 +42,7 @@ def found_split(model: Model, said: Split | None) -> Callable[[Any], Split | Non
 
     def of(batch: Any) -> Split | None:
         given = getattr(batch, "kwargs", None)
-        if not isinstance(given, Mapping):
+        if not isinstance(given, Mapping) or not given:
             return said
         found = {**_positions(given), **_pictures(given, config), **(said or {})}
         return found or None

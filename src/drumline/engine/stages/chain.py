@@ -30,7 +30,7 @@ class Chain:
         self._blocks = {number: blocks[number] for number in self._held}  # that are or were here
         own = self.tensors(self._held)
         others = {number: block for number, block in enumerate(blocks) if number not in self._held}
-        self._absent = Absent(others, own, first, device)
+        self.absent = Absent(others, own, first, device)
 
     def balance(self, counts: Sequence[int] | None = None) -> tuple[int, ...]:
         """Return how many of the model's own blocks each stage has."""
@@ -60,7 +60,7 @@ class Chain:
     def block(self, number: int) -> Block:
         """Return a block, or its copy without memory."""
         found = self._blocks.get(number)
-        return self._absent.block(number) if found is None else found
+        return self.absent.block(number) if found is None else found
 
     def shown(self) -> list[Block]:
         """Return the model's own blocks, to be cut; what cannot be copied has no insides."""
@@ -83,7 +83,7 @@ class Chain:
         now = set(self.numbers(counts, held))
         for number in sorted(now - self._held):
             self._blocks[number] = self.block(number)
-            self._absent.arrived(number)
+            self.absent.arrived(number)
         self._held = now
         spans = pairwise(accumulate(counts, initial=0))
         return [
@@ -93,5 +93,4 @@ class Chain:
 
     def follow(self) -> None:
         """Let copies that are in use follow the user's model, while it lives."""
-        if self._absent.copies:
-            self._absent.follow(self._held)
+        self.absent.follow(self._held)

@@ -59,6 +59,7 @@ class Intake:
         self.own = not self._is_chain and loss_fn is None  # whether the model computes its own loss
         self.has_loss = self.own or loss_fn is not None
         self._found = found_split(model, split)
+        self._says = split is not None  # whether the user says how to split the batch
         self._own_shares: OwnShares | None = None
         self._fn = None if loss_fn is None or weigh is not None else FnWeight(loss_fn, device)
         self._step: Step | None = None  # the current step
@@ -70,6 +71,8 @@ class Intake:
         self.precise = False  # whether the loss shares need double precision
         self._weights: list[float | Tensor] = []
         self._shares: Sequence[Tensor] = ()
+        # Rows and number of microbatches of the last step, if its shares depend on these alone.
+        self._settled: tuple[int, int] | None = None
         self._across: Across | None = None
 
     def count_across(self, across: Across, sequences: int = 1) -> None:
@@ -107,6 +110,8 @@ class Intake:
 
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments of a step as the value that the first block takes."""
+        if self._is_chain and len(args) == 1 and not kwargs:
+            return args[0]
         return inputs_for(args, kwargs, is_chain=self._is_chain)
 
     def take(self, step: Step, batch: Any, target: Any, ends: Collection[str], crew: Crew) -> None:
@@ -119,7 +124,7 @@ class Intake:
         if "first" in ends:
             if batch is None:
                 raise BatchError(f"{crew.name} holds the first stage but got no batch", fix="pass the batch to step")
-            step.batch = moved(batch, self.device)
+            step.batch = batch.to(self.device, non_blocking=True) if is_plain else moved(batch, self.device)
         if "last" in ends and self.own:  # the batch tells the weight of each microbatch
             if batch is None:
                 raise BatchError(
@@ -130,7 +135,7 @@ class Intake:
         elif "last" in ends and (target is not None or step.train):
             if target is None:
                 raise BatchError(f"{crew.name} holds the last stage but got no target", fix="pass target= to step")
-            step.target = moved(target, self.device)
+            step.target = target.to(self.device, non_blocking=True) if is_plain else moved(target, self.device)
 
     def _are_apart(self, batch: Any, target: Any) -> bool:
         """Whether the user has cut the microbatches, in batch and target alike."""
@@ -159,6 +164,7 @@ class Intake:
             return
         targets, rows = self._cut(step.target, "the batch" if self.own else "the target")
         if step.apart:
+            self._settled = None
             each = rows_apart(step.target, self._found(step.target) if self.own else None)
             step.targets = targets = [targets[at] for at in step.order or range(len(targets))]
             self._rows = [each[at] for at in step.order or range(len(each))]
@@ -167,9 +173,16 @@ class Intake:
             return
         if num_inputs not in (None, rows):
             raise BatchError(f"the batch has {num_inputs} rows and the target has {rows}", expected="equal numbers")
-        self._rows, self._sizes = rows_of_each(rows, self.num_microbatches), None
         step.targets = targets
+        if self._settled == (rows, self.num_microbatches):
+            step.shares = self._shares
+            return
+        self._settled = None
+        self._rows, self._sizes = rows_of_each(rows, self.num_microbatches), None
         self._take_shares(step, self._weighed(targets))
+        counts_rows = not self.is_open and not self.counts_labels and self._across is None
+        if counts_rows and all(self.is_counted(step, microbatch) for microbatch in range(len(targets))):
+            self._settled = rows, self.num_microbatches
 
     def _check_count(self, step: Step) -> None:
         if len(step.sizes) != self.num_microbatches:
@@ -189,6 +202,8 @@ class Intake:
 
     def _cut(self, batch: Any, what: str) -> tuple[list[Any], int]:
         """Return the microbatches of a batch, and its rows."""
+        if isinstance(batch, Tensor) and not self._says and batch.dim() and len(batch) >= self.num_microbatches:
+            return list(batch.tensor_split(self.num_microbatches)), len(batch)
         split = None if what.endswith("target") else self._found(batch)
         return cut_and_counted(batch, self.num_microbatches, what=what, split=split)
 

@@ -61,7 +61,8 @@ class Holdings(Observer):
         for copies in self.copies:
             if copies.modules:
                 copies.follow()
-        self.chain.follow()
+        if self.chain.absent.copies:
+            self.chain.follow()
 
     def renew(self) -> None:
         """Read the parameters again, because some were replaced."""
@@ -139,7 +140,8 @@ class Holdings(Observer):
 
     def begin(self, step: Step) -> None:
         """Put aside earlier steps' gradients of tensors that several ranks hold: only this step's are exchanged."""
-        exchanged = [one for executor in self.executors for one in executor.exchange.parameters]
+        exchanges = [executor.exchange for executor in self.executors if executor.exchange.has_any]
+        exchanged = [one for exchange in exchanges for one in exchange.parameters]
         kept = set(self.parameters()) if exchanged else set()
         self._earlier = [(one, one.grad) for one in exchanged if one in kept]
         for one in exchanged:

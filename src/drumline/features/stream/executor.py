@@ -7,6 +7,13 @@
 After a pause the next slices skip the backwards that have run, and make their updates where they always are. So a pause
 changes no number: evaluations and checkpoints do not disturb training. After a drain the stream begins again.
 
+Each of the three is a list of jobs for the executor's loop. A cell of a slice becomes these:
+
+    0B1        post 0RECV_B1 ── compute 0B1, with the weights of 0F1 ── send 0SEND_B1 ── close the update that it ends
+    0UPDATE1   agree with the other ranks ── update
+
+A job of an earlier step finds that step's data by itself, and tells the channel that its messages belong to it.
+
 Gradients add up in `.grad` while a slice runs. With the last microbatch of an update they move to `pending`, and with
 the UPDATE to the optimizer, unless they are not finite; what has begun to add up for the next update waits aside
 meanwhile.
@@ -14,21 +21,23 @@ meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from drumline.channel.channel import Wait
+from drumline.core import rules
 from drumline.core.action import Action, Op
 from drumline.core.rules import Backward
 from drumline.features.stream.rows import BACKWARDS, Cell, StreamRows, runs
 from drumline.features.stream.verdicts import Judged, Norms, Place, Verdicts
 from drumline.features.stream.versions import Versions
-from drumline.runtime.draft import BEGIN, NOTE, Draft
+from drumline.runtime.draft import BEGIN, Draft
 from drumline.runtime.execute.executor import Executor, Gradients
 from drumline.runtime.execute.jobs import Job
 from drumline.runtime.gradients.clip import all_finite
@@ -62,19 +71,6 @@ class Group:
     judged: Judged | None = None  # what all ranks said
 
 
-_NO_CELL, _NO_ACTION = Cell(Op.FORWARD, 0, 0, 0), Action(0, Op.FORWARD, 0)
-
-
-@dataclass(slots=True)
-class _SliceJob(Job):
-    """A cell of a slice; `shown` is its action in the step's program, `target` the rank that gets what it makes."""
-
-    cell: Cell = _NO_CELL
-    shown: Action = _NO_ACTION
-    sends: Action | None = None  # the message under which its result leaves
-    target: int = -1
-
-
 class StreamExecutor(Executor):
     """One rank's stage and its endless row; give it `stream` and `optimizers` before it runs."""
 
@@ -92,7 +88,7 @@ class StreamExecutor(Executor):
         self._updates = Op.UPDATE in rows  # else its stage is frozen
         self._closes = BACKWARDS if any(op in rows for op in BACKWARDS) else (Op.FORWARD,)
         self.versions = {index: Versions(stage) for index, stage in self.stages.items()}
-        self._cached: dict[tuple[int, int], list[_SliceJob]] = {}
+        self._cached: dict[tuple[int, int], list[Job]] = {}
         self.restart()
 
     def restart(self) -> None:
@@ -123,150 +119,175 @@ class StreamExecutor(Executor):
         """How many microbatches have run forward and not backward."""
         return sum(len(stage.held) for stage in self.stages.values())
 
-    def run(self, step: Step, draft: Draft, jobs: Any = None) -> Generator[Wait, None, None]:
+    def run(self, step: Step, draft: Draft, jobs: Iterable[Job] | None = None) -> Generator[Wait, None, None]:
         """Run the slice of a step."""
         self._steps[self.position] = step, self.optimizers.settings()
         self.verdicts.number(self.position, step.draw)
-        oldest = self._steps[min(self._steps)][0].number
-        self.channel.begin(step.number, since=oldest)
-        self.clock.begin(draft)
-        self._enter(draft)
-        for stage in self.stages.values():
-            stage.refresh()
-            stage.kept = step.outputs if step.wants_outputs else None
-        if self.scale is not None:
-            self.scale.begin(*step.inputs, *step.targets)
-        draft.spent(BEGIN, draft.begin_ns, self.clock.now())
-        directly = False
-        for job in self._jobs():
-            yield from self._perform(job, directly)
-            directly = not job.target >= 0
-        yield from self.verdicts.decide(self.position - self.stream.num_back, self._stage)
+        yield from super().run(step, draft, self._slice())
         self.position += 1
         self.since += 1
-        self._leave()
-        draft.end_ns = self.clock.now()
+        for position in [one for one in self._steps if one < self.position - self.stream.num_back]:
+            del self._steps[position]
 
     def pause(self, draft: Draft) -> Generator[Wait, None, None]:
         """Run the backwards of all microbatches in flight; all ranks call it alike."""
-        self.channel.begin(_BETWEEN_STEPS, since=_BETWEEN_STEPS)
-        self._enter(draft)
-        last = self.position - 1
+        yield from self._between_steps(draft, self._pausing())
+
+    def drain(self, draft: Draft) -> Generator[Wait, None, None]:
+        """Run the backwards in flight and make all updates that are due; the stream begins again."""
+        yield from self._between_steps(draft, self._draining())
+        self.restart()
+
+    def _between_steps(self, draft: Draft, jobs: Iterable[Job]) -> Generator[Wait, None, None]:
+        yield from super().run(Step(_BETWEEN_STEPS), draft, jobs)
+        self.since = 0
+        assert not self._partial, "gradients of a step that is not over"
+
+    def _begin(self, step: Step, draft: Draft) -> None:
+        """Begin with what is in flight, and with the gradients that have begun to add up."""
+        self.draft = draft
+        open_steps = [one.number for one, _ in self._steps.values()]
+        self.channel.begin(step.number, since=min([step.number, *open_steps]))
+        self.clock.begin(draft)
+        self.exchange.begin()
+        for one in self._parameters():
+            one.grad = self._partial.pop(one, None)
+        for index, stage in self.stages.items():
+            stage.refresh()
+            stage.kept = step.outputs if step.wants_outputs else None
+            self.versions[index].scale = self.scale
+        if self.scale is not None:
+            self.scale.begin(*step.inputs, *step.targets)
+        draft.spent(BEGIN, draft.begin_ns, self.clock.now())
+
+    def _end(self) -> Iterable[Wait]:
+        """Put aside the gradients that have begun to add up."""
+        self.exchange.refuse_changes()
+        for one in self._parameters():
+            if one.grad is not None:
+                self._partial[one] = one.grad
+                one.grad = None
+        return ()
+
+    # ---- jobs --------------------------------------------------------------------------------------------------------
+
+    def _slice(self) -> list[Job]:
+        """Return the jobs of the next step."""
+        kind = self.stream.kind(self.position, self.since)
+        if kind not in self._cached:
+            cells = self.stream.slice(self.position)[self.rank]
+            jobs = [job for cell in cells if runs(cell, self.since) for job in self._jobs_of(cell)]
+            self._cached[kind] = [*jobs, self._deciding(self.stream.num_back)]
+        return self._cached[kind]
+
+    def _pausing(self) -> Iterator[Job]:
+        """Yield the jobs of a pause; only after the backwards is it known which updates are due."""
         for index, stage in self.stages.items():
             op = Op.BACKWARD if self.program.backwards[index] is Backward.WHOLE else Op.BACKWARD_INPUT
             for key in sorted(stage.held):
                 position, microbatch = self._unkeyed(key)
-                cell = Cell(op, index, last - position, microbatch)
-                yield from self._perform(self._job(cell), directly=False, ends_at=last)
-        for (position, microbatch), group in sorted(self.pending.items()):
-            if not group.is_summed:
-                yield from self._sum(group, position, microbatch)
-            yield from self._judge(group, position, microbatch)
-        yield from self.verdicts.decide(self.position, self._stage)
-        self.since = 0
-        self._leave()
-        assert not self._partial, "gradients of a step that is not over"
+                yield from self._jobs_of(Cell(op, index, self.position - position, microbatch))
+        for cell in self._due():
+            yield self._agreeing(cell)
+        yield self._deciding(0)
 
-    def drain(self, draft: Draft) -> Generator[Wait, None, None]:
-        """Run the backwards in flight and make all updates that are due; the stream begins again."""
-        yield from self.pause(draft)
-        self._enter(draft)
-        for position, microbatch in sorted(self.pending):
-            for index in self.stages:
-                yield from self._update(Cell(Op.UPDATE, index, 0, microbatch), position)
-        self._leave()
-        self.restart()
+    def _draining(self) -> Iterator[Job]:
+        """Yield the jobs of a drain."""
+        yield from self._pausing()
+        for cell in self._due():
+            yield from self._jobs_of(cell)
 
-    # ---- jobs --------------------------------------------------------------------------------------------------------
+    def _due(self) -> list[Cell]:
+        """Return the updates that are due."""
+        return [
+            Cell(Op.UPDATE, self._stage, self.position - position, microbatch)
+            for position, microbatch in sorted(self.pending)
+        ]
 
-    def _jobs(self) -> list[_SliceJob]:
-        kind = self.stream.kind(self.position, self.since)
-        if kind not in self._cached:
-            cells = self.stream.slice(self.position)[self.rank]
-            self._cached[kind] = [self._job(cell) for cell in cells if runs(cell, self.since)]
-        return self._cached[kind]
-
-    def _job(self, cell: Cell) -> _SliceJob:
-        action, shown = Action(cell.stage, cell.op, cell.microbatch), self.stream.action(cell)
-        job = _SliceJob(action, stage=self.stages[cell.stage], microbatch=cell.microbatch, cell=cell, shown=shown)
+    def _jobs_of(self, cell: Cell) -> Iterator[Job]:
+        """Yield the jobs of a cell."""
+        action = _action(cell)
         if cell.op is Op.UPDATE:
-            return job
-        job.needs = tuple(self._needs(action))
-        stage = cell.stage
-        if cell.op is Op.FORWARD and stage < self.program.num_stages - 1:
-            job.sends, to = Action(stage, Op.SEND_F, cell.microbatch), stage + 1
-        elif cell.op is not Op.FORWARD and stage > self.lowest:
-            job.sends, to = Action(stage, Op.SEND_B, cell.microbatch), stage - 1
+            yield self._agreeing(cell)
+            yield Job(action, timed=True, call=partial(self._update, cell))
+            return
+        needs = tuple(self._needs(action))
+        for receive, source in needs:
+            yield Job(receive, partial(self._post_of, cell), other=source)
+        yield self._computing(cell, needs)
+        message = rules.message(action, self.program.num_stages)
+        if message is not None and (cell.op is Op.FORWARD or cell.stage > self.lowest):
+            run = partial(self._send_of, cell)
+            yield Job(message.send, run, microbatch=cell.microbatch, other=self._other(message.send))
+        if cell.op in self._closes and cell.microbatch in self.stream.ends:
+            yield Job(action, partial(self._close, cell))
+
+    def _computing(self, cell: Cell, needs: tuple[tuple[Action, int], ...]) -> Job:
+        """Return the job of a forward or backward."""
+        job = Job(_action(cell), stage=self.stages[cell.stage], microbatch=cell.microbatch, needs=needs, timed=True)
+        if cell.op is Op.FORWARD:
+            take, call, job.put = self._inputs, self._forward, self._keep_output
         else:
-            return job
-        job.target = self.placement.rank_of(to, cell.microbatch)
+            take, call, job.put = self._gradients_of, self._backward, self._keep_gradients
+        job.take, job.call = partial(self._take_of, cell, take), partial(call, cell)
         return job
 
-    def _perform(self, job: _SliceJob, directly: bool, ends_at: int | None = None) -> Generator[Wait, None, None]:
-        """Run one cell; `ends_at` is the position that its `back` counts from, if not that of the running step."""
-        position = (self.position if ends_at is None else ends_at) - job.cell.back
-        self.current = job.shown
-        if job.cell.op is Op.UPDATE:
-            yield from self._update(job.cell, position)
-            return
-        (step, _), now = self._steps[position], self.clock.now
+    def _agreeing(self, cell: Cell) -> Job:
+        """Return a job that waits until ranks agree on an update."""
+        return Job(_action(cell), partial(self._agree, cell), waits=True)
+
+    def _deciding(self, back: int) -> Job:
+        """Return a job that learns the outcome of all steps more than `back` steps before this one."""
+        return Job(Action(self._stage, Op.UPDATE), partial(self._decide, back), waits=True)
+
+    def _decide(self, back: int, job: Job, step: Step) -> Generator[Wait, None, None]:
+        return self.verdicts.decide(self.position - back, self._stage)
+
+    def _place(self, cell: Cell) -> Place:
+        return self.position - cell.back, cell.microbatch
+
+    def _step_of(self, cell: Cell) -> Step:
+        """Return the step that a cell's microbatch belongs to."""
+        return self._steps[self.position - cell.back][0]
+
+    def _post_of(self, cell: Cell, job: Job, _: Step) -> None:
+        step = self._step_of(cell)
         self.channel.belongs(step.number)
-        for receive, source in job.needs:
-            yield from self._receive(job, receive, source)
-        start = self.clock.start(directly and not job.needs)
-        if self.scale is None:
-            version = self._compute(job, step, position)
+        self._post(job, step)
+
+    def _send_of(self, cell: Cell, job: Job, _: Step) -> None:
+        step = self._step_of(cell)
+        self.channel.belongs(step.number)
+        self._send(job, step)
+        self.draft.renumber("sends", self.stream.shown(cell))
+
+    def _take_of(self, cell: Cell, take: Callable[[Job, Step], Any], job: Job, _: Step) -> Any:
+        """Return what a forward or backward computes with; it draws the random numbers of its own step."""
+        step = self._step_of(cell)
+        self.stages[cell.stage].randomness.step = step.draw
+        if job.needs:
+            self.draft.renumber("messages", self.stream.shown(cell))
+        return take(job, step)
+
+    def _forward(self, cell: Cell, microbatch: int, *given: Any) -> Any:
+        """Run a forward with the newest version."""
+        stage, versions, key = self.stages[cell.stage], self.versions[cell.stage], self._key(cell)
+        with versions.forward(key):
+            made = stage.forward(microbatch, *given)
+        self.draft.versions.append(versions.of(key))
+        if microbatch in stage.held:
+            stage.held[key] = stage.held.pop(microbatch)
         else:
-            with self.scale.watching():
-                version = self._compute(job, step, position)
-        self._note(start, version)
-        if job.sends is not None:
-            begun = now()
-            receive, tensors, form = self.message(Job(job.sends, microbatch=job.microbatch))
-            self.channel.send(receive, job.target, tensors, form)
-            shown = receive._replace(microbatch=job.shown.microbatch)
-            self.draft.sent(shown, job.target, sum([one.nbytes for one in tensors]), begun, now())
-        if job.cell.op in self._closes and job.microbatch in self.stream.ends:
-            self._close(position, job.microbatch)
+            versions.let_go(key)  # a frozen stage
+        return made
 
-    def _receive(self, job: _SliceJob, receive: Action, source: int) -> Generator[Wait, None, None]:
-        """Wait for a message."""
-        now = self.clock.now
-        self.channel.post(receive, source)
-        asked = since = now()
-        delivery = self.channel.take(receive, source)
-        if delivery is None:
-            while delivery is None:
-                yield Wait(self.rank, job.action, receive, source)
-                asked = now()
-                delivery = self.channel.take(receive, source)
-            self.draft.waited(since, asked)
-        self.arrived[receive] = delivery
-        self.draft.took(receive._replace(microbatch=job.shown.microbatch), source, delivery, asked, now())
-
-    def _compute(self, job: _SliceJob, step: Step, position: int) -> int:
-        """Run a forward or backward, and return which version it used."""
-        stage, microbatch = job.stage, job.microbatch
-        assert stage is not None
-        versions, key = self.versions[stage.index], self._key(position, microbatch)
-        versions.scale = self.scale
-        stage.randomness.step = step.draw  # which may be that of an earlier step
-        if job.cell.op is Op.FORWARD:
-            with versions.forward(key):
-                made = stage.forward(microbatch, *self._inputs(job, step))
-            version = versions.of(key)
-            if microbatch in stage.held:
-                stage.held[key] = stage.held.pop(microbatch)
-            else:
-                versions.let_go(key)  # a frozen stage
-            self._keep_output(job, step, made)
-            return version
-        version = versions.of(key)
+    def _backward(self, cell: Cell, microbatch: int, *given: Any) -> Any:
+        """Run a backward with the version that its forward used."""
+        stage, versions, key = self.stages[cell.stage], self.versions[cell.stage], self._key(cell)
+        self.draft.versions.append(versions.of(key))
         stage.held[microbatch] = stage.held.pop(key)
         with versions.backward(key):
-            made = stage.backward(microbatch, *self._gradients_of(job, step))
-        self._keep_gradients(job, step, made)
-        return version
+            return stage.backward(microbatch, *given)
 
     def _gradients_of(self, job: Job, step: Step) -> tuple[Gradients]:
         """Return the gradients of a stage's output; a microbatch's loss counts by its share of its update."""
@@ -287,22 +308,9 @@ class StreamExecutor(Executor):
         return range(max((end + 1 for end in ends if end < microbatch), default=0),
                      min(end for end in ends if end >= microbatch) + 1)  # fmt: skip
 
-    def _note(self, start: int, version: int) -> None:
-        """Record an action that has just ended."""
-        draft = self.draft
-        draft.starts.append(start)
-        draft.ends.append(self.clock.mark())
-        ended = self.clock.now()
-        draft.versions.append(version)
-        draft.held.append(self.in_flight)
-        if self.scale is not None:
-            size, peak = self.scale.weigh_action()
-            draft.stash.append(size)
-            draft.peaks.append(peak)
-        draft.spent(NOTE, ended, self.clock.now())
-
-    def _key(self, position: int, microbatch: int) -> int:
-        """Return the number of a microbatch in its stage: other than those that the stage itself counts."""
+    def _key(self, cell: Cell) -> int:
+        """Return the number of a cell's microbatch in its stage: other than those that the stage itself counts."""
+        position, microbatch = self._place(cell)
         return (position + 1) * self.stream.num_microbatches + microbatch
 
     def _unkeyed(self, key: int) -> Place:
@@ -314,24 +322,6 @@ class StreamExecutor(Executor):
     def _parameters(self) -> Iterator[nn.Parameter]:
         for stage in self.stages.values():
             yield from stage.parameters
-
-    def _enter(self, draft: Draft) -> None:
-        """Take up the gradients that have begun to add up."""
-        self.draft = draft
-        self.exchange.begin()
-        for one in self._parameters():
-            one.grad = self._partial.pop(one, None)
-
-    def _leave(self) -> None:
-        """Keep the gradients that have begun to add up, and steps that later slices still need."""
-        self.exchange.refuse_changes()
-        for one in self._parameters():
-            if one.grad is not None:
-                self._partial[one] = one.grad
-                one.grad = None
-        for position in [one for one in self._steps if one < self.position - self.stream.num_back]:
-            del self._steps[position]
-        self.current = None
 
     @property
     def _stage(self) -> int:
@@ -347,8 +337,9 @@ class StreamExecutor(Executor):
         for one, gradient in aside.items():
             one.grad = gradient
 
-    def _close(self, position: int, microbatch: int) -> None:
+    def _close(self, cell: Cell, job: Job, _: Step) -> None:
         """Put aside the gradients of an update, which are complete on this rank."""
+        position, microbatch = self._place(cell)
         step, settings = self._steps[position]
         if self.exchange.has_ties:
             self.channel.belongs(step.number)
@@ -388,14 +379,18 @@ class StreamExecutor(Executor):
                 self._tell(group, position, microbatch)
             group.judged = yield from self.verdicts.hear((position, microbatch), self._stage)
 
-    def _update(self, cell: Cell, position: int) -> Generator[Wait, None, None]:
-        """Make an update of the stage, or leave it out; it counts as a version either way."""
-        group = self.pending.pop((position, cell.microbatch))
+    def _agree(self, cell: Cell, job: Job, _: Step) -> Generator[Wait, None, None]:
+        """Make an update ready: sum the gradients of tied parameters, and hear what all ranks say about it."""
+        place = self._place(cell)
+        group = self.pending[place]
         if not group.is_summed:
-            yield from self._sum(group, position, cell.microbatch)
-        yield from self._judge(group, position, cell.microbatch)
+            yield from self._sum(group, *place)
+        yield from self._judge(group, *place)
+
+    def _update(self, cell: Cell, _: int) -> None:
+        """Make an update of the stage, or leave it out; it counts as a version either way."""
+        group = self.pending.pop(self._place(cell))
         judged, versions = group.judged, self.versions[cell.stage]
-        start = self.clock.start(directly=False)
         if judged.bad if judged is not None else not group.is_finite:
             versions.update([])
         else:
@@ -404,4 +399,9 @@ class StreamExecutor(Executor):
                 if judged is not None and judged.norm is not None:
                     self.optimizers.clip(judged.norm, changing)
                 self.optimizers.update(changing, group.settings, versions.update)
-        self._note(start, versions.number)
+        self.draft.versions.append(versions.number)
+
+
+def _action(cell: Cell) -> Action:
+    """Return a cell as an action of its own step."""
+    return Action(cell.stage, cell.op, cell.microbatch)

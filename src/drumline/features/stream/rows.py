@@ -89,8 +89,11 @@ class StreamRows:
 
     def action(self, cell: Cell) -> Action:
         """Return a cell as an action of its slice's program, in which the earliest steps come first."""
-        at = (self.num_back - cell.back) * self.num_microbatches + cell.microbatch
-        return Action(cell.stage, cell.op, at)
+        return Action(cell.stage, cell.op, self.shown(cell))
+
+    def shown(self, cell: Cell) -> int:
+        """Return the number of a cell's microbatch in its slice's program."""
+        return (self.num_back - cell.back) * self.num_microbatches + cell.microbatch
 
     def kind(self, position: int, since: int) -> tuple[int, int]:
         """Return what tells apart the programs of slices: which slice, and how far back its backwards reach.

@@ -85,7 +85,8 @@ class Script:
 
     def kind(self, inputs: Inputs, *, train: bool) -> tuple[Kind, tuple[Tensor, ...]]:
         """Return what a graph of these inputs depends on, and the tensors that are not part of it."""
-        return Kind.of(inputs.packed(self.baked), self.skeleton.device, train=train)
+        known = inputs.packed(self.baked) if self.baked else inputs
+        return Kind.of(known, self.skeleton.device, train=train)
 
     def graph(self, kind: Kind) -> CallGraph:
         """Trace the model's forward on inputs of a kind."""
@@ -104,7 +105,7 @@ class Script:
 
     def renew(self) -> bool:
         """Check whether the model has changed since it was traced; if so, the next run traces it again."""
-        model = self.model
+        model = self._model()
         if model is None:
             return False
         for name, buffer in self.watch.exchanged():

@@ -22,7 +22,7 @@ from drumline.core.errors import ModelError
 from drumline.model.follow.refusals import line_here
 from drumline.model.hooks import HOOKS
 from drumline.model.values import MISSING
-from drumline.model.watch.fingerprint import PLAIN, can_change, fingerprint, only_named
+from drumline.model.watch.fingerprint import PLAIN, can_change, fingerprint, only_named, state_of
 from drumline.model.watch.watch import AttributeName
 
 BETWEEN = -1
@@ -70,7 +70,7 @@ class Attributes:
             uses.is_read_first, uses.first = True, value
         if can_change(value):
             if id(value) not in self._looked:
-                self._looked[id(value)] = (value, fingerprint(value), set())
+                self._looked[id(value)] = (value, state_of(value), set())
             self._looked[id(value)][2].add((name, key))
 
     def set(self, module: nn.Module, key: str, before: Any, value: Any) -> None:
@@ -91,7 +91,7 @@ class Attributes:
         """Find lists, dicts and objects with changed contents: what runs now has changed them."""
         who = self._who()
         for one, (value, before, places) in self._looked.items():
-            now = fingerprint(value)
+            now = state_of(value)
             if now != before:
                 self._looked[one] = (value, now, places)
                 if only_named(before, now):

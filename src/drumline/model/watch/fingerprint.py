@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, range, type(...))
+_PLAIN = frozenset(PLAIN)
+_ORDERED = (list, tuple)
 _KINDS = (list, tuple, deque, dict, OrderedDict, defaultdict, set, frozenset)
 _CHANGING = (list, deque, set, dict, np.ndarray, array, bytearray, partial)
 _SETTLED = (*PLAIN, tuple, frozenset)
@@ -26,37 +28,26 @@ _DEPTH = 6
 _SIZED = (list, tuple, deque, dict, set, frozenset)
 _MOST = 1024  # entries: with more, only their identities are compared
 _MANY = 65536  # entries: with more, only their number is compared
-_WHOLE = (nn.Module, Tensor, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
+_WHOLE = (nn.Module, Tensor, type, CodeType, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
 LIBRARIES = frozenset({"torch", "numpy", "transformers", "builtins"}) | sys.stdlib_module_names
 
 
-class _Same:
-    """An object compared by identity; it is kept alive here, so that its id is not reused."""
+class Same(list[Any]):
+    """Objects compared by identity; they are kept alive here, so that their ids are not reused.
 
-    __slots__ = ("itself", "version")
+    >>> Same([[1]]) == Same([[1]])
+    False
+    """
 
-    def __init__(self, itself: Any, version: int = 0) -> None:
-        self.itself = itself
-        self.version = version
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.itself is self.itself and other.version == self.version
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class _Entries:
-    """The entries of a long container by identity; they are kept alive here, so that their ids are not reused."""
-
-    __slots__ = ("kept",)
-
-    def __init__(self, value: Any) -> None:
-        self.kept = [one for pair in value.items() for one in pair] if isinstance(value, dict) else list(value)
+    __slots__ = ()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Entries) and list(map(id, self.kept)) == list(map(id, other.kept))
+        return isinstance(other, Same) and [*map(id, self)] == [*map(id, other)]
 
-    __hash__ = None  # type: ignore[assignment]
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = None
 
 
 def plain_in(attributes: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,47 +68,71 @@ def fingerprint(value: Any, depth: int = _DEPTH) -> Any:
     >>> fingerprint(settings) == before, fingerprint({"scale": 1}) == before
     (False, True)
     """
-    kind = type(value)
-    if kind is float and value != value:  # a NaN is never equal to itself
-        return (float, "nan")
-    if kind in PLAIN:
-        return (kind, value)
-    if isinstance(value, Tensor):
-        return _Same(value, 0 if value.is_inference() else value._version)
-    if depth == 0:
-        return _Same(value)
+    state: list[Any] = []  # plain values, and what else was found: first the value, then what is inside, and so on
+    same = Same()  # what is compared by identity
+    level = [value]
+    while level:
+        inside: list[Any] = []
+        for one in level:
+            kind = type(one)
+            if kind in _PLAIN:
+                state.append((kind, "nan" if kind is float and one != one else one))  # a NaN never equals itself
+            elif isinstance(one, Tensor):
+                state.append(0 if one.is_inference() else one._version)
+                same.append(one)
+            elif depth == 0 or (isinstance(one, _WHOLE) and not isinstance(one, _SIZED)):
+                state.append(None)
+                same.append(one)
+            elif kind in _ORDERED and len(one) <= _MOST:
+                state.append((kind, len(one)))
+                inside += one
+            elif kind is dict and len(one) <= _MOST:
+                state.append((kind, [*one]))
+                inside += one.values()
+            else:
+                seen, more = _opened(one, kind, same)
+                state.append((kind, seen))
+                inside += more
+        level, depth = inside, depth - 1
+    return (state, same) if same else state
+
+
+def _opened(value: Any, kind: type, same: Same) -> tuple[Any, Iterable[Any]]:
+    """Return what to compare of a value, and the values inside; append to `same` what is compared by identity."""
     if isinstance(value, _SIZED):
-        return _contents(value, kind, depth)
-    if isinstance(value, np.ndarray | array | bytearray):
-        return _numbers(value)
+        return _contents(value, kind, same)
     if isinstance(value, partial):
-        return (_Same(value.func), fingerprint(value.args, depth - 1), fingerprint(value.keywords, depth - 1))
+        same.append(value.func)
+        return None, (value.args, value.keywords)
+    same.append(value)
+    if isinstance(value, np.ndarray | array | bytearray):
+        return _numbers(value), ()
     fields = _fields(value)
-    if fields is not None:
-        return (_Same(value), [(key, fingerprint(one, depth - 1)) for key, one in fields.items()])
-    return _Same(value)
+    return (None, ()) if fields is None else ([*fields], fields.values())
 
 
-def _contents(value: Any, kind: type, depth: int) -> Any:
-    """Return the state of a container, or of a subclass of one."""
-    own = () if kind in _KINDS else (_Same(value),)
+def _contents(value: Any, kind: type, same: Same) -> tuple[Any, Iterable[Any]]:
+    """Return the same for a container; a long one, and one of a subclass, is compared by identity too."""
     if len(value) > _MOST:
-        return (_Same(value), _Entries(value) if len(value) <= _MANY else len(value))
+        same.append(value)
+        if len(value) <= _MANY:
+            same += [one for pair in value.items() for one in pair] if isinstance(value, dict) else value
+        return len(value), ()
+    if kind not in _KINDS:
+        same.append(value)
     if isinstance(value, dict):
-        return (kind, *own, [(key, fingerprint(one, depth - 1)) for key, one in value.items()])
-    if isinstance(value, set | frozenset):
-        return (kind, *own, set(value))
-    return (kind, *own, [fingerprint(one, depth - 1) for one in value])
+        return [*value], value.values()
+    return (set(value), ()) if isinstance(value, set | frozenset) else (len(value), value)
 
 
 def _numbers(value: Any) -> Any:
-    """Return the state of an array: all of its bytes, or some of a large one's."""
+    """Return what to compare of an array: all of its bytes, or some of a large one's."""
     if value.__class__ is np.ndarray and value.dtype.hasobject:
-        return _Same(value)
+        return None
     if not isinstance(value, np.ndarray):
-        return (_Same(value), bytes(value[:_MANY]), len(value))
+        return bytes(value[:_MANY]), len(value)
     few = value if value.nbytes <= _MANY else value.reshape(-1)[:: max(1, value.size // _MOST)]
-    return (_Same(value), value.shape, few.tobytes())
+    return value.shape, few.tobytes()
 
 
 def _fields(value: Any) -> dict[str, Any] | None:
@@ -137,23 +152,30 @@ def _fields(value: Any) -> dict[str, Any] | None:
     return fields
 
 
+def state_of(value: Any) -> Any:
+    """Return the state of a value; that of an object, such as a config, by its fields."""
+    fields = None if isinstance(value, (*_CHANGING, *_SETTLED)) else _fields(value)
+    if fields is None:
+        return fingerprint(value)
+    return {key: fingerprint(one, _DEPTH - 1) for key, one in fields.items()}
+
+
 def only_named(before: Any, now: Any) -> bool:
     """Whether an object only gained text where it had nothing, such as a config that detects its problem type once.
 
     >>> from types import SimpleNamespace
     >>> config = SimpleNamespace(kind=None)
-    >>> before = fingerprint(config)
+    >>> before = state_of(config)
     >>> config.kind = "words"
-    >>> only_named(before, fingerprint(config))
+    >>> only_named(before, state_of(config))
     True
     """
-    if not all(isinstance(one, tuple) and isinstance(one[0], _Same) for one in (before, now)) or before[0] != now[0]:
+    if not isinstance(before, dict) or not isinstance(now, dict):
         return False
-    fields = dict(before[1])
-    nothing = (type(None), None)
-    differ = [(fields.get(key, nothing), one) for key, one in now[1] if fields.get(key) != one]
-    words = all(old == nothing and isinstance(new, tuple) and new[0] is str for old, new in differ)
-    return words and len(now[1]) >= len(fields)
+    nothing = fingerprint(None)
+    differ = [(before.get(key, nothing), one) for key, one in now.items() if before.get(key) != one]
+    words = all(old == nothing and isinstance(new, list) and new[0][0] is str for old, new in differ)
+    return words and len(now) >= len(before)
 
 
 def can_change(value: Any) -> bool:

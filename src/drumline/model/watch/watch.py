@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
+from operator import attrgetter
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import ref
@@ -32,7 +33,7 @@ from drumline.core.errors import ModelError
 from drumline.model.catalogue import whole_name
 from drumline.model.hooks import BACKWARD, FORWARD
 from drumline.model.values import MISSING, content_of
-from drumline.model.watch.fingerprint import LIBRARIES, PLAIN, can_change, fingerprint
+from drumline.model.watch.fingerprint import LIBRARIES, PLAIN, Same, can_change, fingerprint
 
 Reader = Callable[[], Any]
 AttributeName = tuple[str, str]  # the names of a module and of its attribute
@@ -188,9 +189,9 @@ def code_of(module: nn.Module) -> list[Any]:
     found: list[Any] = [kind]
     found += [one for one in vars(module).values() if isinstance(one, FunctionType | MethodType)]
     for cls in kind.__mro__:
-        if not _is_known(cls):
+        if str(cls.__module__).partition(".")[0] not in _LIBRARIES:
             found += [one for one in vars(cls).values() if not isinstance(one, PLAIN)]
-    return [fingerprint(one, 0) for one in found]
+    return [Same(found), *[fingerprint(one) for one in found if isinstance(one, Tensor)]]
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
@@ -200,9 +201,12 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield from _names_in(one)
 
 
+_PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__", "__dict__")
+
+
 def _of_function(function: FunctionType) -> Reader:
     """Return a reader of what can change in a function: its code, its defaults and its attributes."""
-    return lambda: (function.__code__, function.__defaults__, function.__kwdefaults__, function.__dict__)
+    return partial(_PARTS, function)
 
 
 _HOOKS = (*FORWARD, *BACKWARD)
@@ -273,8 +277,9 @@ class Watch:
         """Return the modules' modes, and all else that is looked after."""
         modes: list[bool] = []
         found: list[Any] = global_hooks()
-        found += [code_of(module) for name, _, module in self._alive() if name in self._inside]
-        for _, _, module in self._alive():
+        alive = self._alive()
+        found += [code_of(module) for name, _, module in alive if name in self._inside]
+        for _, _, module in alive:
             own = module.__dict__
             modes.append(own["training"])
             found += [(kind, list(own[kind])) for kind in _HOOKS if own[kind]]
@@ -283,7 +288,8 @@ class Watch:
         for (_, key), seen in self._places.items():
             owner = seen()
             if owner is not None:
-                found.append(fingerprint(_attribute(owner, key)))
+                own = owner.__dict__
+                found.append(fingerprint(own[key] if key in own else _of_class(owner, key)))
         return modes, found + self._surroundings.now()
 
     def refuse_exchanged(self) -> None:
@@ -329,11 +335,8 @@ def _children(module: nn.Module) -> list[tuple[str, int]]:
     return [(key, id(one)) for key, one in module.__dict__["_modules"].items()]
 
 
-def _attribute(module: nn.Module, key: str) -> Any:
-    """Return an attribute without running any code: the module's own, or a plain one of its class."""
-    own = module.__dict__
-    if key in own:
-        return own[key]
+def _of_class(module: nn.Module, key: str) -> Any:
+    """Return an attribute of a module's class without running any code: a plain one."""
     for cls in type(module).__mro__:
         if key in cls.__dict__:
             value = cls.__dict__[key]
@@ -352,7 +355,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 def refuse_hooks(root: nn.Module) -> None:
     """Refuse hooks on an nn.Sequential whose blocks run one by one, without it."""
-    if has_hooks(root):
+    if any(map(vars(root).get, _HOOKS)):
         raise ModelError(
             "the model is an nn.Sequential with its own hooks, which no stage would run",
             expected="hooks on its blocks, or an example with which to trace the model, hooks included",

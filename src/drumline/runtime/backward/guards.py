@@ -113,7 +113,7 @@ def refuse_foreign(
 
 
 _ASKING = (torch.autograd.grad.__code__, torch.autograd.backward.__code__)
-_NOTHING: AbstractContextManager[None] = nullcontext()
+NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def looked_after(received: Sequence[Tensor]) -> AbstractContextManager[None]:
@@ -126,7 +126,7 @@ def looked_after(received: Sequence[Tensor]) -> AbstractContextManager[None]:
     drumline.core.errors.ModelError: a block takes the gradient of one of 2 tensors that it received from the ...
     """
     apart = [one for one in received if one.is_floating_point() or one.is_complex()]
-    return _several(apart) if len(apart) > 1 else _NOTHING
+    return _several(apart) if len(apart) > 1 else NOTHING
 
 
 @contextmanager

@@ -4,14 +4,14 @@ The row, with explicit communication, is translated once into jobs. A job that c
 
     0F3    take: the batch, a local stage's output, or a message    call: stage.forward    put: its output
 
-A step then runs the jobs. If a message has not arrived, the run yields what it waits for; its driver then blocks on the
-channel, or lets another rank continue.
+A step then runs the jobs, in one loop for all schedules: wait for the job's messages, take, compute, put. If a message
+has not arrived, the run yields what it waits for; its driver then blocks on the channel, or lets another rank continue.
+What only some steps do, and schedules without a flush, are other jobs, not other loops: see `replaced.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from drumline.model.values import pack, unpack
 from drumline.model.weights.tied import Ties
 from drumline.runtime.draft import BEGIN, NOTE, POST, Clock, Draft
 from drumline.runtime.execute.jobs import Job, absent, merge, nothing
-from drumline.runtime.execute.turns import run_both
+from drumline.runtime.execute.replaced import in_turns, watched, weighed
 from drumline.runtime.gradients.exchange import GradientExchange
 from drumline.runtime.gradients.lines import Shards, Sums
 from drumline.runtime.gradients.witness import Witness
@@ -71,6 +71,7 @@ class Executor:
         self.current: Action | None = None
         self.witnesses: Sequence[Witness] = ()  # of a step that is checked, one for each microbatch
         self.takes_turns = False  # whether the halves of an overlapped pair run in turns, at their exchanges
+        self._has_pairs = any(action.op is Op.OVERLAP for action in program.rows[rank])
         self.draft = Draft(rank)  # of the current step
         self._gathering: dict[int, int] = {}  # since when each stage's parameters are gathered
         self._made: dict[tuple[int, int], Any] = {}
@@ -181,20 +182,12 @@ class Executor:
 
         `jobs`, if given, replace those of the row. The draft records what the rank does, piece by piece.
         """
-        jobs = self.jobs if jobs is None else jobs
-        jobs = [self._before(job) for job in jobs] if self.witnesses else jobs
         channel, clock, stages, now = self.channel, self.clock, self.stages.values(), self.clock.now
-        self._reset()
-        self.draft = draft
-        channel.begin(step.number, train=step.train, program=self.code)
-        clock.begin(draft)
-        for stage in stages:
-            stage.begin()
-            stage.kept = step.outputs if step.wants_outputs else None
-        if self.scale is not None:
-            self.scale.begin(*step.inputs, *step.targets)
+        self._begin(step, draft)
+        jobs = self.jobs if jobs is None else jobs
+        if self.witnesses or self.scale is not None or (self.takes_turns and self._has_pairs):
+            jobs = self._replaced(jobs)
         directly = False
-        draft.spent(BEGIN, draft.begin_ns, now())
         for job in jobs:
             self.current = job.action
             for receive, source in job.needs:
@@ -211,74 +204,63 @@ class Executor:
                 draft.took(receive, source, delivery, asked, now())
             if job.timed:
                 start = clock.start(directly and not job.needs)
-                if job.parts and self.takes_turns:
-                    self._in_turns(job, step)
-                elif self.scale is None:
-                    for part in job.parts or (job,):
-                        part.put(part, step, part.call(part.microbatch, *part.take(part, step)))
-                else:
-                    self._weighed(job, step, self.scale)
+                for part in job.parts or (job,):
+                    # In one expression: a name would keep a tensor that nobody needs any more.
+                    part.put(part, step, part.call(part.microbatch, *part.take(part, step)))
                 draft.starts.append(start)
                 draft.ends.append(clock.mark())
                 ended = now()
-                directly = True
                 draft.held.append(sum([len(stage.held) for stage in stages]))
-                if self.scale is not None:
-                    size, peak = self.scale.weigh_action()
-                    draft.stash.append(size)
-                    draft.peaks.append(peak)
                 draft.spent(NOTE, ended, now())
+            elif job.waits:
+                yield from job.run(job, step)
             else:
                 job.run(job, step)
-                directly = False
-        yield from self.exchange.finish(clock, draft)
+            directly = job.timed
+        yield from self._end()
         draft.end_ns = now()
         self.current = None
 
-    @staticmethod
-    def _in_turns(job: Job, step: Step) -> None:
-        """Run both halves of a pair: one computes while the other waits for an exchange."""
-        calls = [partial(part.call, part.microbatch, *part.take(part, step)) for part in job.parts]
-        forward, backward = calls  # autograd runs in this thread
-        for part, made in zip(job.parts, reversed(run_both(backward, forward)), strict=True):
-            part.put(part, step, made)
-
-    @staticmethod
-    def _weighed(job: Job, step: Step, scale: Scale) -> None:
-        with scale.watching():
-            for part in job.parts or (job,):
-                part.put(part, step, part.call(part.microbatch, *part.take(part, step)))
-                if job.parts:
-                    scale.weigh()  # between the two, the stash holds both the forward's and the backward's
-
-    def _reset(self) -> None:
+    def _begin(self, step: Step, draft: Draft) -> None:
+        """Start a step: nothing is left of the one before."""
         self._made.clear()
         self._gradients.clear()
         self.arrived.clear()
         self.exchange.begin()
+        self.draft = draft
+        self.channel.begin(step.number, train=step.train, program=self.code)
+        self.clock.begin(draft)
+        for stage in self.stages.values():
+            stage.begin()
+            stage.kept = step.outputs if step.wants_outputs else None
+        if self.scale is not None:
+            self.scale.begin(*step.inputs, *step.targets)
+        draft.spent(BEGIN, draft.begin_ns, self.clock.now())
 
-    def _before(self, job: Job) -> Job:
-        """Return a job of a watched step: a witness sees what concerns its microbatch."""
-        if job.parts:
-            return replace(job, parts=tuple(self._before(part) for part in job.parts))
-        stage, op = job.stage, job.action.op
-        watching = [one for one in self.witnesses if one.microbatch in (job.together or (job.microbatch,))]
-        if stage is None or not watching:
-            return job
-        if job.together:
-            return replace(job, call=partial(self._alone_and_merged, watching, stage, job.together))
-        if op is Op.BACKWARD_WEIGHT and job.call is not nothing:
-            return replace(job, call=partial(watching[0].weighing, stage))
-        if op is Op.BACKWARD:
-            return replace(job, call=partial(watching[0].adding, stage, job.call))
-        return replace(job, call=partial(watching[0].listening, stage, job.call)) if op is Op.FORWARD else job
+    def _end(self) -> Iterable[Wait]:
+        """Finish a step whose jobs are done: exchange the gradients."""
+        return self.exchange.finish(self.clock, self.draft)
 
-    @staticmethod
-    def _alone_and_merged(watching: Sequence[Witness], stage: Stage, together: Sequence[int], _: int) -> None:
-        for witness in watching:
-            witness.weighing(stage, witness.microbatch)
-        if rest := [one for one in together if all(one != witness.microbatch for witness in watching)]:
-            stage.backward_weight_merged(rest)
+    def _replaced(self, jobs: Iterable[Job]) -> Iterator[Job]:
+        """Yield what runs in place of these jobs in a step that is watched, weighed, or takes turns."""
+        for one in jobs:
+            job = watched(one, self.witnesses) if self.witnesses else one
+            if job.parts and self.takes_turns:
+                job = in_turns(job)
+            elif job.timed and self.scale is not None:
+                job = weighed(job, self.scale)
+            yield job
+            if job.timed and self.scale is not None:
+                yield Job(job.action, self._weigh)
+
+    def _weigh(self, job: Job, step: Step) -> None:
+        """Record the bytes that are held after an action."""
+        assert self.scale is not None
+        start = self.clock.now()
+        size, peak = self.scale.weigh_action()
+        self.draft.stash.append(size)
+        self.draft.peaks.append(peak)
+        self.draft.spent(NOTE, start, self.clock.now())
 
     def _inputs(self, job: Job, step: Step) -> tuple[Any, ...]:
         """Return the arguments of a forward: its value, its target, and whether a backward follows."""

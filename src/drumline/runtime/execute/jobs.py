@@ -28,7 +28,8 @@ class Job:
     """One cell of the row, ready to run. `needs` are messages that must have arrived, with their sources.
 
     A computing job is `timed`: it passes the result of `take` to `call`, and `put` stores that result for others. An
-    action that overlaps two others uses its parts. Other jobs use `run`.
+    action that overlaps two others uses its parts. Other jobs use `run`. If a job `waits`, its `run` is a generator of
+    what it waits for.
     """
 
     action: Action
@@ -38,6 +39,7 @@ class Job:
     needs: tuple[tuple[Action, int], ...] = ()
     other: int = -1  # the rank to which a message goes, or from which it comes
     timed: bool = False
+    waits: bool = False
     take: Callable[[Job, Step], tuple[Any, ...]] = nothing
     call: Callable[..., Any] = nothing  # takes the microbatch and the result of `take`
     put: Callable[[Job, Step, Any], Any] = nothing

@@ -57,6 +57,9 @@ class GradientExchange:
             for other in range(placement.num_ranks)
             if other != rank and (both := [one for one in self.tied if other in one.ranks])
         }
+        # Whether gradients of any parameters are exchanged: those of whole stages, or of tied parameters.
+        self._is_whole = bool(placement.mirrored) or reducer is not None
+        self.has_any = self._is_whole or bool(self.tied)
         self._buffers = {name for one in copied if not one.is_parameter for name in one.names}
         self._steady: list[Place] = []
         self._marks: list[tuple[int, int]] = []
@@ -77,15 +80,14 @@ class GradientExchange:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The trainable parameters whose gradients are exchanged."""
-        whole = self.placement.mirrored or self.reducer is not None
-        copies = [one for stage in self.stages.values() for one in stage.parameters] if whole else []
+        copies = [one for stage in self.stages.values() for one in stage.parameters] if self._is_whole else []
         return [one for one in dict.fromkeys([*copies, *self._by_name.values()]) if one.requires_grad]
 
     def begin(self) -> None:
         """Start a step."""
         self._offered.clear()
         self._reduced.clear()
-        self._marks = self._seen()
+        self._marks = self._seen() if self._steady else []
 
     def offer(self, action: Action, stage: Stage, other: int, clock: Clock) -> None:
         """Offer a stage's gradients to other lines, and to its other copy in this one, if there is one."""

@@ -112,8 +112,7 @@ def forecast(
         num_ranks=_num_ranks(given),
         num_microbatches=given.num_microbatches,
         stages_per_rank=given.stages_per_rank,
-        streams=True,
-        vertical_sync=given.vertical_sync,
+        **given.schedule_settings(),
     )
     intake = Intake(
         given.model, given.loss_fn, device, num_microbatches=program.num_microbatches, weigh=given.loss_weight,
@@ -160,7 +159,7 @@ def _versions(given: Options, program: Program) -> list[int]:
     """Return how many weight versions every rank of a schedule without a flush holds at most."""
     assert isinstance(given.schedule, str)
     schedule, steps = find(given.schedule), 2 + program.num_ranks
-    options: dict[str, Any] = {"vertical_sync": True} if given.vertical_sync else {}
+    options: dict[str, Any] = {"vertical_sync": True} if given.schedule_settings().get("vertical_sync") else {}
     if "num_steps" in schedule.options:
         long = schedule.build(program.num_ranks, program.num_microbatches, num_steps=steps, **options)
     else:
