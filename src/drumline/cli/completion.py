@@ -64,7 +64,8 @@ def _verbs() -> Iterator[_Verb]:
             choices = known.get(action.dest, tuple(map(str, action.choices or ())))
             if action.option_strings:
                 takes = action.nargs != 0
-                flags.append(_Flag(tuple(action.option_strings), choices, takes, (action.help or "").partition(". ")[0]))
+                meaning = (action.help or "").partition(". ")[0]
+                flags.append(_Flag(tuple(action.option_strings), choices, takes, meaning))
             else:
                 words = choices
         yield _Verb(name, summary, tuple(flags), words)
