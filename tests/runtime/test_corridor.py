@@ -20,7 +20,7 @@ pytestmark = pytest.mark.torch
 OURS = str(Path(drumline.__file__).parent)
 MOST = 7  # from Pipeline.step, counted, to the module's own call
 # Our calls before the first forward of a step, and the files they are in; in Python 3.11 comprehensions have frames.
-CALLS = {"chain": (101, 31), "followed": (240, 37)}
+CALLS = {"chain": (90, 20), "followed": (150, 30)}
 INNER = {"<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>"}
 
 
