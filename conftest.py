@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import importlib
 import os
@@ -57,9 +58,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def _needs_absent_features(path: Path) -> bool:
-    declared = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("pytestmark = ")]
-    names = [name for line in declared for names in NEEDS_FEATURES.findall(line) for name in re.findall(r"\w+", names)]
-    return any(not (FEATURES / name).is_dir() for name in names)
+    """Whether all tests of a file need a feature that is not there."""
+    text = path.read_text(encoding="utf-8")
+    if all((FEATURES / name).is_dir() for name in _features_in(text)):
+        return False
+    marks = [node for node in ast.parse(text).body if isinstance(node, ast.Assign) and "pytestmark" in ast.dump(node)]
+    return any(not (FEATURES / name).is_dir() for mark in marks for name in _features_in(ast.unparse(mark)))
+
+
+def _features_in(text: str) -> list[str]:
+    return [name for names in NEEDS_FEATURES.findall(text) for name in re.findall(r"\w+", names)]
 
 
 def _needs_torch(path: Path, parts: tuple[str, ...]) -> bool:

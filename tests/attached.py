@@ -1,17 +1,25 @@
-"""What is attached to a pipeline, for tests that look inside of it."""
+"""What is attached to a pipeline, for tests that look inside of it; each function needs its feature alone."""
 
 from __future__ import annotations
 
-from drumline.features.adapt.adapting import Adapting
-from drumline.features.validated.validated import Validation
+from typing import Any
+
 from drumline.pipeline.pipeline import Pipeline
 
 
-def validation_of(pipe: Pipeline) -> Validation:
+def _attached(pipe: Pipeline, kind: type) -> Any:
+    return next(one for one in pipe._site.observers.each if isinstance(one, kind))
+
+
+def validation_of(pipe: Pipeline) -> Any:
     """Return what validates the pipeline's updates afterwards."""
-    return next(one for one in pipe._site.observers.each if isinstance(one, Validation))
+    from drumline.features.validated.validated import Validation
+
+    return _attached(pipe, Validation)
 
 
-def adapting_of(pipe: Pipeline) -> Adapting:
+def adapting_of(pipe: Pipeline) -> Any:
     """Return what adapts the pipeline."""
-    return next(one for one in pipe._site.observers.each if isinstance(one, Adapting))
+    from drumline.features.adapt.adapting import Adapting
+
+    return _attached(pipe, Adapting)

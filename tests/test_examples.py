@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
+@pytest.mark.features("record", "saving")
 def test_the_whole_is_shown_in_one_file(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, EXAMPLES / "whole.py", tmp_path / "saved"],

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from drumline.core import errors
+from some import some
 
 FOLDER = Path(__file__).parent
 FILES = sorted(FOLDER.rglob("*.py"))
@@ -193,3 +194,46 @@ def test_every_file_says_what_it_tests() -> None:
     files = [file for file in FILES if file.name.startswith("test_")]
     assert len(files) > 100
     assert [str(file) for file in files if not file.read_text(encoding="utf-8").startswith('"""')] == []
+
+
+FEATURE = re.compile(r"\bdrumline\.features(?:\.(\w+)| import (\w+))")
+
+
+def features_named(node: ast.AST) -> set[str]:
+    """Return the features that a piece of code imports."""
+    imports = [one for one in ast.walk(node) if isinstance(one, ast.Import | ast.ImportFrom)]
+    return {first or second for one in imports for first, second in FEATURE.findall(ast.unparse(one))}
+
+
+def features_declared(nodes: Iterable[ast.AST]) -> set[str]:
+    """Return the features that marks declare: those of a file in `pytestmark`, those of a test above it."""
+    marks = re.findall(r"mark\.features\(([^)]*)\)", " ".join(ast.unparse(one) for one in nodes))
+    return {name for names in marks for name in re.findall(r"\w+", names)}
+
+
+def undeclared(tree: ast.Module) -> set[str]:
+    """Return the features that tests of a file import and that neither the file nor the test declares."""
+    tests = [one for one in tree.body if isinstance(one, ast.FunctionDef)]
+    rest = [one for one in tree.body if one not in tests]
+    of_file = features_declared(one for one in rest if isinstance(one, ast.Assign))
+    missing = {name for one in rest for name in features_named(one)} - of_file
+    for test in tests:
+        missing |= features_named(test) - of_file - features_declared(test.decorator_list)
+    return missing
+
+
+def test_tests_declare_the_features_that_they_import() -> None:
+    """In a tree without one, the tests that need it are left out: see `benchmarks/removable.py`."""
+    files = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FOLDER.rglob("test_*.py")}
+    found = {path.name: names for path, tree in some(files.items()) if (names := undeclared(tree))}
+    assert found == {}
+    declared = {name for tree in files.values() for name in features_declared(tree.body)}
+    known = {path.parent.name for path in (FOLDER.parent / "src/drumline/features").glob("*/__init__.py")}
+    assert declared == known  # each has tests, and none is misspelled
+
+
+def test_a_feature_that_a_test_imports_and_does_not_declare_is_found() -> None:
+    code = "import pytest\n{}\ndef test_one():\n    from drumline.features.mesh.reduce import Reducer\n"
+    assert undeclared(ast.parse(code.format(""))) == {"mesh"}
+    assert undeclared(ast.parse(code.format("@pytest.mark.features('mesh')"))) == set()
+    assert undeclared(ast.parse(code.format("pytestmark = pytest.mark.features('mesh', 'stream')"))) == set()

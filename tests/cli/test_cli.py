@@ -414,6 +414,7 @@ def test_a_flood_of_violations_is_cut_short(tmp_path: Path, capsys: pytest.Captu
     assert len(run_json(capsys, "check", str(path))[1]["violations"]) == 2999
 
 
+@pytest.mark.features("record", "stream")
 @pytest.mark.torch
 def test_demo_trains_by_every_schedule_to_the_weights_of_one_process(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -442,6 +443,7 @@ def test_demo_trains_by_every_schedule_to_the_weights_of_one_process(
 VERIFY = ("verify", "--microbatches", "4", "--transport", "in-process")
 
 
+@pytest.mark.features("check", "record")
 @pytest.mark.torch
 def test_verify_says_yes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, found = run_json(capsys, *VERIFY, "zb-v", "--dropout", "0.1", "--checkpoint", "full")
@@ -478,6 +480,7 @@ def test_verify_says_yes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert (found["ranks"], found["microbatches"], found["passes"]) == (3, 5, True)
 
 
+@pytest.mark.features("check", "record")
 @pytest.mark.torch
 def test_verify_says_no_and_names_the_parameter(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -503,6 +506,7 @@ def test_verify_says_no_and_names_the_parameter(
     assert "Wrong gradients: 6.0.weight." in " ".join(out.split())
 
 
+@pytest.mark.features("check", "record")
 @pytest.mark.torch
 def test_verify_says_no_to_a_model_that_was_followed_wrongly_and_names_the_first_wrong_parameter(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -538,6 +542,7 @@ def fails():
 """
 
 
+@pytest.mark.features("check", "record")
 @pytest.mark.torch
 def test_verify_keeps_what_a_model_file_prints_off_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "own_model.py"
@@ -547,6 +552,7 @@ def test_verify_keeps_what_a_model_file_prints_off_stdout(tmp_path: Path, capsys
     assert err == "the file was loaded\n" * 3  # the pipeline's model, the one that is cut, and the plain one
 
 
+@pytest.mark.features("check")
 @pytest.mark.torch
 def test_a_rank_that_fails_is_exit_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "own_model.py"

@@ -144,6 +144,7 @@ def test_every_verb_writes_files_or_has_none_to_write() -> None:
     assert {verb.split()[0] for verb in WRITING} == set(VERBS) - {*SERVES, "verify"}
 
 
+@pytest.mark.features("check", "record")
 @pytest.mark.torch
 def test_verify_writes_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "verify -m 2 --steps 1 --transport in-process -o out.txt -o out.json")
@@ -287,6 +288,7 @@ def test_the_column_that_matters_is_there_in_40_columns(
     assert KEPT[command] <= cells
 
 
+@pytest.mark.features("check", "record")
 @pytest.mark.parametrize(
     "verb",
     [

@@ -175,6 +175,7 @@ def test_a_run_starts_with_the_settings_and_tells_what_came_of_it(
     assert (told["losses"], told["folder"]) == ([3.0, 2.5], "out/x")
 
 
+@pytest.mark.features("check", "precision", "record")
 @pytest.mark.torch
 def test_a_dry_run_tells_all_and_trains_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -18,7 +18,7 @@ from mesh.cells import BEGIN, END, WAYS, WHATS, Cell, cells, table
 from mesh.small import MICROBATCHES, PLAN, alone, batch, decoder, example, loss_fn
 from some import some
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.matrix]
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.matrix, pytest.mark.features("mesh")]
 
 DOCS = Path(__file__).parents[2] / "docs" / "meshes.md"
 CELLS = {one.name: one for one in cells()}
@@ -133,6 +133,7 @@ def refusals(weights: Path) -> list[dict[str, str]]:
     return dl.launch(all_refused, list(REFUSED), weights, num_ranks=4)
 
 
+@pytest.mark.features("lengths", "precision")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_combination_trains_as_one_process_does(ranks: list[dict[str, Any]], name: str) -> None:
     cell = RUNS[name]
@@ -164,6 +165,7 @@ def norm_of(tensors: dict[str, Tensor]) -> float:
     return float(torch.stack([one.float().norm() for one in tensors.values()]).norm())
 
 
+@pytest.mark.features("capture")
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_combination_is_refused_before_its_first_step(refusals: list[dict[str, str]], name: str) -> None:
     for rank in some(refusals):

@@ -108,6 +108,7 @@ def ranks() -> list[dict[str, Any]]:
     return dl.launch(_all_cases, num_ranks=4)
 
 
+@pytest.mark.features("mesh")
 @pytest.mark.parametrize("name", [*(f"chain, {one}" for one in CASES), *(f"gpt, {one}" for one in CONTEXT)])
 def test_losses_and_norms_are_those_of_one_process(ranks: list[dict[str, Any]], name: str) -> None:
     plain = trained(chain() if name.startswith("chain") else gpt())
@@ -200,6 +201,7 @@ def _error(options: dict[str, Any]) -> str:
     return "accepted"
 
 
+@pytest.mark.features("mesh")
 def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
     for rank, told in some(enumerate(dl.launch(_refused, num_ranks=4))):
         product, other, alone, copies, counts, matrices, positions, stages, buffers, left = told
@@ -217,6 +219,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
         assert counts.startswith("MismatchError: num_ranks is 4; expected 2, the mesh's pp")
 
 
+@pytest.mark.features("capture", "mesh")
 def test_a_mesh_is_checked_before_anything_starts() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"mesh": {"pp": 2, "data": 2}}, "the mesh has an axis 'data'"),
@@ -243,6 +246,7 @@ def _dies() -> None:
             pipe.settle()
 
 
+@pytest.mark.features("mesh")
 def test_a_rank_that_dies_ends_all_lines_and_is_named() -> None:
     with pytest.raises(RankFailed, match="rank 3"):
         dl.launch(_dies, num_ranks=4)

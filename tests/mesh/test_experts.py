@@ -229,6 +229,7 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
     return dl.launch(_all_cases, folder, num_ranks=4)
 
 
+@pytest.mark.features("mesh", "record", "saving")
 @pytest.mark.parametrize("name", CASES)
 def test_losses_norms_and_weights_are_those_of_one_process(ranks: list[dict[str, Any]], name: str) -> None:
     options, given, steps = CASES[name]
@@ -252,6 +253,7 @@ def test_each_line_holds_its_part_of_the_experts(ranks: list[dict[str, Any]]) ->
         assert routers == {(4, WIDTH)}
 
 
+@pytest.mark.features("saving")
 def test_another_mesh_goes_on_from_a_checkpoint(ranks: list[dict[str, Any]], folder: Path) -> None:
     alone = _train(layers(), {"num_microbatches": 16}, first=2, steps=2, folder=folder / "saved")
     for rank in some(ranks):

@@ -15,7 +15,7 @@ from matrices import ALL
 from mesh.small import MICROBATCHES, PLAN, Decoder, batch, decoder, example, loss_fn
 from some import some
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.matrix]
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.matrix, pytest.mark.features("mesh")]
 
 CP, EP, DP, TP = ({"pp": 2, axis: 2} for axis in ("cp", "ep", "dp", "tp"))
 RIGHT: dict[str, dict[str, Any]] = {
@@ -133,6 +133,7 @@ def ranks() -> list[dict[str, tuple[int, str, str]]]:
     return dl.launch(all_stepped, num_ranks=4)
 
 
+@pytest.mark.features("check", "precision")
 def test_every_parameter_is_compared(ranks: list[dict[str, tuple[int, str, str]]]) -> None:
     whole = len(list(decoder().parameters()))
     for rank in some(ranks):

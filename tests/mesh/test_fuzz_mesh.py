@@ -62,6 +62,7 @@ def test_sixty_cases_are_run() -> None:
     assert {axis for each in CASES.values() for case in each for axis in case.mesh} == {"pp", "dp", "cp", "tp", "ep"}
 
 
+@pytest.mark.features("check", "mesh")
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # of a busy machine; every wait inside is bounded
 @pytest.mark.parametrize("ranks", COUNTS)
@@ -180,6 +181,7 @@ def test_every_job_runs_its_own_cases(tmp_path: Path) -> None:
     assert sorted(line["case"] for line in read(lines)) == numbers
 
 
+@pytest.mark.features("check")
 def test_cases_that_have_lines_are_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers, lines = [case.number for case in CASES[1][:3]], tmp_path / "lines"
     assert fuzz(0, numbers[:2], lines=lines).counts["equal"] == 2
@@ -197,6 +199,7 @@ def test_cases_that_have_lines_are_not_run_again(tmp_path: Path, monkeypatch: py
     assert sorted(ran[1:]) == sorted(numbers[:2])
 
 
+@pytest.mark.features("check")
 def test_a_case_whose_ranks_die_is_told_and_others_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = [case.number for case in CASES[1][:3]]
     as_ever = fuzz_mesh._launched

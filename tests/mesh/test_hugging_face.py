@@ -20,7 +20,7 @@ from matrices import ALL, long
 from refused import refused
 from some import some
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.matrix]
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.matrix, pytest.mark.features("mesh")]
 transformers = pytest.importorskip("transformers")
 
 WORDS, WIDTH, LENGTH, ROWS, EXPERTS = 24, 16, 6, 8, 4
@@ -200,6 +200,7 @@ def ranks(folder: Path) -> list[dict[tuple[str, str], Any]]:
     return dl.launch(all_trained, folder, num_ranks=4)
 
 
+@pytest.mark.features("check", "record")
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_losses_and_gradients_are_those_of_one_process(ranks: list[Any], case: tuple[str, str]) -> None:
     wanted = plain(case[0], MESHES[case[1]].get("ep", 1))
@@ -248,6 +249,7 @@ def test_experts_in_parts_that_grouped_products_cannot_take_are_refused() -> Non
     assert divided_by(Plan.of(None, model), blocks, 2)
 
 
+@pytest.mark.features("check", "record")
 def test_a_run_records_how_evenly_their_experts_are_loaded(ranks: list[Any], folder: Path) -> None:
     assert ranks
     first = dl.read_run(folder).metrics()[0]
@@ -354,6 +356,7 @@ def odd_trained() -> tuple[float, dict[str, Tensor], int]:
         return loss.item(), found, sum(slice_of(one) is not None for _, one in parameters)
 
 
+@pytest.mark.features("check")
 def test_styles_that_few_plans_name_compute_what_one_process_computes() -> None:
     model = odd()
     wanted = odd_loss(model(given(0)["input_ids"]), given(1)["labels"])

@@ -21,7 +21,12 @@ from refused import refused
 from some import some
 
 # PyTorch says so once on processors without bfloat16.
-pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")]
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:mkldnn_matmul failed"),
+    pytest.mark.features("mesh"),
+]
 
 ROWS, MICROBATCHES = 8, 4  # of a line
 
@@ -239,6 +244,7 @@ def rounding(model: nn.Module, gradients: dict[str, Tensor], x: Tensor, y: Tenso
     return max(float((one - gradients[name]).norm()) for name, one in each.items())
 
 
+@pytest.mark.features("check")
 @pytest.mark.parametrize("name", TRAINED)
 def test_lines_that_count_no_labels_train_as_one_process_does(ranks: list[dict[str, Any]], name: str) -> None:
     make, loss_fn, options, empty = TRAINED[name]
@@ -282,6 +288,7 @@ def test_lines_check_the_same_steps_though_one_traced_the_model_again(ranks: lis
     assert [rank["asked"] for rank in ranks] == [[0] * 7, [0] * 7]
 
 
+@pytest.mark.features("check")
 @pytest.mark.parametrize(
     ("name", "says"),
     [
@@ -295,6 +302,7 @@ def test_what_lines_cannot_do_together_is_refused_by_name(ranks: list[dict[str, 
     assert all(says in rank[name] for rank in some(ranks))
 
 
+@pytest.mark.features("check")
 def test_the_refusal_of_heads_names_the_layers_and_their_features(ranks: list[dict[str, Any]]) -> None:
     assert "1.query 8 of 16, 1.key 2 of 4, 1.value 2 of 4: RuntimeError" in ranks[0]["heads of keys and values"]
 
@@ -305,6 +313,7 @@ def test_sequence_parallel_needs_tp(mesh: dict[str, int] | None) -> None:
         dl.Pipeline(chain(), loss_fn=watched, num_microbatches=2, num_ranks=2, mesh=mesh, sequence_parallel=True)
 
 
+@pytest.mark.features("check")
 def test_all_lines_refuse_what_one_of_them_refuses(ranks: list[dict[str, Any]]) -> None:
     one, other = (rank["wrong"] for rank in ranks)
     assert other.startswith("ModelError: the model, run block by block, returns something else")

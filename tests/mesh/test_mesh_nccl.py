@@ -14,7 +14,7 @@ from mesh.cells import What
 from mesh.plain import STEPS, chain, furthest, loss_fn, trained, words
 from nccl_ranks import NEEDS_NCCL, told_by_ranks
 
-pytestmark = [pytest.mark.torch, *NEEDS_NCCL]
+pytestmark = [pytest.mark.torch, *NEEDS_NCCL, pytest.mark.features("mesh")]
 
 MESHES: list[dict[str, Any]] = [
     {"mesh": {"pp": 2, "dp": 2}, "schedule": "1f1b"},

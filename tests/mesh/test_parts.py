@@ -21,7 +21,7 @@ from drumline.model.layers.routing import Sorted
 from drumline.model.layers.styles import Colwise, Rowwise
 from refused import refused
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.features("mesh")]
 
 
 class Stacked(nn.Module):

@@ -274,6 +274,7 @@ def test_a_signal_to_one_rank_stops_all_lines_and_any_mesh_goes_on(ranks: list[d
         assert all(some(one[name] == pytest.approx(plain[steps:], rel=1e-5) for one in ranks)), name
 
 
+@pytest.mark.features("capture", "check", "lengths", "mesh", "precision", "record", "saving", "stream")
 def test_all_lines_take_the_cut_that_rank_0_measured(ranks: list[dict[str, Any]]) -> None:
     assert all(some(one["balance"] == (1, 5) for one in ranks))
 

@@ -14,7 +14,12 @@ from matrices import mainly
 from some import some
 
 # PyTorch says so once on processors without bfloat16.
-pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")]
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:mkldnn_matmul failed"),
+    pytest.mark.features("mesh"),
+]
 WORDS, WIDTH, LENGTH, MICROBATCHES, STEPS = 8, 8, 4, 2, 2
 # By their number of processes: the mesh, and which microbatches of all lines count no label in each step.
 RUNS: dict[int, tuple[dict[str, int], tuple[tuple[int, ...], ...]]] = {

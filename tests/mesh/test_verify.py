@@ -13,7 +13,12 @@ from mesh.wrong import wrong_on_one_line
 from refused import refused, saying
 from some import some
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.features("check", "mesh", "record"),
+]
 
 DP, TP, CP, EP = ({"pp": 2, axis: 2} for axis in ("dp", "tp", "cp", "ep"))
 MESHES: list[tuple[dict[str, int], dict[str, Any]]] = [

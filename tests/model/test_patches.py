@@ -286,6 +286,7 @@ def test_two_pipelines_in_threads_do_not_see_each_other(other: tuple[str, Any]) 
     assert attributes() == before
 
 
+@pytest.mark.features("check")
 def test_plain_layers_are_compared_while_another_thread_checks_its_own() -> None:
     found: dict[int, Any] = {}
     torch.manual_seed(0)
@@ -327,6 +328,7 @@ class Disturbed(nn.Module):
         return functional.dropout(made, self.dropout)
 
 
+@pytest.mark.features("check")
 def test_what_another_thread_seeds_is_no_fault_of_a_model() -> None:
     """Where it draws, it cannot be compared; where it does not, it is."""
     torch.manual_seed(0)

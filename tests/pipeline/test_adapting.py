@@ -24,7 +24,7 @@ from drumline.report.run.text import report_text
 from refused import refused, saying
 from some import some
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.features("adapt")]
 
 WIDTH, BLOCKS = 8, 6
 
@@ -133,6 +133,7 @@ def on_two_ranks(folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.features("moving", "record")
 def test_ranks_change_together_and_train_as_if_nothing_had_changed(tmp_path: Path) -> None:
     first, second = dl.launch(on_two_ranks, str(tmp_path / "run"), num_ranks=2)
     assert first["plain"] == first["adapted"] == second["adapted"]
@@ -155,6 +156,7 @@ def test_ranks_change_together_and_train_as_if_nothing_had_changed(tmp_path: Pat
     assert "2 | 4 blocks" in report_text(report_of(run))
 
 
+@pytest.mark.features("record")
 def test_a_program_is_taken_up_between_two_steps_and_losses_stay() -> None:
     plain = trained(piped(), 6)
     pipe = piped()
@@ -169,6 +171,7 @@ def test_a_program_is_taken_up_between_two_steps_and_losses_stay() -> None:
     assert pipe.timeline().program.compute_only() == program("1f1b")
 
 
+@pytest.mark.features("record")
 def test_another_number_of_microbatches_is_taken_up() -> None:
     pipe = piped()
     one = pipe.take_program("1f1b", num_microbatches=8)
@@ -210,6 +213,7 @@ def test_what_cannot_be_taken_up_is_refused_and_changes_nothing(
     assert trained(pipe, 1) == trained(piped(), 1)
 
 
+@pytest.mark.features("capture", "record")
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -224,6 +228,7 @@ def test_settings_that_cannot_be_are_refused(settings: Any, said: str) -> None:
         piped(**settings)
 
 
+@pytest.mark.features("moving")
 def test_layers_that_cannot_move_stay_and_training_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     pipe = piped(adapt={"program": False})
     decider = scripted(pipe, {2: {"counts": (2, 4)}})

@@ -47,6 +47,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.features("capture", "precision")
 @pytest.mark.parametrize(("name", "value", "expected"), WRONG)
 def test_an_argument_of_the_wrong_kind_is_refused_by_its_name(name: str, value: Any, expected: str) -> None:
     with pytest.raises(DrumlineError) as caught:

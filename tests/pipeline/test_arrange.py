@@ -21,7 +21,7 @@ from refused import refused
 from some import some
 from torch_models import WIDTH, Reference, mlp, programs
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.features("lengths")]
 LENGTHS = (40, 3, 64, 5, 50, 9)
 
 
@@ -76,6 +76,7 @@ def test_costs_are_fitted_by_place_and_length() -> None:
     assert fit([Size(1, 1), Size(1, 9)], [3.0, 3.0]) == pytest.approx((3.0, 0.0, 0.0), abs=1e-9)
 
 
+@pytest.mark.features("record")
 def test_a_search_is_cached_and_its_program_runs() -> None:
     x, y = unequal()
     pipe = Pipeline(mlp(), loss_fn=functional.mse_loss, schedule="zb-h1", num_microbatches=6, num_ranks=2)
@@ -94,6 +95,7 @@ def test_a_search_is_cached_and_its_program_runs() -> None:
     assert costs.of(sizes).factors(6)[2] == max(costs.of(sizes).factors(6))
 
 
+@pytest.mark.features("capture")
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [([1, 2], "2 sizes are given"), ([0] * 4, "0 is given as a size"), ([(1, "a")] * 4, "is given as")],

@@ -15,7 +15,7 @@ from drumline.pipeline.pipeline import Pipeline
 from refused import refused
 from torch_models import Reference
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.features("adapt")]
 
 WIDTH = 8
 
@@ -93,6 +93,7 @@ def test_ranks_of_their_own_change_the_program_together() -> None:
     assert losses == others
 
 
+@pytest.mark.features("record")
 def test_what_does_not_go_with_it_is_refused() -> None:
     with refused(UsageError, "record is False and schedule is 'auto'"):
         Pipeline(uneven(), loss_fn=functional.mse_loss, schedule="auto", num_microbatches=2, num_ranks=2, record=False)

@@ -23,7 +23,7 @@ from refused import refused
 from some import some
 from torch_models import SYNCHRONOUS, WIDTH, data, mlp, programs
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.features("capture")]
 
 
 @contextmanager
@@ -210,6 +210,7 @@ def test_models_that_are_no_chain_are_captured() -> None:
     assert pair.counts()[1] > 0
 
 
+@pytest.mark.features("precision")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_precision_and_a_changing_loss_scale_are_captured(precision: str) -> None:
     pair = Pair(mlp(), schedule="zb-h1", num_microbatches=4, num_ranks=2, precision=precision)
@@ -414,6 +415,7 @@ def test_a_nan_in_a_captured_step_stops_the_optimizer() -> None:
     assert not optimizer.state
 
 
+@pytest.mark.features("record")
 def test_a_captured_step_has_no_timeline_and_the_one_before_has() -> None:
     with recording():
         pipe = Pipeline(mlp(), loss_fn=functional.mse_loss, num_microbatches=4, num_ranks=2, capture=True)

@@ -19,7 +19,7 @@ from drumline.pipeline.pipeline import Pipeline
 from refused import refused
 from some import some
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.features("check")]
 MICROBATCHES = 4
 
 

@@ -21,7 +21,7 @@ from drumline.report.run.report import report_of
 from drumline.report.run.text import ranks_table
 from some import some
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.features("record")]
 WIDTH, ROWS, NUM_MICROBATCHES = 16, 4, 4
 
 

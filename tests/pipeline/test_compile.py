@@ -206,6 +206,7 @@ def test_training_follows_the_uncompiled_pipeline_with_evaluations_between() -> 
         assert torch.equal(one, other)
 
 
+@pytest.mark.features("record")
 @pytest.mark.parametrize("settings", [{"merge_weight_gradients": True}, {"weigh": True}, {"stages_per_rank": 2}])
 def test_other_options_go_together_with_it(settings: dict[str, Any]) -> None:
     schedule = "interleaved-zb" if "stages_per_rank" in settings else "zb-h1"
@@ -253,6 +254,7 @@ def test_a_followed_model_gets_the_same_gradients_at_every_shape() -> None:
     agree(model, other, tolerance=1e-6)
 
 
+@pytest.mark.features("precision")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_precision_goes_together_with_it(precision: str) -> None:
     model = model_of("mlp", 2)

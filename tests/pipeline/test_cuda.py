@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.torch,
     pytest.mark.accelerator,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+    pytest.mark.features("capture"),
 ]
 CUDA = torch.device("cuda")
 
@@ -212,6 +213,7 @@ def test_bfloat16_gradients_are_those_of_one_process() -> None:
         reference.compare(pipe, exact=False, tolerance=1e-2)
 
 
+@pytest.mark.features("precision")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe"])
 def test_autocast_on_the_device_gives_one_processs_gradients(name: str, precision: str) -> None:
@@ -254,6 +256,7 @@ def test_captured_autocast_follows_the_weights() -> None:
             one.zero_grad()
 
 
+@pytest.mark.features("record")
 def test_times_are_taken_on_the_device() -> None:
     pipe = Pipeline(mlp().to(CUDA), loss_fn=functional.mse_loss, schedule="zb-v", num_microbatches=4, num_ranks=2)
     batch, target = (one.to(CUDA) for one in data(8))

@@ -54,6 +54,7 @@ def test_cuts_name_the_first_block_of_every_stage_but_the_first() -> None:
     assert counts(pipeline(mlp(8), cuts=[], num_ranks=1)) == [8]
 
 
+@pytest.mark.features("moving")
 @pytest.mark.parametrize("kind", [torch.tensor, np.array])
 def test_counts_may_be_an_array(kind: Callable[[list[int]], Any]) -> None:
     pipe = pipeline(mlp(8), balance=kind([1, 5, 2]), example=data(12)[0])
@@ -63,6 +64,7 @@ def test_counts_may_be_an_array(kind: Callable[[list[int]], Any]) -> None:
         pipe.repartition(balance=kind([1.0, 5.0, 2.0]))  # type: ignore[list-item]
 
 
+@pytest.mark.features("adapt")
 @pytest.mark.parametrize("settings", [{}, {"example": data(12)[0]}, {"example": data(12)[0], "balance": "even"}])
 def test_a_model_with_too_few_blocks_is_refused_with_the_mend(settings: dict[str, Any]) -> None:
     with refused(ModelError, "has 2 blocks for 3 stages", fix="fewer stages per rank"):

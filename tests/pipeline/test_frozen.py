@@ -67,6 +67,7 @@ def check_what_ran(pipe: Pipeline) -> None:
     assert all(one.action.stage > lowest for one in ran.transfers if one.action.op is Op.SEND_B)
 
 
+@pytest.mark.features("record")
 @matrix("name, num_ranks", SCHEDULES, (2, 4), times=1)
 def test_gradients_are_those_of_one_process(name: str, num_ranks: int) -> None:
     (program,) = programs(name, num_ranks, (8,))
@@ -117,6 +118,7 @@ def test_the_program_that_runs_is_shown() -> None:
     assert pipe.program.format().splitlines()[3] == "3F0,3I0,3F1,3I1,3F2,3I2,3F3,3I3"
 
 
+@pytest.mark.features("record")
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_what_is_frozen_below_records_no_graph(name: str) -> None:
     batch, target = data(16)

@@ -99,6 +99,7 @@ def whole_loss(model: nn.Module, ids: Any, gate: Any, target: Any, **more: Any) 
     return functional.cross_entropy(torch.cat(made), torch.cat([one.flatten() for one in target]))
 
 
+@pytest.mark.features("check")
 @pytest.mark.parametrize("settings", [{}, {"schedule": "zb-h1"}, {"schedule": "zb-v", "checkpoint": "full"}])
 def test_a_model_that_is_followed_gets_nested_arguments_and_counts_its_labels(settings: dict[str, Any]) -> None:
     torch.manual_seed(0)
@@ -230,6 +231,7 @@ def unequal_material() -> Material:
     return Material(mlp(), functional.mse_loss, batch, target)
 
 
+@pytest.mark.features("check", "record")
 def test_verify_compares_unequal_microbatches() -> None:
     found = verify("zb-h1", num_ranks=2, num_microbatches=4, model=unequal_material, transport="in-process")
     assert found.identical

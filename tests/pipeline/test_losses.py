@@ -134,6 +134,7 @@ def test_a_penalty_on_all_weights_is_added_once(reduction: str, schedule: str) -
     trained(pipe, plain, lambda o, t: loss_fn(o, t, plain), numbers)
 
 
+@pytest.mark.features("stream")
 def test_a_penalty_on_weights_that_other_ranks_update_says_what_to_do() -> None:
     model = body()
 
@@ -289,6 +290,7 @@ def test_few_rows_are_compared_only_if_the_calls_show_all(
     assert max(numbers_of_rows) == most
 
 
+@pytest.mark.features("check")
 def test_comparing_leaves_buffers_of_a_loss_as_they_were() -> None:
     loss_fn = Learned()
     pipe = pipeline(body(), loss_fn, num_microbatches=3, check_model=False)  # which puts back buffers too

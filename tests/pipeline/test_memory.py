@@ -17,7 +17,7 @@ from matrices import ALL, KINDS, mainly, some_of
 from some import some
 from torch_models import SYNCHRONOUS, data, mlp, programs
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.features("record")]
 ROWS = 16  # of every microbatch the same, so that one profile fits all
 
 

@@ -11,7 +11,7 @@ from drumline.features.record.recording import Between
 from drumline.runtime.draft import Clock, Draft
 from records import two_ranks
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.features("record")]
 
 
 def test_tokens_per_second_are_those_of_a_device() -> None:

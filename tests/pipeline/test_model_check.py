@@ -28,7 +28,7 @@ from follow_faults import FAULTS, Skips, data, lost_path
 from refused import refused
 from torch_models import on_meta
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.features("check")]
 
 SCHEDULES = ["1f1b", "zb-v", "gpipe"]
 
@@ -44,6 +44,7 @@ def step(pipe: Pipeline) -> None:
     pipe.step(batch, target=target)
 
 
+@pytest.mark.features("record")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_is_right_passes_and_says_what_it_took(schedule: str) -> None:
     pipe = pipeline(schedule=schedule)
@@ -252,6 +253,7 @@ def test_a_model_with_moods_is_refused() -> None:
         step(pipe)
 
 
+@pytest.mark.features("record")
 def test_the_record_of_the_first_step_says_what_it_cost_and_found(tmp_path: Path) -> None:
     with pipeline(record=tmp_path / "run") as pipe:
         step(pipe)

@@ -23,7 +23,7 @@ from matrices import long
 from refused import refused
 from some import some
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.features("moving")]
 
 WIDTH, STEPS = 8, 6
 HERE: dict[str, Any] = {"transport": "in-process", "num_ranks": 2}
@@ -210,11 +210,13 @@ def moved_and_loaded(names: list[str], folder: str, **more: Any) -> dict[str, in
     return found
 
 
+@pytest.mark.features("saving")
 @pytest.mark.parametrize("name", list(OTHER_SUMS))
 def test_a_move_is_as_a_checkpoint_that_another_cut_loads(name: str, tmp_path: Path) -> None:
     assert moved_and_loaded([name], str(tmp_path), **HERE)[name] > 40
 
 
+@pytest.mark.features("precision")
 @pytest.mark.parametrize("name", list(CASES))
 def test_there_and_back_is_as_never_having_moved(name: str) -> None:
     found = moved_and_not([name], **HERE)
@@ -341,6 +343,7 @@ def on_ranks(folder: str) -> tuple[dict[str, int], dict[str, int], dict[str, Any
     return there_and_back, moved_and_loaded(list(OTHER_SUMS), folder), troubles(folder)
 
 
+@pytest.mark.features("precision", "record", "saving")
 def test_moves_between_processes(tmp_path: Path) -> None:
     (first, loaded, ours), (second, others, theirs) = dl.launch(on_ranks, str(tmp_path), num_ranks=2)
     assert all(min(loaded[name], others[name]) > 15 for name in some(OTHER_SUMS))
@@ -402,6 +405,7 @@ def test_compiled_stages_are_compiled_again() -> None:
     assert compare(still, moved, "compiled") > 40
 
 
+@pytest.mark.features("capture")
 def test_captured_steps_are_captured_again() -> None:
     recorder = HostRecorder()
     losses: dict[int, list[float]] = {}

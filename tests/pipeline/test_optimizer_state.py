@@ -105,6 +105,7 @@ def test_groups_of_the_users_own_keep_their_settings() -> None:
         optimizer.state_dict()
 
 
+@pytest.mark.features("precision")
 def test_float32_copies_go_by_their_parameters_names() -> None:
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).bfloat16()
     pipe = Pipeline(model, loss_fn=functional.mse_loss, num_ranks=2, num_microbatches=4, master_weights=True)

@@ -321,6 +321,7 @@ WITH_WAITS = dl.Program.parse(
 WITH_STATE = dl.Program.parse("0UNSHARD,0F0,0B0,0RESHARD\n1F0,1B0", name="for torch")
 
 
+@pytest.mark.features("capture")
 @pytest.mark.parametrize(
     ("settings", "error", "says"),
     [
@@ -435,6 +436,7 @@ def test_float64_gradients_are_clipped_by_a_norm_of_float64() -> None:
     assert torch.equal(pipe.clip_grad_norm_(0.1), expected)
 
 
+@pytest.mark.features("record")
 def test_a_program_and_a_csv_file_run_as_they_are(tmp_path: Path) -> None:
     program = dl.Program.parse("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0")
     path = tmp_path / "mine.csv"
@@ -455,6 +457,7 @@ def test_a_program_and_a_csv_file_run_as_they_are(tmp_path: Path) -> None:
         pipeline(schedule=program, num_microbatches=4)
 
 
+@pytest.mark.features("record")
 def test_the_measured_timeline_reads_like_any_other() -> None:
     pipe = pipeline(schedule="zb-h1", num_ranks=3, num_microbatches=5)
     with refused(RunError, "no step has run"):

@@ -66,6 +66,7 @@ def planned(profile: ModelProfile, **settings: Any) -> Plan:
     return plan(profile, num_ranks=2, batch=ROWS, seconds=0.0, **settings).best
 
 
+@pytest.mark.features("record")
 def test_a_profile_has_everything_that_a_plan_needs(profile: ModelProfile) -> None:
     assert profile.rows == (1, 2)
     assert [one.name for one in profile.layers] == ["0", "1", "2", "3"]
@@ -113,6 +114,7 @@ def test_a_searched_program_in_a_plan_runs_too(steady: ModelProfile) -> None:
     assert pipe.program.format() == found.best.program.format()
 
 
+@pytest.mark.features("record")
 def test_bytes_that_a_plan_predicts_are_what_ranks_hold(steady: ModelProfile) -> None:
     for schedule, checkpoint in (("1f1b", "none"), ("1f1b", "full"), ("zb-h1", "none")):
         decided = planned(steady, schedules=[schedule], checkpoint=[checkpoint])
@@ -159,6 +161,7 @@ def test_a_plan_of_another_model_is_refused(steady: ModelProfile) -> None:
         Pipeline(frozen, loss_fn=functional.mse_loss, plan=decided)
 
 
+@pytest.mark.features("record")
 def test_profile_and_plan_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "own.py").write_text(FILE)
     source, found, decided = f"{tmp_path / 'own.py'}:make", tmp_path / "profile.json", tmp_path / "plan.json"

@@ -19,7 +19,7 @@ from refused import refused
 from some import some
 from torch_models import TWO_WAYS, Reference, data, mlp, programs
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.features("precision")]
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe")
 SCALE = 2.0**10
 
@@ -135,6 +135,7 @@ def test_parameters_follow_one_process_over_several_clipped_steps(name: str) -> 
             assert torch.equal(one, expected[key]), key
 
 
+@pytest.mark.features("record")
 def test_messages_travel_in_the_type_that_the_block_made() -> None:
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
     batch, target = data(8)
@@ -144,6 +145,7 @@ def test_messages_travel_in_the_type_that_the_block_made() -> None:
         assert {one.num_bytes for one in pipe.timeline().transfers} == {2 * 6 * size}
 
 
+@pytest.mark.features("record")
 def test_weights_are_cast_once_a_step_and_not_for_every_microbatch() -> None:
     pipe = pipeline(mlp(2), schedule="gpipe", num_ranks=1, weigh=True)
     batch, target = data(8)

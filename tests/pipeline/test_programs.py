@@ -31,6 +31,7 @@ def small(**settings: Any) -> Pipeline:
     return Pipeline(mlp(), loss_fn=functional.mse_loss, **given)
 
 
+@pytest.mark.features("record")
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved-zb", "dualpipe"])
 def test_each_step_has_the_gradients_of_its_program(name: str) -> None:
     first, second, third = programs(name, 2, (4, 8, 6))
@@ -58,6 +59,7 @@ def test_each_step_has_the_gradients_of_its_program(name: str) -> None:
     assert len(output) == 8
 
 
+@pytest.mark.features("adapt")
 @pytest.mark.parametrize(
     ("settings", "given", "kind", "said"),
     [
@@ -87,6 +89,7 @@ def test_a_program_that_does_not_fit_is_refused(settings: Any, given: Any, kind:
     assert pipe.step(batch, target=target).loss is not None
 
 
+@pytest.mark.features("adapt")
 @pytest.mark.parametrize(
     ("settings", "kind", "said"),
     [
@@ -114,6 +117,7 @@ def test_programs_that_cannot_be_named_are_refused(settings: Any, kind: Any, sai
         small(**settings)
 
 
+@pytest.mark.features("record")
 def test_a_run_says_by_which_program_each_step_ran(tmp_path: Path) -> None:
     batch, target = data(8)
     brought = dl.generate("gpipe", num_ranks=2, num_microbatches=3)

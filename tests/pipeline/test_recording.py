@@ -28,7 +28,11 @@ from matrices import mainly
 from refused import refused
 from some import some
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]  # starts processes, which takes long on a busy machine
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.timeout(900),
+    pytest.mark.features("record"),
+]  # starts processes, which takes long on a busy machine
 
 
 def pipeline(**settings: Any) -> Pipeline:
@@ -178,6 +182,7 @@ def test_a_full_disk_delays_the_record_and_not_the_training(
     assert run.has_ended
 
 
+@pytest.mark.features("saving")
 def test_what_was_undone_is_not_written_when_a_disk_has_room_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,6 +289,7 @@ def same(rank: int, moment: int) -> int:
     return moment
 
 
+@pytest.mark.features("check")
 def test_what_happens_between_steps_is_measured_by_kind(tmp_path: Path) -> None:
     batches = [torch.randn(8, 4) for _ in range(3)]
     with pipeline(record=tmp_path, check_model="first") as pipe:

@@ -27,7 +27,7 @@ from drumline.verification.verify import verify
 from refused import refused
 from torch_models import mlp
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.features("check", "saving")]
 
 
 def test_ranks_that_see_other_checkpoints_share_no_folder() -> None:
@@ -134,6 +134,7 @@ def test_whole_copies_follow_only_what_others_changed() -> None:
     assert copies[1].tolist() == [[7.0, 7.0], [7.0, 7.0], [17.0, 17.0], [17.0, 17.0]]
 
 
+@pytest.mark.features("adapt")
 @pytest.mark.parametrize(("checkpoint", "recompute"), [("full", True), ("none", False)])
 def test_a_pipeline_that_adapts_knows_whether_it_recomputes(
     checkpoint: str, recompute: bool, monkeypatch: pytest.MonkeyPatch

@@ -29,7 +29,7 @@ from matrices import long
 from some import some
 from torch_models import on_meta
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.features("check")]
 
 Told = tuple[str, Checked | None, str]  # the error, what was checked, and stderr
 

@@ -22,7 +22,7 @@ from refused import refused
 from rotation import flip, live, lose, lose_manifest, shorten, small_pipeline
 from some import some
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.features("saving")]
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from drumline.engine.unsplit.plain_step import Wanted
 from drumline.features.check.rounding import DRAWS, Nudged, Rounding
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.features("check")]
 
 WEIGHT = nn.Parameter(torch.ones(2))
 

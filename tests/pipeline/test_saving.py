@@ -26,7 +26,7 @@ from matrices import long
 from refused import refused
 from some import some
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.features("saving")]
 
 HERE: dict[str, Any] = {"transport": "in-process", "num_ranks": 2, "num_microbatches": 4, "schedule": "1f1b"}
 
@@ -78,6 +78,7 @@ def whole(pipe: Pipeline) -> dict[str, torch.Tensor]:
     return {name: one.clone() for name, one in pipe.state_dict().items()}
 
 
+@pytest.mark.features("precision")
 @pytest.mark.parametrize(
     ("settings", "then"),
     [

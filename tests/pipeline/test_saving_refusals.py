@@ -20,7 +20,7 @@ from drumline.features.saving.snapshot import model_tensors
 from drumline.schedules import generate, schedule
 from refused import refused, saying
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.features("saving")]
 
 
 def nested(depth: int) -> Any:

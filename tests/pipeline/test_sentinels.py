@@ -21,7 +21,7 @@ from drumline.pipeline.pipeline import Pipeline
 from refused import refused
 from some import some
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.features("check")]
 
 
 def data(step: int = 0) -> tuple[Tensor, Tensor]:
@@ -163,6 +163,7 @@ def test_a_step_that_fails_on_its_way_leaves_no_witness() -> None:
     assert (pipe.checked.step, pipe.checked.wrong) == (2, ())
 
 
+@pytest.mark.features("moving")
 def test_a_state_a_move_and_another_trace_are_checked() -> None:
     model = Around()
     pipe = alone(model, check_model=100)
@@ -288,6 +289,7 @@ def on_a_rank() -> dict[str, Any]:
     }
 
 
+@pytest.mark.features("moving", "validated")
 def test_ranks_check_later_steps_by_their_own_blocks() -> None:
     for rank in some(launch(on_a_rank, num_ranks=2, timeout=300)):
         every = [0, 1, 2]

@@ -105,6 +105,7 @@ def test_shares_are_equal_again_after_microbatches_that_the_user_cut() -> None:
             check_step(pipe, model, 8)
 
 
+@pytest.mark.features("precision")
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_gradients_of_two_steps_add_up_whatever_the_scale(precision: str) -> None:
     batch, target = data(8)

@@ -20,7 +20,11 @@ from matrices import mainly
 from some import some
 from stream_emulation import Emulated, emulate, version_of
 
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("settled_products")]
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.usefixtures("settled_products"),
+    pytest.mark.features("precision", "record", "stream"),
+]
 WIDTH, ROWS = 6, 12
 SCHEDULES = {"pipedream": "pipedream", "vertical": "pipedream", "2bw": "pipedream-2bw"}
 
@@ -262,6 +266,7 @@ def _looked_at(pipe: Pipeline, step: int) -> None:
         pipe.eval_step(torch.ones(ROWS, WIDTH), target=torch.ones(ROWS, WIDTH))
 
 
+@pytest.mark.features("saving")
 @pytest.mark.parametrize("kind", ["pipedream", "vertical", "2bw"])
 def test_evaluations_and_checkpoints_do_not_disturb_training_and_runs_go_on_exactly(kind: str, tmp_path: Path) -> None:
     case = Case(kind, "AdamW", 3, 3, num_steps=7, max_norm=None if kind == "pipedream" else 0.1)

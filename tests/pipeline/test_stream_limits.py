@@ -43,7 +43,7 @@ from runtime.test_clock import Device, DeviceClock, Event
 from runtime.test_corridor import frames_of_ours
 from some import some
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.features("stream")]
 WIDTH = 16
 
 
@@ -72,6 +72,7 @@ def test_slices_and_what_a_drain_runs_are_the_whole_program(kind: str) -> None:
             assert order == sorted(order)
 
 
+@pytest.mark.features("record")
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_peak_versions_and_bytes_are_those_simulated(kind: str) -> None:
     ranks, per_step, steps = 4, 4, 4
@@ -130,6 +131,7 @@ def _small(**settings: Any) -> Pipeline:
     return Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], **{**given, **settings})
 
 
+@pytest.mark.features("capture", "precision")
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
@@ -175,6 +177,7 @@ def test_calls_that_make_no_sense_are_refused() -> None:
                  num_microbatches=2, num_ranks=2, transport="in-process", balance=[1, 2])  # fmt: skip
 
 
+@pytest.mark.features("saving")
 def test_a_checkpoint_with_updates_due_goes_on_only_as_it_was(tmp_path: Path) -> None:
     x = torch.ones(4, 4)
     pipe = _small()
@@ -193,6 +196,7 @@ def test_a_checkpoint_with_updates_due_goes_on_only_as_it_was(tmp_path: Path) ->
     assert kept.param_groups
 
 
+@pytest.mark.features("saving")
 def test_a_drain_right_after_loading_makes_the_updates_on_a_device_with_a_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +219,7 @@ def test_a_drain_right_after_loading_makes_the_updates_on_a_device_with_a_clock(
         assert torch.equal(one, expected), name
 
 
+@pytest.mark.features("precision", "saving")
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_an_update_with_a_nan_that_is_due_in_a_checkpoint_is_left_out_by_the_run_that_goes_on(
     kind: str, tmp_path: Path
@@ -252,6 +257,7 @@ def test_ranks_that_train_nothing_take_part_in_leaving_out_an_update(frozen: int
     assert all(some(bool(one.isfinite().all()) for one in pipe.state_dict().values()))
 
 
+@pytest.mark.features("saving")
 def test_a_step_that_fails_needs_a_checkpoint(tmp_path: Path) -> None:
     x = torch.ones(4, 4)
     pipe = _small()
@@ -288,6 +294,7 @@ def _resumed(case: Case, folder: str) -> dict[str, Tensor]:
         return {name: one.clone() for name, one in pipe.state_dict().items()}
 
 
+@pytest.mark.features("precision", "saving")
 def test_a_killed_rank_ends_all_and_the_run_goes_on_exactly(tmp_path: Path) -> None:
     case = Case("2bw", "AdamW", 2, 2, num_steps=6)
     with pytest.raises(RankFailed, match="rank 1 was killed by SIGKILL"):
@@ -311,6 +318,7 @@ def settings_of(folder: Path, schedule: str, steps: int = 10, **tables: Any) -> 
     return TrainSettings(**{**given, **tables})
 
 
+@pytest.mark.features("capture", "check", "lengths", "precision", "record", "saving")
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
 def test_drumline_train_stops_where_it_is_asked_to_and_goes_on_exactly(schedule: str, tmp_path: Path) -> None:
     quiet = lambda told: None  # noqa: E731
@@ -330,6 +338,7 @@ def test_drumline_train_stops_where_it_is_asked_to_and_goes_on_exactly(schedule:
     assert first.losses + second.losses == whole.losses
 
 
+@pytest.mark.features("record")
 @pytest.mark.parametrize(
     ("schedule", "per_step", "frozen"),
     [
@@ -368,6 +377,7 @@ def test_every_place_says_the_same_of_what_a_step_holds(schedule: str, per_step:
     pipe.drain()
 
 
+@pytest.mark.features("record")
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_messages_are_noted_under_the_numbers_of_the_steps_program(kind: str) -> None:
     ranks = 3

@@ -13,7 +13,7 @@ from drumline.features.precision.scaler import LossScaler
 from drumline.schedules import generate
 from refused import refused
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.features("precision")]
 
 NUM_RANKS = 3
 PROGRAM: Program = generate("1f1b", num_ranks=NUM_RANKS, num_microbatches=4)

@@ -93,6 +93,7 @@ def far_apart(transport: str) -> tuple[Tensor, Tensor]:
         return weight.detach(), weight.grad
 
 
+@pytest.mark.features("record")
 @mainly("transport", "shared-memory", "gloo")
 def test_owners_that_are_no_neighbours_exchange_a_large_table(transport: str) -> None:
     (value, gradient), (nothing, _), (other, theirs) = launch(far_apart, transport, num_ranks=3)

@@ -63,6 +63,7 @@ def parity(transport: str, num_ranks: int) -> list[str]:
     return tried
 
 
+@pytest.mark.features("record")
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("transport", "num_ranks"),

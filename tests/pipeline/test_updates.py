@@ -51,6 +51,7 @@ class Whole(nn.Module):
         return made
 
 
+@pytest.mark.features("capture", "check", "precision")
 @pytest.mark.parametrize(
     "settings",
     [{}, {"precision": "fp16"}, {"capture": True}, {"schedule": "dualpipe", "num_ranks": 2}],
@@ -93,6 +94,7 @@ def test_a_share_is_a_number_above_zero() -> None:
             pipe.step(batch, target=target, share=share)
 
 
+@pytest.mark.features("precision")
 def test_float32_copies_follow_each_their_own_optimizer() -> None:
     model = classifier().to(torch.bfloat16)
     pipe = Pipeline(model, loss_fn=functional.cross_entropy, num_microbatches=4, num_ranks=2, master_weights=True)
@@ -123,6 +125,7 @@ def test_float32_copies_follow_each_their_own_optimizer() -> None:
         pipe.optimizer(torch.optim.SGD, names=["0.biass"])
 
 
+@pytest.mark.features("record")
 def test_evaluations_have_a_timeline_and_draw_nothing_that_training_draws() -> None:
     def losses(evaluations: int) -> list[float]:
         torch.manual_seed(1)
@@ -167,6 +170,7 @@ def test_evaluations_do_not_make_the_model_be_followed_again() -> None:
         assert followed.call_count == 2
 
 
+@pytest.mark.features("record")
 def test_ranks_agree_on_shares_and_refuse_a_nan_where_one_has_nothing_to_update() -> None:
     def on_rank() -> list[Any]:
         pipe = Pipeline(classifier(), loss_fn=functional.cross_entropy, num_microbatches=4, cuts=["2"])

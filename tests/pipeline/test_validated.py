@@ -35,7 +35,7 @@ from refused import refused
 from some import some
 from torch_models import CPU, SYNCHRONOUS, TWO_WAYS, WIDTH, data, mlp
 
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("settled_products")]
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("settled_products"), pytest.mark.features("validated")]
 
 Make = Callable[[list[nn.Parameter]], list[Optimizer]]
 STEPS, LARGE = 7, 400.0  # a target of that size has gradients that must be clipped
@@ -173,6 +173,7 @@ def test_a_rollback_at_a_random_step_leaves_the_bits_of_one_process(name: str, k
     assert validation_of(pipe).num_taken_back == (1 if abs(clipped - skipped) == 1 else 2)
 
 
+@pytest.mark.features("precision")
 def test_masters_tied_weights_and_buffers_come_back_too() -> None:
     given = batches({2: LARGE, 4: float("nan")})
     low = [(batch.bfloat16(), target.bfloat16()) for batch, target in given]
@@ -317,6 +318,7 @@ class Spoiling(torch.optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.features("precision")
 def test_what_cannot_be_made_again_is_refused_with_its_reason() -> None:
     settings: dict[str, Any] = {"loss_fn": functional.mse_loss, "num_ranks": 2, "num_microbatches": 2}
     settings["transport"] = "in-process"
@@ -500,6 +502,7 @@ def wait_for(mark: Path) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.features("record", "saving")
 @pytest.mark.slow
 def test_real_ranks_take_updates_back_as_if_they_had_waited(tmp_path: Path) -> None:
     def on_rank() -> tuple[list[dict[str, Any]], bool]:

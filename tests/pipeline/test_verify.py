@@ -31,7 +31,7 @@ from follow_faults import FAULTS
 from refused import refused, saying
 from torch_models import data, mlp
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.features("check", "record")]
 
 MODEL = """
 from dataclasses import dataclass

@@ -19,7 +19,7 @@ from matrices import ALL, chosen, long
 from refused import misses, refused
 from zoo import ONLY_BY_CHECK, WIDTH, ZOO, Entry, memory
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.features("check")]
 SCHEDULES = ("1f1b", "zb-h1", "zb-v")
 STEPS = 3
 # All must hold without the check of the first step against the model.

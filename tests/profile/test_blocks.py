@@ -104,6 +104,7 @@ def test_a_failing_block_leaves_gradients_and_random_numbers_too() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.features("record")
 @matrix("blocks, counts, schedule", ["gelu", "relu", "norm"], [(1, 5), (3, 3), (2, 4)], ["1f1b", "zb-h1"])
 def test_bytes_of_a_cut_are_what_its_stages_really_hold(blocks: str, counts: tuple[int, int], schedule: str) -> None:
     kinds: dict[str, list[nn.Module]] = {

@@ -66,6 +66,7 @@ def _on_a_device() -> list[str]:
     return imagined_device.compared()
 
 
+@pytest.mark.features("capture", "check", "lengths", "precision", "record", "saving", "stream", "validated")
 @pytest.mark.torch
 @pytest.mark.slow
 def test_another_accelerator_trains_to_the_same_bits_as_the_host() -> None:

@@ -124,6 +124,7 @@ def calls_before_a_forward(kind: str, num_microbatches: int) -> list[tuple[str, 
     return found
 
 
+@pytest.mark.features("record")
 @pytest.mark.parametrize("kind", CALLS)
 def test_few_calls_come_before_a_steps_first_forward(kind: str) -> None:
     found = calls_before_a_forward(kind, 4)
@@ -139,6 +140,7 @@ def test_a_split_forward_goes_straight_on_from_its_stage() -> None:
         assert len(way) <= MOST + 2
 
 
+@pytest.mark.features("check")
 def test_a_piece_of_a_followed_model_adds_one_frame() -> None:
     class Skips(nn.Module):
         def __init__(self) -> None:

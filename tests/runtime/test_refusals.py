@@ -32,7 +32,7 @@ from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.batch import num_rows, shares
 from refused import refused, saying
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.features("mesh", "stream")]
 
 CPU = torch.device("cpu")
 ONES = torch.ones(4, 3)

@@ -16,7 +16,7 @@ from drumline.schedules import find, generate
 from some import some
 from torch_models import SYNCHRONOUS, programs
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.features("capture")]
 
 
 def rows(program: Program) -> list[list[Job]]:

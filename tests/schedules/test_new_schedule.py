@@ -112,6 +112,7 @@ def test_a_cluster_is_planned_with_it(name: str) -> None:
     assert any("the placement" in one for one in missing) == (name == "upstream")
 
 
+@pytest.mark.features("check", "record")
 @pytest.mark.torch
 def test_it_runs_with_the_gradients_of_one_process(name: str) -> None:
     from drumline.verification.verify import verify

@@ -34,7 +34,7 @@ from some import some
 from stand_in_run import PARTS, arguments, batch, gpt
 from train.test_skipping import BAD, MUON, ROWS, left_out, saved, settings_for, trained
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.features("check", "precision", "record", "validated")]
 
 AFTER = OptimizerSettings(lr=1e-2, groups=(MUON,), validated="after", clip_norm=0.3)
 
@@ -51,6 +51,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [{key: one.get(key) for key in kept} for one in found]
 
 
+@pytest.mark.features("capture", "lengths", "saving", "stream")
 @pytest.mark.parametrize(
     "tables",
     [
@@ -79,6 +80,7 @@ def test_a_clipped_run_is_the_same_in_all_that_it_tells_and_saves(tmp_path: Path
         assert torch.equal(one, wanted[name]), name
 
 
+@pytest.mark.features("capture", "lengths", "saving", "stream")
 @pytest.mark.parametrize("precision", [PrecisionSettings(), PrecisionSettings(weights="bf16", master_weights=True)])
 def test_an_update_with_a_nan_is_left_out_and_told_of(tmp_path: Path, precision: PrecisionSettings) -> None:
     told: list[Any] = []

@@ -43,7 +43,10 @@ from matrices import left
 from refused import refused
 from some import some
 
-pytestmark = pytest.mark.torch
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.features("capture", "check", "lengths", "precision", "record", "saving", "stream"),
+]
 
 GPT = ModelSettings(num_layers=2, hidden=16, num_heads=2, dropout=0.1)
 IN_TURN = PipelineSettings(transport="in-process", device="cpu")

@@ -83,6 +83,7 @@ def ended(settings: TrainSettings) -> Trained:
     return found
 
 
+@pytest.mark.features("capture", "check", "lengths", "precision", "record", "saving", "stream")
 def test_the_same_command_starts_goes_on_and_has_nothing_left_to_do(tmp_path: Path) -> None:
     whole = ended(settings_for(tmp_path / "whole"))
     settings, losses = settings_for(tmp_path / "run"), whole.losses
@@ -103,12 +104,14 @@ def test_the_same_command_starts_goes_on_and_has_nothing_left_to_do(tmp_path: Pa
     assert (more.first_step, len(more.losses)) == (6, 2)
 
 
+@pytest.mark.features("capture", "check", "lengths", "precision", "record", "stream")
 def test_a_run_without_a_last_checkpoint_is_done_too(tmp_path: Path) -> None:
     settings = settings_for(tmp_path / "run", checkpoint=replace(CONTINUES, every=0, at_end=False))
     assert len(ended(settings).losses) == 6
     assert start(settings, train=lambda *_, **more: pytest.fail("a rank was started")).first_step == 6
 
 
+@pytest.mark.features("capture", "check", "lengths", "precision", "record", "saving", "stream")
 @pytest.mark.parametrize("left", ["", "run.lock", "rank0.jsonl", "metrics.jsonl", "notes.txt"])
 def test_what_a_run_left_before_it_had_a_name_is_no_obstacle(tmp_path: Path, left: str) -> None:
     folder = tmp_path / "run"
@@ -135,6 +138,7 @@ def test_a_folder_in_use_is_refused_and_a_launcher_tells_its_ranks(tmp_path: Pat
         (tmp_path / "run" / "config.json").write_text("{}")
 
 
+@pytest.mark.features("capture", "check", "lengths", "precision", "record", "saving", "stream")
 def test_only_damaged_checkpoints_do_not_start_a_run_anew(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     settings = settings_for(folder, run=RunSettings(steps=4, out=str(folder), threads=1))

@@ -24,7 +24,7 @@ from matrices import long
 from some import some
 from stand_in_run import PARTS, arguments, batch, gpt, optimizers
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(900), pytest.mark.features("check", "precision", "record")]
 
 SMALL = {"model.num_layers": 4, "model.hidden": 32, "model.num_heads": 2, "batch.sequence": 16, "batch.microbatch": 2,
          "batch.sequences": 16, "pipeline.device": "cpu", "pipeline.check_model": False}  # fmt: skip
@@ -109,6 +109,7 @@ def test_optimizers_state_follows_kind_shape_and_masters() -> None:
     assert state_bytes(torch.optim.AdamW, {}, low) == 2 * low.nbytes + 4
 
 
+@pytest.mark.features("capture", "lengths", "stream")
 def test_a_model_without_memory_is_forecast_like_one_with() -> None:
     """Its blocks share memory while they are measured, and nothing is counted twice or left out for that."""
     whole = loop_parts()._replace(model=lambda settings: build(settings, build_model, whole=True))

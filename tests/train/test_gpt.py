@@ -96,6 +96,7 @@ def in_pipeline(schedule: str, ranks: int, batch: dict[str, Tensor], target: Ten
     return gradients(pipe)
 
 
+@pytest.mark.features("check")
 @pytest.mark.parametrize(("schedule", "ranks"), [("zb-h1", 4), ("zb-v", 2), ("dualpipe", 2)])
 def test_every_kind_of_schedule_gives_its_gradients(schedule: str, ranks: int) -> None:
     tokens, target, ids = packed_rows()

@@ -176,6 +176,7 @@ def test_the_order_depends_on_seed_and_epoch_and_not_on_who_reads_ahead(built: B
     assert readers() == []
 
 
+@pytest.mark.features("capture", "check", "lengths", "precision", "record", "stream")
 def test_a_run_that_fails_ends_what_reads_ahead_while_its_error_is_still_held(tmp_path: Path) -> None:
     def fails(told: object) -> None:
         raise KeyError("no more")
@@ -233,6 +234,7 @@ def test_rows_of_a_bucket_have_one_length_and_steps_cost_alike(built: Built, tmp
     data.close()
 
 
+@pytest.mark.features("capture", "check", "lengths", "precision", "record", "saving", "stream")
 def test_every_bucket_runs_by_its_own_program_with_gradients_of_one_process(tmp_path: Path) -> None:
     """Losses, norms, what the folder says, and the forecast, which knows the fullest bucket."""
     lengths = [2 + (11 * at) % 60 for at in range(160)]

@@ -41,7 +41,10 @@ from refused import refused, saying
 from some import some
 from train.training import Ending, OwnLoss, Uneven, Writer, chain, cosine, made, plain_run, uneven
 
-pytestmark = pytest.mark.torch
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.features("capture", "check", "lengths", "precision", "record", "saving", "stream"),
+]
 
 MUON = OptimizerGroup(names=("layers.*",), kind="Muon", only_matrices=True, lr=0.02, settings={"weight_decay": 0.01})
 
@@ -110,6 +113,7 @@ def test_the_curve_equals_a_plain_loop_over_all_tokens(
     assert found.losses[-1] < found.losses[0]
 
 
+@pytest.mark.features("adapt", "moving")
 def test_a_run_that_adapts_keeps_to_the_same_curve_whatever_it_decides(tmp_path: Path) -> None:
     plain = trained(settings(tmp_path / "plain")).losses
     eager = AdaptSettings(on=True, program=False, threshold=0.01, patience=1, cooldown=1, least_gain=0.0)
@@ -118,6 +122,7 @@ def test_a_run_that_adapts_keeps_to_the_same_curve_whatever_it_decides(tmp_path:
     assert dl.read_run(tmp_path / "adapted").config["settings"]["adapt"]["threshold"] == 0.01
 
 
+@pytest.mark.features("adapt")
 def test_an_update_of_several_steps_runs_in_groups_where_their_number_may_change(tmp_path: Path) -> None:
     """GPipe's steps of 4 microbatches become groups; whether they then run all at once depends on measured times."""
     base = {"pipeline": PipelineSettings(schedule="gpipe", transport="in-process", timeout=60)}

@@ -53,6 +53,7 @@ def adam(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.AdamW(model.parameters(), lr=3e-3)]
 
 
+@pytest.mark.features("capture", "check", "lengths", "precision", "record", "saving", "stream")
 def test_training_takes_the_accelerator_and_learns_as_a_plain_loop_does(tmp_path: Path) -> None:
     given = with_device(settings(tmp_path / "run"))
     found = run_training(given, tell=lambda told: None, make_model=made(Writer), make_data=uneven)
@@ -79,6 +80,7 @@ def test_a_model_without_memory_is_made_where_it_will_compute() -> None:
     assert {one.device.type for one in pipe.parameters()} == {here.type}
 
 
+@pytest.mark.features("capture", "check", "lengths", "precision", "record", "saving", "stream")
 def test_the_command_line_trains_resumes_and_verifies_on_the_accelerator(tmp_path: Path) -> None:
     def drumline(*words: str) -> str:
         ran = subprocess.run(

@@ -319,6 +319,7 @@ class Points(Stateful):
             yield torch.rand(4, 16), torch.randint(0, 4, (4,))
 
 
+@pytest.mark.features("capture", "check", "lengths", "precision", "record", "saving", "stream")
 @pytest.mark.parametrize(
     "make", [Points, lambda: DataLoader(TensorDataset(POINTS, POINTS.argmax(1) % 4), 4, shuffle=True)]
 )

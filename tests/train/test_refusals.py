@@ -268,6 +268,7 @@ def test_model_folders_that_are_broken_say_where(tmp_path: Path) -> None:
     assert "not JSON in UTF-8" in said(tokenizer_config__json=b'"\xff"')
 
 
+@pytest.mark.features("stream")
 def test_weight_versions_are_those_of_a_long_stream() -> None:
     """PipeDream keeps a version for every step under way: as many as there are ranks behind, and its own."""
 

@@ -271,6 +271,7 @@ def test_which_failures_are_worth_another_attempt_and_on_how_many_ranks() -> Non
         Restarts(once, print).run(Failing(killed(1), killed(2)), continues=False)
 
 
+@pytest.mark.features("capture", "check", "lengths", "precision", "record", "stream")
 def test_ranks_that_cannot_hold_the_model_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings = settings_for(tmp_path / "run", ranks=1)
     check_room(settings)

@@ -39,7 +39,11 @@ from drumline.train.models.built import Built
 from refused import refused
 from some import some
 
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("settled_products")]
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.usefixtures("settled_products"),
+    pytest.mark.features("capture", "check", "lengths", "precision", "record", "saving", "stream"),
+]
 
 ROWS, WIDTH = 8, 4
 BAD = 2  # the update with a NaN, from 0

@@ -150,6 +150,7 @@ def test_ctrl_c_at_the_launcher_ends_an_evaluation_and_a_second_one_ends_everyth
     assert quietly(on).first_step == 2, "the last whole checkpoint remains"
 
 
+@pytest.mark.features("capture", "check", "lengths", "precision", "record", "stream")
 def test_one_process_stops_before_its_first_step_if_it_was_asked_while_it_started(tmp_path: Path) -> None:
     in_turn = PipelineSettings(transport="in-process", device="cpu")
     with dl.stop_on_signals():
