@@ -190,6 +190,9 @@ class Segment:
 
     def ended(self, this: Pass, made: Any) -> Any:
         """Store the outputs' places in the graph, and return the outputs detached."""
+        if self.looked_at and type(made) is Tensor and made.requires_grad:
+            this.wanted, this.roots = [0], [get_gradient_edge(made)]
+            return made.detach()
         outputs, form = pack(made)
         if any(isinstance(one, FakeTensor) for one in outputs):
             self._refuse_stand_in()

@@ -317,5 +317,7 @@ def _quiet(count: Tensor) -> Count:
 
 
 def _kind(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
     tensors, form = pack(value)
     return str(form), tuple((one.shape, one.dtype) for one in tensors)

@@ -289,9 +289,12 @@ class Intake:
         """Return which microbatch of the step a target belongs to; None if blocks are only being measured."""
         if self._step is None:
             return None
+        for at, one in enumerate(self._step.targets):
+            if one is target:
+                return at
         tensors = pack(target)[0]
         for at, one in enumerate(self._step.targets):
-            if one is target or (tensors and [id(each) for each in pack(one)[0]] == [id(each) for each in tensors]):
+            if tensors and [id(each) for each in pack(one)[0]] == [id(each) for each in tensors]:
                 return at
         return None
 
