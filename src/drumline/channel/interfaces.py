@@ -1,7 +1,9 @@
 """This host's network interfaces and their addresses: where a rank listens for ranks of other hosts.
 
-all ranks on one host   loopback: nothing outside can connect
-several hosts           the interface that was asked for, else the one that leads to the ranks' store
+::
+
+    all ranks on one host   loopback: nothing outside can connect
+    several hosts           the interface that was asked for, else the one that leads to the ranks' store
 """
 
 from __future__ import annotations

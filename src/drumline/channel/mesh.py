@@ -1,9 +1,11 @@
 """The control mesh: what ranks tell each other over their links, and how they wait.
 
-    packet kinds    WORD     a value that a rank tells everybody, under a topic, and when ABORT    the origin of a
-    failure, its action and its error; passed on by ranks that fail because of it GOODBYE  an orderly end: what follows
-    is no failure PING     when it left; the answer, a PONG, says the same of itself ASK      what a rank waits for; the
-    answer has the same kind others   belong to the channel built on the mesh, which registers a handler for each
+    packets    WORD      a value that a rank tells everybody, under a topic, and when
+               ABORT     the origin of a failure, its action and its error; ranks that fail because of it pass it on
+               GOODBYE   an orderly end: what follows is no failure
+               PING      when it left; the answer, a PONG, says the same of itself
+               ASK       what a rank waits for; the answer has the same kind
+               others    belong to the channel built on the mesh, which registers a handler for each
 
 There are no threads: packets are read when a rank looks (`pump`) or waits (`wait`). A connection that ends without a
 goodbye means that the rank died. A rank that dies of another's failure may be noticed first, so an abort has a short

@@ -1,11 +1,13 @@
 """`drumline`: find the command, run it, and turn errors into exit codes.
 
-0     success; if the command answers a question, the answer is yes
-1     success, but the answer is no
-2     bad input: nothing was run
-3     the run failed, or the output cannot be written
-70    a bug in Drumline
-130   interrupted
+::
+
+    0     success; if the command answers a question, the answer is yes
+    1     success, but the answer is no
+    2     bad input: nothing was run
+    3     the run failed, or the output cannot be written
+    70    a bug in Drumline
+    130   interrupted
 """
 
 from __future__ import annotations

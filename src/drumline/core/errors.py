@@ -1,24 +1,26 @@
 """The exception tree. Every error names the bad value, says what was expected, and how to fix it.
 
-DrumlineError            base class of all errors that Drumline raises
-├── ProgramError         the text is not a program, or the program does not fit here
-│   └── InvalidProgram   the validator rejected a program; holds every violation
-├── ScheduleError        unknown schedule, or counts that the schedule does not support
-├── CostsError           costs do not fit the program, or make no sense
-├── PlanError            no answer exists: for example no cut or program fits the memory limit
-├── UsageError           a flag or argument makes no sense
-│   └── NotInstalled     a package is missing that an extra brings; an ImportError, too
-├── ConfigError          a training config has wrong keys or values; holds every problem
-├── ModelError           the model cannot be cut as asked, or does not fit the program
-├── TraceError           a profiler trace cannot be read, or traces do not belong together
-├── BatchError           the batch cannot be split into the microbatches
-├── MismatchError        ranks were given different things
-├── RecordError          a folder holds no run, or its files cannot be read together
-└── RunError             a run failed
-    ├── NonFiniteError   a loss or gradient is NaN or infinite; nothing was updated
-    ├── WaitTimeout      a rank waited too long; names the action and rank it waited for
-    ├── LaunchError      local ranks could not start, or could not receive what they need
-    └── RankFailed       another rank failed; names the rank, its action and its error
+::
+
+    DrumlineError            base class of all errors that Drumline raises
+    ├── ProgramError         the text is not a program, or the program does not fit here
+    │   └── InvalidProgram   the validator rejected a program; holds every violation
+    ├── ScheduleError        unknown schedule, or counts that the schedule does not support
+    ├── CostsError           costs do not fit the program, or make no sense
+    ├── PlanError            no answer exists: for example no cut or program fits the memory limit
+    ├── UsageError           a flag or argument makes no sense
+    │   └── NotInstalled     a package is missing that an extra brings; an ImportError, too
+    ├── ConfigError          a training config has wrong keys or values; holds every problem
+    ├── ModelError           the model cannot be cut as asked, or does not fit the program
+    ├── TraceError           a profiler trace cannot be read, or traces do not belong together
+    ├── BatchError           the batch cannot be split into the microbatches
+    ├── MismatchError        ranks were given different things
+    ├── RecordError          a folder holds no run, or its files cannot be read together
+    └── RunError             a run failed
+        ├── NonFiniteError   a loss or gradient is NaN or infinite; nothing was updated
+        ├── WaitTimeout      a rank waited too long; names the action and rank it waited for
+        ├── LaunchError      local ranks could not start, or could not receive what they need
+        └── RankFailed       another rank failed; names the rank, its action and its error
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Values of a JSON file, each with its position, so that an error names the value that is not a number or text.
 
-plan["seconds"]["bubble"].number()    0.25
-plan["counts"].each()[3].whole(1)     a damaged plan: counts[3] is 'four'; expected a whole number of 1 or more
+::
+
+    plan["seconds"]["bubble"].number()    0.25
+    plan["counts"].each()[3].whole(1)     a damaged plan: counts[3] is 'four'; expected a whole number of 1 or more
 """
 
 from __future__ import annotations

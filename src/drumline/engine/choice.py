@@ -1,8 +1,10 @@
 """Which program a step runs by: the pipeline's own, one that the step names, or one that is taken up from then on.
 
-run_by          the step names a program, for itself alone
-take            what adapts takes up another before a step, where it pays
-take_program    the user takes up another between two steps
+::
+
+    run_by          the step names a program, for itself alone
+    take            what adapts takes up another before a step, where it pays
+    take_program    the user takes up another between two steps
 """
 
 from __future__ import annotations

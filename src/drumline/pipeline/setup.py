@@ -1,11 +1,13 @@
 """Turn options into a running engine: checked, cut, agreed on and connected, the same on all ranks.
 
-set_up      the program and the ranks, connected: from here on, a rank that fails tells all others
-kit_for     the parts of a pipeline, some of them made by features
-cut_model   the model in stages, with the parameters of this process's blocks
-build       the engine and its programs, divided as lines say, and the check of its steps
-_ground     who holds tensors, notes steps and updates parameters
-_made       what chooses the program of a step, and all that observes it
+::
+
+    set_up      the program and the ranks, connected: from here on, a rank that fails tells all others
+    kit_for     the parts of a pipeline, some of them made by features
+    cut_model   the model in stages, with the parameters of this process's blocks
+    build       the engine and its programs, divided as lines say, and the check of its steps
+    _ground     who holds tensors, notes steps and updates parameters
+    _made       what chooses the program of a step, and all that observes it
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """A batch that the user cut, in the form that `pack` has of it: what each microbatch gets, and how large that is.
 
-form                                         of microbatch 1
-("dict", ("x", "n"),                         ("dict", ("x", "n"),
-("microbatches", 0, 1, 2),                   1,
-("plain", 3))                                ("plain", 3))
+::
+
+    form                                         of microbatch 1
+    ("dict", ("x", "n"),                         ("dict", ("x", "n"),
+             ("microbatches", 0, 1, 2),                   1,
+             ("plain", 3))                                ("plain", 3))
 """
 
 from __future__ import annotations

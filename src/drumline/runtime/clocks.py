@@ -51,9 +51,11 @@ class _Marks:
 class EventClock(Clock):
     """Marks moments on the device's stream; they become times when the device has passed them.
 
-    begin ── is the device idle? ──► anchor: an event that it passes right now
-    mark ─── an event on the stream; nobody waits for it
-    settle ─ has it passed the last one? then every mark is the anchor's time plus the time since
+    ::
+
+        begin ── is the device idle? ──► anchor: an event that it passes right now
+        mark ─── an event on the stream; nobody waits for it
+        settle ─ has it passed the last one? then every mark is the anchor's time plus the time since
     """
 
     def __init__(self) -> None:

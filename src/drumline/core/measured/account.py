@@ -15,8 +15,8 @@ message.
 The spans add up to the parts of the step: compute, transfer, waiting, overhead, and a rest. They also give the cause of
 every idle second. Drumline reads that cause from the rank's own records; it does not infer it.
 
-rank 1   outside│overhead│ wait until 0F0 is made │flight│take│ 1F0 ██████ │note│send│wait ... │ drain
-▲ the timeline starts with rank 0's first action                        its step ends ▲
+    rank 1   outside│overhead│ wait until 0F0 is made │flight│take│ 1F0 ██████ │note│send│wait ... │ drain
+                    ▲ the timeline starts with rank 0's first action                 its step ends ▲
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Turn measured steps into costs, for advice and for searching a program, or replay them in the simulator.
 
-seconds of a stage's op    mean over its actions in all steps, without the lowest and highest tenth
-latency of an edge         median over its messages, from made to arrived; or over each step's fastest message
+    seconds of a stage's op    mean over its actions in all steps, without the lowest and highest tenth
+    latency of an edge         median over its messages, from made to arrived; or over each step's fastest message
 
 Replaying a step runs it through the simulator, with the measured seconds for every action.
 

@@ -1,15 +1,17 @@
 """The metrics of one step. Names follow torchtitan where it has one; our own start with pp/.
 
-time_metrics/end_to_end(s)           from the end of the previous step to the end of this one, on rank 0
-time_metrics/data_loading(s)         the part of it spent waiting for data, on the rank that waited longest
-pp/bubble                            idle share of the makespan over all ranks
-pp/stage{i}/busy_seconds             compute of the stage, on all ranks that hold it
-pp/rank{r}/{part}_seconds            the rank's step by what it did: busy, transfer, wait, overhead, unexplained
-pp/rank{r}/{kind}_seconds            time between the previous step and this one: update, data, ..., outside
-pp/rank{r}/peak_pairs, peak_stash_bytes     what the rank held; bytes only if they were weighed
-pp/edge{a}-{b}/peak_queue            the most messages that were made and not yet used
-expert_metrics/load_max, dropped     of models with dl.MoE: the busiest expert over the mean, choices not served
-pp/clock_error_seconds               with ranks on several hosts: the possible clock error
+::
+
+    time_metrics/end_to_end(s)           from the end of the previous step to the end of this one, on rank 0
+    time_metrics/data_loading(s)         the part of it spent waiting for data, on the rank that waited longest
+    pp/bubble                            idle share of the makespan over all ranks
+    pp/stage{i}/busy_seconds             compute of the stage, on all ranks that hold it
+    pp/rank{r}/{part}_seconds            the rank's step by what it did: busy, transfer, wait, overhead, unexplained
+    pp/rank{r}/{kind}_seconds            time between the previous step and this one: update, data, ..., outside
+    pp/rank{r}/peak_pairs, peak_stash_bytes     what the rank held; bytes only if they were weighed
+    pp/edge{a}-{b}/peak_queue            the most messages that were made and not yet used
+    expert_metrics/load_max, dropped     of models with dl.MoE: the busiest expert over the mean, choices not served
+    pp/clock_error_seconds               with ranks on several hosts: the possible clock error
 """
 
 from __future__ import annotations

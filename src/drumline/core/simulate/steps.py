@@ -1,7 +1,9 @@
 r"""Several steps of a flushed program in a row: what a step takes if ranks wait for each other before they update.
 
-before   every rank waits for the last gradient of all ranks, updates, and begins the next step
-after    every rank updates when its own gradients are done, and begins the next step (validated="after")
+::
+
+    before   every rank waits for the last gradient of all ranks, updates, and begins the next step
+    after    every rank updates when its own gradients are done, and begins the next step (validated="after")
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 """Why each idle second was idle.
 
-rank 1  ....F0..........B0      the rank's first action starts late: fill
-        |fill|  wait    |       then it waits for 2B0 of rank 2 to end: wait
-                        |       and for its gradient to arrive: transfer
+    rank 1  ....F0..........B0      the rank's first action starts late: fill
+            |fill|  wait    |       then it waits for 2B0 of rank 2 to end: wait
+                            |       and for its gradient to arrive: transfer
 
-fill        before the rank's first action          drain    after its last one
-wait        for an action of another rank           transfer the input exists and is on its way
-imbalance   the part of these three that equal stages and microbatches would not have
-memory      the part of a wait in which a later forward was ready, but the limit did not allow holding it
+    fill        before the rank's first action          drain    after its last one
+    wait        for an action of another rank           transfer the input exists and is on its way
+    imbalance   the part of these three that equal stages and microbatches would not have
+    memory      the part of a wait in which a later forward was ready, but the limit did not allow holding it
 
 In a measured timeline, recorded spans say what a rank did when it did not compute (see `account`). Besides fill, drain,
 wait and transfer there are then
 
-overhead    the executor's own work                 outside  the rank had not begun its step when others had
-unexplained time that no span covers
+    overhead    the executor's own work                 outside  the rank had not begun its step when others had
+    unexplained time that no span covers
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Compare a loss function again where several rules are left that disagree, until they agree.
 
-labels per row        0 0 0 | 1 1 1 1 1      a sum and a mean over labels: both fit, the first part is nothing
-other way around      1 1 1 | 1 1 0 0 0      only one of them fits
+::
+
+    labels per row        0 0 0 | 1 1 1 1 1      a sum and a mean over labels: both fit, the first part is nothing
+    other way around      1 1 1 | 1 1 0 0 0      only one of them fits
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """How to split a batch's arguments into microbatches: as the user says, and as the model implies.
 
-input_ids       (rows, length)       along the rows, which is the default
-position_ids    (3, rows, length)    along dimension 1: three kinds of positions, for text and pictures
-pixel_values    (patches, numbers)   packed: each row owns the patches of its pictures
+::
+
+    input_ids       (rows, length)       along the rows, which is the default
+    position_ids    (3, rows, length)    along dimension 1: three kinds of positions, for text and pictures
+    pixel_values    (patches, numbers)   packed: each row owns the patches of its pictures
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Check the user's model before every step: changes are traced again, or refused.
 
-a model that is traced      see model/watch
-an nn.Sequential, a list    blocks that are exchanged or appended, and what the whole would do beside calling them
+::
+
+    a model that is traced      see model/watch
+    an nn.Sequential, a list    blocks that are exchanged or appended, and what the whole would do beside calling them
 """
 
 from __future__ import annotations

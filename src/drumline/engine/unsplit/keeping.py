@@ -1,9 +1,11 @@
 """Put back what a run of a model changes besides gradients, so that the next run finds it as it was.
 
-buffers, modes, attributes of modules            put back
-lists, dicts, sets, plain tensors, arrays,       what is in them is put back, wherever modules or the code
-random generators, objects of the user's own     of their classes reach them: attributes, globals, closures
-anything else (iterators, files, C++ objects)    stays as the run left it
+::
+
+    buffers, modes, attributes of modules            put back
+    lists, dicts, sets, plain tensors, arrays,       what is in them is put back, wherever modules or the code
+    random generators, objects of the user's own     of their classes reach them: attributes, globals, closures
+    anything else (iterators, files, C++ objects)    stays as the run left it
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Ask the model by itself: microbatches of a step run through it before the step, and witnesses watch the step.
 
-a card of every rank     whether it has the batch, and the whole model with the values that ranks train
-all of them have         each runs the whole model
-else                     they run it together, each its own blocks: see reference.py
+::
+
+    a card of every rank     whether it has the batch, and the whole model with the values that ranks train
+    all of them have         each runs the whole model
+    else                     they run it together, each its own blocks: see reference.py
 """
 
 from __future__ import annotations

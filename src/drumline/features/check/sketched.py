@@ -1,8 +1,10 @@
 """Gradients that are compared by sketches, and in full where these leave a doubt.
 
-sketches closer than 1/32 of what is allowed    the gradients are the same
-farther                                         the witness has kept the pieces' gradient: all of it is compared
-with the model's, which runs once more to give it
+::
+
+    sketches closer than 1/32 of what is allowed    the gradients are the same
+    farther                                         the witness has kept the pieces' gradient: all of it is compared
+                                                    with the model's, which runs once more to give it
 """
 
 from __future__ import annotations

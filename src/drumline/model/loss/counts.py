@@ -1,8 +1,8 @@
 """How much each part of a loss counts in a microbatch, from the labels that its calls really get.
 
-          microbatch   0     1     2     3
-words that count      18    17     0     9      one mean: shares 18/44, 17/44, 0, 9/44
-sentences              2     2     1     1      a second mean: each is multiplied by its own factors
+              microbatch   0     1     2     3
+    words that count      18    17     0     9      one mean: shares 18/44, 17/44, 0, 9/44
+    sentences              2     2     1     1      a second mean: each is multiplied by its own factors
 
 The targets of a loss are computed from the inputs by plain functions (shifted, flattened, clamped). Those calls are
 written out as a function of the inputs, so that all microbatches can be counted before the first one runs.

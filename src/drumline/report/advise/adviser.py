@@ -1,8 +1,8 @@
 """What to change about a step, in one sentence with a predicted gain, and what else would help.
 
-                  cut, link, microbatches, time outside    schedule    stages, lost time
-run of ours       from its records                         yes         (covered better by the cut and the link)
-foreign trace     unknown                                  yes         from its idle time by cause
+                      cut, link, microbatches, time outside    schedule    stages, lost time
+    run of ours       from its records                         yes         (covered better by the cut and the link)
+    foreign trace     unknown                                  yes         from its idle time by cause
 
 A comparison of schedules (`report/compare.py`) is not a step, but returns its advice in the same form.
 """

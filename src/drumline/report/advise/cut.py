@@ -1,9 +1,9 @@
 """Move blocks between stages, so that no rank is slower than the others.
 
-rank 0   0 1 2 3            rank 1 takes twice as long
-rank 1   4 5 6 7
-rank 0   0 1 2 3 4 5        blocks 4-5 move to rank 0
-rank 1   6 7
+    rank 0   0 1 2 3            rank 1 takes twice as long
+    rank 1   4 5 6 7
+    rank 0   0 1 2 3 4 5        blocks 4-5 move to rank 0
+    rank 1   6 7
 
 If blocks are unknown, as in a trace, the remedy names the stage to take them from.
 

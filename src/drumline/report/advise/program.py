@@ -1,7 +1,9 @@
 """Change the program: the number of microbatches, or the schedule.
 
-more microbatches    fill and drain get shorter, because each microbatch is shorter
-fewer                there are fewer actions, each with its own overhead
+::
+
+    more microbatches    fill and drain get shorter, because each microbatch is shorter
+    fewer                there are fewer actions, each with its own overhead
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Plain charts as a standalone SVG.
 
-chart    curves and points: formulas, simulations and measurements on one sheet
-bars     stacked bars: one bar per row, its parts in the order of the legend
+::
+
+    chart    curves and points: formulas, simulations and measurements on one sheet
+    bars     stacked bars: one bar per row, its parts in the order of the legend
 """
 
 from __future__ import annotations

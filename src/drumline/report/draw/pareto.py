@@ -1,10 +1,12 @@
 """Bubble against memory as a picture: the searched front as a line, hand-made schedules as dots, the bound dashed.
 
-bubble
-│▒╎●──┐            ○ 1f1b
-│▒╎▒╌╌●────┐  ○ zb-h1
-│▒▒▒▒▒▒▒▒▒╌●──────────        ▒ below the bound, where nothing is possible
-└──────────────────────── memory
+::
+
+    bubble
+    │▒╎●──┐            ○ 1f1b
+    │▒╎▒╌╌●────┐  ○ zb-h1
+    │▒▒▒▒▒▒▒▒▒╌●──────────        ▒ below the bound, where nothing is possible
+    └──────────────────────── memory
 """
 
 from __future__ import annotations

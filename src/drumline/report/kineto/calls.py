@@ -1,10 +1,12 @@
 """Sends and receives of a rank, assembled from several kinds of trace events.
 
-c10d::recv_            ├──────────┤                     the host posts it
-record_param_comms        ├────┤                        the number of elements and their type
-gloo:recv                     ├───────────────────┤     ends when the host has waited for it: done
-nccl:coalesced                    ├──┤                  launches the kernel, for every call since the last
-ncclDevKernel_SendRecv               ·     ├──────┤     the device moves it: begun and done
+::
+
+    c10d::recv_            ├──────────┤                     the host posts it
+    record_param_comms        ├────┤                        the number of elements and their type
+    gloo:recv                     ├───────────────────┤     ends when the host has waited for it: done
+    nccl:coalesced                    ├──┤                  launches the kernel, for every call since the last
+    ncclDevKernel_SendRecv               ·     ├──────┤     the device moves it: begun and done
 """
 
 from __future__ import annotations

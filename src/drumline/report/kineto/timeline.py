@@ -6,12 +6,12 @@ that it does not explain is called unexplained.
     before 1F3   ├──── wait ─────┤ overhead ├─ transfer ─┤ overhead │ unexplained ┤ 1F3
                  0F3 is computed │ not sent │ on its way │ named    │ not named   │
 
-fill, wait    until another rank's action made the input that the action waited for
-transfer      from when both ends could move the message to its arrival; or the rank waited for a send or a gradient
-              exchange, according to a WAIT label (torch 2.15) or to the time at which a send was done
-overhead      something else with a name: the message was made but not sent, or a label, a call or an annotation
-              occupied the rank's host, or kernels of no action its device
-unexplained   the rest; after the rank's last action it is drain instead
+    fill, wait    until another rank's action made the input that the action waited for
+    transfer      from when both ends could move the message to its arrival; or the rank waited for a send or a gradient
+                  exchange, according to a WAIT label (torch 2.15) or to the time at which a send was done
+    overhead      something else with a name: the message was made but not sent, or a label, a call or an annotation
+                  occupied the rank's host, or kernels of no action its device
+    unexplained   the rest; after the rank's last action it is drain instead
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """A run in progress, as a few lines of text that are redrawn with every step.
 
-first: 1f1b, 2 ranks, 2 stages, 8 microbatches
-step 39   loss 1.006   802 rows/s   638 ms per step   bubble 24.9%
-loss      ▇▆▅▃▂▁▁
-rank 0    ███████████████▒▒▒▒▒▒▒▒▒▒░·   busy 57%
-rank 1    █████████████████████████▒·   busy 91%
-0 -> 1    ▮▮                            at most 2 messages waiting
+::
+
+    first: 1f1b, 2 ranks, 2 stages, 8 microbatches
+    step 39   loss 1.006   802 rows/s   638 ms per step   bubble 24.9%
+    loss      ▇▆▅▃▂▁▁
+    rank 0    ███████████████▒▒▒▒▒▒▒▒▒▒░·   busy 57%
+    rank 1    █████████████████████████▒·   busy 91%
+    0 -> 1    ▮▮                            at most 2 messages waiting
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """What a run tells people while it goes on: one line that is drawn again on a terminal, some lines elsewhere.
 
-step 120/300  loss 2.314  51,200 tokens/s  bubble 12.3%  1.21 GiB  2 min left
+::
+
+    step 120/300  loss 2.314  51,200 tokens/s  bubble 12.3%  1.21 GiB  2 min left
 """
 
 from __future__ import annotations

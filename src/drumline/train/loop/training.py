@@ -1,8 +1,10 @@
 """The updates of a training run, one after the other, with all that happens between them.
 
-for every update   batches ──► pipeline steps, each with its share of the tokens ──► clip ──► update
-now and then       held-out loss, a sample text, progress, a checkpoint
-where asked to     stop after an update, with a checkpoint
+::
+
+    for every update   batches ──► pipeline steps, each with its share of the tokens ──► clip ──► update
+    now and then       held-out loss, a sample text, progress, a checkpoint
+    where asked to     stop after an update, with a checkpoint
 """
 
 from __future__ import annotations

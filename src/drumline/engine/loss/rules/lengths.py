@@ -1,7 +1,9 @@
 """Whether a loss is a mean over elements or over rows, which only other lengths can tell.
 
-full    (rows, 8 places)    gradient g at the first four places
-short   (rows, 4 places)    a mean over elements: 2 g there; a mean over rows, or a sum: g
+::
+
+    full    (rows, 8 places)    gradient g at the first four places
+    short   (rows, 4 places)    a mean over elements: 2 g there; a mean over rows, or a sum: g
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Rows of an output that keep their graph, for a loss that takes gradients of its outputs with respect to others.
 
-output    x ──► energy                 both from the last stage, with the graph between them
-rows      x[0:3], energy[0:3]          copies: nothing leads from the one to the other
-asked     gradient of energy[0:3] with respect to x[0:3]
-answered  rows 0 to 2 of the gradient of energy[0:3] with respect to x
+::
+
+    output    x ──► energy                 both from the last stage, with the graph between them
+    rows      x[0:3], energy[0:3]          copies: nothing leads from the one to the other
+    asked     gradient of energy[0:3] with respect to x[0:3]
+    answered  rows 0 to 2 of the gradient of energy[0:3] with respect to x
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Compare buffers that the first step has changed between the lines of a mesh, of which each sees a part of the batch.
 
-running mean    dp 0: 0.31   dp 1: 0.28    refused: a checkpoint would hold one of them
-calls           dp 0: 4      dp 1: 4       the same on all lines
+::
+
+    running mean    dp 0: 0.31   dp 1: 0.28    refused: a checkpoint would hold one of them
+    calls           dp 0: 4      dp 1: 4       the same on all lines
 """
 
 from __future__ import annotations

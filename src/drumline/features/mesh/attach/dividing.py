@@ -1,7 +1,9 @@
 """How the lines of a mesh divide a model: its layers over tp, its experts over ep, and its state between lines of data.
 
-tp, ep    parameters of this process's stages become its parts of them, before the engine is built
-zero      optimizer state (1), or parameters and gradients too (3), once all lines have the same values
+::
+
+    tp, ep    parameters of this process's stages become its parts of them, before the engine is built
+    zero      optimizer state (1), or parameters and gradients too (3), once all lines have the same values
 """
 
 from __future__ import annotations

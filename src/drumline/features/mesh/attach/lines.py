@@ -1,7 +1,9 @@
 """The lines of a mesh: what each has of a model and its batches, and what they exchange.
 
-set-up     the model is cut with whole sequences; layers, experts and state are divided; all lines get the same values
-a step     each line takes its part of every sequence; lines compare what they were called with; losses are summed
+::
+
+    set-up     the model is cut with whole sequences; layers, experts and state are divided; all get the same values
+    a step     each line takes its part of every sequence; lines compare what they were called with; losses are summed
 """
 
 from __future__ import annotations
