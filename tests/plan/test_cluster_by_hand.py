@@ -12,23 +12,19 @@ from drumline.plan.cluster.hardware import Cluster, Device, Link, Reach
 from drumline.plan.cluster.kernels import (
     CONTENTION,
     attention_seconds,
+    embedding_ops,
     exposed,
     gather_seconds,
+    head_ops,
+    layer_ops,
     memory_seconds,
     product_seconds,
     reduce_seconds,
 )
-from drumline.plan.cluster.layers import (
-    embedding_ops,
-    head_ops,
-    layer_ops,
-    ring_bytes,
-    routed_bytes,
-)
+from drumline.plan.cluster.layers import fp8_weights, keys_of, ring_bytes, routed_bytes, tokens_of
 from drumline.plan.cluster.layout import Layout, Practice
 from drumline.plan.cluster.loads import data_exchange, device_volumes, hop_seconds, message_bytes, tied_exchange
 from drumline.plan.cluster.memory import activation_bytes, device_bytes, device_parameters, sharded
-from drumline.plan.cluster.products import fp8_weights, keys_of, tokens_of
 from drumline.plan.cluster.stages import Alike, alike, counts_of, head_weight, slices_of
 from drumline.plan.cluster.transformer import Experts, Latent, Transformer, model_flops
 from refused import refused
@@ -486,6 +482,15 @@ def test_bytes_sent_by_purpose() -> None:
     assert again.tensor == times * 1 * 7 * exchange
     assert again.context == times * 1 * 4 * (2 * 3 * 128 * 128) / 2
     assert again.expert == times * 1 * 6 * (2 * tokens * 2 * 256 / 2) / 2
+
+
+def test_layers_recomputed_as_a_whole_send_only_their_own_messages_again() -> None:
+    deep = replace(MOE, num_layers=4, num_dense_layers=2)
+    layout = Layout(batch=12, microbatch=3, data=4, expert=4, practice=BARE)
+    rank, each = rank_of(deep, layout), routed_bytes(MOE, layout)
+    two, three = (device_volumes(deep, replace(layout, recompute=how), rank, 0.0) for how in ("full:2", "full:3"))
+    assert two.expert == 2 * 4 * each  # the two dense layers send nothing to experts
+    assert three.expert == (6 + 4) * each
 
 
 def test_embedding_and_head() -> None:

@@ -14,15 +14,21 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.kernels import Ops, memory_seconds
+from drumline.plan.cluster.kernels import CAST_TWICE, memory_seconds
 from drumline.plan.cluster.layout import Layout, check
-from drumline.plan.cluster.loads import Load, Volumes, device_volumes, hop_seconds, loads_of, stage_ops, tied_exchange
+from drumline.plan.cluster.loads import (
+    Load,
+    Volumes,
+    device_volumes,
+    hop_seconds,
+    loads_of,
+    pipeline_seconds,
+    tied_exchange,
+)
 from drumline.plan.cluster.memory import Bytes, device_bytes, sharded
-from drumline.plan.cluster.products import CAST_TWICE
-from drumline.plan.cluster.stages import simulated, simulated_few, stages_of
+from drumline.plan.cluster.stages import stages_of
 from drumline.plan.cluster.transformer import Transformer, model_flops
 from drumline.schedules import find
-from drumline.schedules.formulas import Paces
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +109,19 @@ def estimate(
     True
     """
     check(transformer, cluster, layout)
-    hop, waiting = hop_seconds(transformer, cluster, layout)
-    loads = loads_of(transformer, cluster, layout, waiting)
-    taken = _taken(transformer, cluster, layout, loads, hop, exact=exact, rough=rough)
-    paces = [load.pace for load in loads]
-    busiest = max(loads, key=lambda load: load.pace.total)
+    loads = loads_of(transformer, cluster, layout)
     tied = tied_exchange(transformer, cluster, layout)
-    sent = max(load.exchange.bytes for load in loads) + tied.bytes
+    paces = [load.pace for load in loads]
     busy = layout.num_microbatches * sum(one.count * one.total for one in paces) / layout.pipeline
+    busiest = max(loads, key=lambda load: load.pace.total)
+    sent = max(load.exchange.bytes for load in loads) + tied.bytes
+    volumes = device_volumes(transformer, layout, busiest.alike, sent)
+    taken = pipeline_seconds(transformer, cluster, layout, loads, exact=exact, rough=rough)
+    held = max((device_bytes(transformer, layout, load.alike) for load in loads), key=lambda one: one.total)
     return Estimate(
         _seconds(cluster, layout, loads, taken, tied.once),
-        max((device_bytes(transformer, layout, load.alike) for load in loads), key=lambda one: one.total),
-        device_volumes(transformer, layout, busiest.alike, sent),
+        held,
+        volumes,
         model_flops(transformer, layout.batch) / layout.num_devices,
         1.0 - busy / max(taken, busy),
     )
@@ -138,8 +145,8 @@ def least_seconds(transformer: Transformer, cluster: Cluster, layout: Layout) ->
     >>> bound.even < found.seconds.compute, 0.95 < bound.total / found.seconds.total <= 1
     (True, True)
     """
-    hop, waiting = hop_seconds(transformer, cluster, layout)
-    loads = loads_of(transformer, cluster, layout, waiting)
+    loads = loads_of(transformer, cluster, layout)
+    hop, _ = hop_seconds(transformer, cluster, layout)
     tied = tied_exchange(transformer, cluster, layout)
     work = sum(len(load.alike.ranks) * load.ops.total.total for load in loads)
     return Least(
@@ -169,7 +176,8 @@ def _least_taken(layout: Layout, loads: Sequence[Load], hop: float) -> float:
         if not schedule.splits_backward:
             both = [(ahead, one.backward.total) for (ahead, _), one in zip(both, load.parts, strict=True)]
         for rank in load.alike.ranks:
-            for (stage, _), pair in zip(stages_of_layout(layout, rank), both, strict=True):
+            stages = stages_of(layout.schedule, rank, layout.pipeline, layout.stages_per_rank)
+            for (stage, _), pair in zip(stages, both, strict=True):
                 forward[stage], backward[stage] = pair
     late = [hop if one != before else 0.0 for before, one in pairwise(homes)]
     down = list(accumulate(map(sum, zip(forward, [*late, 0.0], strict=True)), initial=0.0))  # before each stage
@@ -195,63 +203,25 @@ def _ends(schedule: str, ranks: tuple[int, ...], num_ranks: int, stages_per_rank
     return [(min(one), max(one)) for one in every]
 
 
-def stages_of_layout(layout: Layout, rank: int) -> tuple[tuple[int, float], ...]:
-    """Return the stages of a rank of a layout, each with the share of its microbatches that runs there."""
-    return stages_of(layout.schedule, rank, layout.pipeline, layout.stages_per_rank)
-
-
 def _seconds(cluster: Cluster, layout: Layout, loads: Sequence[Load], taken: float, tied: float) -> Seconds:
     """Return the items of a step whose pipeline takes so long; `tied` is the exchange of a tied embedding."""
     times, busiest = layout.num_microbatches, max(loads, key=lambda load: load.pace.total)
-    work, again, exchange = busiest.ops.total, busiest.ops.again, busiest.exchange
+    ops, exchange = busiest.ops, busiest.exchange
+    work = ops.forward + ops.backward_input + ops.backward_weight
     once = max(load.exchange.once for load in loads) + tied
     stepped = max(sharded(layout, load.parameters) if layout.zero else sum(load.parameters) for load in loads)
     cast = max(load.cast for load in loads)
     return Seconds(
-        compute=times * (work.compute - again.compute),
-        recompute=times * again.total,
-        tensor=times * (work.tensor - again.tensor),
-        context=times * (work.context - again.context),
-        expert=times * (work.expert - again.expert),
+        compute=times * work.compute,
+        recompute=times * ops.again.total,
+        tensor=times * work.tensor,
+        context=times * work.context,
+        expert=times * work.expert,
         pipeline=times * busiest.waiting,
         data_exposed=times * (exchange.forward + exchange.backward) + once,
         bubble=_beyond(taken, times * busiest.pace.total),
         optimizer=memory_seconds(cluster.device, STEP_BYTES * stepped + CAST_TWICE * cast),
     )
-
-
-EVEN = 0.02  # share by which stages may differ for a formula that takes them as equal
-
-
-def _taken(
-    transformer: Transformer,
-    cluster: Cluster,
-    layout: Layout,
-    loads: Sequence[Load],
-    hop: float,
-    *,
-    exact: bool,
-    rough: bool,
-) -> float:
-    """Return the seconds of the pipeline: by formula where that is as good as simulating, or by simulating it."""
-    times, formula = layout.num_microbatches, find(layout.schedule).makespan
-    if formula is not None and not exact and (rough or layout.pipeline == 1):
-        return formula(Paces([load.pace for load in loads], times, layout.stages_per_rank, hop))
-    stages = stage_ops(transformer, cluster, layout, loads)
-    if formula is not None and not exact and formula_holds(layout, stages):
-        return formula(Paces([load.pace for load in loads], times, layout.stages_per_rank, hop))
-    if exact:
-        return simulated(layout.schedule, stages, layout.pipeline, times, hop_seconds=hop).makespan
-    return simulated_few(layout.schedule, stages, layout.pipeline, times, hop_seconds=hop)
-
-
-def formula_holds(layout: Layout, stages: Sequence[Ops]) -> bool:
-    """Whether the formula of the layout's schedule is within 2% of the simulator: the counts suit, stages are equal."""
-    holds = find(layout.schedule).makespan_holds
-    if holds is not None and not holds(layout.pipeline, layout.num_microbatches, layout.stages_per_rank):
-        return False
-    totals = [stage.total.total for stage in stages]
-    return max(totals) <= (1 + EVEN) * min(totals)
 
 
 def _beyond(taken: float, work: float) -> float:

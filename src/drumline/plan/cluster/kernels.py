@@ -1,18 +1,39 @@
-"""Seconds of single kernels: a product by its shape, a pass over memory by its bytes, a collective by its ring.
+"""Seconds of kernels: a product by its shape, a pass over memory by its bytes, a collective by its ring; and of layers.
 
 Rates are the device's data-sheet numbers times the share that kernels achieve, `Device.reach`. Seconds are grouped by
-what they are spent on (`Spent`), and by the pass of a microbatch that they belong to (`Ops`).
+what they are spent on (`Spent`), and by the pass of a microbatch that they belong to (`Ops`). Those of a layer are sums
+over its operations.
+
+With FP8, for every number that is cast, a kernel first reads it to find the largest one (2 bytes), then another reads
+it again (2) and writes it in 8 bits (1). Tensor cores want both operands along the inner sum, so what enters two
+products is written twice, once transposed: inputs (forward, and the weight's gradient) and gradients of outputs (those
+of the input and the weight).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
-from drumline.plan.cluster.hardware import Device, Link
+from drumline.plan.cluster.hardware import Cluster, Device, Link
+from drumline.plan.cluster.layers import (
+    WORD,
+    Message,
+    Operation,
+    Product,
+    exchange,
+    layers_of,
+    tokens_of,
+)
+from drumline.plan.cluster.layout import WHOLE, Layout, Share, StageLayers, recomputed_ops
+from drumline.plan.cluster.transformer import Transformer
 
 CONTENTION = 0.15  # of a hidden message's seconds: it runs on 16 of an A100's 108 processors
 TILE = 128  # a processor computes 128 x 128 numbers of a product at a time
+CAST_ONCE, CAST_TWICE = 5, 6  # bytes read and written to cast a number, written once or also transposed
+_CAST_KERNELS = 2  # one finds the largest number, one casts
 
 
 def product_seconds(
@@ -152,3 +173,189 @@ class Ops(NamedTuple):
             self.backward_input.times(factor),
             self.backward_weight.times(factor),
         )
+
+
+class Times(NamedTuple):
+    """Compute seconds of one operation: forward, for gradients of inputs, of weights; and of its forward's products."""
+
+    forward: float
+    by_input: float
+    by_weight: float
+    products: float
+
+
+def operation_times(cluster: Cluster, share: Share, one: Operation) -> Times:
+    """Return the compute seconds of an operation of a layer."""
+    device = cluster.device
+    products, by_input, by_weight = product_times(cluster, share, one.products)
+    launches = one.num_kernels * device.reach.launch_seconds
+    passes, passes_back = (memory_seconds(device, size) + launches for size in one.bytes)
+    scores = sum(product_seconds(device, *product[:4]) for product in one.scores)
+    attend, attend_back = (attention_seconds(device, flops) if flops else 0.0 for flops in one.flops)
+    return Times(
+        products + passes + scores + attend,
+        by_input + passes_back + 2 * scores + attend_back,
+        by_weight,
+        products,
+    )
+
+
+def product_times(cluster: Cluster, share: Share, products: Sequence[Product]) -> tuple[float, float, float]:
+    """Return the seconds of products: forward, gradients of their inputs, gradients of their weights."""
+    forward = by_input = by_weight = 0.0
+    for one in products:
+        rows, columns, depth, times, _ = one
+        fp8 = one.fp8 and share.practice.fp8
+        forward += product_seconds(cluster.device, rows, columns, depth, times, fp8=fp8)
+        by_input += product_seconds(cluster.device, rows, depth, columns, times, fp8=fp8)
+        by_weight += product_seconds(cluster.device, depth, columns, rows, times, fp8=fp8)
+        if fp8:
+            casts = _casts(cluster, share, one)
+            forward, by_input, by_weight = forward + casts[0], by_input + casts[1], by_weight + casts[2]
+    return forward, by_input, by_weight
+
+
+def _casts(cluster: Cluster, share: Share, one: Product) -> tuple[float, float, float]:
+    """Return the seconds of the casts of a product in its three passes.
+
+    What software does not keep in 8 bits is cast for every pass that needs it.
+    """
+    practice = share.practice
+    inputs, weights = one.rows * one.depth * one.times, one.depth * one.columns * one.times
+    forward = cast_seconds(cluster, inputs, CAST_TWICE if practice.keeps_fp8_inputs else CAST_ONCE)
+    by_input = cast_seconds(cluster, one.rows * one.columns * one.times, CAST_TWICE)
+    by_weight = 0.0 if practice.keeps_fp8_inputs else cast_seconds(cluster, inputs, CAST_ONCE)
+    if share.holds_fp8:
+        return forward, by_input, by_weight
+    again = cast_seconds(cluster, weights, CAST_ONCE)
+    return forward + again, by_input + again, by_weight
+
+
+def cast_seconds(cluster: Cluster, count: float, size: int = CAST_TWICE) -> float:
+    """Return the seconds to cast so many numbers; `size` is what is read and written for each."""
+    return memory_seconds(cluster.device, size * count) + _CAST_KERNELS * cluster.device.reach.launch_seconds
+
+
+def message_seconds(cluster: Cluster, share: Share, message: Message) -> float:
+    """Return the seconds of a message that travels once.
+
+    Tensor-parallel ranks meet in an all-reduce; a reduce-scatter and an all-gather take the same. Keys and values
+    travel in a ring behind attention; otherwise ranks meet and attention waits, as in Llama 3 (arXiv 2407.21783).
+    """
+    ranks = message.num_devices
+    if ranks == 1:
+        return 0.0
+    link = cluster.link(ranks, message.stride)
+    if message.axis == "expert":
+        return link.latency_seconds * (ranks - 1) + message.sent / link.bytes_per_second
+    if message.axis == "tensor":
+        return reduce_seconds(link, ranks, message.size) + share.practice.meet_seconds
+    seconds = gather_seconds(link, ranks, message.size)
+    return seconds if share.practice.overlap_context else seconds + share.practice.meet_seconds
+
+
+@lru_cache(maxsize=4096)
+def layer_ops(
+    transformer: Transformer,
+    cluster: Cluster,
+    layout: Layout | Share,
+    *,
+    experts: bool = False,
+    recomputed: tuple[str, ...] | None = None,
+) -> Ops:
+    """Return the seconds of a microbatch in one layer; what is `recomputed` may differ from what the layout says."""
+    share = layout.share
+    if recomputed is None:
+        recomputed = WHOLE if share.recompute == "full" else recomputed_ops(share)
+    layer, ops = layers_of(transformer, share)[experts], Ops()
+    times = [operation_times(cluster, share, one) for one in layer.operations]
+    whole = Times(*map(sum, zip(*times, strict=True)))
+    for one, own in zip(layer.operations, times, strict=True):
+        ops = ops + _operation_ops(cluster, share, one, own, whole, repeats=one.name in recomputed)
+    parameters = layer.parameters + layer.expert_parameters
+    added = Spent(memory_seconds(cluster.device, share.practice.accumulation_bytes * parameters))
+    forward = _hosted(ops.forward, share)
+    return Ops(
+        forward,
+        forward if recomputed == WHOLE else ops.again,
+        _hosted(ops.backward_input, share),
+        _hosted(ops.backward_weight + added, share),
+    )
+
+
+def _operation_ops(cluster: Cluster, share: Share, one: Operation, own: Times, whole: Times, *, repeats: bool) -> Ops:
+    """Return the seconds of an operation with its messages; `own` and `whole` are its compute and the whole layer's."""
+    forward, again, back = Spent(own.forward), Spent(own.forward), Spent(own.by_input)
+    if (message := one.message) is not None:
+        seconds = message_seconds(cluster, share, message)
+        hidden, hidden_back = _hidden(share, message, own, whole)
+        there = message.forward * seconds
+        sent = exposed(there, hidden)
+        sent_back = exposed(message.backward * seconds, hidden_back) + message.waited * seconds
+        forward, back = forward + Spent(**{message.axis: sent}), back + Spent(**{message.axis: sent_back})
+        again = again + Spent(**{message.axis: there if message.axis == "expert" else sent})
+    if one.output and share.practice.fp8 and share.practice.keeps_fp8_inputs:
+        again = again + Spent(cast_seconds(cluster, one.output))
+    return Ops(forward, again if repeats else Spent(), back, Spent(own.by_weight))
+
+
+def _hidden(share: Share, message: Message, own: Times, whole: Times) -> tuple[float, float]:
+    """Return the compute that an operation's messages travel behind, forward and backward.
+
+    Tokens travel to experts and back beside as much compute of another microbatch.
+    """
+    practice = share.practice
+    if message.axis == "tensor":
+        forward = whole.products if practice.overlap_forward else 0.0
+        return forward, whole.by_weight if share.hides_tensor else 0.0
+    if message.axis == "context":
+        return (own.forward, own.by_input) if practice.overlap_context else (0.0, 0.0)
+    return (whole.forward, whole.by_input) if practice.overlap_experts else (0.0, 0.0)
+
+
+def _hosted(spent: Spent, share: Share) -> Spent:
+    """Return a pass through a layer that lasts at least as long as the slowest host takes to issue its kernels."""
+    floor = share.practice.host_seconds * (1 + share.practice.host_meets * (share.tensor - 1))
+    return spent + Spent(max(floor - spent.total, 0.0))
+
+
+def embedding_ops(transformer: Transformer, cluster: Cluster, layout: Layout | Share) -> Ops:
+    """Return the seconds of a microbatch before the first layer: reading rows, and summing them over ranks."""
+    share = layout.share
+    size = WORD * tokens_of(transformer, share) * transformer.hidden
+    summed = message_seconds(cluster, share, exchange(transformer, share)) / (2 if share.sequence_parallel else 1)
+    passes = Spent(memory_seconds(cluster.device, 3 * size) + 3 * cluster.device.reach.launch_seconds)
+    return Ops(passes + Spent(tensor=summed), Spent(), Spent(), passes)
+
+
+def head_ops(transformer: Transformer, cluster: Cluster, layout: Layout | Share) -> Ops:
+    """Return the seconds of a microbatch after the last layer: a product with the vocabulary, and the loss."""
+    device, share = cluster.device, layout.share
+    tokens = tokens_of(transformer, share)
+    part = transformer.vocabulary / share.tensor
+    table = Product(tokens, part, transformer.hidden, fp8=False)
+    forward, by_input, by_weight = product_times(cluster, share, [table])
+    loss = memory_seconds(device, share.practice.loss_bytes * tokens * part)
+    add = memory_seconds(device, share.practice.accumulation_bytes * part * transformer.hidden)
+    summed = message_seconds(cluster, share, exchange(transformer, share))
+    hidden = by_weight if share.hides_tensor else 0.0
+    return Ops(
+        Spent(forward + loss / 2, tensor=summed / 2 if share.sequence_parallel else 0.0),
+        Spent(),
+        Spent(by_input + loss / 2, tensor=exposed(summed, hidden)),
+        Spent(by_weight + add),
+    )
+
+
+@lru_cache(maxsize=4096)
+def slice_ops(transformer: Transformer, cluster: Cluster, layout: Layout | Share, slice_: StageLayers) -> Ops:
+    """Return the seconds of a microbatch in a stage."""
+    share = layout.share
+    ops = Ops()
+    for count, experts, recomputed in slice_.parts(share):
+        ops = ops + layer_ops(transformer, cluster, share, experts=experts, recomputed=recomputed).times(count)
+    if slice_.is_first:
+        ops = ops + embedding_ops(transformer, cluster, share)
+    if slice_.is_last:
+        ops = ops + head_ops(transformer, cluster, share)
+    return ops

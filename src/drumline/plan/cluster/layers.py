@@ -1,7 +1,8 @@
-"""What one microbatch costs in one layer, in the embedding and in the head, on one device of a layout.
+"""What a layer does for one microbatch on one device of a layout: a list of operations, made once.
 
-A layer consists of products, passes over memory, and messages. With t tensor-parallel ranks, each product's weight is
-divided by t, alternately along its columns and its rows, so that only the layer's two blocks end with an exchange:
+Everything else sums over that list: seconds (`kernels.py`), bytes kept until the backward (`memory.py`), bytes sent
+(`loads.py`). With t tensor-parallel ranks, each product's weight is divided by t, alternately along its columns and its
+rows, so that only the layer's two blocks end with an exchange:
 
     norm │ qkv (columns) │ attention │ out (rows) │ exchange │ dropout, sum
     norm │ up (columns)  │ gelu      │ down (rows) │ exchange │ dropout, sum
@@ -9,283 +10,319 @@ divided by t, alternately along its columns and its rows, so that only the layer
 Without sequence parallelism the exchange is an all-reduce, and every rank does the work on both sides of the divided
 products for all tokens. With it, the exchange is a reduce-scatter there and an all-gather before the next product: the
 same number of bytes, but norms, dropouts and sums are also divided by t.
+
+What is kept follows arXiv 2205.05198, written out by operation so that it extends to other models. Per token and layer
+a device keeps, in bytes, with h the hidden width, a heads and s the sequence,
+
+    10h + 24h/t + 5as/t        every rank keeps all activations between the blocks, and its part of those inside
+    34h/t + 5as/t              with sequence parallelism, it keeps only its part of both
+    34h/t                      with the scores (5as/t) recomputed, or never stored
+    2h                         with everything recomputed: the input of a layer
+
+Latent attention keeps its n latent numbers before and after their norms, and for every head queries and keys
+of width k, values and outputs of width v: 4n + 4a(k + v)/t instead of 8h/t. If the projections up to the heads are
+recomputed, 2r + 4n + 2av/t: all heads share a key of width r, and queries, keys and values are not kept.
+
+With FP8, the products with a layer's weights take 8-bit inputs: attention's projections, feed-forward blocks, experts.
+Attention itself, the router, the embedding and the head stay in 16 bits, and so do all messages. Inputs of products
+that are kept in 8 bits take half; fused attention keeps its output in 16 bits besides.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
-from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.kernels import (
-    Ops,
-    Spent,
-    exposed,
-    gather_seconds,
-    memory_seconds,
-    reduce_seconds,
-)
-from drumline.plan.cluster.layout import Layout, casts_once, recomputed_ops
-from drumline.plan.cluster.products import (
-    WORD,
-    Product,
-    attention_times,
-    cast_seconds,
-    divided,
-    heads_of,
-    keys_of,
-    layer_products,
-    product_times,
-    routed_products,
-    tokens_of,
-    up_products,
-)
-from drumline.plan.cluster.transformer import Transformer
-from drumline.schedules import find
+from drumline.plan.cluster.layout import Layout, Share
+from drumline.plan.cluster.transformer import Experts, Transformer
 
-NUM_LAUNCHES = 12  # kernels that pass over memory, per layer and direction
+WORD = 2  # bytes of a 16-bit number
 
 
-def layer_ops(
-    transformer: Transformer, cluster: Cluster, layout: Layout, *, experts: bool = False, recompute: str = ""
-) -> Ops:
-    """Return the seconds of a microbatch in one layer, which may `recompute` otherwise than the layout says."""
-    return _layer(transformer, cluster, relevant(layout, recompute), experts)
+class Product(NamedTuple):
+    """`times` products in parallel: tokens as rows, outputs as columns, inputs as depth; `fp8` if 8 bits suffice."""
+
+    rows: float
+    columns: float
+    depth: float
+    times: float = 1.0
+    fp8: bool = True
 
 
-def embedding_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> Ops:
-    """Return the seconds of a microbatch before the first layer: reading rows, and summing them over ranks."""
-    size = WORD * tokens_of(transformer, layout) * transformer.hidden
-    exchange = _exchange(cluster, layout, size) / (2 if layout.sequence_parallel else 1)
-    passes = Spent(memory_seconds(cluster.device, 3 * size) + 3 * cluster.device.reach.launch_seconds)
-    return Ops(passes + Spent(tensor=exchange), Spent(), Spent(), passes)
+class Message(NamedTuple):
+    """What `num_devices`, `stride` apart on an axis, exchange: `size` bytes in total; each sends `sent`, alone nothing.
 
-
-def head_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> Ops:
-    """Return the seconds of a microbatch after the last layer: a product with the vocabulary, and the loss."""
-    device = cluster.device
-    tokens = tokens_of(transformer, layout)
-    part = transformer.vocabulary / layout.tensor
-    table = Product(tokens, part, transformer.hidden, fp8=False)
-    forward, by_input, by_weight = product_times(cluster, layout, [table])
-    loss = memory_seconds(device, layout.practice.loss_bytes * tokens * part)
-    add = memory_seconds(device, layout.practice.accumulation_bytes * part * transformer.hidden)
-    exchange = _exchange(cluster, layout, WORD * tokens * transformer.hidden)
-    hidden = by_weight if relevant(layout).practice.overlap_tensor else 0.0
-    return Ops(
-        Spent(forward + loss / 2, tensor=exchange / 2 if layout.sequence_parallel else 0.0),
-        Spent(),
-        Spent(by_input + loss / 2, tensor=exposed(exchange, hidden)),
-        Spent(by_weight + add),
-    )
-
-
-def relevant(layout: Layout, recompute: str = "") -> Layout:
-    """Return the layout with defaults for everything that no layer depends on, so that many layouts share a result.
-
-    A schedule that splits backwards matters in one way: weight gradients run later, and hide no messages. ZeRO 3
-    matters with FP8: gathered weights are cast for every pass.
+    It travels so many times `forward` and `backward`, and `waited` times more in backward with nothing to hide behind.
     """
-    practice = layout.practice
-    if practice.fp8 and practice.keeps_fp8_weights and not casts_once(layout):
-        practice = replace(practice, keeps_fp8_weights=False)
-    if practice.overlap_tensor and find(layout.schedule).splits_backward:
-        practice = replace(practice, overlap_tensor=False)
-    return Layout(
-        layout.microbatch,
-        layout.microbatch,
-        layout.tensor,
-        context=layout.context,
-        expert=layout.expert,
-        sequence_parallel=layout.sequence_parallel,
-        recompute=recompute or layout.recompute,
-        practice=practice,
-    )
+
+    axis: str
+    num_devices: int
+    stride: int
+    size: float
+    sent: float
+    forward: int
+    backward: int
+    waited: int = 0
+
+
+class Operation(NamedTuple):
+    """A part of a layer, by the name that recomputation knows it by; pairs are of the forward and of the backward.
+
+    It multiplies `products` with weights and `scores` without, runs `flops` of fused attention in one kernel, and reads
+    and writes `bytes` in `num_kernels` more. Until the backward it leaves `kept` bytes, unless it is recomputed or lies
+    `within` something that is. `output` is how many numbers a recomputation casts to 8 bits again.
+    """
+
+    name: str
+    products: Sequence[Product] = ()
+    scores: Sequence[Product] = ()
+    flops: tuple[float, float] = (0.0, 0.0)
+    bytes: tuple[float, float] = (0.0, 0.0)
+    num_kernels: int = 0
+    message: Message | None = None
+    kept: float = 0.0
+    within: str = ""
+    output: float = 0.0
+
+
+class Layer(NamedTuple):
+    """A layer on one device: its operations, the bytes of its input, and the parameters that the device holds.
+
+    All tokens use `parameters`; `expert_parameters` are those of experts that tokens are sent to.
+    """
+
+    operations: tuple[Operation, ...]
+    input_bytes: float
+    parameters: float
+    expert_parameters: float = 0.0
 
 
 @lru_cache(maxsize=4096)
-def _layer(transformer: Transformer, cluster: Cluster, layout: Layout, experts: bool) -> Ops:
-    device, practice = cluster.device, layout.practice
-    forward, by_input, by_weight = product_times(cluster, layout, layer_products(transformer, layout, experts))
-    passes, passes_back = _passes(transformer, cluster, layout, experts)
-    attend, attend_back = attention_times(transformer, cluster, layout)
-    context, context_back = _ring(transformer, cluster, layout, attend, attend_back)
-    routing = _routing(transformer, cluster, layout) if experts else 0.0
-    exchange = _exchange(cluster, layout, WORD * tokens_of(transformer, layout) * transformer.hidden)
-    ahead = forward + passes + attend
-    sent = exposed(2 * exchange, forward) if practice.overlap_forward else 2 * exchange
-    once = Spent(ahead, sent, context, _beside(layout, routing, ahead))
-    add = memory_seconds(device, practice.accumulation_bytes * _parameters(transformer, layout, experts))
-    tensor_back = _exchange_back(layout, exchange, by_weight)
-    behind = by_input + passes_back + attend_back
-    back = Spent(behind, tensor_back, context_back, _beside(layout, routing, behind))
-    floor = host_floor(layout)
-    hosted = _at_least(once, floor)
-    again = Spent()
-    if layout.recompute == "full":
-        again = hosted
-    else:
-        for op in recomputed_ops(layout):
-            again = again + _again(transformer, cluster, layout, experts, op, Spent(attend, context=context))
-    return Ops(hosted, again, _at_least(back, floor), _at_least(Spent(by_weight + add), floor))
+def layers_of(transformer: Transformer, share: Share) -> tuple[Layer, Layer]:
+    """Return what a dense layer and a layer with experts do on one device.
 
-
-def _beside(layout: Layout, routing: float, compute: float) -> float:
-    """Return what tokens on their way to experts and back cost beside as much compute of another microbatch."""
-    return exposed(routing, compute) if layout.practice.overlap_experts else routing
-
-
-def host_floor(layout: Layout) -> float:
-    """Return the least seconds of a pass through a layer: what the slowest host takes to issue its kernels.
-
-    >>> from drumline.plan.cluster.layout import Practice
-    >>> practice = Practice(host_seconds=0.5, host_meets=0.125)
-    >>> [host_floor(Layout(batch=8, tensor=ranks, practice=practice)) for ranks in (1, 2, 8)]
-    [0.5, 0.5625, 0.9375]
+    >>> gpt = Transformer("tiny", 1, hidden=64, num_heads=4, vocabulary=10, sequence=8)
+    >>> [one.name for one in layers_of(gpt, Layout(batch=1).share)[0].operations]
+    ['norms', 'sums', 'heads', 'attention', 'out', 'feed-forward', 'activation']
     """
-    return layout.practice.host_seconds * (1 + layout.practice.host_meets * (layout.tensor - 1))
+    whole = transformer.whole_parameters
+    every = (transformer.dense_layer_parameters, transformer.shared_parameters)
+    dense, shared = ((count - whole) / share.tensor + whole for count in every)
+    routed = transformer.expert_parameters / share.tensor
+    size = WORD * wide_of(transformer, share)
+    first = (*_between(transformer, share), *_projections(transformer, share), *_attention(transformer, share))
+    layer = Layer((*first, *_feedforward(transformer, share)), size, dense)
+    if (experts := transformer.experts) is None:
+        return layer, layer
+    routed *= experts.num_experts / share.expert
+    return layer, Layer((*first, *_routed(transformer, share, experts)), size, shared, routed)
 
 
-def _at_least(spent: Spent, floor: float) -> Spent:
-    """Return a pass that lasts at least as long as the host takes to issue it."""
-    return spent + Spent(max(floor - spent.total, 0.0))
+def fp8_weights(transformer: Transformer, layout: Layout, *, experts: bool) -> float:
+    """Return how many weights of a layer a device casts to 8 bits.
 
-
-def _again(
-    transformer: Transformer, cluster: Cluster, layout: Layout, experts: bool, op: str, attention: Spent
-) -> Spent:
-    """Return the seconds to compute one kind of operation of a layer once more."""
-    if op == "attention":
-        return attention + _cast_again(transformer, cluster, layout, experts, op)
-    tokens = tokens_of(transformer, layout)
-    if op == "projections":
-        seconds, _, _ = product_times(cluster, layout, up_products(transformer, layout))
-        rearranged = memory_seconds(cluster.device, WORD * tokens * 2 * heads_of(transformer, layout))
-        return Spent(seconds + rearranged + 2 * cluster.device.reach.launch_seconds)
-    if op == "experts":
-        if not experts or transformer.experts is None:
-            return Spent()
-        seconds, _, _ = product_times(cluster, layout, routed_products(transformer, layout))
-        return Spent(seconds, expert=_routing(transformer, cluster, layout))
-    along = layout.tensor if layout.sequence_parallel else 1
-    width = 4 * transformer.hidden / along + 2 * _narrow(transformer)  # two norms and the latents', read and written
-    if op == "activation":
-        width = (3 if transformer.gated else 2) * inner_of(transformer, layout, experts)
-    passes = Spent(memory_seconds(cluster.device, WORD * tokens * width) + 2 * cluster.device.reach.launch_seconds)
-    return passes + _cast_again(transformer, cluster, layout, experts, op)
-
-
-def _cast_again(transformer: Transformer, cluster: Cluster, layout: Layout, experts: bool, op: str) -> Spent:
-    """Return the seconds to cast what was computed again, if it would otherwise be kept in 8 bits."""
-    if not (layout.practice.fp8 and layout.practice.keeps_fp8_inputs):
-        return Spent()
-    widths = {
-        "norms": 2.0 * transformer.hidden + _narrow(transformer),  # the inputs of both blocks, and of the heads
-        "activation": inner_of(transformer, layout, experts),
-        "attention": transformer.num_heads * transformer.value_width / layout.tensor,
-    }
-    return Spent(cast_seconds(cluster, tokens_of(transformer, layout) * widths[op]))
-
-
-def _narrow(transformer: Transformer) -> int:
-    """Return the width of the latents, which every tensor-parallel rank has whole; 0 without latent attention."""
-    return transformer.latent.narrow if transformer.latent else 0
-
-
-def inner_of(transformer: Transformer, layout: Layout, experts: bool) -> float:
-    """Return the feed-forward width that a token uses on one tensor-parallel rank."""
-    if experts and (found := transformer.experts) is not None:
-        return (found.per_token + found.num_shared) * found.feedforward / layout.tensor
-    return transformer.feedforward / layout.tensor
-
-
-def _passes(transformer: Transformer, cluster: Cluster, layout: Layout, experts: bool) -> tuple[float, float]:
-    """Return the seconds of passes over memory outside attention, forward and backward.
-
-    Between the blocks are two norms (read, write; backward reads two and writes one) and two sums with the residual
-    (two reads, a write), with a mask of half a number if there is dropout. Inside, queries, keys and values are
-    rearranged, and the activation runs. Latents have norms of their own. A token is copied for every expert it goes to.
+    >>> gpt = Transformer("tiny", 1, hidden=64, num_heads=4, vocabulary=10, sequence=8)
+    >>> fp8_weights(gpt, Layout(batch=1, tensor=2), experts=False) == 12 * 64**2 / 2
+    True
     """
-    masks = 1.0 if transformer.dropout else 0.0
-    along = layout.tensor if layout.sequence_parallel else 1
-    heads, narrow = heads_of(transformer, layout), _narrow(transformer)
-    inner, copies = inner_of(transformer, layout, experts), 0.0
-    if experts and (found := transformer.experts) is not None:
-        copies = 2.0 * found.per_token * transformer.hidden / along
-    reads = 2 if transformer.gated else 1
-    forward = (10 + masks) * transformer.hidden / along + 2 * heads + (reads + 1) * inner + copies + 2 * narrow
-    backward = (12 + masks) * transformer.hidden / along + 2 * heads + (2 * reads + 1) * inner + copies + 3 * narrow
-    size = WORD * tokens_of(transformer, layout)
-    launches = NUM_LAUNCHES * cluster.device.reach.launch_seconds
-    return (
-        memory_seconds(cluster.device, size * forward) + launches,
-        memory_seconds(cluster.device, size * backward) + launches,
-    )
+    operations = layers_of(transformer, layout.share)[experts].operations
+    return sum(one.columns * one.depth * one.times for op in operations for one in op.products if one.fp8)
 
 
-def _ring(
-    transformer: Transformer, cluster: Cluster, layout: Layout, attend: float, attend_back: float
-) -> tuple[float, float]:
-    """Return the seconds of keys and values that attention does not hide, forward and backward.
-
-    Forward gathers them from all context-parallel ranks. Backward gathers them again, and sums and scatters their
-    gradients. In a ring they travel behind attention; otherwise attention waits, as in Llama 3 (arXiv 2407.21783).
-    Latent attention sends keys and values of all heads, as frameworks do, not the latents.
-    """
-    if layout.context == 1:
-        return 0.0, 0.0
-    link = cluster.link(layout.context, layout.tensor)
-    seconds = gather_seconds(link, layout.context, ring_bytes(transformer, layout))
-    if layout.practice.overlap_context:
-        return exposed(seconds, attend), exposed(2 * seconds, attend_back)
-    seconds += layout.practice.meet_seconds
-    return seconds, 2 * seconds
+def tokens_of(transformer: Transformer, share: Layout | Share) -> float:
+    """Return how many tokens of a microbatch a device processes."""
+    return share.microbatch * transformer.sequence / share.context
 
 
-def ring_bytes(transformer: Transformer, layout: Layout) -> float:
+def wide_of(transformer: Transformer, share: Layout | Share) -> float:
+    """Return how many numbers of a microbatch a device has between a layer's blocks."""
+    along = share.tensor if share.sequence_parallel else 1
+    return tokens_of(transformer, share) * transformer.hidden / along
+
+
+def keys_of(transformer: Transformer, share: Layout | Share) -> float:
+    """Return the width of keys and values on one tensor-parallel rank; if there are more ranks than heads, copies."""
+    each = transformer.head_width + transformer.value_width
+    return each * max(transformer.num_key_value_heads / share.tensor, 1.0)
+
+
+def ring_bytes(transformer: Transformer, share: Layout | Share) -> float:
     """Return the bytes of keys and values of a microbatch's whole sequences, on one tensor-parallel rank."""
-    return WORD * layout.microbatch * transformer.sequence * keys_of(transformer, layout)
+    return WORD * share.microbatch * transformer.sequence * keys_of(transformer, share)
 
 
-def _routing(transformer: Transformer, cluster: Cluster, layout: Layout) -> float:
-    """Return the seconds to send tokens to their experts and back."""
-    if layout.expert == 1:
-        return 0.0
-    link = cluster.link(layout.expert, layout.tensor)
-    there = link.latency_seconds * (layout.expert - 1) + routed_bytes(transformer, layout) / link.bytes_per_second
-    return 2 * there
-
-
-def routed_bytes(transformer: Transformer, layout: Layout) -> float:
+def routed_bytes(transformer: Transformer, share: Layout | Share) -> float:
     """Return the bytes that a device sends to experts elsewhere, for one layer and direction."""
     if transformer.experts is None:
         return 0.0
-    away = (layout.expert - 1) / layout.expert
-    part = layout.tensor if layout.sequence_parallel else 1
-    tokens = tokens_of(transformer, layout) * transformer.experts.per_token
-    return WORD * tokens * transformer.hidden * away / part
+    copies = WORD * transformer.experts.per_token * wide_of(transformer, share)
+    return copies * (share.expert - 1) / share.expert
 
 
-def _exchange(cluster: Cluster, layout: Layout, size: float) -> float:
-    """Return the seconds of an all-reduce among tensor-parallel ranks; reduce-scatter plus all-gather take the same."""
-    seconds = reduce_seconds(cluster.link(layout.tensor, 1), layout.tensor, size)
-    return seconds + layout.practice.meet_seconds if layout.tensor > 1 else seconds
+def _input_bytes(share: Share) -> float:
+    """Return the bytes of a number that a product with weights keeps for the weights' gradient."""
+    return 1.0 if share.practice.fp8 and share.practice.keeps_fp8_inputs else 2.0
 
 
-def _exchange_back(layout: Layout, exchange: float, by_weight: float) -> float:
-    """Return the part of a layer's backward exchanges that the weight gradients do not hide.
+def _between(transformer: Transformer, share: Share) -> list[Operation]:
+    """Return what is between the blocks: two norms, and two sums with the residual, perhaps with dropout.
 
-    Each of the two blocks exchanges the gradient of its input. Nothing else in the block waits for it, so it can be
+    A norm reads and writes; backward reads two and writes one. A sum reads two and writes one, and a mask of dropout is
+    half a number. The inputs of norms are kept, and their outputs, which are the inputs of products. Latents have norms
+    of their own, of which every tensor-parallel rank does all.
+    """
+    tokens, wide = tokens_of(transformer, share), wide_of(transformer, share)
+    latents = tokens * transformer.latent.narrow if transformer.latent else 0.0
+    masks = 1.0 if transformer.dropout else 0.0
+    return [
+        Operation(
+            "norms",
+            bytes=(WORD * (4 * wide + 2 * latents), WORD * (6 * wide + 3 * latents)),
+            num_kernels=2,
+            kept=_input_bytes(share) * (2 * wide + latents),
+            output=2.0 * tokens * transformer.hidden + latents,
+        ),
+        Operation(
+            "sums",
+            bytes=(WORD * (6 + masks) * wide, WORD * (6 + masks) * wide),
+            num_kernels=6,
+            message=exchange(transformer, share),
+            kept=(4.0 + 2.0 * masks) * wide,
+        ),
+    ]
+
+
+def exchange(transformer: Transformer, share: Share) -> Message:
+    """Return the exchange at the end of each of a layer's two blocks.
+
+    In backward, each block exchanges the gradient of its input. Nothing else in the block waits for it, so it can be
     hidden. With sequence parallelism a block also begins with a gather that cannot be hidden, and gathers its stored
     input, which can.
     """
-    waited = exposed(2 * exchange, by_weight if layout.practice.overlap_tensor else 0.0)
-    return waited + exchange if layout.sequence_parallel else waited
+    ranks, size = share.tensor, WORD * tokens_of(transformer, share) * transformer.hidden
+    waited = 1 if share.sequence_parallel else 0
+    return Message("tensor", ranks, 1, size, 2 * size * (ranks - 1) / ranks, forward=2, backward=2, waited=waited)
 
 
-def _parameters(transformer: Transformer, layout: Layout, experts: bool) -> float:
-    """Return how many parameters of a layer a device holds."""
-    if not experts or transformer.experts is None:
-        return divided(transformer, layout, transformer.dense_layer_parameters)
-    local = transformer.experts.num_experts / layout.expert * transformer.expert_parameters
-    return divided(transformer, layout, transformer.shared_parameters + local)
+def _projections(transformer: Transformer, share: Share) -> list[Operation]:
+    """Return the projections to queries, keys and values, which are then rearranged.
+
+    Latent attention projects down first. Every tensor-parallel rank does that for all tokens, with whole weights; the
+    heads, and so the projections up to them and the output, are divided. Latents are kept as they enter their norms.
+    """
+    tokens, hidden = tokens_of(transformer, share), transformer.hidden
+    width = transformer.num_heads * transformer.head_width / share.tensor + keys_of(transformer, share)
+    rearranged = (WORD * 2 * tokens * width, WORD * 2 * tokens * width)
+    if (latent := transformer.latent) is None:
+        product = Product(tokens, width, hidden)
+        return [Operation("heads", [product], bytes=rearranged, num_kernels=2, kept=WORD * tokens * width)]
+    down = [Product(tokens, outputs, inputs) for inputs, outputs in latent.down(hidden)]
+    up = [Product(tokens, transformer.num_heads / share.tensor * each, inputs) for inputs, each in latent.up(hidden)]
+    kept = WORD * tokens * (width - latent.rotary_head)
+    return [
+        Operation("latents", down, kept=WORD * tokens * (latent.narrow + latent.rotary_head)),
+        Operation("projections", up, bytes=rearranged, num_kernels=2, kept=kept),
+    ]
+
+
+def _attention(transformer: Transformer, share: Share) -> list[Operation]:
+    """Return attention itself, and the product after it.
+
+    Scores are sums over the width of keys, outputs over that of values. Fused, backward computes the scores again, the
+    gradients of queries and keys (three products as wide as keys), of scores and values (two as wide as values).
+    """
+    tokens, word = tokens_of(transformer, share), _input_bytes(share)
+    heads, num_scored = transformer.num_heads / share.tensor, share.microbatch * transformer.num_heads / share.tensor
+    rows, columns = transformer.sequence / share.context, transformer.sequence
+    keys, values = transformer.head_width, transformer.value_width
+    width = tokens * heads * values
+    out = Product(tokens, transformer.hidden, heads * values)
+    if share.practice.flash_attention:
+        flops = 2.0 * num_scored * rows * columns * (keys + values) / 2
+        back = (3 * keys + 2 * values) / (keys + values) * flops
+        attention = Operation(
+            "attention",
+            flops=(flops, back),
+            # One more: the first and the last piece of a sequence, so that all context-parallel ranks do as much.
+            num_kernels=0 if share.context == 1 else 1,
+            message=_ring(transformer, share),
+            # The output, which the product after it may keep in 8 bits besides, and a 32-bit sum of exponentials a row.
+            kept=(2.0 if word == 2.0 else 2.0 + word) * width + 4.0 * tokens * heads,
+            output=width,
+        )
+        return [attention, Operation("out", [out])]
+    size, masked = WORD * num_scored * rows * columns, 2.5 if transformer.dropout else 0.0
+    attention = Operation(
+        "attention",
+        scores=[Product(rows, columns, keys, num_scored), Product(rows, values, columns, num_scored)],
+        bytes=((2 + masked) * size, (3 + masked) * size),
+        message=_ring(transformer, share),
+        kept=(5.0 if transformer.dropout else 2.0) * tokens * heads * transformer.sequence,
+        output=width,
+    )
+    return [attention, Operation("out", [out], kept=word * width)]
+
+
+def _ring(transformer: Transformer, share: Share) -> Message:
+    """Return the message with keys and values.
+
+    Forward gathers them from all context-parallel ranks. Backward gathers them again, and sums and scatters their
+    gradients. Latent attention sends keys and values of all heads, as frameworks do, not the latents.
+    """
+    ranks, size = share.context, ring_bytes(transformer, share)
+    return Message("context", ranks, share.tensor, size, size * (ranks - 1) / ranks, forward=1, backward=2)
+
+
+def _feedforward(transformer: Transformer, share: Share) -> list[Operation]:
+    """Return the feed-forward block of a dense layer."""
+    tokens, width = tokens_of(transformer, share), transformer.feedforward / share.tensor
+    return [
+        Operation("feed-forward", _up_down(transformer, tokens, width), kept=_up_bytes(transformer) * tokens * width),
+        _activation(transformer, tokens * width, kept=_input_bytes(share) * tokens * width),
+    ]
+
+
+def _routed(transformer: Transformer, share: Share, experts: Experts) -> list[Operation]:
+    """Return the feed-forward block of a layer with experts: those that tokens are sent to, shared ones, the router.
+
+    Tokens are spread evenly. A token is copied for every expert that it goes to, there and back.
+    """
+    tokens, word, width = tokens_of(transformer, share), _input_bytes(share), experts.feedforward / share.tensor
+    local = experts.num_experts / share.expert
+    shared, routed = (tokens * count * width for count in (experts.num_shared, experts.per_token))
+    inputs = tokens * experts.per_token * transformer.hidden / share.tensor
+    copies = WORD * 2.0 * experts.per_token * wide_of(transformer, share)
+    sent = routed_bytes(transformer, share)
+    found = [
+        Operation(
+            "experts",
+            _up_down(transformer, tokens * experts.per_token / local, width, local),
+            message=Message("expert", share.expert, share.tensor, sent, sent, forward=2, backward=2),
+            kept=word * inputs + _up_bytes(transformer) * routed,
+        ),
+        Operation("copies", bytes=(copies, copies)),
+        Operation("router", [Product(tokens, experts.num_experts, transformer.hidden, fp8=False)]),
+        _activation(transformer, shared + routed, kept=word * shared),
+        Operation("activation", kept=word * routed, within="experts"),
+    ]
+    if experts.num_shared:
+        products = _up_down(transformer, tokens, experts.num_shared * width)
+        found.append(Operation("feed-forward", products, kept=_up_bytes(transformer) * shared))
+    return found
+
+
+def _activation(transformer: Transformer, inner: float, kept: float) -> Operation:
+    reads = 2 if transformer.gated else 1
+    passes = WORD * (reads + 1) * inner, WORD * (2 * reads + 1) * inner
+    return Operation("activation", bytes=passes, num_kernels=2, kept=kept, output=inner)
+
+
+def _up_down(transformer: Transformer, tokens: float, width: float, times: float = 1.0) -> list[Product]:
+    up = (2 if transformer.gated else 1) * width
+    return [Product(tokens, up, transformer.hidden, times), Product(tokens, transformer.hidden, width, times)]
+
+
+def _up_bytes(transformer: Transformer) -> float:
+    """Return the bytes kept of the inputs of the activation, per number of its output."""
+    return 4.0 if transformer.gated else 2.0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from drumline.core.errors import PlanError, counted, nearest
 from drumline.plan.cluster.hardware import Cluster
@@ -14,6 +15,7 @@ from drumline.plan.cluster.transformer import Transformer
 from drumline.schedules import find
 
 RECOMPUTE = ("none", "selective", "full")
+WHOLE = ("full",)  # what a layer recomputes of which only the input is kept
 OPS = ("norms", "activation", "attention", "experts", "projections")  # what can be recomputed by itself
 _NAMED = {"activation": "activation functions", "projections": "projections of latents"}
 
@@ -77,6 +79,33 @@ PRACTICE = Practice()
 OVERLAPS = ("forward", "experts", "context")  # what software may hide beyond what plans assume
 
 
+class Share(NamedTuple):
+    """All that a layer's work on one device depends on in a layout; many layouts have the same.
+
+    `hides_tensor` says whether tensor-parallel messages travel behind weight gradients, which a schedule that splits
+    backwards computes later. `holds_fp8` says whether weights are cast to 8 bits once in a step and held: not where
+    ZeRO 3 gathers them for every pass.
+
+    >>> [Layout(batch=8, data=8, zero=zero, practice=Practice(fp8=True)).share.holds_fp8 for zero in (1, 3)]
+    [True, False]
+    """
+
+    microbatch: int
+    tensor: int
+    context: int
+    expert: int
+    sequence_parallel: bool
+    recompute: str
+    hides_tensor: bool
+    holds_fp8: bool
+    practice: Practice
+
+    @property
+    def share(self) -> Share:
+        """Return itself, so that functions may be given a layout or its share."""
+        return self
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Degrees of parallelism and all other settings that determine what a device does and holds.
@@ -122,6 +151,22 @@ class Layout:
         return self.batch // (self.data * self.microbatch)
 
     @property
+    def share(self) -> Share:
+        """Return what a layer's work depends on."""
+        practice, gathers = self.practice, self.zero == 3 and self.data * self.context > 1
+        return Share(
+            self.microbatch,
+            self.tensor,
+            self.context,
+            self.expert,
+            self.sequence_parallel,
+            self.recompute,
+            practice.overlap_tensor and not find(self.schedule).splits_backward,
+            practice.fp8 and practice.keeps_fp8_weights and not gathers,
+            practice,
+        )
+
+    @property
     def recomputation(self) -> str:
         """Return the kind of recomputation, in words.
 
@@ -156,10 +201,8 @@ class Layout:
         return {**found, "precision": "FP8 products"} if self.practice.fp8 else found
 
 
-def recomputed_ops(layout: Layout, recompute: str = "") -> tuple[str, ...]:
+def recomputed_ops(layout: Layout | Share) -> tuple[str, ...]:
     """Return the operations of every layer that a layout recomputes, each by itself; full recomputation is not here.
-
-    Some layers may `recompute` otherwise than the layout says.
 
     "selective" means what is cheap to compute and large to keep: the scores of attention if it is not fused, otherwise
     the norms and the activation function. Other sets are written with a plus: "norms+experts". "projections" are those
@@ -168,7 +211,7 @@ def recomputed_ops(layout: Layout, recompute: str = "") -> tuple[str, ...]:
     >>> recomputed_ops(Layout(batch=8, recompute="selective")), recomputed_ops(Layout(batch=8, recompute="experts"))
     (('norms', 'activation'), ('experts',))
     """
-    how = recompute or layout.recompute
+    how = layout.recompute
     if how == "none" or how.startswith("full"):
         return ()
     if how == "selective":
@@ -185,7 +228,7 @@ def includes(more: str, less: str) -> bool:
     """
     if "full" in (more, less):
         return more == "full"
-    ops = [recomputed_ops(Layout(batch=1), how) for how in (less, more)]
+    ops = [recomputed_ops(Layout(batch=1, recompute=how)) for how in (less, more)]
     return set(ops[0]) <= set(ops[1])
 
 
@@ -200,14 +243,35 @@ def whole_layers(recompute: str, num_layers: int) -> int:
     return min(int(recompute[5:]), num_layers) if recompute.startswith("full:") else num_layers
 
 
-def casts_once(layout: Layout) -> bool:
-    """Whether weights are cast to 8 bits once in a step, and held: not where ZeRO 3 gathers them for every pass.
+@dataclass(frozen=True, slots=True)
+class StageLayers:
+    """A stage: the number of dense layers and of layers with experts, and whether it is the first or the last."""
 
-    >>> [casts_once(Layout(batch=8, data=8, zero=zero, practice=Practice(fp8=True))) for zero in (1, 3)]
-    [True, False]
-    """
-    gathers = layout.zero == 3 and layout.data * layout.context > 1
-    return layout.practice.fp8 and layout.practice.keeps_fp8_weights and not gathers
+    dense: int
+    experts: int
+    is_first: bool = False
+    is_last: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        """Return the number of layers."""
+        return self.dense + self.experts
+
+    def parts(self, layout: Layout | Share) -> list[tuple[int, bool, tuple[str, ...]]]:
+        """Return how many layers, whether with experts, recompute what: "full:N" takes the first N as a whole.
+
+        >>> StageLayers(2, 6).parts(Layout(batch=1, recompute="full:3"))
+        [(2, False, ('full',)), (1, True, ('full',)), (5, True, ())]
+        """
+        whole, rest = whole_layers(layout.recompute, self.num_layers), recomputed_ops(layout)
+        first = min(whole, self.dense)
+        every = (
+            (first, False, WHOLE),
+            (self.dense - first, False, rest),
+            (whole - first, True, WHOLE),
+            (self.experts - whole + first, True, rest),
+        )
+        return [one for one in every if one[0]]
 
 
 def is_recomputation(name: str) -> bool:

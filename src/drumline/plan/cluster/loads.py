@@ -1,4 +1,4 @@
-"""What each rank of a pipeline does for one microbatch, and what its devices send each other in a step.
+"""What each rank of a pipeline does for one microbatch, how long all take, and what devices send each other in a step.
 
 Messages are counted in bytes by purpose, and in seconds that compute does not hide.
 """
@@ -7,17 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from drumline.plan.cluster.hardware import Cluster, Link
-from drumline.plan.cluster.kernels import Ops, Spent, exposed, gather_seconds, reduce_seconds
-from drumline.plan.cluster.layers import embedding_ops, head_ops, layer_ops, relevant, ring_bytes, routed_bytes
-from drumline.plan.cluster.layout import Layout, recomputed_ops, whole_layers
+from drumline.plan.cluster.kernels import Ops, Spent, exposed, gather_seconds, reduce_seconds, slice_ops
+from drumline.plan.cluster.layers import WORD, layers_of, tokens_of
+from drumline.plan.cluster.layout import WHOLE, Layout
 from drumline.plan.cluster.memory import WEIGHT_BYTES, device_parameters, held_fp8, keeps_gradients
-from drumline.plan.cluster.products import WORD, tokens_of
-from drumline.plan.cluster.stages import Alike, StageLayers, alike, counts_of, num_sides, slices_of, stages_of
+from drumline.plan.cluster.stages import (
+    Alike,
+    alike,
+    counts_of,
+    formula_holds,
+    num_sides,
+    simulated,
+    simulated_few,
+    stages_of,
+)
 from drumline.plan.cluster.transformer import Transformer
-from drumline.schedules.formulas import Pace
+from drumline.schedules import find
+from drumline.schedules.formulas import Pace, Paces
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,30 +125,20 @@ def message_bytes(transformer: Transformer, layout: Layout) -> float:
 def device_volumes(transformer: Transformer, layout: Layout, rank: Alike, data: float) -> Volumes:
     """Return the bytes that a device of a pipeline rank sends; `data` is the size of the gradient exchange.
 
-    A layer's two blocks exchange in each pass: two passes, or three with full recomputation. With sequence parallelism,
-    the stored inputs are also gathered.
+    What is recomputed sends its forward's messages again.
     """
-    times, ranks = layout.num_microbatches, layout.tensor
-    exchange = 2 * WORD * tokens_of(transformer, layout) * transformer.hidden * (ranks - 1) / ranks
-    forwards, ops = 1 + _again(layout, rank), recomputed_ops(layout)
-    exchanges = 2 * (forwards + 1) + (1 if layout.sequence_parallel else 0)
-    ring = ring_bytes(transformer, layout) * (layout.context - 1) / layout.context
-    num_layers = sum(part * slice_.num_layers for slice_, part in rank.slices)
-    num_expert_layers = sum(part * slice_.experts for slice_, part in rank.slices)
+    times, layers = layout.num_microbatches, layers_of(transformer, layout.share)
+    sent = {"tensor": 0.0, "context": 0.0, "expert": 0.0}
+    for slice_, part in rank.slices:
+        for count, experts, recomputed in slice_.parts(layout):
+            for one in layers[experts].operations:
+                if (message := one.message) is not None:
+                    forwards = 2 if recomputed == WHOLE or one.name in recomputed else 1
+                    each = forwards * message.forward + message.backward + message.waited
+                    sent[message.axis] += times * part * count * each * message.sent
     sides = sum(part * (2 - slice_.is_first - slice_.is_last) for slice_, part in rank.slices)
-    return Volumes(
-        tensor=times * num_layers * exchanges * exchange,
-        context=times * num_layers * (forwards + ("attention" in ops) + 2) * ring,
-        expert=times * num_expert_layers * 2 * (forwards + ("experts" in ops) + 1) * routed_bytes(transformer, layout),
-        pipeline=times * sides * message_bytes(transformer, layout) if layout.pipeline > 1 else 0.0,
-        data=data,
-    )
-
-
-def _again(layout: Layout, rank: Alike) -> float:
-    """Return the share of a rank's layers that are recomputed as a whole."""
-    every = [slice_.num_layers for slice_, _ in rank.slices]
-    return sum(whole_layers(layout.recompute, count) for count in every) / max(sum(every), 1)
+    between = times * sides * message_bytes(transformer, layout) if layout.pipeline > 1 else 0.0
+    return Volumes(**sent, pipeline=between, data=data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,28 +167,41 @@ class Load:
         )
 
 
-def loads_of(transformer: Transformer, cluster: Cluster, layout: Layout, waiting: float) -> list[Load]:
-    """Return the ranks of a pipeline; `waiting` is the time a stage waits on each side with a neighbour."""
-    counts = counts_of(transformer, layout)
-    known: dict[StageLayers, Ops] = {}
-    found = []
-    for one in alike(transformer, counts, layout.schedule, layout.pipeline, layout.stages_per_rank):
-        ops = Ops()
-        for slice_, part in one.slices:
-            if slice_ not in known:
-                known[slice_] = slice_ops(transformer, cluster, layout, slice_)
-            ops = ops + (known[slice_] if part == 1.0 else known[slice_].times(part))
-        sides = sum(
-            part * num_sides(layout.schedule, stage, layout.pipeline, layout.num_stages)
-            for stage, part in stages_of(layout.schedule, one.first, layout.pipeline, layout.stages_per_rank)
-        )
-        parameters = device_parameters(transformer, layout, one)
+def loads_of(transformer: Transformer, cluster: Cluster, layout: Layout) -> list[Load]:
+    """Return the ranks of a pipeline."""
+    _, waiting = hop_seconds(transformer, cluster, layout)
+    share, counts = layout.share, counts_of(transformer, layout)
+    ranks = alike(transformer, counts, layout.schedule, layout.pipeline, layout.stages_per_rank)
+    slices = {slice_ for one in ranks for slice_, _ in one.slices}
+    known = {slice_: slice_ops(transformer, cluster, share, slice_) for slice_ in slices}
+    layers, found = layers_of(transformer, share), []
+    for one in ranks:
+        parts, ops = tuple(known[slice_] for slice_, _ in one.slices), Ops()
+        for own, (_, part) in zip(parts, one.slices, strict=True):
+            ops = ops + own.times(part)
+        forward, backward = ops.forward.total, ops.backward.total
+        cast, parameters = held_fp8(transformer, layout, one), device_parameters(transformer, layout, one, layers)
         num_layers = sum(slice_.num_layers for slice_, _ in one.slices)
-        exchange = data_exchange(cluster, layout, parameters, ops.forward.total, ops.backward.total, num_layers)
-        parts = tuple(known[slice_] for slice_, _ in one.slices)
-        cast = held_fp8(transformer, layout, one)
-        found.append(Load(one, ops, parts, waiting * sides, parameters, exchange, cast))
+        exchange = data_exchange(cluster, layout, parameters, forward, backward, num_layers)
+        found.append(Load(one, ops, parts, waiting * one.sides, parameters, exchange, cast))
     return found
+
+
+def pipeline_seconds(
+    transformer: Transformer, cluster: Cluster, layout: Layout, loads: Sequence[Load], *, exact: bool, rough: bool
+) -> float:
+    """Return the seconds of the pipeline: by formula where that is as good as simulating, or by simulating it."""
+    hop, _ = hop_seconds(transformer, cluster, layout)
+    times, formula = layout.num_microbatches, find(layout.schedule).makespan
+    paces = Paces([load.pace for load in loads], times, layout.stages_per_rank, hop)
+    if formula is not None and not exact and (rough or layout.pipeline == 1):
+        return formula(paces)
+    stages = stage_ops(transformer, cluster, layout, loads)
+    if formula is not None and not exact and formula_holds(layout, stages):
+        return formula(paces)
+    if exact:
+        return simulated(layout.schedule, stages, layout.pipeline, times, hop_seconds=hop).makespan
+    return simulated_few(layout.schedule, stages, layout.pipeline, times, hop_seconds=hop)
 
 
 def stage_ops(
@@ -198,35 +209,15 @@ def stage_ops(
 ) -> list[Ops]:
     """Return the seconds of a microbatch in every stage, including everything that delays its rank."""
     _, waiting = hop_seconds(transformer, cluster, layout)
-    slices = slices_of(transformer, counts_of(transformer, layout))
-    known = {slice_: slice_ops(transformer, cluster, layout, slice_) for slice_ in set(slices)}
-    if loads is None:
-        loads = loads_of(transformer, cluster, layout, waiting)
-    exchanges = {rank: load.exchange for load in loads for rank in load.alike.ranks}
-    found = [Ops()] * len(slices)
-    for rank, exchange in exchanges.items():
-        forward, backward = (one / layout.stages_per_rank for one in (exchange.forward, exchange.backward))
-        for stage, _ in stages_of(layout.schedule, rank, layout.pipeline, layout.stages_per_rank):
-            wait = waiting * num_sides(layout.schedule, stage, layout.pipeline, layout.num_stages) / 2
-            found[stage] = known[slices[stage]] + Ops(Spent(wait + forward), Spent(), Spent(wait), Spent(backward))
+    found = [Ops()] * layout.num_stages
+    for load in loads or loads_of(transformer, cluster, layout):
+        forward, backward = (one / layout.stages_per_rank for one in (load.exchange.forward, load.exchange.backward))
+        for rank in load.alike.ranks:
+            stages = stages_of(layout.schedule, rank, layout.pipeline, layout.stages_per_rank)
+            for (stage, _), own in zip(stages, load.parts, strict=True):
+                wait = waiting * num_sides(layout.schedule, stage, layout.pipeline, layout.num_stages) / 2
+                found[stage] = own + Ops(Spent(wait + forward), Spent(), Spent(wait), Spent(backward))
     return found
-
-
-def slice_ops(transformer: Transformer, cluster: Cluster, layout: Layout, slice_: StageLayers) -> Ops:
-    """Return the seconds of a microbatch in a stage."""
-    return _slice(transformer, cluster, relevant(layout), slice_)
-
-
-@lru_cache(maxsize=4096)
-def _slice(transformer: Transformer, cluster: Cluster, layout: Layout, slice_: StageLayers) -> Ops:
-    ops = Ops()
-    for count, experts, how in slice_.parts(layout.recompute):
-        ops = ops + layer_ops(transformer, cluster, layout, experts=experts, recompute=how).times(count)
-    if slice_.is_first:
-        ops = ops + embedding_ops(transformer, cluster, layout)
-    if slice_.is_last:
-        ops = ops + head_ops(transformer, cluster, layout)
-    return ops
 
 
 def hop_seconds(transformer: Transformer, cluster: Cluster, layout: Layout) -> tuple[float, float]:

@@ -24,7 +24,7 @@ from drumline.core.memory import holdings
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.plan.cluster.kernels import Ops
-from drumline.plan.cluster.layout import Layout, whole_layers
+from drumline.plan.cluster.layout import Layout, StageLayers
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.cut.cuts import dealt
 from drumline.schedules import find, generate
@@ -96,43 +96,15 @@ def head_weight(transformer: Transformer) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class StageLayers:
-    """A stage: the number of dense layers and of layers with experts, and whether it is the first or the last."""
-
-    dense: int
-    experts: int
-    is_first: bool = False
-    is_last: bool = False
-
-    @property
-    def num_layers(self) -> int:
-        """Return the number of layers."""
-        return self.dense + self.experts
-
-    def parts(self, recompute: str) -> list[tuple[int, bool, str]]:
-        """Return how many layers, whether with experts, are recomputed how: "full:N" takes the first N as a whole.
-
-        >>> StageLayers(2, 6).parts("full:3")
-        [(2, False, 'full'), (1, True, 'full'), (5, True, 'none')]
-        """
-        whole = whole_layers(recompute, self.num_layers)
-        rest = "none" if whole else recompute
-        first = min(whole, self.dense)
-        every = (
-            (first, False, "full"),
-            (self.dense - first, False, rest),
-            (whole - first, True, "full"),
-            (self.experts - whole + first, True, rest),
-        )
-        return [one for one in every if one[0]]
-
-
-@dataclass(frozen=True, slots=True)
 class Alike:
-    """Ranks with equal stages: `slices`, each with the share of its microbatches that runs there."""
+    """Ranks with equal stages: `slices`, each with the share of its microbatches that runs there.
+
+    `sides` counts the neighbours of these stages on other ranks, by the same shares.
+    """
 
     ranks: tuple[int, ...]
     slices: tuple[tuple[StageLayers, float], ...]
+    sides: float
 
     @property
     def first(self) -> int:
@@ -166,7 +138,15 @@ def alike(
     for rank in range(num_ranks):
         key = tuple((slices[stage], part) for stage, part in stages_of(schedule, rank, num_ranks, stages_per_rank))
         found.setdefault(key, []).append(rank)
-    return tuple(Alike(tuple(ranks), key) for key, ranks in found.items())
+    sides = [num_sides(schedule, stage, num_ranks, len(counts)) for stage in range(len(counts))]
+    return tuple(
+        Alike(
+            tuple(ranks),
+            key,
+            sum(part * sides[stage] for stage, part in stages_of(schedule, ranks[0], num_ranks, stages_per_rank)),
+        )
+        for key, ranks in found.items()
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -244,6 +224,23 @@ def simulated_few(
     return found.makespan + (num_microbatches - few) * _final_pace(found, schedule, stages, hop_seconds)
 
 
+EVEN = 0.02  # share by which stages may differ for a formula that takes them as equal
+
+
+def formula_holds(layout: Layout, stages: Sequence[Ops]) -> bool:
+    """Whether the formula of the layout's schedule is within 2% of the simulator: the counts suit, stages are equal."""
+    holds = find(layout.schedule).makespan_holds
+    if holds is not None and not holds(layout.pipeline, layout.num_microbatches, layout.stages_per_rank):
+        return False
+    totals = _totals(stages)
+    return max(totals) <= (1 + EVEN) * min(totals)
+
+
+def _totals(stages: Sequence[Ops]) -> list[float]:
+    """Return the seconds of a microbatch in each stage, all passes together."""
+    return [sum(one.total for one in ops) for ops in stages]
+
+
 def _final_pace(simulation: Simulation, schedule: str, stages: Sequence[Ops], hop_seconds: float) -> float:
     """Return the seconds of a further microbatch: those between microbatches in the middle, or on the busiest rank.
 
@@ -254,7 +251,7 @@ def _final_pace(simulation: Simulation, schedule: str, stages: Sequence[Ops], ho
         fewer = few - max(num_ranks // 2 * 2, 2)
         before = simulated(schedule, stages, num_ranks, fewer, hop_seconds=hop_seconds).makespan
         return (simulation.makespan - before) / (few - fewer)
-    each = [one.total.total for one in stages]
+    each = _totals(stages)
     every = (stages_of(schedule, rank, num_ranks, len(stages) // num_ranks) for rank in range(num_ranks))
     busiest = max(sum(each[stage] for stage, _ in own) for own in every)
     middle = _first_forward(simulation, few // 2 + num_ranks) - _first_forward(simulation, few // 2)

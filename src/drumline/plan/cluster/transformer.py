@@ -192,8 +192,8 @@ class Transformer:
         """
         if (latent := self.latent) is not None:
             up = sum(one * each for one, each in latent.up(self.hidden))
-            return self._weights_down + self.num_heads * (up + latent.value_head * self.hidden)
-        return self.hidden * self.head_width * 2 * (self.num_heads + self.num_key_value_heads)
+            return self._weights_down + self.num_heads * (up + self.value_width * self.hidden)
+        return self.hidden * (self.head_width + self.value_width) * (self.num_heads + self.num_key_value_heads)
 
     @property
     def attention_parameters(self) -> int:

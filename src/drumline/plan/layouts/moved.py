@@ -19,9 +19,10 @@ from drumline.core.graph import Floats
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import makespans
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.loads import hop_seconds, slice_ops, stage_ops
-from drumline.plan.cluster.stages import StageLayers, slices_of
+from drumline.plan.cluster.kernels import slice_ops
+from drumline.plan.cluster.layout import Layout, StageLayers
+from drumline.plan.cluster.loads import hop_seconds, stage_ops
+from drumline.plan.cluster.stages import slices_of
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.cut.cuts import Counts
 from drumline.schedules import find
