@@ -218,6 +218,41 @@ def without_labels(device: str, folder: str) -> dict[str, Any]:
     return {name: one.detach().cpu() for name, one in found.items()}
 
 
+class Stacks(torch.nn.Module):
+    """A block that leaves a number on a stack, or takes one off, which microbatches of a pipeline do in turns."""
+
+    def __init__(self, stack: list[Tensor], *, leaves: bool) -> None:
+        super().__init__()
+        self.layer, self.stack, self.leaves = torch.nn.Linear(4, 4), stack, leaves
+
+    def forward(self, x: Tensor) -> Any:
+        """Return the layer's output, by a factor that another block left."""
+        if self.leaves:
+            self.stack.append(x.detach().mean())
+            return self.layer(x)
+        return self.layer(x) * (1 + self.stack.pop())
+
+
+def found_wrong(device: str, folder: str) -> dict[str, Any]:
+    """Have the check refuse a gradient; return what it says, and how it compares one on the host with the device's."""
+    from drumline.core.errors import ModelError
+    from drumline.engine.unsplit.comparing import off
+    from drumline.pipeline.pipeline import Pipeline
+
+    torch.manual_seed(0)
+    stack: list[Tensor] = []
+    model = torch.nn.Sequential(Stacks(stack, leaves=True), Stacks(stack, leaves=False))
+    given: dict[str, Any] = {"loss_fn": functional.mse_loss, "num_microbatches": 4, "num_ranks": 2}
+    x = torch.randn(8, 4).to(device)
+    with Pipeline(model, device=device, transport="in-process", **given) as pipe:
+        try:
+            pipe.step(x, target=x)
+        except ModelError as error:
+            far = off(torch.tensor([1.1]), torch.tensor([1.0]).to(device))
+            return {"said": torch.tensor(list(error.error.encode())), "off": torch.tensor(far)}
+    raise AssertionError("a wrong gradient was not found")
+
+
 def trained_by_settings(device: str, folder: str) -> dict[str, Any]:
     """Run what `drumline train` runs on every rank; return its losses, norms and evaluations."""
     from drumline.train.config.settings import (
@@ -252,6 +287,7 @@ def compared() -> list[str]:
     runs: dict[str, Callable[[str, str], dict[str, Any]]] = {
         **{name: partial(trained, **settings) for name, settings in CASES.items()},
         "no labels": without_labels,
+        "found wrong": found_wrong,
         "drumline train": trained_by_settings,
     }
     for name, run_on in runs.items():

@@ -82,6 +82,7 @@ def test_another_accelerator_trains_to_the_same_bits_as_the_host() -> None:
         "validated after",
         "without a flush",
         "no labels",
+        "found wrong",
         "drumline train",
     ]
     assert lines[-1].endswith("operators ran on imagined")

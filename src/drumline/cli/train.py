@@ -215,14 +215,13 @@ def _words(args: argparse.Namespace, *, without: Sequence[str] = ()) -> list[str
 
     overrides, _ = _overrides(args)
     words = [] if args.config is None else [args.config]
+    continues = overrides.pop("checkpoint.continues", False) is True
     for key, value in overrides.items():
         if key == MICROBATCHES:
             words += ["--microbatches", str(value)]
-        elif key == "checkpoint.continues" and value is True:
-            words.append("--continue")
         elif key not in without:
             words += ["--set", f"{key}={'none' if value is None else written(value)}"]
-    return words
+    return [*words, "--continue"] if continues else words
 
 
 def _dry_run(args: argparse.Namespace, settings: TrainSettings) -> int:

@@ -65,6 +65,7 @@ def off(made: Tensor | None, wanted: Tensor | None, *, floor: float = 0.0) -> fl
     elif made.shape != wanted.shape:
         return math.inf
     else:
+        wanted = wanted.to(made.device)  # a witness keeps gradients on the host
         if made is wanted or (made.dtype == wanted.dtype and torch.equal(made, wanted)):
             return 0.0
         apart, size = norm_of(_wide(made) - _wide(wanted)), norm_of(wanted)
