@@ -127,3 +127,20 @@ def test_evaluation_draws_nothing_and_leaves_modules_as_they_were() -> None:
     found = [pipe.eval_step(batch).output for _ in range(2)]
     assert torch.equal(found[0], found[1])
     assert [one.training for one in model] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("num_rows", [5, 7, 8, 12])
+def test_microbatches_of_other_sizes_may_follow_plain_steps(num_rows: int) -> None:
+    """What a mean was seen to average over is counted with the rows on which it was seen, which may be fewer."""
+    model = mlp(2)
+    pipe = pipeline(model)
+    check_step(pipe, model, num_rows)
+    model.zero_grad()
+    batch, target = data(8)
+    whole = functional.mse_loss(model(batch), target)
+    wanted = torch.autograd.grad(whole, list(model.parameters()))
+    cut = [Microbatches([one[:1], one[1:2], one[2:3], one[3:]]) for one in (batch, target)]
+    result = pipe.step(cut[0], target=cut[1])
+    torch.testing.assert_close(result.loss, whole.detach())
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)

@@ -48,7 +48,7 @@ class _Seen:
 
     tallies: Tallies
     walk: Walk
-    size: int  # elements of the target
+    size: int  # elements of the target that it got
 
     def is_proportional(self, other: _Seen) -> bool:
         """Whether means are over as many elements for each of the target's as in another kind."""
@@ -251,7 +251,7 @@ class FnWeight:
             return
         has_all = _kind(answer.made.rows.output) == _kind(output)
         if has_all or (answer.made.has_same_calls and not answer.found.num_tallies):
-            self._note(answer.made.whole.seen, output, target)
+            self._note(answer.made.whole.seen, output, target, answer.made.rows.target)
 
     # ---- what a comparison says --------------------------------------------------------------------------------------
 
@@ -264,17 +264,17 @@ class FnWeight:
 
     def _watch(self, output: Any, target: Any) -> None:
         if (_kind(output), _kind(target)) not in self._seen:
-            self._note(self._comparing.dry(output, target), output, target)
+            self._note(self._comparing.dry(output, target), output, target, target)
 
-    def _note(self, watched: Watched | None, output: Any, target: Any) -> None:
-        """Note what was seen of the function on this kind of output and target."""
+    def _note(self, watched: Watched | None, output: Any, target: Any, given: Any) -> None:
+        """Note what was seen of the function on this kind of output and target; `given` is the target that it got."""
         kind = _kind(output), _kind(target)
         if kind in self._seen or watched is None or not isinstance(watched.loss, Tensor) or watched.loss.dim():
             return
         self.lent = _parameters(watched)
         walk = Walk(watched.graph, watched.graph.outputs[0], watched.targets)
         known = Known.of(watched.graph, watched.targets)
-        seen = _Seen(Tallies(watched, known), walk, size_of(target))
+        seen = _Seen(Tallies(watched, known), walk, size_of(given))
         self.is_uneven |= any(not seen.is_proportional(one) for one in [*self._seen.values()][:1])
         self._seen[kind] = self._by_target[kind[1]] = seen
 
