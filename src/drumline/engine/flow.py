@@ -28,9 +28,9 @@ class Flow(Observer):
     def told_until(self) -> int:
         """The last step of which every rank knows the outcome without a wait that costs anything."""
         ledger = self.ground.ledger
-        # With updates that run ahead, the last step is not waited for: it has its turn after the next one.
-        is_ahead = self.ground.updates.validation.is_on and ledger.last is not None
-        return ledger.last.number - 1 if is_ahead and ledger.last is not None else ledger.number
+        if ledger.last is None or not self.ground.updates.validation.is_on:
+            return ledger.number
+        return ledger.last.number - 1  # with updates that run ahead, the last step has its turn after the next one
 
     def pause(self, what: str) -> None:
         """Before something else than a step, run what is in flight; all ranks call it alike."""
