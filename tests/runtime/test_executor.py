@@ -70,7 +70,7 @@ def step_on(batch: Tensor, target: Tensor, *, train: bool = True) -> Step:
 
 def run(hub: Hub, made: list[Executor], step: Step) -> list[Draft]:
     drafts = [Draft(one.rank) for one in made]
-    take_turns(hub, [one.run(step, draft) for one, draft in zip(made, drafts, strict=True)])
+    take_turns(hub, [one.run(step, draft, one.jobs) for one, draft in zip(made, drafts, strict=True)])
     return drafts
 
 

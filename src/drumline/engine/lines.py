@@ -72,8 +72,8 @@ class Lines:
         """Return the microbatches' parts of the loss over all lines; `kinds` are the dtypes of those that count."""
         return parts.to(widest(kinds) or parts.dtype)
 
-    def all_finite(self, finite: bool, *, divided: bool) -> bool:
-        """Whether it holds on all lines that may hold other parts of the same parameters, `divided` between them."""
+    def all_finite(self, finite: bool) -> bool:
+        """Whether it holds on all lines that may hold other parts of the same parameters."""
         return finite
 
 

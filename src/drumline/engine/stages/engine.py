@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -28,11 +29,14 @@ from drumline.model.weights.tied import Copies, Ties
 from drumline.runtime.clocks import clock_for
 from drumline.runtime.draft import Clock, Draft, NoClock
 from drumline.runtime.execute.executor import Executor
+from drumline.runtime.execute.jobs import Job
 from drumline.runtime.gradients.lines import Shards, Sums
 from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
 from drumline.runtime.step import Step
 
+JobsOf = Callable[[Executor], Iterable[Job]]  # which jobs a step runs on a rank
+WHOLE_ROWS: JobsOf = attrgetter("jobs")
 Weighs = Literal["never", "first", "always"]  # in which steps executors count the bytes they hold
 
 
@@ -222,13 +226,11 @@ class Engine(Observer):
                 expected="backwards that the pipeline's own program splits too, or compile=False",
             )
 
-    def run(self, step: Step) -> None:
-        """Run every rank of this process through its row, in eval mode if the step does not train."""
-        randomness, executors = self.assembly.randomness, self.executors
-        randomness.step = step.draw
+    def run(self, step: Step, jobs_of: JobsOf = WHOLE_ROWS) -> None:
+        """Run every rank of this process through the jobs of its row, in eval mode if the step does not train."""
+        executors = self.executors if step.train else self.evaluators
+        self.assembly.randomness.step = step.draw
         self.seed_lines()
-        if not step.train:
-            executors = self.evaluators
         drafts = step.drafts or [Draft(executor.rank) for executor in executors]  # where nobody records
         for executor in executors:
             executor.takes_turns = self.takes_turns and self._num_trained > 0 and step.train
@@ -237,9 +239,8 @@ class Engine(Observer):
             self._attached.around(),
             self._computing(),
         ):
-            jobs = [None if step.accepts is None else one.gated(step.accepts) for one in executors]
-            runs = zip(executors, drafts, jobs, strict=True)
-            self._crew.drive([one.run(step, draft, each) for one, draft, each in runs])
+            runs = zip(executors, drafts, strict=True)
+            self._crew.drive([one.run(step, draft, jobs_of(one)) for one, draft in runs])
 
     @contextmanager
     def _computing(self) -> Iterator[None]:

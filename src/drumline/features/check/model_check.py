@@ -135,8 +135,7 @@ class ModelCheck(Unchecked, Keeper):
             ground.recording.settle()  # else an update may be taken back in the middle of the step
         with ground.recording.between.during("check"), self._crew.together("the check of the model"):
             self._agree_on_weights()
-            scaler = ground.updates.scaler
-            factor = (1.0 if scaler is None else scaler.scale) * step.share
+            factor = ground.updates.scaler.scale * step.share
             called = self._intake.called(call.batch, call.named)
             placed = ground.lines.placed(given)
             whole = None if placed is None else (self._intake.called(placed.batch, placed.named), placed.target)

@@ -119,7 +119,7 @@ class StreamExecutor(Executor):
         """How many microbatches have run forward and not backward."""
         return sum(len(stage.held) for stage in self.stages.values())
 
-    def run(self, step: Step, draft: Draft, jobs: Iterable[Job] | None = None) -> Generator[Wait, None, None]:
+    def run(self, step: Step, draft: Draft, jobs: Iterable[Job]) -> Generator[Wait, None, None]:
         """Run the slice of a step."""
         self._steps[self.position] = step, self.optimizers.settings()
         self.verdicts.number(self.position, step.draw)

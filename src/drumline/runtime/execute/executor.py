@@ -177,14 +177,13 @@ class Executor:
             for action in rest:
                 yield jobs[action]
 
-    def run(self, step: Step, draft: Draft, jobs: Iterable[Job] | None = None) -> Generator[Wait, None, None]:
-        """Run the row, yielding whenever it must wait for a message; finally exchange the gradients.
+    def run(self, step: Step, draft: Draft, jobs: Iterable[Job]) -> Generator[Wait, None, None]:
+        """Run the jobs of the row, yielding whenever it must wait for a message; finally exchange the gradients.
 
-        `jobs`, if given, replace those of the row. The draft records what the rank does, piece by piece.
+        The draft records what the rank does, piece by piece.
         """
         channel, clock, stages, now = self.channel, self.clock, self.stages.values(), self.clock.now
         self._begin(step, draft)
-        jobs = self.jobs if jobs is None else jobs
         if self.witnesses or self.scale is not None or (self.takes_turns and self._has_pairs):
             jobs = self._replaced(jobs)
         directly = False

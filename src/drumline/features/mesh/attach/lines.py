@@ -45,6 +45,7 @@ class MeshLines(Lines):
         self._device, self._agree = setting.device, partial(agree, setting.crew)
         self._weighs, self._divides_state = setting.options.weigh, bool(options.zero)
         self._dividing = Dividing.of(options, setting)
+        self._divides_parameters = False  # between data-parallel lines
         self._tensors: TensorParallel | None = None
         self._experts: ExpertParallel | None = None
         has_parts = self.axes.size("cp") > 1
@@ -98,6 +99,7 @@ class MeshLines(Lines):
         share_values(self.axes, holdings.tensors())
         if self._divides_state:
             self._dividing.divide_state(engine, holdings, updates)
+            self._divides_parameters = holdings.shards is not None
 
     # ---- in a step ---------------------------------------------------------------------------------------------------
 
@@ -113,9 +115,9 @@ class MeshLines(Lines):
         """Return the microbatches' parts of the loss, summed over all lines that see other tokens."""
         return summed_losses(self.axes, parts, kinds)
 
-    def all_finite(self, finite: bool, *, divided: bool) -> bool:
+    def all_finite(self, finite: bool) -> bool:
         """Whether it holds on all lines that may hold other parts of the same parameters; these call it alike."""
-        names = ["dp", "ep", "tp"] if divided else ["ep", "tp"]
+        names = ["dp", "ep", "tp"] if self._divides_parameters else ["ep", "tp"]
         if self.axes.size(*names) == 1:
             return finite
         wrong = torch.tensor([0.0 if finite else 1.0], device=self._device)
