@@ -35,7 +35,7 @@ from drumline.engine.site import Site
 from drumline.engine.updates.validated import Validates, refusal
 from drumline.features.validated.kept import KeptBuffers, KeptOptimizer
 from drumline.runtime.gradients import clip
-from drumline.runtime.step import Step
+from drumline.runtime.step import CalledWith, Step
 
 _TWO = 2.0  # the norm that clipping takes, as torch does
 
@@ -324,6 +324,12 @@ class Validation(Observer, Validates):
         self.num_taken_back += 1
 
     # ---- what a step does --------------------------------------------------------------------------------------------
+
+    def given(self, step: Step, call: CalledWith) -> CalledWith:
+        """Let evaluations see parameters that all ranks agree on."""
+        if not step.train:
+            self._recording.settle()
+        return call
 
     def _run(self, step: Step) -> None:
         """Run a step's rows; at the end of their openings, ask whether the update before the step stands."""

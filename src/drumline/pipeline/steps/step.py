@@ -58,12 +58,10 @@ class StepRun(Site):
 
     def evaluate(self, step: Step, call: CalledWith) -> Tally:
         """Run the forwards alone; return a tally of what all ranks will tell about it."""
-        if self.updates.validation.is_on:
-            self.recording.settle()  # evaluations see parameters that all ranks agree on
-        self.catch_up(step)
-        self.recording.evaluating(step)
         for part_of in self.observers.given:
             call = part_of(step, call)
+        self.catch_up(step)
+        self.recording.evaluating(step)
         return self.run(step, call)
 
     def run_by(self, step: Step, program: Any) -> None:
