@@ -11,7 +11,7 @@ What only some steps do, and schedules without a flush, are other jobs, not othe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -28,10 +28,9 @@ from drumline.model.values import pack, unpack
 from drumline.model.weights.tied import Ties
 from drumline.runtime.draft import BEGIN, NOTE, POST, Clock, Draft
 from drumline.runtime.execute.jobs import Job, absent, merge, nothing
-from drumline.runtime.execute.replaced import in_turns, watched, weighed
+from drumline.runtime.execute.replaced import in_turns, weighed
 from drumline.runtime.gradients.exchange import GradientExchange
 from drumline.runtime.gradients.lines import Shards, Sums
-from drumline.runtime.gradients.witness import Witness
 from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
 from drumline.runtime.step import Step
@@ -69,7 +68,7 @@ class Executor:
         self.scale = scale
         self.exchange = GradientExchange(rank, stages, channel, self.placement, ties, reducer, shards)
         self.current: Action | None = None
-        self.witnesses: Sequence[Witness] = ()  # of a step that is checked, one for each microbatch
+        self.in_place_of: Callable[[Job], Job] | None = None  # returns what runs in place of a job of a watched step
         self.takes_turns = False  # whether the halves of an overlapped pair run in turns, at their exchanges
         self._has_pairs = any(action.op is Op.OVERLAP for action in program.rows[rank])
         self.draft = Draft(rank)  # of the current step
@@ -185,7 +184,7 @@ class Executor:
         channel, clock, stages, now = self.channel, self.clock, self.stages.values(), self.clock.now
         self._begin(step, draft)
         jobs = self.jobs if jobs is None else jobs
-        if self.witnesses or self.scale is not None or (self.takes_turns and self._has_pairs):
+        if self.in_place_of is not None or self.scale is not None or (self.takes_turns and self._has_pairs):
             jobs = self._replaced(jobs)
         directly = False
         for job in jobs:
@@ -244,7 +243,7 @@ class Executor:
     def _replaced(self, jobs: Iterable[Job]) -> Iterator[Job]:
         """Yield what runs in place of these jobs in a step that is watched, weighed, or takes turns."""
         for one in jobs:
-            job = watched(one, self.witnesses) if self.witnesses else one
+            job = one if self.in_place_of is None else self.in_place_of(one)
             if job.parts and self.takes_turns:
                 job = in_turns(job)
             elif job.timed and self.scale is not None:
