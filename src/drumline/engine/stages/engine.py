@@ -98,7 +98,7 @@ class Engine(Observer):
         self._note_stages()
         self._lineups = {0: Lineup(self.assembly.program, list(self.executors))}
         self.number = 0  # of the program that runs
-        self._num_trained = 0
+        self._has_trained = False
         # Whether overlapped pairs exchange tokens of one half while the other computes. All lines decide alike: in the
         # first step some of them may watch each half.
         self.takes_turns = crew.axes.size("ep") > 1 and crew.axes.size("cp") == 1 and weigh != "always"
@@ -155,9 +155,9 @@ class Engine(Observer):
         self.copies = self._copies()
         before = list(self.executors)
         for at, (channel, old) in enumerate(zip(self._crew.channels, before, strict=True)):
-            self.executors[at] = self._executor(channel, old.clock, old.stages)
-            if old.scale is None:
-                self.executors[at].scale = None
+            self.executors[at] = made = self._executor(channel, old.clock, old.stages)
+            made.takes_turns, made.scale = old.takes_turns, made.scale if old.scale is not None else None
+            made.replace_jobs()
         self._note_stages()
         self._lineups = {number: self._coded(Lineup(self.assembly.program, list(self.executors)), number)}
         self.number = number
@@ -165,8 +165,7 @@ class Engine(Observer):
     def divide(self, shards: Shards) -> None:
         """Divide the parameters of some stages between the lines of a mesh."""
         for executor in self.executors:
-            executor.shards = executor.exchange.shards = shards
-            executor.jobs = executor.translated()
+            executor.divide(shards)
 
     @property
     def evaluators(self) -> list[Executor]:
@@ -205,6 +204,7 @@ class Engine(Observer):
         self.executors[:] = lineup.executors
         for executor, scale in zip(self.executors, scales, strict=True):
             executor.scale = scale
+            executor.replace_jobs()
 
     def _lined_up(self, program: Program, number: int) -> Lineup:
         self.refuse(program)
@@ -232,8 +232,6 @@ class Engine(Observer):
         self.assembly.randomness.step = step.draw
         self.seed_lines()
         drafts = step.drafts or [Draft(executor.rank) for executor in executors]  # where nobody records
-        for executor in executors:
-            executor.takes_turns = self.takes_turns and self._num_trained > 0 and step.train
         with (
             nullcontext() if step.train else evaluating(block.module for one in self.stages() for block in one.blocks),
             self._attached.around(),
@@ -268,13 +266,24 @@ class Engine(Observer):
         if self._weigh == "first":
             for executor in self.executors:
                 executor.scale = executor.scale or Scale(executor.stages.values())
+                executor.replace_jobs()
 
     def end(self, step: Step) -> None:
-        """Stop counting bytes after the first step, if only that step was requested."""
-        self._num_trained += 1
+        """Stop counting bytes after the first step, if only that step was requested; from now on, pairs take turns."""
+        if not self._has_trained:
+            self._has_trained = True
+            self.take_turns(self.takes_turns)
         if self._weigh == "first":
             for executor in self.executors:
-                executor.scale = None
+                if executor.scale is not None:
+                    executor.scale = None
+                    executor.replace_jobs()
+
+    def take_turns(self, turns: bool) -> None:
+        """Have overlapped pairs exchange tokens of one half while the other computes, or not."""
+        for executor in self.executors:
+            executor.takes_turns = turns
+            executor.replace_jobs()
 
     def stages(self) -> list[Stage]:
         """Return the stages of this process, including second copies."""
