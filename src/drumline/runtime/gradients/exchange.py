@@ -89,10 +89,11 @@ class GradientExchange:
         self._marks = self._seen() if self._steady else []
 
     def offer(self, action: Action, stage: Stage, other: int, clock: Clock) -> None:
-        """Offer a stage's gradients to its other copy, on the rank `other`."""
+        """Offer a stage's gradients to its other copy, if there is one, on the rank `other`."""
         now = clock.now()
-        self._send(action, other, self._own(stage))
-        self._offered.append((action, stage, other, now))
+        if other >= 0:
+            self._send(action, other, self._own(stage))
+            self._offered.append((action, stage, other, now))
 
     @property
     def endings(self) -> Sequence[Ending]:
