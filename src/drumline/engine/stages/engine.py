@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -37,6 +37,7 @@ from drumline.runtime.step import Step
 
 JobsOf = Callable[[Executor], Iterable[Job]]  # which jobs a step runs on a rank
 WHOLE_ROWS: JobsOf = attrgetter("jobs")
+Around = Callable[[], AbstractContextManager[object]]
 Weighs = Literal["never", "first", "always"]  # in which steps executors count the bytes they hold
 
 
@@ -46,7 +47,7 @@ class Attached:
 
     executor: type[Executor] = Executor
     summing: Callable[[Sequence[nn.Parameter]], Sums | None] = lambda parameters: None
-    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    around: Sequence[Around] = ()
 
 
 _NOTHING = Attached()
@@ -103,8 +104,6 @@ class Engine(Observer):
         # first step some of them may watch each half.
         self.takes_turns = crew.axes.size("ep") > 1 and crew.axes.size("cp") == 1 and weigh != "always"
         self.takes_turns &= not assembly.checkpointed
-        # Says what divided layers have to do with an error of a forward.
-        self.explaining: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def _note_stages(self) -> None:
         """Note the stages of this process, and which ends of the model it holds: "first", "last"."""
@@ -232,18 +231,18 @@ class Engine(Observer):
         self.assembly.randomness.step = step.draw
         self.seed_lines()
         drafts = step.drafts or [Draft(executor.rank) for executor in executors]  # where nobody records
-        with (
-            nullcontext() if step.train else evaluating(block.module for one in self.stages() for block in one.blocks),
-            self._attached.around(),
-            self._computing(),
-        ):
+        with ExitStack() as stack:
+            for around in self._attached.around:
+                stack.enter_context(around())
+            if not step.train:
+                stack.enter_context(evaluating(block.module for one in self.stages() for block in one.blocks))
+            stack.enter_context(self._computing())
             runs = zip(executors, drafts, strict=True)
             self._crew.drive([one.run(step, draft, jobs_of(one)) for one, draft in runs])
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
         with (
-            self.explaining(),
             self.assembly.randomness.kept_aside(),
             # Running the backward in this thread avoids two thread switches per action.
             torch.autograd.set_multithreading_enabled(False),

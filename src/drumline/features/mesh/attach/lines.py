@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from drumline.core.program import Program
 from drumline.engine.lines import Lines, Stages
 from drumline.engine.setting import Cut, Setting, agree
 from drumline.engine.stages import assembly
-from drumline.engine.stages.engine import Engine
+from drumline.engine.stages.engine import Around, Engine
 from drumline.engine.stages.intake import Intake
 from drumline.engine.state.tensors import Holdings
 from drumline.engine.unsplit.parts import Parts
@@ -86,13 +86,10 @@ class MeshLines(Lines):
         """Return what sums these parameters' gradients over lines, if any hold them."""
         return reducer_for(self.axes, parameters)
 
-    def around(self) -> AbstractContextManager[None]:
-        """Let attention see whole sequences."""
-        return whole_context(self.axes)
-
-    def explaining(self) -> AbstractContextManager[None]:
-        """Say what divided layers have to do with an error inside."""
-        return nullcontext() if self._tensors is None else self._tensors.exchanges.explaining()
+    def around(self) -> Sequence[Around]:
+        """Return what lets attention see whole sequences, and what explains errors inside of divided layers."""
+        around: list[Around] = [partial(whole_context, self.axes)] if self.axes.size("cp") > 1 else []
+        return around if self._tensors is None else [*around, self._tensors.exchanges.explaining]
 
     def share(self, engine: Engine, holdings: Holdings, updates: Updates) -> None:
         """Give all lines the values of the first, then divide the state of which each keeps a part."""
