@@ -17,13 +17,13 @@ from torch.nn import functional
 
 from drumline.core.errors import ModelError
 from drumline.engine.unsplit.comparing import few, off
-from drumline.engine.unsplit.keeping import undisturbed
 from drumline.engine.unsplit.plain import Plain
 from drumline.engine.unsplit.unsplit_step import Microbatch
 from drumline.features.check.by_itself.wanted import wanted_of
 from drumline.features.check.gradients.sketch import sketch
 from drumline.model.precision import Precision
 from drumline.model.randomness import Randomness
+from drumline.model.watch.keeping import undisturbed
 from drumline.pipeline.pipeline import Pipeline
 from follow_faults import FAULTS, Skips, data, lost_path
 from refused import refused

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
-from drumline.engine.unsplit.keeping import nothing_left
 from drumline.engine.unsplit.plain import ByItself
 from drumline.engine.unsplit.unsplit_step import Made, Microbatch, unsplit_step
 from drumline.features.check.gradients.sketch import sketch
 from drumline.model.precision import Precision
 from drumline.model.randomness import Randomness
 from drumline.model.values import mapped, moved
+from drumline.model.watch.keeping import nothing_left
 
 
 @dataclass(frozen=True, slots=True)
