@@ -420,9 +420,9 @@ PIPELINE = (
     ),
     Bug(
         "rows-seeded-alike",
-        "Row.seeding.through",
-        "randomness.apply(microbatch, name)",
-        "randomness.apply(microbatch + 1, name)",
+        "Row.run",
+        "microbatch=microbatch,",
+        "microbatch=microbatch + 1,",
         "A list of blocks on several ranks drops other places when it runs by itself.",
     ),
     Bug(

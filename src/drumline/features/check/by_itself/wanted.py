@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
-from drumline.engine.unsplit.plain import ByItself
+from drumline.engine.unsplit.plain import Plain
 from drumline.engine.unsplit.unsplit_step import Made, Microbatch, unsplit_step
 from drumline.features.check.gradients.sketch import sketch
 from drumline.model.precision import Precision
@@ -39,7 +39,7 @@ class Wanted:
 
 
 def wanted_of(
-    plain: ByItself,
+    plain: Plain,
     each: Sequence[Microbatch],
     loss_fn: Callable[[Any, Any], Tensor | None],
     *,
