@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -107,6 +109,20 @@ def test_a_call_of_a_loss_leaves_no_trace(make: Callable[[], tuple[Loss, Callabl
         loss(torch.ones(3))
         assert repr(state()) != before
     assert repr(state()) == before
+
+
+def test_generators_that_modules_hold_draw_again() -> None:
+    module: Any = nn.Identity()
+    module.drawn = [random.Random(0), np.random.default_rng(0), np.random.RandomState(0), torch.Generator()]
+    module.system = random.SystemRandom()  # has no state
+
+    def draw() -> list[float]:
+        python, numpy, legacy, own = module.drawn
+        return [python.random(), numpy.random(), legacy.random_sample(), float(torch.rand((), generator=own))]
+
+    with undisturbed([module]):
+        first = draw()
+    assert draw() == first
 
 
 def test_global_variables_of_a_loss_are_put_back() -> None:

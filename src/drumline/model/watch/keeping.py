@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from drumline.model.randomness import HostChance, Randomness
+from drumline.model.randomness import OWN_GENERATORS, HostChance, Randomness, set_own, state_of_own
 from drumline.model.values import content_of
 from drumline.model.watch.fingerprint import LIBRARIES, PLAIN
 from drumline.model.watch.watch import Surroundings
@@ -35,8 +35,7 @@ _TORCHS_OWN = {
 }  # fmt: skip
 _WHOLE = (*PLAIN, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
 _CODE = (type, FunctionType, BuiltinFunctionType, property, staticmethod, classmethod, MemberDescriptorType)
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-_USED = (nn.Module, FunctionType, MethodType, partial, *_GENERATORS)  # by functions, without being watched
+_USED = (nn.Module, FunctionType, MethodType, partial, *OWN_GENERATORS)  # by functions, without being watched
 _DEPTH = 5
 _MOST = 4096  # entries of a container that are looked into
 _MOST_BYTES = 2**26  # of a tensor or an array that is kept
@@ -150,34 +149,16 @@ def _held(value: Any) -> tuple[PutBack | None, Sequence[Any]]:
         return _of_tensor(value), ()
     if isinstance(value, nn.Module):
         return _of_module(value)
-    if isinstance(value, list | deque):
-        return _of_list(value), list(value)
-    if isinstance(value, dict):
-        return _of_dict(value), list(value.values())
-    if isinstance(value, set):
-        return _of_set(value), ()
+    if isinstance(value, list | deque | dict | set):
+        inside = value.values() if isinstance(value, dict) else value
+        return _of_container(value), list(inside)
     if isinstance(value, tuple):
         return None, value
     if isinstance(value, np.ndarray):
         return (None if value.nbytes > _MOST_BYTES or value.dtype.hasobject else _of_array(value)), ()
-    if isinstance(value, torch.Generator):
-        before = value.get_state()
-        return lambda: None if torch.equal(value.get_state(), before) else _set(value.set_state, before), ()
-    if isinstance(value, random.Random):
-        state = value.getstate()
-        return lambda: value.setstate(state), ()
-    if isinstance(value, np.random.Generator):
-        bits: Any = value.bit_generator
-        drawn = bits.state
-        return lambda: setattr(bits, "state", drawn), ()
-    if isinstance(value, np.random.RandomState):
-        whole: Any = value.get_state()
-        return lambda: value.set_state(whole), ()
+    if isinstance(value, OWN_GENERATORS):
+        return (None if isinstance(value, random.SystemRandom) else _of_generator(value)), ()  # that has no state
     return (None, ()) if _is_librarys(type(value)) else _of_object(value)
-
-
-def _set(function: Callable[[Any], Any], value: Any) -> None:
-    function(value)
 
 
 def _of_module(module: nn.Module) -> tuple[PutBack, Sequence[Any]]:
@@ -220,6 +201,17 @@ def _of_tensor(tensor: Tensor) -> PutBack | None:
     return put
 
 
+def _of_generator(generator: Any) -> PutBack:
+    before = state_of_own(generator)
+
+    def put() -> None:
+        now = state_of_own(generator)
+        if not (isinstance(now, Tensor) and torch.equal(now, before)):  # else another thread may be using it
+            set_own(generator, before)
+
+    return put
+
+
 def _of_array(array: Any) -> PutBack:
     before = array.copy()
 
@@ -230,37 +222,21 @@ def _of_array(array: Any) -> PutBack:
     return put
 
 
-def _of_list(value: Any) -> PutBack:
-    items = list(value)
+def _of_container(value: Any) -> PutBack:
+    """Return what puts back the items of a list, a dict or a set; one that holds the same ones is left alone."""
+    content = dict(value) if isinstance(value, dict) else list(value)
+    before = [id(one) for one in _items(value)]
 
     def put() -> None:
-        if len(value) != len(items) or any(one is not other for one, other in zip(value, items, strict=True)):
+        if [id(one) for one in _items(value)] != before:
             value.clear()
-            value.extend(items)
+            (value.extend if isinstance(value, list | deque) else value.update)(content)
 
     return put
 
 
-def _of_dict(value: Any) -> PutBack:
-    items = dict(value)
-
-    def put() -> None:
-        if value.keys() != items.keys() or any(value[key] is not one for key, one in items.items()):
-            value.clear()
-            value.update(items)
-
-    return put
-
-
-def _of_set(value: Any) -> PutBack:
-    items = set(value)
-
-    def put() -> None:
-        if value != items:
-            value.clear()
-            value.update(items)
-
-    return put
+def _items(value: Any) -> list[Any]:
+    return [*value, *value.values()] if isinstance(value, dict) else list(value)
 
 
 def _of_object(value: Any) -> tuple[PutBack | None, Sequence[Any]]:
