@@ -22,10 +22,11 @@ from drumline.core.errors import (
     UsageError,
 )
 from drumline.engine.model.sources import Material
+from drumline.engine.unsplit.comparing import difference
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.steps.result import StepResult
 from drumline.schedules import generate
-from drumline.verification.result import Verification, difference
+from drumline.verification.result import Verification
 from drumline.verification.verify import verify
 from follow_faults import FAULTS
 from refused import refused, saying

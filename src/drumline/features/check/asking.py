@@ -256,15 +256,14 @@ class Asking:
         assembly.randomness.step = draw
         self.engine.seed_lines()
         mine = dict.fromkeys(self.named[name] for name, _ in self.held if name in self.named)
-        trained = [one for one in mine if one.requires_grad]
         try:
             with nullcontext() if self.runner.relay is None else self.runner.relay.running():
                 made = wanted_of(
                     self.runner.model,
                     [take.given for take in self.takes],
                     self.intake.loss,
-                    in_full=trained if in_full or self.parts.is_on else (),  # parts are cut out of whole gradients
-                    sketched=trained,
+                    trained=[one for one in mine if one.requires_grad],
+                    in_full=in_full or self.parts.is_on,  # parts are cut out of whole gradients
                     device=assembly.device,
                     randomness=assembly.randomness,
                     precision=assembly.precision,
@@ -276,13 +275,11 @@ class Asking:
         except GaveUp as error:
             self.reason = f"each rank has only its own stages in memory, and they could not run it together: {error}"
             return nothing
-        except torch.OutOfMemoryError:
-            self.reason = "there is no memory for the whole model"
-            return nothing
         except (RankFailed, WaitTimeout):
             raise
         except Exception as error:  # the user's own: the step will meet it, and says where
-            if "allocate memory" in str(error):  # of the host, which raises no type of its own
+            # The host raises no type of its own.
+            if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
                 self.reason = "there is no memory for the whole model"
                 return nothing
             self.error = error

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.engine.unsplit.comparing import few, norm_of, off, outputs_off
+from drumline.engine.unsplit.comparing import norm_of, off, outputs_off
 from drumline.features.check.asking import Asking, Take
 from drumline.features.check.by_itself.rounding import DRAWS
 from drumline.features.check.by_itself.wanted import Wanted
 from drumline.features.check.gradients.expected import TIMES, Expected, Found, differences, found_by, unsettled
-from drumline.features.check.gradients.sketch import sketch
+from drumline.features.check.gradients.sketch import few, sketch
 from drumline.features.check.verdict import Outcome
 from drumline.runtime.step import Step
 
