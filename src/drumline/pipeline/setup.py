@@ -93,7 +93,7 @@ def _made(setting: Setting, options: Options) -> StepRun:
         flow=flow,
         choice=ProgramChoice(ground),
         observers=Observers(()),
-        followed=Followed(built.blocks),
+        followed=Followed(built.engine.blocks()),
         balance=cut.balance,
     )
     observers = attached(run, setting, cut, options)

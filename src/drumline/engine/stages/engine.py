@@ -24,6 +24,7 @@ from drumline.engine.ranks.crew import Crew
 from drumline.engine.ranks.observer import Observer
 from drumline.engine.stages.assembly import Assembly, split_of
 from drumline.engine.stages.chain import Chain
+from drumline.model.block import Block
 from drumline.model.weights.tied import Copies, Ties
 from drumline.runtime.clocks import clock_for
 from drumline.runtime.draft import Clock, Draft, NoClock
@@ -233,7 +234,7 @@ class Engine(Observer):
         for executor in executors:
             executor.takes_turns = self.takes_turns and self._num_trained > 0 and step.train
         with (
-            nullcontext() if step.train else evaluating(block.module for one in self.stages() for block in one.blocks),
+            nullcontext() if step.train else evaluating(block.module for block in self.blocks()),
             self._attached.around(),
             self._computing(),
         ):
@@ -278,6 +279,10 @@ class Engine(Observer):
     def stages(self) -> list[Stage]:
         """Return the stages of this process, including second copies."""
         return self._stages
+
+    def blocks(self) -> list[Block]:
+        """Return the blocks of these stages."""
+        return [block for stage in self._stages for block in stage.blocks]
 
     def renew(self) -> bool:
         """Adopt changes of the parameters since the last step; return whether there were any."""
