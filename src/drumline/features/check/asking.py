@@ -201,9 +201,7 @@ class Asking:
             self.reason = "each rank has only its own stages in memory"
         else:
             places = [one.here for one in told]
-            self.runner = together(
-                reference, self.crew, self.engine.assembly, self.engine.blocks(), dict(self.held), places
-            )
+            self.runner = together(reference, self.crew, self.engine, dict(self.held), places)
             self.reason = "the model was let go, and could not be copied" if self.runner is None else ""
         self.named = {**({} if self.runner is None else self.runner.named), **self._of_loss()}
         if not self.reason:

@@ -10,13 +10,12 @@ from torch import nn
 
 from drumline.channel.lines.slices import slice_of
 from drumline.engine.ranks.crew import Crew
-from drumline.engine.stages.assembly import Assembly
+from drumline.engine.stages.engine import Engine
 from drumline.engine.unsplit.plain import Plain
 from drumline.features.check.by_itself.places import Home, Places
 from drumline.features.check.by_itself.reference import Reference
 from drumline.features.check.by_itself.relay import Relay
 from drumline.features.check.by_itself.row import Row
-from drumline.model.block import Block
 from drumline.model.weights.tied import Ties
 
 Named = Mapping[str, nn.Parameter]
@@ -37,13 +36,12 @@ class Runner:
     unsure: frozenset[str] = frozenset()
 
 
-def together(
-    reference: Reference, crew: Crew, assembly: Assembly, blocks: Sequence[Block], held: Named, told: Sequence[Places]
-) -> Runner | None:
+def together(reference: Reference, crew: Crew, engine: Engine, held: Named, told: Sequence[Places]) -> Runner | None:
     """Have the model run by ranks that have only their own blocks of it; None if it was let go.
 
-    `blocks` are those of this process, `held` its parameters, and `told` the places of all ranks' blocks.
+    `held` are the parameters of this process, and `told` the places of all ranks' blocks.
     """
+    assembly, blocks = engine.assembly, engine.blocks()
     order = [
         (name, frozenset(at for at, here in enumerate(told) if name in here.blocks)) for name in reference.places.blocks
     ]
