@@ -405,6 +405,13 @@ PIPELINE = (
         "A hook that adds to a gradient once autograd has makes a right model be refused.",
     ),
     Bug(
+        "unsplit-microbatches-count-whole",
+        "_run",
+        "weight = torch.as_tensor(share * scale, dtype=loss.dtype",
+        "weight = torch.as_tensor(scale, dtype=loss.dtype",
+        "The unsplit model adds up microbatches as if each were the whole batch, and right models are refused.",
+    ),
+    Bug(
         "left-over-gradients",
         "_Collected.finished",
         "for one in self._parameters:",

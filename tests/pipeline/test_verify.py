@@ -337,6 +337,7 @@ def test_a_difference_is_relative_and_zero_only_for_equal_bits() -> None:
     assert difference(None, None) == 0
     assert difference(ones, None) == 1
     assert difference(ones * math.nan, ones) == math.inf
+    assert difference(torch.tensor([3 + 1j]), torch.tensor([3 + 0j])) == pytest.approx(1 / 3)
 
 
 def test_coarser_numbers_are_allowed_coarser_rounding() -> None:
