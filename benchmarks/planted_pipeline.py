@@ -15,7 +15,7 @@ PIPELINE = (
     Bug(
         "finite-on-one-line",
         "MeshLines.all_finite",
-        'names = ["dp", "ep", "tp"] if divided else ["ep", "tp"]',
+        'names = ["dp", "ep", "tp"] if self._divides_parameters else ["ep", "tp"]',
         'names = ["ep", "tp"]',
         "With zero=3, an infinite gradient is skipped by the lines that hold it, and by no others.",
     ),

@@ -69,7 +69,7 @@ def step_on(batch: Tensor, target: Tensor, *, train: bool = True) -> Step:
 
 def run(hub: Hub, made: list[Executor], step: Step) -> list[Draft]:
     drafts = [Draft(one.rank) for one in made]
-    take_turns(hub, [one.run(step, draft) for one, draft in zip(made, drafts, strict=True)])
+    take_turns(hub, [one.run(step, draft, one.jobs) for one, draft in zip(made, drafts, strict=True)])
     return drafts
 
 
@@ -168,6 +168,7 @@ def test_pairs_that_take_turns_run_forwards_in_a_thread_and_compute_the_same(wei
     for executor in made:
         executor.takes_turns = True
         executor.scale = Scale(executor.stages.values()) if weigh else None
+        executor.replace_jobs()
     drafts = run(hub, made, step_on(batch, target))
     for one, gradient in zip((one for layer in model for one in layer.parameters()), expected, strict=True):
         torch.testing.assert_close(one.grad, gradient, rtol=0, atol=0)

@@ -93,6 +93,8 @@ def _made(setting: Setting, options: Options) -> StepRun:
         flow=flow,
         choice=ProgramChoice(ground),
         observers=Observers(()),
+        cut=ground.intake.cut,
+        run_rows=ground.engine.run,
         followed=Followed(built.engine.blocks()),
         balance=cut.balance,
     )

@@ -130,8 +130,7 @@ class ModelCheck(Unchecked, Keeper):
             ground.recording.settle()  # else an update may be taken back in the middle of the step
         with ground.recording.between.during("check"), self._crew.together("the check of the model"):
             self._agree_on_weights()
-            scaler = ground.updates.scaler
-            factor = (1.0 if scaler is None else scaler.scale) * step.share
+            factor = ground.updates.scaler.scale * step.share
             called = ground.intake.called(call.batch, call.named)
             placed = ground.lines.placed(given)
             whole = None if placed is None else (ground.intake.called(placed.batch, placed.named), placed.target)

@@ -108,7 +108,7 @@ class Mover:
         changes = site.frozen.would_change(counts)
         for one in site.observers.each:
             one.refuse_move(changes_program=changes)
-        if site.updates.divided is not None or site.holdings.shards is not None:
+        if site.updates.divided.is_on or site.holdings.shards is not None:
             raise UsageError("repartition: lines of the mesh divide state", expected="zero=0: pieces cannot move")
         if strangers := site.updates.strangers():
             kind = type(strangers[0]).__name__

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError, NonFiniteError
+from drumline.engine.updates.attached import Scales
 from drumline.model.precision import LOW
 
 
 @dataclass(eq=False, repr=False)
-class LossScaler:
+class LossScaler(Scales):
     """The loss scale and when it changes: the rules, defaults and state of `torch.amp.GradScaler`.
 
     A skipped optimizer step multiplies the scale by `backoff_factor`; `growth_interval` steps without a skip multiply
@@ -45,6 +46,7 @@ class LossScaler:
     floor: float = 2.0**-13
 
     def __post_init__(self, init_scale: float) -> None:
+        self.is_on = True
         self.scale = init_scale
         self._good = 0  # optimizer steps since the scale last changed
         self._first = 0  # the first step whose gradients have not been cleared

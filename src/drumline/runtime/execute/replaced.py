@@ -46,5 +46,10 @@ def _as_a_whole(job: Job, run: Callable[[int, Step], None]) -> Job:
     return replace(job, parts=(), take=_step_alone, call=run, put=nothing)
 
 
+def is_whole(job: Job) -> bool:
+    """Whether a job takes, computes and puts by one function."""
+    return job.take is _step_alone
+
+
 def _step_alone(job: Job, step: Step) -> tuple[Any, ...]:
     return (step,)

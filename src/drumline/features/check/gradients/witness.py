@@ -104,11 +104,13 @@ class Watched:
     def watch(self, witnesses: Sequence[Witness]) -> None:
         """Have the rank's jobs watched from now on."""
         self.witnesses = witnesses
-        self.executor.in_place_of = partial(_watched, witnesses)
+        self.executor.watched = partial(_watched, witnesses)
+        self.executor.replace_jobs()
 
     def leave(self) -> None:
         """Let the rank run its jobs unseen."""
-        self.executor.in_place_of = None
+        self.executor.watched = None
+        self.executor.replace_jobs()
 
 
 def _watched(witnesses: Sequence[Witness], job: Job) -> Job:
