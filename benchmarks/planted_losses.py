@@ -71,9 +71,9 @@ LOSSES = (
     ),
     Bug(
         "state-of-losses-changes",
-        "_keep_tensor.put_back",
-        "        if value._version != version:\n            value.detach().copy_(before)\n",
-        "        pass\n",
+        "_of_module.put",
+        "if not _same_bits(one, before):",
+        "if one is before:",
         "Calls that compare leave their trace in buffers of the loss.",
     ),
     Bug(

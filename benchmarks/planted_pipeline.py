@@ -405,6 +405,13 @@ PIPELINE = (
         "A hook that adds to a gradient once autograd has makes a right model be refused.",
     ),
     Bug(
+        "unsplit-microbatches-count-whole",
+        "_run",
+        "weight = torch.as_tensor(share * scale, dtype=loss.dtype",
+        "weight = torch.as_tensor(scale, dtype=loss.dtype",
+        "The unsplit model adds up microbatches as if each were the whole batch, and right models are refused.",
+    ),
+    Bug(
         "left-over-gradients",
         "_Collected.finished",
         "for one in self._parameters:",
@@ -420,9 +427,9 @@ PIPELINE = (
     ),
     Bug(
         "rows-seeded-alike",
-        "Row.seeding.through",
-        "randomness.apply(microbatch, name)",
-        "randomness.apply(microbatch + 1, name)",
+        "Row.run",
+        "microbatch=microbatch,",
+        "microbatch=microbatch + 1,",
         "A list of blocks on several ranks drops other places when it runs by itself.",
     ),
     Bug(

@@ -163,6 +163,7 @@ OF_FILE = {
         "tests/mesh/test_first_check.py",
         "tests/mesh/test_cells.py",
     ),
+    "model/watch/keeping.py": ("tests/model/test_keeping.py", "tests/pipeline/test_chain_check.py"),
     "features/check/gradients/witness.py": (
         "tests/pipeline/test_inner_gradients.py",
         "tests/pipeline/test_chain_check.py",

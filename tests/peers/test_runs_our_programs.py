@@ -68,8 +68,8 @@ def run_both(programs: dict[tuple[str, int], Program], folder: Path) -> tuple[di
     import torch
     from torch.nn import functional
 
+    from drumline.engine.unsplit.comparing import difference
     from drumline.pipeline.pipeline import Pipeline
-    from drumline.verification.result import difference
     from torch_models import data, mlp
 
     warnings.simplefilter("ignore")

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import ModelError
-from drumline.engine.unsplit.comparing import few, off
-from drumline.engine.unsplit.keeping import undisturbed
+from drumline.engine.unsplit.comparing import off
 from drumline.engine.unsplit.plain import Plain
 from drumline.engine.unsplit.unsplit_step import Microbatch
 from drumline.features.check.by_itself.wanted import wanted_of
-from drumline.features.check.gradients.sketch import sketch
+from drumline.features.check.gradients.sketch import few, sketch
 from drumline.model.precision import Precision
 from drumline.model.randomness import Randomness
+from drumline.model.watch.keeping import undisturbed
 from drumline.pipeline.pipeline import Pipeline
 from follow_faults import FAULTS, Skips, data, lost_path
 from refused import refused
@@ -355,7 +355,8 @@ def test_a_gradient_in_memory_that_is_used_again_is_copied() -> None:
         Plain([model], ["0"]),
         [Microbatch(0, torch.ones(2, 3), None, 1.0)],
         lambda output, _: output.sum(),
-        in_full=[model.bias],
+        trained=[model.bias],
+        in_full=True,
         device=torch.device("cpu"),
         randomness=Randomness(0, torch.device("cpu")),
         precision=Precision(),

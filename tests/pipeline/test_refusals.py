@@ -51,14 +51,14 @@ def test_a_sum_over_ranks_is_wrong_if_one_number_of_its_sketch_is() -> None:
 
 def test_gradients_that_come_in_parts_are_added_up() -> None:
     parameter = nn.Parameter(torch.zeros(3))
-    collected = _Collected(frozenset([parameter]), frozenset([parameter]))
+    collected = _Collected(frozenset([parameter]), in_full=True)
     for part in (1.0, 2.0, 4.0):
         parameter.grad = torch.full((3,), part)
         collected._take(parameter)
         assert parameter.grad is None
     collected._take(parameter)
     assert collected.gradients[parameter].tolist() == [7.0, 7.0, 7.0]
-    once = _Collected(frozenset(), frozenset([parameter]))
+    once = _Collected(frozenset([parameter]), in_full=False)
     parameter.grad = torch.full((3,), 7.0)
     once._take(parameter)
     torch.testing.assert_close(collected.sketches[parameter], once.sketches[parameter])

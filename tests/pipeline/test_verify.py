@@ -22,10 +22,11 @@ from drumline.core.errors import (
     UsageError,
 )
 from drumline.engine.model.sources import Material
+from drumline.engine.unsplit.comparing import difference
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.steps.result import StepResult
 from drumline.schedules import generate
-from drumline.verification.result import Verification, difference
+from drumline.verification.result import Verification
 from drumline.verification.verify import verify
 from follow_faults import FAULTS
 from refused import refused, saying
@@ -336,6 +337,7 @@ def test_a_difference_is_relative_and_zero_only_for_equal_bits() -> None:
     assert difference(None, None) == 0
     assert difference(ones, None) == 1
     assert difference(ones * math.nan, ones) == math.inf
+    assert difference(torch.tensor([3 + 1j]), torch.tensor([3 + 0j])) == pytest.approx(1 / 3)
 
 
 def test_coarser_numbers_are_allowed_coarser_rounding() -> None:

@@ -10,7 +10,6 @@ from drumline.engine.program.programs import Programs
 from drumline.engine.stages.assembly import Assembly
 from drumline.engine.stages.engine import Engine
 from drumline.engine.unchecked import Unchecked
-from drumline.model.block import Block
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +22,3 @@ class Built:
     check: Unchecked
     engine: Engine
     programs: Programs
-
-    @property
-    def blocks(self) -> list[Block]:
-        """The blocks of this process."""
-        return [block for stage in self.engine.stages() for block in stage.blocks]

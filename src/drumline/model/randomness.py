@@ -28,6 +28,9 @@ _DRAWING = (
     nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d,
 )  # fmt: skip
 
+# Kinds of generators that data or modules may hold as their own.
+OWN_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
+
 
 def may_draw(block: nn.Module) -> bool:
     """Whether the block may draw random numbers; anything but a plain layer of torch.nn may.
@@ -242,6 +245,36 @@ def seed_generators(device: torch.device, seed: int) -> None:
     """Seed the generators that a block on a device draws from."""
     for generator in _generators(device):
         generator.manual_seed(seed)
+
+
+def state_of_own(generator: Any) -> Any:
+    """Return the state of a generator that somebody holds, of torch's, numpy's or Python's.
+
+    >>> mine = random.Random(0); before = state_of_own(mine); drawn = mine.random()
+    >>> set_own(mine, before); mine.random() == drawn
+    True
+    """
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return _bits(generator).state
+
+
+def set_own(generator: Any, state: Any) -> None:
+    """Let a generator that somebody holds go on from an earlier state."""
+    if isinstance(generator, torch.Generator | np.random.RandomState):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        _bits(generator).state = state
+
+
+def _bits(generator: Any) -> Any:
+    return generator.bit_generator if isinstance(generator, np.random.Generator) else generator
 
 
 def _differ(before: list[Tensor], after: list[Tensor]) -> bool:

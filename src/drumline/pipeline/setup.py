@@ -95,7 +95,7 @@ def _made(setting: Setting, options: Options) -> StepRun:
         observers=Observers(()),
         cut=ground.intake.cut,
         run_rows=ground.engine.run,
-        followed=Followed(built.blocks),
+        followed=Followed(built.engine.blocks()),
         balance=cut.balance,
     )
     observers = attached(run, setting, cut, options)

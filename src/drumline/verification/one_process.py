@@ -23,7 +23,6 @@ from drumline.engine.model.blocks import blocks_for, example_inputs
 from drumline.engine.model.sources import Material
 from drumline.engine.stages.assembly import device_of
 from drumline.engine.unsplit.comparing import outputs_off
-from drumline.engine.unsplit.keeping import nothing_left
 from drumline.engine.unsplit.plain import Plain
 from drumline.engine.unsplit.unsplit_step import Microbatch, unsplit_step
 from drumline.model.block import blocks_of
@@ -32,6 +31,7 @@ from drumline.model.microbatches import has_microbatches
 from drumline.model.precision import Precision
 from drumline.model.randomness import Randomness
 from drumline.model.values import mapped, moved, pack
+from drumline.model.watch.keeping import nothing_left
 from drumline.model.weights.tied import Ties
 from drumline.plan.cut.peaks import held_by
 from drumline.runtime.batch import cut as cut_batch

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from drumline.engine.unsplit.comparing import difference
 from drumline.verification.one_process import Named
 
 
@@ -112,23 +112,3 @@ def differences(found: Sequence[Named], wanted: Named, least: float = 0.0) -> di
         copies.setdefault(name, []).append(one)
     each = {name: max(difference(one, value, least) for one in copies.get(name, [None])) for name, value in wanted}
     return each | {name: 1.0 for name, ones in copies.items() if name not in each and ones != [None]}
-
-
-def difference(made: Tensor | None, wanted: Tensor | None, least: float = 0.0) -> float:
-    """Return ||made - wanted|| / ||wanted||: 0 only if all bits agree, 1 if one is missing.
-
-    A smaller ||wanted|| than `least` counts as that.
-
-    >>> difference(torch.tensor([3.0, 4.1]), torch.tensor([3.0, 4.0]))
-    0.0199...
-    >>> difference(None, torch.ones(2)), difference(torch.tensor(math.nan), torch.ones(()))
-    (1.0, inf)
-    """
-    if made is None or wanted is None:
-        return 0.0 if made is wanted else 1.0
-    if torch.equal(made, wanted):
-        return 0.0
-    off, size = ((made.double() - wanted.double()).norm().item(), wanted.double().norm().item())
-    size = max(size, least)
-    ratio = off / size if size else off
-    return ratio if math.isfinite(ratio) else math.inf

@@ -34,6 +34,7 @@ from drumline.engine.model.blocks import example_inputs
 from drumline.engine.model.sources import Maker, Material, material_from
 from drumline.engine.program.find import program_for
 from drumline.engine.stages.assembly import Checkpointing
+from drumline.engine.unsplit.comparing import difference, norm_of
 from drumline.model.follow.inputs import Inputs
 from drumline.model.microbatches import has_microbatches
 from drumline.model.precision import one_thread
@@ -50,7 +51,7 @@ from drumline.verification.one_process import (
     fingerprint,
     stepped,
 )
-from drumline.verification.result import Verification, difference, differences
+from drumline.verification.result import Verification, differences
 from drumline.verification.small import small
 
 TRANSPORTS = ("auto", "in-process", "shared-memory", "gloo")
@@ -294,7 +295,7 @@ def _compared(
         ours = [seen.steps[at] for seen in ranks]
         losses += [difference(one.loss, wanted.loss) for one in ours]
         weights += differences([one.weights for one in ours], wanted.weights).values()
-        norms = [float(one.double().norm()) for _, one in wanted.gradients if one is not None]
+        norms = [norm_of(one) for _, one in wanted.gradients]
         least = _LEAST_SHARE * math.hypot(*norms) if case.num_lines > 1 else 0.0
         for name, value in differences([one.gradients for one in ours], wanted.gradients, least).items():
             gradients[name] = max(value, gradients.get(name, 0.0))

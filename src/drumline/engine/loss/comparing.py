@@ -22,9 +22,9 @@ from drumline.engine.loss.rules.draws import Draws
 from drumline.engine.loss.rules.linked import Linked
 from drumline.engine.loss.rules.rows import TooLarge, num_attempts, stirred
 from drumline.engine.loss.rules.rules import Doubts, Found, found_in
-from drumline.engine.loss.rules.state import untouched
 from drumline.engine.loss.rules.watching import Watched, watched
 from drumline.model.values import mapped, pack
+from drumline.model.watch.keeping import undisturbed
 
 LossFunction = Callable[..., Tensor]
 _FEW = 8  # rows that are enough where calls show all that a loss does
@@ -67,7 +67,7 @@ class Comparing:
 
     def _watched(self, output: Any, target: Any) -> Watched:
         draws = Draws(self.device)
-        with untouched(self.loss_fn), draws.of(0, 1, 1) as mode:
+        with undisturbed(loss=self.loss_fn), draws.of(0, 1, 1) as mode:
             return watched(self.loss_fn, output, mapped(target, Tensor.clone), drawing=mode)
 
     def rules(self, output: Any, target: Any, rows: int, joint: Callable[[], Joint | None] | None = None) -> Answer:

@@ -25,6 +25,7 @@ from drumline.engine.ranks.crew import Crew
 from drumline.engine.ranks.observer import Observer
 from drumline.engine.stages.assembly import Assembly, split_of
 from drumline.engine.stages.chain import Chain
+from drumline.model.block import Block
 from drumline.model.weights.tied import Copies, Ties
 from drumline.runtime.clocks import clock_for
 from drumline.runtime.draft import Clock, Draft, NoClock
@@ -235,7 +236,7 @@ class Engine(Observer):
             for around in self._attached.around:
                 stack.enter_context(around())
             if not step.train:
-                stack.enter_context(evaluating(block.module for one in self.stages() for block in one.blocks))
+                stack.enter_context(evaluating(block.module for block in self.blocks()))
             stack.enter_context(self._computing())
             runs = zip(executors, drafts, strict=True)
             self._crew.drive([one.run(step, draft, jobs_of(one)) for one, draft in runs])
@@ -287,6 +288,10 @@ class Engine(Observer):
     def stages(self) -> list[Stage]:
         """Return the stages of this process, including second copies."""
         return self._stages
+
+    def blocks(self) -> list[Block]:
+        """Return the blocks of these stages."""
+        return [block for stage in self._stages for block in stage.blocks]
 
     def renew(self) -> bool:
         """Adopt changes of the parameters since the last step; return whether there were any."""

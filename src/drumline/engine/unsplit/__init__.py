@@ -1,1 +1,1 @@
-"""The unsplit model in one process: run by itself, left as it was, and compared."""
+"""A step of the unsplit model in one process, what lines of a mesh have of it, and how far results are apart."""

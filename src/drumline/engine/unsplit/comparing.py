@@ -1,43 +1,15 @@
-"""How far tensors are apart: here, or as a few numbers that stand for them where each rank has part of a sum.
-
-The numbers add up as the tensors do: the sum of two tensors' numbers is that of their sum. Each is a product with a
-random vector, so it is off by about the norm of what the tensor is off by.
-"""
+"""How far tensors are from those of the unsplit model: for `verify` to the last bit, for the check up to rounding."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from drumline.model.values import pack
-
-_WIDTH = 1021  # a prime, so that columns of no matrix fall together
-NUM_NUMBERS = 4
-
-
-def few(sketched: Tensor) -> list[float]:
-    """Return the few numbers of a tensor's sketch.
-
-    >>> one, other = torch.ones(3000), torch.arange(3000.0)
-    >>> both = [a + b for a, b in zip(few(one), few(other), strict=True)]
-    >>> all(abs(a - b) < 1e-6 for a, b in zip(both, few(one + other), strict=True))
-    True
-    """
-    flat = sketched.to("cpu", torch.float64)
-    rows = -(-flat.numel() // _WIDTH)
-    padded = torch.nn.functional.pad(flat, (0, rows * _WIDTH - flat.numel())).view(rows, _WIDTH)
-    return [float(one) for one in ((padded @ _numbers(_WIDTH, 0)) * _numbers(rows, 1)).sum(0)]
-
-
-@cache
-def _numbers(rows: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, NUM_NUMBERS, generator=generator, dtype=torch.float64)
 
 
 def norm_of(tensor: Tensor | None) -> float:
@@ -48,8 +20,34 @@ def norm_of(tensor: Tensor | None) -> float:
     """
     if tensor is None:
         return 0.0
-    wide = torch.complex128 if tensor.is_complex() else torch.float64
-    return float(torch.linalg.vector_norm(_wide(tensor), dtype=wide))
+    return float(torch.linalg.vector_norm(_wide(tensor), dtype=_widest(tensor)))
+
+
+def _widest(tensor: Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64
+
+
+def difference(made: Tensor | None, wanted: Tensor | None, least: float = 0.0) -> float:
+    """Return ||made - wanted|| / ||wanted||: 0 only if all bits agree, 1 if one is missing.
+
+    A smaller ||wanted|| than `least` counts as that.
+
+    >>> difference(torch.tensor([3.0, 4.1]), torch.tensor([3.0, 4.0]))
+    0.0199...
+    >>> difference(None, torch.ones(2)), difference(torch.tensor(math.nan), torch.ones(()))
+    (1.0, inf)
+    """
+    if made is None or wanted is None:
+        return 0.0 if made is wanted else 1.0
+    if torch.equal(made, wanted):
+        return 0.0
+    apart = norm_of(made.to(_widest(made)) - wanted.to(_widest(wanted)))
+    return _ratio(apart, max(norm_of(wanted), least))
+
+
+def _ratio(apart: float, size: float) -> float:
+    ratio = apart / size if size else apart
+    return ratio if math.isfinite(ratio) else math.inf
 
 
 def off(made: Tensor | None, wanted: Tensor | None, *, floor: float = 0.0) -> float:
@@ -71,9 +69,7 @@ def off(made: Tensor | None, wanted: Tensor | None, *, floor: float = 0.0) -> fl
         apart, size = norm_of(_wide(made) - _wide(wanted)), norm_of(wanted)
         if not math.isfinite(apart + size) and _same_nans(made, wanted):
             return 0.0  # what is not finite is looked for elsewhere
-    if not math.isfinite(apart):
-        return math.inf
-    return 0.0 if apart <= floor else apart / size if size else apart
+    return 0.0 if apart <= floor else _ratio(apart, size)
 
 
 def _dense(tensor: Tensor | None) -> Tensor | None:

@@ -11,30 +11,16 @@ The hooks only seed. A model that is a list of blocks has no forward: its blocks
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 from drumline.engine.model.blocks import is_chain
-from drumline.model.block import Model, blocks_of
+from drumline.model.block import Block, Model, blocks_of
 from drumline.model.randomness import Randomness, may_draw
-
-
-class ByItself(Protocol):
-    """A model that runs without a pipeline, here or by blocks of several ranks."""
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """All modules of it that run here."""
-
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return their parameters by all of their names."""
-
-    def seeding(self, microbatch: int, randomness: Randomness) -> AbstractContextManager[Callable[[Any], Any]]:
-        """Yield a function that runs the model on a microbatch with seeded blocks."""
 
 
 class Plain:
@@ -115,7 +101,7 @@ class Plain:
         def run(value: Any) -> Any:
             for each in calls.values():
                 each.clear()
-            return self._run(value, microbatch, randomness, drawing)
+            return self.run(value, microbatch, randomness, drawing)
 
         with ExitStack() as stack:
             for module in self._starts:
@@ -123,14 +109,22 @@ class Plain:
                 stack.callback(module.register_forward_hook(leave, always_call=True).remove)
             yield run
 
-    def _run(self, value: Any, microbatch: int, randomness: Randomness, drawing: Collection[str]) -> Any:
+    def run(self, value: Any, microbatch: int, randomness: Randomness, drawing: Collection[str]) -> Any:
+        """Run the model, of which those blocks are seeded that may draw."""
         if not self._starts:
-            for block in blocks_of(self.model):
-                if block.name in drawing:
-                    randomness.apply(microbatch, block.name)
-                value = block.module(value)
-            return value
+            return through(blocks_of(self.model), value, microbatch, randomness, drawing)
         assert isinstance(self.model, nn.Module)
         if self.names[0] in drawing:
             randomness.apply(microbatch, self.names[0])
         return self.model(value) if self.is_chain else self.model(*value.args, **value.kwargs)
+
+
+def through(
+    blocks: Iterable[Block], value: Any, microbatch: int, randomness: Randomness, drawing: Collection[str]
+) -> Any:
+    """Run blocks one after another, and seed before those that may draw."""
+    for block in blocks:
+        if block.name in drawing:
+            randomness.apply(microbatch, block.name)
+        value = block.module(value)
+    return value

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drumline.engine.unsplit.plain import ByItself
+from drumline.engine.unsplit.plain import Plain
 from drumline.model.loss.sheet import Factors
 from drumline.model.precision import Precision
 from drumline.model.randomness import Randomness
@@ -51,7 +51,7 @@ class Made:
 
 
 def unsplit_step(
-    model: ByItself,
+    model: Plain,
     each: Iterable[Microbatch],
     loss_fn: Callable[[Any, Any], Tensor | None],
     *,
@@ -65,7 +65,6 @@ def unsplit_step(
     These are gradients of the loss times its share and `scale`. A microbatch that is no part of the loss has none: a
     mean over nothing is NaN.
 
-    >>> from drumline.engine.unsplit.plain import Plain
     >>> layer, cpu = torch.nn.Linear(2, 1, bias=False), torch.device("cpu")
     >>> each = [Microbatch(0, torch.ones(3, 2), None, 0.5), Microbatch(1, torch.ones(3, 2), None, 0.0)]
     >>> made = unsplit_step(
@@ -80,7 +79,7 @@ def unsplit_step(
 
 
 def _run(
-    model: ByItself,
+    model: Plain,
     given: Microbatch,
     loss_fn: Callable[[Any, Any], Tensor | None],
     randomness: Randomness,

@@ -37,7 +37,6 @@ from drumline.features.check.gradients.witness import Watched, Witness
 from drumline.features.check.heap import giving_back
 from drumline.features.check.sample import Sample
 from drumline.features.check.verdict import allowed_off
-from drumline.model.block import Block
 from drumline.model.randomness import seedings_elsewhere
 from drumline.runtime.step import Step
 
@@ -171,11 +170,6 @@ class Asking:
         named = {} if plain is None else plain.named_parameters()
         return named | dict(self.held)
 
-    @property
-    def _blocks(self) -> list[Block]:
-        """The blocks of this process."""
-        return [block for stage in self.engine.stages() for block in stage.blocks]
-
     def _ask(self, step: Step, called: Any, target: Any, factor: float, sequences: tuple[Any, Any] | None) -> None:
         """Choose microbatches, and run them through the model by itself."""
         number, reference = step.number, self.reference
@@ -186,7 +180,7 @@ class Asking:
         )
         local = sample.cut()
         named = {} if reference.whole is None else reference.whole.named_parameters()
-        here, mine = Places.of(self._blocks), self._samples(named)
+        here, mine = Places.of(self.engine.blocks()), self._samples(named)
         is_whole = reference.is_current and reference.fits(self.engine.assembly.device)
         own = Given.of(None, None) if self.crew.alone else Given.of(called, target)  # ranks here share one batch
         is_coarse = self.allowed > _FINE
@@ -207,7 +201,7 @@ class Asking:
             self.reason = "each rank has only its own stages in memory"
         else:
             places = [one.here for one in told]
-            self.runner = together(reference, self.crew, self.engine.assembly, self._blocks, dict(self.held), places)
+            self.runner = together(reference, self.crew, self.engine, dict(self.held), places)
             self.reason = "the model was let go, and could not be copied" if self.runner is None else ""
         self.named = {**({} if self.runner is None else self.runner.named), **self._of_loss()}
         if not self.reason:
@@ -256,15 +250,14 @@ class Asking:
         assembly.randomness.step = draw
         self.engine.seed_lines()
         mine = dict.fromkeys(self.named[name] for name, _ in self.held if name in self.named)
-        trained = [one for one in mine if one.requires_grad]
         try:
             with nullcontext() if self.runner.relay is None else self.runner.relay.running():
                 made = wanted_of(
                     self.runner.model,
                     [take.given for take in self.takes],
                     self.intake.loss,
-                    in_full=trained if in_full or self.parts.is_on else (),  # parts are cut out of whole gradients
-                    sketched=trained,
+                    trained=[one for one in mine if one.requires_grad],
+                    in_full=in_full or self.parts.is_on,  # parts are cut out of whole gradients
                     device=assembly.device,
                     randomness=assembly.randomness,
                     precision=assembly.precision,
@@ -276,13 +269,11 @@ class Asking:
         except GaveUp as error:
             self.reason = f"each rank has only its own stages in memory, and they could not run it together: {error}"
             return nothing
-        except torch.OutOfMemoryError:
-            self.reason = "there is no memory for the whole model"
-            return nothing
         except (RankFailed, WaitTimeout):
             raise
         except Exception as error:  # the user's own: the step will meet it, and says where
-            if "allocate memory" in str(error):  # of the host, which raises no type of its own
+            # The host raises no type of its own.
+            if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
                 self.reason = "there is no memory for the whole model"
                 return nothing
             self.error = error

@@ -25,7 +25,6 @@ from drumline.features.check.by_itself.reference import Reference
 from drumline.features.check.sentinels import Sentinels, When
 from drumline.features.check.trial import Trial
 from drumline.features.check.verdict import Checked, Outcome, merged, verdict
-from drumline.model.block import Block
 from drumline.runtime.step import CalledWith, Step
 
 NUM_MICROBATCHES = 2  # of the first step: one for each copy where a stage has two
@@ -90,7 +89,7 @@ class ModelCheck(Unchecked, Keeper):
         """Check the step after layers have moved; what left has no memory here."""
         self._sentinels.ask()
         if self._reference is not None:
-            self._reference.let_go(self._blocks)
+            self._reference.let_go(self._ground.engine.blocks())
 
     def followed(self) -> None:
         """Check the next step: the model was traced again, or for other inputs. All ranks of a line call it alike.
@@ -105,7 +104,7 @@ class ModelCheck(Unchecked, Keeper):
         if self._crew.alone and self._is_only_line:
             self._sentinels.ask()
         elif self._reference is not None and not self._reference.is_current:
-            self._reference.renew(self._blocks)
+            self._reference.renew(self._ground.engine.blocks())
 
     def refuse(self) -> None:
         """Raise again what was found wrong: nothing may be built on it."""
@@ -211,7 +210,7 @@ class ModelCheck(Unchecked, Keeper):
         self.checked, self.refusal = merged(found, step.number)
         self._hear_other_lines(step.number)
         if is_first:
-            reference.let_go(self._blocks)
+            reference.let_go(self._ground.engine.blocks())
         if not self._sentinels.is_on:
             self._reference = None
         self.refuse()
@@ -229,11 +228,6 @@ class ModelCheck(Unchecked, Keeper):
         if self.refusal is None:
             rank, text = next((rank, text) for rank, text in enumerate(told) if text)
             self.refusal = ModelError(f"{axes.named(rank)} refuses the step: {text}")
-
-    @property
-    def _blocks(self) -> list[Block]:
-        """The blocks of this process."""
-        return [block for stage in self._ground.engine.stages() for block in stage.blocks]
 
     def _say(self, unchecked: str, which: str) -> None:
         """Say once what cannot be compared."""

@@ -10,7 +10,7 @@ No gradient is kept, only sketches of them: see sketched.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.engine.unsplit.comparing import few, norm_of, off, outputs_off
+from drumline.engine.unsplit.comparing import norm_of, off, outputs_off
 from drumline.features.check.asking import Asking, Take
 from drumline.features.check.by_itself.rounding import DRAWS
 from drumline.features.check.by_itself.wanted import Wanted
 from drumline.features.check.gradients.expected import TIMES, Expected, Found, differences, found_by, unsettled
-from drumline.features.check.gradients.sketch import sketch
+from drumline.features.check.gradients.sketch import few, sketch
 from drumline.features.check.verdict import Outcome
 from drumline.runtime.step import Step
 
@@ -97,10 +97,11 @@ class Trial(Asking):
             yield self.parts.wanted(None if own is None else own * take.ratio, parameter)[0]
 
     def _outcome(self, step: Step, at: int, take: Take) -> Outcome:
-        runner = self.runner
         outcome = Outcome(unchecked=self.reason, raised=self.raised)
-        if runner is not None and runner.relay is not None:
-            outcome.in_parts, outcome.changed = runner.in_parts, runner.relay.changed
+        unsure: Collection[str] = ()
+        if self.runner is not None and self.runner.relay is not None:
+            unsure, outcome.in_parts = self.runner.unsure, self.runner.in_parts
+            outcome.changed = self.runner.relay.changed
         found = self._found(at)
         if take.ratio != 1.0:
             found = unsettled(found)
@@ -119,9 +120,7 @@ class Trial(Asking):
                 continue
             if name not in shared:
                 compared[named[name]] = name
-            elif (
-                runner is not None and name in runner.unsure
-            ):  # every rank has all of it here, and in the step its own part
+            elif name in unsure:  # every rank has all of it here, and in the step its own part
                 outcome.unchecked = (
                     f"not the gradient of {name}, which several ranks use, and not each in blocks of its own"
                 )

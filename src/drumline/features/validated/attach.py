@@ -10,6 +10,6 @@ from drumline.model.catalogue import places_in
 
 def attach(site: Site) -> Validation:
     """Return what validates updates afterwards; it does nothing until an optimizer asks for it."""
-    places = (place for stage in site.engine.stages() for block in stage.blocks for place in places_in(block))
+    places = (place for block in site.engine.blocks() for place in places_in(block))
     site.updates.validation = made = Validation(site, KeptBuffers(places))
     return made

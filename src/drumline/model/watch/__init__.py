@@ -1,1 +1,1 @@
-"""Check before every step what a model depends on besides its inputs."""
+"""What a model depends on besides its inputs, checked before every step; and what a run of it changes, put back."""

@@ -21,8 +21,8 @@ import torch
 from drumline.engine.loss.rules.draws import Draws
 from drumline.engine.loss.rules.rows import Places, Rows, chosen_rows, first_rows
 from drumline.engine.loss.rules.sides import Share, Side, linked_side_of, norm_of, products, side_of
-from drumline.engine.loss.rules.state import untouched
 from drumline.model.values import pack
+from drumline.model.watch.keeping import undisturbed
 
 _NEAR = {torch.float64: 1e-7, torch.float32: 1e-4}
 _LESS_NEAR, _HALF = 2e-3, 2e-2  # of float32 on an accelerator, and of lower precision
@@ -240,7 +240,7 @@ def _side(
     like: Side | None,
 ) -> Side | None:
     """Return a loss of some rows, leaving no trace."""
-    with warnings.catch_warnings(), untouched(loss_fn):
+    with warnings.catch_warnings(), undisturbed(loss=loss_fn):
         warnings.simplefilter("ignore")  # the real call tells them
         return side_of(loss_fn, *chosen.part(first, end), wanted, draws.of(first, end, chosen.rows), like)
 
@@ -248,7 +248,7 @@ def _side(
 def _linked_side(
     loss_fn: Callable[..., Any], chosen: Rows, wanted: Sequence[bool], draws: Draws, first: int, end: int, _: Any
 ) -> Side | None:
-    with warnings.catch_warnings(), untouched(loss_fn):
+    with warnings.catch_warnings(), undisturbed(loss=loss_fn):
         warnings.simplefilter("ignore")
         target, drawing = chosen.part(first, end)[1], draws.of(first, end, chosen.rows)
         return linked_side_of(loss_fn, chosen.output, target, wanted, chosen.outputs, (first, end), drawing)

@@ -17,9 +17,9 @@ from torch import Tensor
 from drumline.engine.loss.rules.draws import Draws
 from drumline.engine.loss.rules.rules import ROWS, SIZE
 from drumline.engine.loss.rules.sides import Share, Side, side_of
-from drumline.engine.loss.rules.state import untouched
 from drumline.engine.loss.rules.tallies import counted_in, tallies_of
 from drumline.model.values import mapped, pack
+from drumline.model.watch.keeping import undisturbed
 
 NOTHING = "nothing"  # it has no gradient here, and loses nothing whatever it averages over
 _NEAR = 0.05
@@ -49,7 +49,7 @@ def lengths_of(loss_fn: Callable[..., Any], output: Any, target: Any, device: to
     sides = []
     for each in (length, short):
         given = _shortened(output, outputs, each), _shortened(target, targets, each)
-        with untouched(loss_fn):
+        with undisturbed(loss=loss_fn):
             side = side_of(loss_fn, *given, wanted, Draws(device, everywhere=True).of(0, 1, 1))
         if side is None:
             return None

@@ -10,13 +10,12 @@ from torch import nn
 
 from drumline.channel.lines.slices import slice_of
 from drumline.engine.ranks.crew import Crew
-from drumline.engine.stages.assembly import Assembly
-from drumline.engine.unsplit.plain import ByItself
+from drumline.engine.stages.engine import Engine
+from drumline.engine.unsplit.plain import Plain
 from drumline.features.check.by_itself.places import Home, Places
 from drumline.features.check.by_itself.reference import Reference
 from drumline.features.check.by_itself.relay import Relay
 from drumline.features.check.by_itself.row import Row
-from drumline.model.block import Block
 from drumline.model.weights.tied import Ties
 
 Named = Mapping[str, nn.Parameter]
@@ -30,20 +29,19 @@ class Runner:
     sees of some.
     """
 
-    model: ByItself
+    model: Plain
     named: Named
     relay: Relay | None = None
     in_parts: frozenset[str] = frozenset()
     unsure: frozenset[str] = frozenset()
 
 
-def together(
-    reference: Reference, crew: Crew, assembly: Assembly, blocks: Sequence[Block], held: Named, told: Sequence[Places]
-) -> Runner | None:
+def together(reference: Reference, crew: Crew, engine: Engine, held: Named, told: Sequence[Places]) -> Runner | None:
     """Have the model run by ranks that have only their own blocks of it; None if it was let go.
 
-    `blocks` are those of this process, `held` its parameters, and `told` the places of all ranks' blocks.
+    `held` are the parameters of this process, and `told` the places of all ranks' blocks.
     """
+    assembly, blocks = engine.assembly, engine.blocks()
     order = [
         (name, frozenset(at for at, here in enumerate(told) if name in here.blocks)) for name in reference.places.blocks
     ]
@@ -51,8 +49,8 @@ def together(
     here, device, randomness = Places.of(blocks), assembly.device, assembly.randomness
     if reference.is_chain:
         relay = Relay(crew, None, reference.places, here, device, randomness)
-        modules = {block.name: block.module for block in blocks if block.name in here.blocks}
-        return Runner(Row(relay, order, modules), held, relay, in_parts, unsure)
+        row = Row(relay, order, [block for block in blocks if block.name in here.blocks])
+        return Runner(row, held, relay, in_parts, unsure)
     plain = reference.relayed()
     missing = any(crew.collect("check model", plain is None))
     if plain is None or missing:
@@ -84,6 +82,6 @@ def _shared(
     return frozenset(in_parts), frozenset(unsure)
 
 
-def _has_values(plain: ByItself) -> bool:
+def _has_values(plain: Plain) -> bool:
     """Whether all of a model is in memory, of whatever age."""
     return not any(one.is_meta for one in plain.named_parameters().values())

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
-from drumline.engine.unsplit.keeping import nothing_left
-from drumline.engine.unsplit.plain import ByItself
+from drumline.engine.unsplit.plain import Plain
 from drumline.engine.unsplit.unsplit_step import Made, Microbatch, unsplit_step
 from drumline.features.check.gradients.sketch import sketch
 from drumline.model.precision import Precision
 from drumline.model.randomness import Randomness
 from drumline.model.values import mapped, moved
+from drumline.model.watch.keeping import nothing_left
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class Wanted:
 
 
 def wanted_of(
-    plain: ByItself,
+    plain: Plain,
     each: Sequence[Microbatch],
     loss_fn: Callable[[Any, Any], Tensor | None],
     *,
-    in_full: Collection[nn.Parameter],
-    sketched: Collection[nn.Parameter] = (),
+    trained: Collection[nn.Parameter],
+    in_full: bool,
     device: torch.device,
     randomness: Randomness,
     precision: Precision,
@@ -55,11 +55,11 @@ def wanted_of(
 ) -> list[Wanted]:
     """Run microbatches one after another, and return what the model by itself makes of each.
 
-    Of some parameters, gradients are wanted `in_full`, of others they are `sketched`. What blocks keep of one
-    microbatch the next one finds, and nobody afterwards. `others` are parameters outside of the model, such as those of
-    a loss. The user's own loss may be `keeping` something too.
+    Gradients of what is `trained` are sketched; if they are wanted `in_full`, they are copied too. What blocks keep of
+    one microbatch the next one finds, and nobody afterwards. `others` are parameters outside of the model, such as
+    those of a loss. The user's own loss may be `keeping` something too.
     """
-    found = _Collected(frozenset(in_full), frozenset(sketched))
+    found = _Collected(frozenset(trained), in_full=in_full)
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_on(device, plain.modules))
@@ -82,8 +82,8 @@ def _given(microbatch: Microbatch, device: torch.device) -> Microbatch:
 class _Collected:
     """Lets every gradient go where it belongs: the host, a sketch, or nowhere."""
 
-    def __init__(self, wanted: frozenset[nn.Parameter], sketched: frozenset[nn.Parameter]) -> None:
-        self.wanted, self.sketched = wanted, sketched
+    def __init__(self, trained: frozenset[nn.Parameter], *, in_full: bool) -> None:
+        self.trained, self.in_full = trained, in_full
         self._parameters: list[nn.Parameter] = []
         self.gradients: dict[nn.Parameter, Tensor] = {}
         self.sketches: dict[nn.Parameter, Tensor] = {}
@@ -101,10 +101,10 @@ class _Collected:
         gradient = one.grad
         if gradient is None:
             return
-        if one in self.sketched:
+        if one in self.trained:
             made = sketch(gradient)
             self.sketches[one] = self.sketches[one] + made if one in self.sketches else made
-        if one in self.wanted:
+        if one in self.trained and self.in_full:
             copy = _is_shared(gradient)  # asked before `detach`, which shares the memory too
             made = gradient.detach().to("cpu", copy=copy)
             made = made if made.layout is torch.strided else made.to_dense()

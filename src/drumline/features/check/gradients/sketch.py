@@ -21,6 +21,8 @@ from torch import Tensor
 
 GROUP = 192  # no power of two, so that groups are not the rows of most matrices
 _SMALL = 16 * GROUP  # up to here a tensor is its own sketch
+_COLUMNS = 1021  # a prime, so that columns of no matrix fall together
+_FEW = 4
 
 
 def sketch(tensor: Tensor) -> Tensor:
@@ -70,6 +72,28 @@ def _weights(dtype: torch.dtype, device: torch.device) -> Tensor:
     sizes = [drawn.choice((-1, 1)) * drawn.uniform(0.5, 1.5) for _ in range(GROUP)]
     mean = sum(one * one for one in sizes) / GROUP
     return torch.tensor([one / mean**0.5 for one in sizes], dtype=dtype, device=device)
+
+
+def few(sketched: Tensor) -> list[float]:
+    """Return a few numbers that stand for a sketch where each rank has part of a sum; they add up as sketches do.
+
+    Each is a product with a random vector, so it is off by about the norm of what the tensor is off by.
+
+    >>> one, other = torch.ones(3000), torch.arange(3000.0)
+    >>> both = [a + b for a, b in zip(few(one), few(other), strict=True)]
+    >>> all(abs(a - b) < 1e-6 for a, b in zip(both, few(one + other), strict=True))
+    True
+    """
+    flat = sketched.to("cpu", torch.float64)
+    rows = -(-flat.numel() // _COLUMNS)
+    padded = torch.nn.functional.pad(flat, (0, rows * _COLUMNS - flat.numel())).view(rows, _COLUMNS)
+    return [float(one) for one in ((padded @ _numbers(_COLUMNS, 0)) * _numbers(rows, 1)).sum(0)]
+
+
+@cache
+def _numbers(rows: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, _FEW, generator=generator, dtype=torch.float64)
 
 
 def norms(tensors: Sequence[Tensor]) -> list[float]:

@@ -31,6 +31,5 @@ def attach(site: Site, setting: Setting, cut: Cut) -> list[Observer]:
     loads = ExpertLoads(engine, setting.axes, plan_of(cut.blocks), hooks=hooks)
     if not isinstance(lines, MeshLines):
         return [loads]
-    blocks = [block for stage in engine.stages() for block in stage.blocks]
-    places = (place for block in blocks for place in places_in(block))
+    places = (place for block in engine.blocks() for place in places_in(block))
     return [loads, LineCalls(site, lines), LineBuffers(setting.axes, places)]

@@ -50,7 +50,7 @@ class ExpertLoads(Observer):
 
     def moved(self) -> None:
         """Find the mixtures of the stages here."""
-        modules = (block.module for stage in self._engine.stages() for block in stage.blocks)
+        modules = (block.module for block in self._engine.blocks())
         self._blocks: list[MoE | _Counted] = []
         for one in dict.fromkeys(one for module in modules for one in module.modules()):
             if isinstance(one, MoE):

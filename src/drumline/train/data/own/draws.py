@@ -23,10 +23,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from drumline.model.randomness import OWN_GENERATORS, set_own, state_of_own
+
 _DEEPEST, _MOST = 8, 5000  # how far and how many objects are looked at
 _LONGEST = 256  # items of a list or dict: longer ones hold samples
 _OURS = ("torch", "numpy", "builtins", "collections", "random", "typing", "abc")  # whose functions hide no generator
-_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
 
 Get = Callable[[], Any]
 Set = Callable[[Any], Any]
@@ -57,7 +58,7 @@ class Draws:
 
     def state(self) -> dict[str, Any]:
         """Return where all of them are: the global ones by name, and those in the data by where they are held."""
-        held = {where: _state_of(one) for where, one in generators_in(self._source).items()}
+        held = {where: state_of_own(one) for where, one in generators_in(self._source).items()}
         return {"global": dict(self._apart), "held": held}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -66,7 +67,7 @@ class Draws:
         held = generators_in(self._source)
         for where, one in state["held"].items():
             if where in held:
-                _restore(held[where], one)
+                set_own(held[where], one)
 
 
 def _now() -> dict[str, Any]:
@@ -76,31 +77,6 @@ def _now() -> dict[str, Any]:
 def _put(states: Mapping[str, Any]) -> None:
     for name, (_, put) in _GLOBAL.items():
         put(states[name])
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
-    return _bits(generator).state
-
-
-def _restore(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    else:
-        _bits(generator).state = state
-
-
-def _bits(generator: Any) -> Any:
-    return generator.bit_generator if isinstance(generator, np.random.Generator) else generator
 
 
 def generators_in(source: Any) -> dict[str, Any]:
@@ -120,7 +96,7 @@ def generators_in(source: Any) -> dict[str, Any]:
         if id(one) in seen or one is None or isinstance(one, str | bytes | int | float | ModuleType | torch.Tensor):
             continue
         seen.add(id(one))
-        if isinstance(one, _KINDS):
+        if isinstance(one, OWN_GENERATORS):
             if not (_is_global(one) or isinstance(one, random.SystemRandom)):  # the latter has no state: see trial.py
                 found.setdefault(where, one)
         elif depth < _DEEPEST:
@@ -162,7 +138,7 @@ def _of_object(one: Any) -> Iterator[tuple[str, Any]]:
         held = [name for name in ((slots,) if isinstance(slots, str) else slots) if hasattr(one, name)]
         yield from ((f".{name}", getattr(one, name)) for name in held)
         for name, inner in kind.__dict__.items():
-            if isinstance(inner, (FunctionType, *_KINDS)):
+            if isinstance(inner, (FunctionType, *OWN_GENERATORS)):
                 yield f".{name}", inner
 
 
@@ -179,7 +155,7 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
         return
     for name in _names_in(function.__code__):
         inner = function.__globals__.get(name)
-        if isinstance(inner, (FunctionType, *_KINDS)):
+        if isinstance(inner, (FunctionType, *OWN_GENERATORS)):
             yield f"::{name}", inner
 
 

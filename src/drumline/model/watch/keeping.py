@@ -14,6 +14,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from drumline.model.randomness import HostChance, Randomness
+from drumline.model.randomness import OWN_GENERATORS, HostChance, Randomness, set_own, state_of_own
 from drumline.model.values import content_of
 from drumline.model.watch.fingerprint import LIBRARIES, PLAIN
 from drumline.model.watch.watch import Surroundings
@@ -32,19 +33,19 @@ _TORCHS_OWN = {
     "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
     "_backward_pre_hooks",
 }  # fmt: skip
-_WHOLE = (*PLAIN, nn.Module, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
+_WHOLE = (*PLAIN, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
 _CODE = (type, FunctionType, BuiltinFunctionType, property, staticmethod, classmethod, MemberDescriptorType)
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_USED = (nn.Module, FunctionType, MethodType, partial, *OWN_GENERATORS)  # by functions, without being watched
 _DEPTH = 5
 _MOST = 4096  # entries of a container that are looked into
 _MOST_BYTES = 2**26  # of a tensor or an array that is kept
 
 
 @contextmanager
-def undisturbed(modules: Sequence[nn.Module], loss: Any = None) -> Iterator[None]:
+def undisturbed(modules: Iterable[nn.Module] = (), loss: Any = None) -> Iterator[None]:
     """Restore buffers, modes and attributes of modules afterwards, and what their code keeps elsewhere.
 
-    So with a loss: a module, a function, or an object that is called.
+    So with a loss: a module, a function, a method, a `partial`, or an object that is called.
 
     >>> layer = nn.Identity()
     >>> layer.seen = [1]
@@ -53,14 +54,11 @@ def undisturbed(modules: Sequence[nn.Module], loss: Any = None) -> Iterator[None
     >>> layer.seen
     [1]
     """
-    modules = [*modules, *(loss.modules() if isinstance(loss, nn.Module) else ())]
-    tables = [(module, dict(module._buffers)) for module in modules]
-    values = {id(one): (one, one.detach().clone()) for _, table in tables for one in table.values() if one is not None}
-    attributes = [({name: one for name, one in vars(module).items() if name not in _TORCHS_OWN}) for module in modules]
-    memory = Memory(known=values)
-    memory.note(one for each in attributes for one in each.values())
-    memory.note([loss, getattr(loss, "__self__", None), *_generators_of(loss)])
-    variables = Surroundings(modules, [loss]).variables()
+    roots = _behind(loss)
+    modules = [*modules, *(one for root in roots if isinstance(root, nn.Module) for one in root.modules())]
+    memory = Memory()
+    memory.note([*modules, *roots])
+    variables = Surroundings(modules, roots).variables()
     memory.note(value for value, _ in variables)
     kinds = dict.fromkeys(cls for kind in dict.fromkeys(map(type, modules)) for cls in kind.__mro__)
     spaces = [(cls, _fields_of(cls)) for cls in kinds if not _is_librarys(cls)]
@@ -68,17 +66,6 @@ def undisturbed(modules: Sequence[nn.Module], loss: Any = None) -> Iterator[None
     try:
         yield
     finally:
-        with torch.no_grad():
-            for one, before in values.values():
-                if not _same_bits(one, before):
-                    one.copy_(before)
-        for module, table in tables:
-            module._buffers.clear()
-            module._buffers.update(table)
-        for module, before_it in zip(modules, attributes, strict=True):
-            for name in [name for name in vars(module) if name not in before_it and name not in _TORCHS_OWN]:
-                del module.__dict__[name]
-            module.__dict__.update(before_it)
         for value, put in variables:
             put(value)
         for cls, space in spaces:
@@ -96,19 +83,25 @@ def nothing_left(modules: Sequence[nn.Module], randomness: Randomness, loss: Any
         yield chance
 
 
-def _generators_of(loss: Any) -> list[Any]:
-    """Return the random generators that a loss function has by its closure or its globals."""
-    function = getattr(loss, "__func__", loss)
-    if not isinstance(function, FunctionType):
-        return []
-    space = function.__globals__
-    values = [content_of(cell) for cell in function.__closure__ or ()]
-    values += [space[name] for name in function.__code__.co_names if name in space]
-    return [one for one in values if isinstance(one, _GENERATORS)]
-
-
-def _same_bits(buffer: Tensor, before: Tensor) -> bool:
-    return buffer.shape == before.shape and buffer.device == before.device and torch.equal(buffer, before)
+def _behind(loss: Any) -> list[Any]:
+    """Return what a loss consists of: functions, objects of methods, and modules and generators that they use."""
+    found: dict[int, Any] = {}
+    waiting = [loss]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in found:
+            continue
+        found[id(one)] = one
+        if isinstance(one, partial):
+            waiting += [one.func, *one.args, *one.keywords.values()]
+        elif isinstance(one, MethodType):
+            waiting += [one.__self__, one.__func__]
+        elif isinstance(one, FunctionType) and not _is_librarys(one):
+            space = one.__globals__
+            values = [content_of(cell) for cell in one.__closure__ or ()]
+            values += [space[name] for name in one.__code__.co_names if name in space]
+            waiting += [value for value in values if isinstance(value, _USED)]
+    return list(found.values())
 
 
 def _fields_of(cls: type) -> dict[str, Any]:
@@ -117,15 +110,15 @@ def _fields_of(cls: type) -> dict[str, Any]:
     return {name: one for name, one in named.items() if isinstance(one, PLAIN) or not isinstance(one, _CODE)}
 
 
-def _is_librarys(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in LIBRARIES | {"drumline"}
+def _is_librarys(kind: type | FunctionType) -> bool:
+    return str(kind.__module__).partition(".")[0] in LIBRARIES | {"drumline"}
 
 
 class Memory:
-    """What values hold, and functions that put it back; `known` are ids of what somebody else puts back."""
+    """What values hold, and functions that put it back."""
 
-    def __init__(self, known: Iterable[int] = ()) -> None:
-        self._seen = set(known)
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
         self._alive: list[Any] = []  # so that no id is used again
         self._puts: list[PutBack] = []
 
@@ -139,7 +132,9 @@ class Memory:
             put, inside = _held(value)
             if put is not None:
                 self._puts.append(put)
-            if depth and len(inside) <= _MOST:
+            if isinstance(value, nn.Module):
+                self.note(inside)
+            elif depth and len(inside) <= _MOST:
                 self.note(inside, depth - 1)
 
     def put_back(self) -> None:
@@ -152,34 +147,42 @@ def _held(value: Any) -> tuple[PutBack | None, Sequence[Any]]:
     """Return a function that puts back what a value holds, and what it holds."""
     if isinstance(value, Tensor):
         return _of_tensor(value), ()
-    if isinstance(value, list | deque):
-        return _of_list(value), list(value)
-    if isinstance(value, dict):
-        return _of_dict(value), list(value.values())
-    if isinstance(value, set):
-        return _of_set(value), ()
+    if isinstance(value, nn.Module):
+        return _of_module(value)
+    if isinstance(value, list | deque | dict | set):
+        inside = value.values() if isinstance(value, dict) else value
+        return _of_container(value), list(inside)
     if isinstance(value, tuple):
         return None, value
     if isinstance(value, np.ndarray):
         return (None if value.nbytes > _MOST_BYTES or value.dtype.hasobject else _of_array(value)), ()
-    if isinstance(value, torch.Generator):
-        before = value.get_state()
-        return lambda: None if torch.equal(value.get_state(), before) else _set(value.set_state, before), ()
-    if isinstance(value, random.Random):
-        state = value.getstate()
-        return lambda: value.setstate(state), ()
-    if isinstance(value, np.random.Generator):
-        bits: Any = value.bit_generator
-        drawn = bits.state
-        return lambda: setattr(bits, "state", drawn), ()
-    if isinstance(value, np.random.RandomState):
-        whole: Any = value.get_state()
-        return lambda: value.set_state(whole), ()
+    if isinstance(value, OWN_GENERATORS):
+        return (None if isinstance(value, random.SystemRandom) else _of_generator(value)), ()  # that has no state
     return (None, ()) if _is_librarys(type(value)) else _of_object(value)
 
 
-def _set(function: Callable[[Any], Any], value: Any) -> None:
-    function(value)
+def _of_module(module: nn.Module) -> tuple[PutBack, Sequence[Any]]:
+    """Return what puts back a module's buffers, mode and attributes, and what it holds."""
+    table = dict(module._buffers)
+    copies = [(one, one.detach().clone()) for one in table.values() if one is not None]
+    attributes = {name: one for name, one in vars(module).items() if name not in _TORCHS_OWN}
+
+    def put() -> None:
+        with torch.no_grad():
+            for one, before in copies:
+                if not _same_bits(one, before):
+                    one.copy_(before)
+        module._buffers.clear()
+        module._buffers.update(table)
+        for name in [name for name in vars(module) if name not in attributes and name not in _TORCHS_OWN]:
+            del module.__dict__[name]
+        module.__dict__.update(attributes)
+
+    return put, [*attributes.values(), *module._modules.values()]
+
+
+def _same_bits(buffer: Tensor, before: Tensor) -> bool:
+    return buffer.shape == before.shape and buffer.device == before.device and torch.equal(buffer, before)
 
 
 def _of_tensor(tensor: Tensor) -> PutBack | None:
@@ -198,6 +201,17 @@ def _of_tensor(tensor: Tensor) -> PutBack | None:
     return put
 
 
+def _of_generator(generator: Any) -> PutBack:
+    before = state_of_own(generator)
+
+    def put() -> None:
+        now = state_of_own(generator)
+        if not (isinstance(now, Tensor) and torch.equal(now, before)):  # else another thread may be using it
+            set_own(generator, before)
+
+    return put
+
+
 def _of_array(array: Any) -> PutBack:
     before = array.copy()
 
@@ -208,37 +222,21 @@ def _of_array(array: Any) -> PutBack:
     return put
 
 
-def _of_list(value: Any) -> PutBack:
-    items = list(value)
+def _of_container(value: Any) -> PutBack:
+    """Return what puts back the items of a list, a dict or a set; one that holds the same ones is left alone."""
+    content = dict(value) if isinstance(value, dict) else list(value)
+    before = [id(one) for one in _items(value)]
 
     def put() -> None:
-        if len(value) != len(items) or any(one is not other for one, other in zip(value, items, strict=True)):
+        if [id(one) for one in _items(value)] != before:
             value.clear()
-            value.extend(items)
+            (value.extend if isinstance(value, list | deque) else value.update)(content)
 
     return put
 
 
-def _of_dict(value: Any) -> PutBack:
-    items = dict(value)
-
-    def put() -> None:
-        if value.keys() != items.keys() or any(value[key] is not one for key, one in items.items()):
-            value.clear()
-            value.update(items)
-
-    return put
-
-
-def _of_set(value: Any) -> PutBack:
-    items = set(value)
-
-    def put() -> None:
-        if value != items:
-            value.clear()
-            value.update(items)
-
-    return put
+def _items(value: Any) -> list[Any]:
+    return [*value, *value.values()] if isinstance(value, dict) else list(value)
 
 
 def _of_object(value: Any) -> tuple[PutBack | None, Sequence[Any]]:
