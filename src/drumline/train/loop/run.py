@@ -25,7 +25,7 @@ from drumline.train.loop.making import (
     Calling,
     MakeModel,
     build,
-    check,
+    check_packages,
     gathered,
     group_of,
     pipeline_arguments,
@@ -33,7 +33,6 @@ from drumline.train.loop.making import (
 )
 from drumline.train.loop.memory import PeakMemory, resident
 from drumline.train.loop.progress import Tell
-from drumline.train.loop.rates import rate
 from drumline.train.loop.training import Trained, Training
 
 MakeData = Callable[..., Data]
@@ -61,9 +60,8 @@ def run_training(
 def _run_training(
     settings: TrainSettings, tell: Tell | None, make_model: MakeModel, make_data: MakeData, *, continues: bool
 ) -> Trained:
-    check(settings)
+    check_packages(settings)
     given, settings = settings, gathered(settings)
-    rate(settings.learning_rate, 0, settings.run.steps)
     if settings.run.threads:
         torch.set_num_threads(settings.run.threads)
     before = resident()
