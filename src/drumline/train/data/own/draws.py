@@ -14,14 +14,16 @@ nothing else: both are in a checkpoint.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+
+from drumline.channel.launch.by_name import codes
 
 _DEEPEST, _MOST = 8, 5000  # how far and how many objects are looked at
 _LONGEST = 256  # items of a list or dict: longer ones hold samples
@@ -57,7 +59,7 @@ class Draws:
 
     def state(self) -> dict[str, Any]:
         """Return where all of them are: the global ones by name, and those in the data by where they are held."""
-        held = {where: _state_of(one) for where, one in generators_in(self._source).items()}
+        held = {where: _access(one)[0]() for where, one in generators_in(self._source).items()}
         return {"global": dict(self._apart), "held": held}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -66,7 +68,7 @@ class Draws:
         held = generators_in(self._source)
         for where, one in state["held"].items():
             if where in held:
-                _restore(held[where], one)
+                _access(held[where])[1](one)
 
 
 def _now() -> dict[str, Any]:
@@ -78,29 +80,16 @@ def _put(states: Mapping[str, Any]) -> None:
         put(states[name])
 
 
-def _state_of(generator: Any) -> Any:
+def _access(generator: Any) -> tuple[Get, Set]:
+    """Return what reads a generator's state, and what sets it."""
     if isinstance(generator, torch.Generator):
-        return generator.get_state()
+        return generator.get_state, generator.set_state
     if isinstance(generator, random.Random):
-        return generator.getstate()
+        return generator.getstate, generator.setstate
     if isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
-    return _bits(generator).state
-
-
-def _restore(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    else:
-        _bits(generator).state = state
-
-
-def _bits(generator: Any) -> Any:
-    return generator.bit_generator if isinstance(generator, np.random.Generator) else generator
+        return partial(generator.get_state, legacy=False), generator.set_state
+    bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
+    return lambda: bits.state, partial(setattr, bits, "state")
 
 
 def generators_in(source: Any) -> dict[str, Any]:
@@ -177,12 +166,7 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     yield "(*)", dict(function.__kwdefaults__ or {})
     if function.__module__ is not None and function.__module__.partition(".")[0] in _OURS:
         return
-    for name in _names_in(function.__code__):
+    for name in dict.fromkeys(name for code in codes(function.__code__) for name in code.co_names):
         inner = function.__globals__.get(name)
         if isinstance(inner, (FunctionType, *_KINDS)):
             yield f"::{name}", inner
-
-
-def _names_in(code: CodeType) -> Sequence[str]:
-    inner = [name for one in code.co_consts if isinstance(one, CodeType) for name in _names_in(one)]
-    return list(dict.fromkeys([*code.co_names, *inner]))
