@@ -134,6 +134,7 @@ def test_only_responses_count(tmp_path: Path) -> None:
 
 
 def test_wrong_files_are_refused_with_name_and_line(tmp_path: Path) -> None:
+    long = "x" * 400
     np.save(tmp_path / "floats.npy", np.zeros(4))
     cases: list[tuple[dict[str, Any], dict[str, str]]] = [
         ({"files": ("none.txt",)}, saying("data.files names none.txt, and there is no such file")),
@@ -142,6 +143,7 @@ def test_wrong_files_are_refused_with_name_and_line(tmp_path: Path) -> None:
         ({"files": (written(tmp_path, "short.txt", "abc"),)}, saying("the data have 1 row, and a step takes 4")),
         ({"files": (written(tmp_path, "latin.txt", b"a\nb\xe9\n"),)}, saying("latin.txt, line 2: not UTF-8")),
         ({"files": (written(tmp_path, "cut.txt", b"a\nb\n\xc3"),)}, saying("cut.txt, line 3: not UTF-8")),
+        ({"files": (written(tmp_path, "ok.txt", long),), "validation": 1.0}, saying("data.validation is 1.0")),
         (
             {"kind": "tokens", "files": (written(tmp_path, "odd.bin", b"abc"),)},
             saying("3 bytes, which is no multiple of 2"),

@@ -196,7 +196,6 @@ def test_an_error_of_ours_in_a_configs_function_stays_what_it_is() -> None:
         ({"mesh.pipeline": 3, "pipeline.layers": [3, 0, 3]}, saying(expected="a layer or more in stages between")),
         ({"model.kind": "hf", "model.path": "no-such"}, saying("model.path: no-such: no such file or folder")),
         ({"model.kind": "hf", "model.path": "."}, saying("model.path: .: has no config.json")),
-        ({"data.validation": 1.0}, saying("data.validation is 1.0", expected="from 0 to less than 1")),
         ({"data.tokenizer": "nowhere"}, saying("data.tokenizer: nowhere: no such folder")),
         ({"data.kind": "tokens"}, saying("data.files is empty", expected="files with tokens")),
         ({"data.kind": "instructions"}, saying("data.files is empty", expected="files with instructions")),
