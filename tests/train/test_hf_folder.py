@@ -138,6 +138,8 @@ def test_wrong_folders_are_refused(folder: Path, tmp_path: Path) -> None:
     transformers.T5Config().save_pretrained(tmp_path / "t5")
     for path, said in some(
         [
+            (tmp_path / "none", "there is no such folder or file"),
+            (tmp_path, "has no config.json"),
             (tmp_path / "strange", "cannot be read"),
             (tmp_path / "t5", "no causal language model"),
         ]

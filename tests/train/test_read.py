@@ -145,6 +145,11 @@ def test_wrong_files_are_refused_with_name_and_line(tmp_path: Path) -> None:
         ({"files": (written(tmp_path, "cut.txt", b"a\nb\n\xc3"),)}, saying("cut.txt, line 3: not UTF-8")),
         ({"files": (written(tmp_path, "ok.txt", long),), "validation": 1.0}, saying("data.validation is 1.0")),
         (
+            {"files": (written(tmp_path, "ok.txt", long),), "tokenizer": "nowhere"},
+            saying("data.tokenizer is 'nowhere'"),
+        ),
+        ({"kind": "tokens"}, saying("data.files names no file")),
+        (
             {"kind": "tokens", "files": (written(tmp_path, "odd.bin", b"abc"),)},
             saying("3 bytes, which is no multiple of 2"),
         ),

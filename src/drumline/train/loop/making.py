@@ -210,6 +210,10 @@ def layer_cuts(model: nn.Module, layers: Sequence[int]) -> list[str]:
             fix="name the first module of every stage but the first in pipeline.cuts instead",
         )
     names, behind = found
+    if any(one < 1 for one in layers[1:-1]):
+        raise UsageError(
+            f"pipeline.layers are {list(layers)}", expected="a layer in every stage but the first and the last"
+        )
     starts = list(accumulate(layers))[:-1]
     if any(start >= len(names) for start in starts) and not behind:
         raise UsageError(

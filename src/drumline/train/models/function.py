@@ -15,9 +15,11 @@ from typing import Any
 from torch import nn
 
 from drumline.core.errors import DrumlineError, RunError, UsageError, nearest
-from drumline.train.config.functions import module_of_file, parts_of
+from drumline.train.config.functions import module_of_file
 from drumline.train.models.built import Built
 from drumline.train.models.hf import loss_of_logits
+
+_FORMS = '"package.module:function" or "file.py:function"'
 
 
 def named_function(name: str, *, key: str) -> Callable[..., Any]:
@@ -29,12 +31,10 @@ def named_function(name: str, *, key: str) -> Callable[..., Any]:
     Traceback (most recent call last):
     drumline.core.errors.UsageError: model.function names gcb, which math does not have; did you mean gcd?
     """
-    place, attribute = parts_of(name)
-    if place.endswith(".py"):
-        with users_code(place):
-            module = module_of_file(Path(place))
-    else:
-        module = _of_name(place, key)
+    place, colon, attribute = name.rpartition(":")
+    if not colon or not place or not attribute:
+        raise UsageError(f"{key} is {name!r:.80}", expected=_FORMS)
+    module = _of_file(Path(place), key) if place.endswith(".py") else _of_name(place, key)
     found = getattr(module, attribute, None)
     if found is None:
         names = [one for one in vars(module) if not one.startswith("_")]
@@ -79,6 +79,13 @@ def _of_name(name: str, key: str) -> ModuleType:
             raise  # the module is there, and fails or imports one that is not
         fix = "start in the folder that holds it, install it, or name the file: path/file.py:function"
         raise UsageError(f"{key} names the module {name}, and there is none", fix=fix) from None
+
+
+def _of_file(path: Path, key: str) -> ModuleType:
+    if not path.is_file():
+        raise UsageError(f"{key} names the file {path}, and there is none", expected=_FORMS)
+    with users_code(str(path)):
+        return module_of_file(path)
 
 
 def called(function: Callable[..., Any], offered: Mapping[str, Any], arguments: Mapping[str, Any], *, key: str) -> Any:

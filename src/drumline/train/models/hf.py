@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.core.errors import ModelError, installing
+from drumline.core.errors import ModelError, UsageError, installing
 from drumline.train.models.built import IGNORED, Built, Tokenizer
 from drumline.train.models.tokenizers import FolderTokenizer, has_tokenizer
 
@@ -114,8 +114,14 @@ def _config(path: str) -> Any:
         from transformers import AutoConfig
     except ImportError:
         raise ModelError('model.kind "hf" needs transformers', fix=installing("hf")) from None
+    place = Path(path)
+    expected = "a folder with config.json, or a config file"
+    if not path or not place.exists():
+        raise UsageError(f"model.path is {path!r:.80}, and there is no such folder or file", expected=expected)
+    if place.is_dir() and not (place / "config.json").is_file():
+        raise UsageError(f"{path} has no config.json", expected=expected)
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(str(place), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"the config of {path} cannot be read: {(str(error).splitlines() or ['?'])[0][:200]}",

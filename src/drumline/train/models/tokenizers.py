@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from drumline.core.errors import ModelError, installing
+from drumline.core.errors import ModelError, UsageError, installing
 from drumline.train.models.built import Tokenizer
 
 BYTES = "bytes"
@@ -90,7 +90,12 @@ def tokenizer_named(name: str) -> Tokenizer:
     >>> tokenizer_named("bytes").vocabulary
     257
     """
-    return ByteTokenizer() if name == BYTES else FolderTokenizer(name)
+    if name == BYTES:
+        return ByteTokenizer()
+    if not Path(name).is_dir():
+        expected = '"bytes", or a folder with a tokenizer'
+        raise UsageError(f"data.tokenizer is {name!r:.80}, and there is no such folder", expected=expected)
+    return FolderTokenizer(name)
 
 
 def has_tokenizer(folder: Path) -> bool:

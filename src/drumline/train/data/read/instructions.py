@@ -27,6 +27,8 @@ Counted = tuple[list[int], list[bool]]
 
 def instruction_documents(names: Sequence[str], tokenizer: Tokenizer, *, key: str = "data.files") -> Documents:
     """Return the documents of instruction files, with which of their tokens are trained on."""
+    if not names:
+        raise UsageError(f"{key} names no file", expected=f"JSONL files, a line each: {_FORMS}")
     tokens: list[list[int]] = []
     counted: list[list[bool]] = []
     for path in found(names, key=key):

@@ -22,6 +22,8 @@ def token_documents(
     names: Sequence[str], kind: str, end: int | None, vocabulary: int | None, *, key: str = "data.files"
 ) -> Documents:
     """Return the documents of token files: each ends with the token `end`, or is a whole file where there is none."""
+    if not names:
+        raise UsageError(f"{key} names no file", expected='files of tokens where data.kind is "tokens"')
     if kind not in TYPES:
         raise UsageError(f"data.token_type is {kind!r:.60}", fix=nearest(kind, TYPES))
     files = found(names, key=key)
