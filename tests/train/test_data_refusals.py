@@ -21,11 +21,14 @@ from drumline.core.errors import (
 )
 from drumline.train.config import settings as tables
 from drumline.train.config.settings import TrainSettings
+from drumline.train.data.buckets import check_buckets, layout_of
+from drumline.train.data.build import build_data
 from drumline.train.data.fill import TokenFiller
 from drumline.train.data.items.batch import Batch, Data
 from drumline.train.data.items.documents import Documents
 from drumline.train.data.items.fingerprint import Part, changed, fingerprint
 from drumline.train.data.items.order import Shuffle
+from drumline.train.data.layouts import StepShape
 from drumline.train.data.own.function import data_by_function
 from drumline.train.data.own.repeated import RepeatedStream, Source, batch_of
 from drumline.train.data.own.trial import check_resumable
@@ -109,6 +112,19 @@ def test_data_that_were_tried_are_closed_before_the_run_begins_with_them() -> No
 @pytest.mark.parametrize(
     ("make", "said"),
     [
+        (lambda: build_data(TrainSettings(), built(), rank=2, size=2), saying("rank is 2 of 2", expected="0 to 1")),
+        (lambda: build_data(TrainSettings(), built(), rank=-1, size=2), saying("rank is -1 of 2")),
+        (lambda: build_data(settings(data=tables.DataSettings(kind="txt")), built()), saying("data.kind is 'txt'")),
+        (
+            lambda: build_data(settings(lengths=tables.LengthSettings(how="block")), built()),
+            saying(fix=r"did you mean blocks\?"),
+        ),
+        (
+            lambda: layout_of("pack", None, StepShape(1, 1, 1), 4),  # type: ignore[arg-type]
+            saying("lengths.how is 'pack'", fix=r"did you mean packed\?"),
+        ),
+        (lambda: check_buckets((0, 4), 8), saying(r"lengths.buckets is \(0, 4\)", expected="lengths from 1 to 8")),
+        (lambda: check_buckets((4, 9), 8), saying(r"lengths.buckets is \(4, 9\)")),
         (
             lambda: filler(built(), "padded")._check(np.array([[1, 5]])),
             saying("the token 5, and the model 5 tokens"),

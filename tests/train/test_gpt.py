@@ -16,7 +16,7 @@ from drumline.model.follow.inputs import Inputs
 from drumline.plan.cluster.models import model as named_model
 from drumline.plan.cluster.transformer import Transformer
 from drumline.train.config.settings import BatchSettings, ModelSettings, RunSettings, TrainSettings
-from drumline.train.models.build import build_model, next_token_loss
+from drumline.train.models.build import build_model, count_parameters, next_token_loss
 from drumline.train.models.gpt import GPT, GPTSizes
 from refused import refused
 from some import some
@@ -66,7 +66,7 @@ def test_it_has_exactly_the_parameters_that_a_plan_counts(name: str) -> None:
     built = build_model(TrainSettings(model=model, batch=BatchSettings(sequence=plan.sequence)), device="meta")
     head = plan.head_parameters - (plan.hidden * plan.vocabulary if plan.tied else 0)
     counted = plan.embedding_parameters + plan.num_layers * plan.dense_layer_parameters + head
-    assert sum(one.numel() for one in built.model.parameters()) == counted
+    assert count_parameters(built.model) == counted
 
 
 @pytest.mark.parametrize("sizes", [OLD, NEW], ids=["gpt", "llama"])
@@ -146,8 +146,12 @@ def test_a_model_has_the_same_values_whole_and_in_stages() -> None:
 
 def test_what_it_cannot_be_is_refused() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
+        ({"num_key_value_heads": 4}, "num_key_value_heads is 4 and model.num_heads 6"),
         ({"learned_positions": False, "head_width": 7}, "heads are 7 wide"),
+        ({"dropout": 1.0}, "model.dropout is 1.0"),
         ({"vocabulary": 200}, "the tokenizer has 257 tokens, and the model 200"),
+        ({"others": {"experts_num_experts": 8}}, "experts_num_experts = 8"),
+        ({"num_layers": 0}, "model.num_layers is 0"),
     ]
     for changes, said in cases:
         with refused(ModelError, said):

@@ -31,6 +31,7 @@ from drumline.train.config.settings import (
 )
 from drumline.train.data.build import build_data
 from drumline.train.data.items.batch import Batch, Data
+from drumline.train.data.layouts import HOWS
 from drumline.train.data.stream import PlannedStream
 from drumline.train.dry.run import dry_run
 from drumline.train.loop.run import run_training
@@ -42,7 +43,6 @@ from refused import refused
 from some import some
 
 END = 256
-HOWS = ("blocks", "packed", "padded", "buckets")
 MODEL = ModelSettings(num_layers=1, hidden=8, num_heads=1)
 NOTHING_HELD = EvaluationSettings(every=0)
 

@@ -250,6 +250,19 @@ def test_a_large_model_is_built_by_its_ranks_to_the_last_bit(tmp_path: Path, mon
 
 
 REFUSED: list[tuple[dict[str, Any], type[DrumlineError], dict[str, str]]] = [
+    ({"mesh": MeshSettings(expert=2)}, UsageError, saying("mesh.expert is 2")),
+    (
+        {"optimizer": OptimizerSettings(kind="Adamw")},
+        UsageError,
+        saying("optimizer.kind is 'Adamw'", fix="did you mean AdamW"),
+    ),
+    (
+        {"optimizer": OptimizerSettings(kind="LBFGS")},
+        UsageError,
+        saying("optimizer.kind is 'LBFGS'", expected="closure"),
+    ),
+    ({"optimizer": OptimizerSettings(settings={"beta": 1})}, UsageError, saying("AdamW refuses its settings")),
+    ({"optimizer": OptimizerSettings(kind="Muon")}, UsageError, saying("Muon got 'layers.0.norm.weight'")),
     (
         {"optimizer": OptimizerSettings(groups=(OptimizerGroup(names=("layer.0.inner.weight",)),))},
         UsageError,
@@ -260,7 +273,13 @@ REFUSED: list[tuple[dict[str, Any], type[DrumlineError], dict[str, str]]] = [
         UsageError,
         saying(r"groups\[1\] gets no parameter"),
     ),
+    (
+        {"learning_rate": LearningRateSettings(shape="cosin")},
+        UsageError,
+        saying("learning_rate.shape is 'cosin'", fix="did you mean cosine"),
+    ),
     ({"pipeline": PipelineSettings(transport="in-process", layers=(3, 3))}, UsageError, saying("layers sum to 6")),
+    ({"pipeline": PipelineSettings(transport="in-process", schedule="auto")}, UsageError, saying("schedule is 'auto'")),
 ]
 
 

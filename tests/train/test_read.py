@@ -148,6 +148,7 @@ def test_wrong_files_are_refused_with_name_and_line(tmp_path: Path) -> None:
             {"files": (written(tmp_path, "ok.txt", long),), "tokenizer": "nowhere"},
             saying("data.tokenizer is 'nowhere'"),
         ),
+        ({"kind": "txet"}, saying("data.kind is 'txet'", fix="did you mean text")),
         ({"kind": "tokens"}, saying("data.files names no file")),
         (
             {"kind": "tokens", "files": (written(tmp_path, "odd.bin", b"abc"),)},

@@ -33,12 +33,15 @@ from drumline.train.config.settings import TrainSettings
 from drumline.train.demo import _clear
 from drumline.train.loop.making import layer_cuts
 from drumline.train.loop.optimizers import choose
-from drumline.train.loop.rates import rate
+from drumline.train.loop.rates import check, rate
 from drumline.train.loop.training import Trained
 from drumline.train.memory.forecast import _num_ranks, _versions
 from drumline.train.models.beside import _with_dtype
+from drumline.train.models.build import build_model
 from drumline.train.models.built import Built
 from drumline.train.models.function import built_by_user, named_function
+from drumline.train.models.gpt import GPTSizes
+from drumline.train.models.mlp import mlp
 from drumline.train.restarts import is_worth_another
 from refused import refused, saying
 
@@ -61,11 +64,25 @@ def settings(**changed: Any) -> TrainSettings:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
+        (lambda: mlp(0, 8, 4, 2), saying("model.num_layers is 0", expected="1 or more")),
+        (lambda: mlp(3, 0, 4, 2), saying("model.hidden is 0", expected="1 or more")),
+        (lambda: mlp(3, 8, 0, 2), saying("model.inputs is 0", expected="1 or more")),
+        (lambda: mlp(3, 8, 4, -1), saying("model.outputs is -1", expected="1 or more")),
+        (lambda: GPTSizes(**SIZES | {"hidden": 0}), saying("model.hidden is 0", expected="1 or more")),
+        (lambda: GPTSizes(**SIZES, feedforward=-1), saying("model.feedforward is -1", expected="0 or more")),
+        (lambda: GPTSizes(**SIZES, head_width=-2), saying("model.head_width is -2", expected="0 or more")),
+        (lambda: GPTSizes(**SIZES, rotary_base=0.0), saying("model.rotary_base is 0.0", expected="a number above 0")),
+        (lambda: GPTSizes(**SIZES, dropout=1.0), saying("model.dropout is 1.0", expected="0 or more, and below 1")),
         (
             lambda: built_by_user([1, 2], name="mine.py:make"),
             saying("mine.py:make returned a list", expected="an nn.Module"),
         ),
         (lambda: built_by_user((nn.Linear(1, 1), 3), name="mine.py:make"), saying("mine.py:make returned a tuple")),
+        (
+            lambda: build_model(settings(model=tables.ModelSettings(kind="gtp"))),
+            saying("'gtp'", fix=r"did you mean gpt\?"),
+        ),
+        (lambda: build_model(TrainSettings(), device="cuda"), saying("device is 'cuda'", expected='"cpu" or "meta"')),
         (lambda: named_function("mine", key="model.function"), saying("model.function is 'mine'")),
         (lambda: named_function(":make", key="model.function"), saying("model.function is ':make'")),
         (lambda: named_function("mine:", key="model.function"), saying("model.function is 'mine:'")),
@@ -157,55 +174,18 @@ def test_an_error_of_ours_in_a_configs_function_stays_what_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("changed", "said"),
     [
-        ({"learning_rate.shape": "cosin"}, saying("learning_rate.shape is 'cosin'", fix=r"did you mean cosine\?")),
-        ({"learning_rate.warmup_steps": -1}, saying("learning_rate.warmup_steps is -1", expected="0 or more")),
-        ({"learning_rate.decay_steps": -2}, saying("learning_rate.decay_steps is -2", expected="1 or more")),
-        ({"learning_rate.final": 1.5}, saying("learning_rate.final is 1.5", expected="a share, from 0 to 1")),
-        ({"learning_rate.final": -0.1}, saying("learning_rate.final is -0.1")),
-        ({"model.kind": "gtp"}, saying("model.kind is 'gtp'", fix=r"did you mean gpt\?")),
-        ({"model.num_layers": 0}, saying("model.num_layers is 0", expected="1 or more")),
-        ({"model.hidden": 0}, saying("model.hidden is 0", expected="1 or more")),
-        ({"model.inputs": 0}, saying("model.inputs is 0", expected="1 or more")),
-        ({"model.outputs": -1}, saying("model.outputs is -1", expected="1 or more")),
-        ({"model.feedforward": -1}, saying("model.feedforward is -1", expected="0 or more")),
-        ({"model.head_width": -2}, saying("model.head_width is -2", expected="0 or more")),
-        ({"model.rotary_base": 0.0}, saying("model.rotary_base is 0.0", expected="a number above 0")),
-        ({"model.dropout": 1.0}, saying("model.dropout is 1.0", expected="from 0 to less than 1")),
-        ({"model.attention_dropout": 1.0}, saying("model.attention_dropout is 1.0")),
-        (
-            {"model.num_key_value_heads": 4},
-            saying("model.num_key_value_heads is 4", expected="divides model.num_heads"),
-        ),
-        ({"model.experts_num_experts": 8}, saying("experts_num_experts is 8, which the built-in GPT does not have")),
-        ({"data.kind": "txet"}, saying("data.kind is 'txet'", fix=r"did you mean text\?")),
-        ({"lengths.how": "pack"}, saying("lengths.how is 'pack'", fix=r"did you mean packed\?")),
-        ({"lengths.how": "buckets", "lengths.buckets": [0, 4]}, saying(r"lengths.buckets is \[0, 4\]")),
-        ({"lengths.how": "buckets", "lengths.buckets": [4, 999]}, saying(r"buckets is \[4, 999\]", expected="256")),
-        ({"lengths.how": "buckets", "lengths.buckets": [128, 64]}, saying(expected="rising lengths")),
-        ({"batch.sequences": 2}, saying("batch.sequences is 2", expected="a multiple of 4")),
-        ({"batch.accumulate": 0}, saying("batch.accumulate is 0", expected="1 or more")),
-        ({"run.steps": 0}, saying("run.steps is 0", expected="1 or more")),
-        ({"run.log_every": 0}, saying("run.log_every is 0", expected="1 or more")),
-        ({"mesh.expert": 2}, saying("mesh.expert is 2", expected="a divisor of mesh.data")),
-        ({"memory.recompute": "some"}, saying("memory.recompute is 'some'", fix=r"did you mean none\?")),
-        ({"precision.weights": "fp8"}, saying("precision.weights is 'fp8'", expected="fp32")),
-        ({"pipeline.schedule": "auto"}, saying('pipeline.schedule is "auto"', expected="a schedule to begin with")),
-        ({"pipeline.layers": [3, 3], "pipeline.cuts": ["a"]}, saying("cuts stands beside pipeline.layers")),
-        ({"optimizer.clip_norm": -1.0}, saying("optimizer.clip_norm is -1.0", expected="0 or more")),
-        ({"optimizer.kind": "Adamw"}, saying("optimizer.kind is 'Adamw'", fix=r"did you mean AdamW\?")),
-        ({"optimizer.kind": "LBFGS"}, saying("optimizer.kind is 'LBFGS', which a pipeline cannot run")),
-        ({"optimizer.kind": "Muon"}, saying("optimizer.kind is Muon", expected="all other parameters")),
-        ({"optimizer.settings": {"beta": 1}}, saying("beta is no argument of AdamW", fix=r"did you mean betas\?")),
-        ({"optimizer.groups": [{"settings": {"lr": 1.0}}]}, saying(fix="a key of its own: optimizer.groups.0.lr")),
-        ({"optimizer.groups": [{"kind": "Muon"}]}, saying("only_matrices is false", expected="matrices alone")),
+        ({"shape": "cosin"}, saying("learning_rate.shape is 'cosin'")),
+        ({"warmup_steps": -1}, saying("learning_rate.warmup_steps is -1", expected="0 or more steps")),
+        ({"decay_steps": -2}, saying("learning_rate.decay_steps is -2", expected="0 or more steps")),
+        ({"final": 1.5}, saying("learning_rate.final is 1.5", expected="a share of the rate")),
+        ({"final": -0.1}, saying("learning_rate.final is -0.1")),
     ],
 )
-def test_values_that_no_run_can_take_are_refused_where_they_are_read(given: Any, said: dict[str, str]) -> None:
-    """Nothing behind `read_settings` looks at them again."""
-    with refused(ConfigError, **said):
-        read_settings(None, given)
+def test_rates_that_nothing_follows_are_refused(changed: dict[str, Any], said: dict[str, str]) -> None:
+    with refused(UsageError, **said):
+        check(tables.LearningRateSettings(**changed))
 
 
 def test_a_linear_rate_falls_in_equal_steps_and_wsd_over_a_tenth() -> None:
@@ -227,6 +207,8 @@ GROUP = tables.OptimizerGroup
             r"optimizer.groups\[1\] gets no parameter: earlier groups take all",
         ),
         ((GROUP(names=("b",), only_matrices=True),), r"groups\[0\] is for matrices only, and none of b has two"),
+        ((GROUP(names=("w",), settings={"lr": 1.0}),), r"optimizer.groups\[0\].settings has lr"),
+        ((GROUP(names=("b",), kind="Muon"),), r"Muon got 'b' of the shape \(2,\)"),
     ],
 )
 def test_groups_of_parameters_that_mean_nothing_are_refused(groups: Any, said: str) -> None:

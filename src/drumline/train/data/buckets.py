@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from drumline.core.errors import UsageError, nearest
 from drumline.train.data.items.batch import Bucket
 from drumline.train.data.items.order import Indices
-from drumline.train.data.layouts import Layout, Packed, Padded, Sized, StepShape, Unit, all_lengths, dealt
+from drumline.train.data.layouts import HOWS, Layout, Packed, Padded, Sized, StepShape, Unit, all_lengths, dealt
 from drumline.train.data.packing import chosen_buckets
 
 MOST_BUCKETS = 64
@@ -116,8 +117,22 @@ class Buckets(Layout):
         return {**super().described(), "buckets": [list(astuple(one)) for one in self.buckets], "size": self.shape.size}
 
 
+def check_buckets(buckets: Sequence[int], sequence: int) -> None:
+    """Refuse lengths that are no buckets.
+
+    >>> check_buckets((128, 64), 256)
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: lengths.buckets is (128, 64); expected lengths from 1 to 256 (batch.sequence), ...
+    """
+    if list(buckets) != sorted(set(buckets)) or any(not 1 <= one <= sequence for one in buckets):
+        expected = f"lengths from 1 to {sequence} (batch.sequence), each longer than the one before"
+        raise UsageError(f"lengths.buckets is {tuple(buckets)}", expected=expected)
+
+
 def layout_of(how: str, samples: Sized, shape: StepShape, width: int, buckets: Sequence[int] = ()) -> Layout:
     """Return the layout of that name."""
+    if how not in HOWS:
+        raise UsageError(f"lengths.how is {how!r:.60}", fix=nearest(how, HOWS))
     if how == "buckets":
         return Buckets(samples, shape, width, buckets)
     return {"blocks": Layout, "packed": Packed, "padded": Padded}[how](samples, shape, width)

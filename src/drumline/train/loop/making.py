@@ -29,14 +29,46 @@ from drumline.report.run.follow import needed
 from drumline.schedules import generate, schedules
 from drumline.train.config.settings import TrainSettings
 from drumline.train.data.items.batch import Batch
-from drumline.train.models.built import DTYPES, Built, Tokenizer
+from drumline.train.models.built import Built, Tokenizer
 
 MakeModel = Callable[..., Built]
 _LARGE = 2**31  # bytes of parameters from which on each process makes only its own
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def check_packages(settings: TrainSettings) -> None:
-    """Refuse a log whose package is not installed, alike on all ranks and before anything is built."""
+def check(settings: TrainSettings) -> None:
+    """Refuse what the loop cannot do, alike on all ranks and before anything is built.
+
+    >>> from drumline.train.config.settings import MemorySettings
+    >>> check(TrainSettings(memory=MemorySettings(recompute="some")))
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: memory.recompute is 'some'; expected "none" or "full": single operations ...
+    """
+    if settings.mesh.data % settings.mesh.expert:
+        raise UsageError(
+            f"mesh.expert is {settings.mesh.expert}", expected=f"a divisor of mesh.data, {settings.mesh.data}"
+        )
+    if settings.pipeline.schedule == "auto":
+        raise UsageError(
+            "pipeline.schedule is 'auto'",
+            expected="a schedule to begin with",
+            fix="name one and set adapt.on, which searches other programs while the run goes on",
+        )
+    if settings.memory.recompute not in ("none", "full"):
+        raise UsageError(
+            f"memory.recompute is {settings.memory.recompute!r}",
+            expected='"none" or "full": single operations of a block cannot be recomputed yet',
+        )
+    if settings.precision.weights not in _DTYPES:
+        raise UsageError(f"precision.weights is {settings.precision.weights!r}", expected=", ".join(_DTYPES))
+    if settings.batch.accumulate < 1 or settings.run.steps < 1 or settings.run.log_every < 1:
+        raise UsageError(
+            f"batch.accumulate is {settings.batch.accumulate}, run.steps {settings.run.steps} and run.log_every"
+            f" {settings.run.log_every}",
+            expected="1 or more of each",
+        )
+    if settings.optimizer.clip_norm < 0:
+        raise UsageError(f"optimizer.clip_norm is {settings.optimizer.clip_norm}", expected="0 for none, or more")
     for package, wanted in (("tensorboard", settings.run.tensorboard), ("wandb", bool(settings.run.wandb))):
         if wanted:
             needed(package, extra=package)
@@ -97,7 +129,7 @@ def build(settings: TrainSettings, make_model: MakeModel, *, whole: bool | None 
     if built is None:
         seeded(settings.run.seed)
         built = make_model(settings, device="cpu")
-    dtype = DTYPES[settings.precision.weights]
+    dtype = _DTYPES[settings.precision.weights]
     for one in built.model.parameters():
         if one.is_floating_point() and dtype is not torch.float32:
             one.data = one.data.to(dtype)
@@ -185,6 +217,11 @@ def _wants_example(model: nn.Module) -> bool:
 
 def _cut(settings: TrainSettings, model: nn.Module) -> dict[str, Any]:
     given = settings.pipeline
+    chosen = [name for name in ("layers", "cuts", "balance") if getattr(given, name)]
+    if len(chosen) > 1:
+        raise UsageError(
+            f"pipeline.{chosen[0]} and pipeline.{chosen[1]} both say where to cut", expected="one of the two"
+        )
     if given.layers:
         return {"cuts": layer_cuts(model, given.layers) or None}
     return {"cuts": list(given.cuts) or None, "balance": given.balance or None}

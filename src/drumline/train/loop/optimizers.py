@@ -12,16 +12,19 @@ without any parameter of a group has an optimizer with nothing to do.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
-from drumline.core.errors import UsageError
+from drumline.core.errors import UsageError, nearest
 from drumline.engine.state.names import matching
 from drumline.pipeline.pipeline import Pipeline
 from drumline.train.config.settings import OptimizerGroup, OptimizerSettings
+
+_NEEDS_CLOSURE = frozenset({"LBFGS"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +88,10 @@ def choose(
 
     `others` has further names of tied parameters, by which patterns find them too.
     """
-    return [
-        Chosen(group, getattr(torch.optim, group.kind), settings.lr if group.lr is None else group.lr, names)
-        for group, names in shared_out(shapes, settings, others=others)
-    ]
+    found = []
+    for group, names, where in shared_out(shapes, settings, others=others):
+        found.append(_checked(group, settings, names, shapes, where))
+    return found
 
 
 def shared_out(
@@ -96,8 +99,8 @@ def shared_out(
     settings: OptimizerSettings,
     *,
     others: Mapping[str, Sequence[str]] | None = None,
-) -> list[tuple[OptimizerGroup, tuple[str, ...]]]:
-    """Return every group with its parameters, the table itself last if any are left for it."""
+) -> list[tuple[OptimizerGroup, tuple[str, ...], str]]:
+    """Return every group with its parameters and what errors call it, the table itself last if any are left for it."""
     left, found = dict(shapes), []
     for number, group in enumerate(settings.groups):
         where = f"optimizer.groups[{number}]"
@@ -109,11 +112,11 @@ def shared_out(
                 expected="at least one parameter in every group",
                 fix="put the narrower patterns first",
             )
-        found.append((group, mine))
+        found.append((group, mine, where))
         left = {name: shape for name, shape in left.items() if name not in mine}
     if left:
         rest = OptimizerGroup(kind=settings.kind, settings=settings.settings)
-        found.append((rest, tuple(left)))
+        found.append((rest, tuple(left), "optimizer"))
     return found
 
 
@@ -134,3 +137,58 @@ def _matched(
                 fix="leave only_matrices out, or choose other names",
             )
     return names
+
+
+def _checked(
+    group: OptimizerGroup,
+    settings: OptimizerSettings,
+    names: tuple[str, ...],
+    shapes: Mapping[str, torch.Size],
+    where: str,
+) -> Chosen:
+    """Return a group's choice, tried on tensors without memory: torch's own refusals come alike on all ranks."""
+    chosen = Chosen(group, kind_of(group.kind, where), settings.lr if group.lr is None else group.lr, names)
+    if "lr" in group.settings:
+        raise UsageError(f"{where}.settings has lr", expected=f"the rate as {where}.lr", fix="move it there")
+    if chosen.kind.__name__ == "Muon":
+        other = next((name for name in names if len(shapes[name]) != 2), None)
+        if other is not None:
+            raise UsageError(
+                f"{where}: Muon got {other!r} of the shape {tuple(shapes[other])}",
+                expected="matrices: Muon updates parameters with two dimensions",
+                fix="set only_matrices = true; what is left over goes to the optimizer of the table",
+            )
+    examples = [nn.Parameter(torch.empty(shapes[name], device="meta")) for name in names]
+    try:
+        chosen.kind([{"params": examples}], **{"lr": chosen.lr, **group.settings})
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{where}: torch.optim.{group.kind} refuses its settings: {error}",
+            expected=f"settings of torch.optim.{group.kind}",
+        ) from None
+    return replace(chosen, names=names)
+
+
+def kind_of(name: str, where: str = "optimizer") -> type[Optimizer]:
+    """Return the class of torch.optim with a name.
+
+    >>> kind_of("AdamW").__name__
+    'AdamW'
+    >>> kind_of("Adamw")
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: optimizer.kind is 'Adamw'; expected a class of torch.optim; did you mean AdamW?
+    """
+    known = {
+        key: one
+        for key, one in vars(torch.optim).items()
+        if isinstance(one, type) and issubclass(one, Optimizer) and one is not Optimizer and key not in _NEEDS_CLOSURE
+    }
+    if name in _NEEDS_CLOSURE:
+        raise UsageError(
+            f"{where}.kind is {name!r}, which runs the model several times in an update",
+            expected="an optimizer whose step takes no closure",
+            fix="use AdamW",
+        )
+    if name not in known:
+        raise UsageError(f"{where}.kind is {name!r}", expected="a class of torch.optim", fix=nearest(str(name), known))
+    return known[name]

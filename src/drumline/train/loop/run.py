@@ -26,7 +26,7 @@ from drumline.train.loop.making import (
     Calling,
     MakeModel,
     build,
-    check_packages,
+    check,
     gathered,
     group_of,
     pipeline_arguments,
@@ -34,6 +34,7 @@ from drumline.train.loop.making import (
 )
 from drumline.train.loop.memory import PeakMemory, resident
 from drumline.train.loop.progress import Tell
+from drumline.train.loop.rates import rate
 from drumline.train.loop.training import Trained, Training
 from drumline.train.models.build import build_model
 
@@ -61,8 +62,9 @@ def run_training(
 def _run_training(
     settings: TrainSettings, tell: Tell | None, make_model: MakeModel, make_data: MakeData, *, continues: bool
 ) -> Trained:
-    check_packages(settings)
+    check(settings)
     given, settings = settings, gathered(settings)
+    rate(settings.learning_rate, 0, settings.run.steps)
     if settings.run.threads:
         torch.set_num_threads(settings.run.threads)
     before = resident()

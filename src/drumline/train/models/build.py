@@ -8,16 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.core.errors import ModelError, UsageError
+from drumline.core.errors import ModelError, UsageError, nearest
 from drumline.engine.state.materialise import materialise
 from drumline.train.config.placed import concerning
-from drumline.train.config.settings import TrainSettings
-from drumline.train.models.built import DTYPES, IGNORED, Built, Tokenizer
+from drumline.train.config.settings import ModelSettings, TrainSettings
+from drumline.train.models.built import IGNORED, Built, Tokenizer
 from drumline.train.models.function import built_by_user, called, named_function, users_code
 from drumline.train.models.gpt import GPT, GPTSizes
 from drumline.train.models.hf import hf_model
 from drumline.train.models.mlp import mlp
 from drumline.train.models.tokenizers import ByteTokenizer, tokenizer_named
+
+KINDS = ("gpt", "mlp", "hf", "function")
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def build_model(settings: TrainSettings, *, device: str = "cpu") -> Built:
@@ -31,6 +34,10 @@ def build_model(settings: TrainSettings, *, device: str = "cpu") -> Built:
     (Embedding(257, 32), ['document_ids'])
     """
     kind = settings.model.kind
+    if kind not in KINDS:
+        raise UsageError(f"model.kind is {kind!r:.60}", fix=nearest(kind, KINDS))
+    if device not in ("cpu", "meta"):
+        raise UsageError(f"device is {device!r:.60}", expected='"cpu" or "meta"')
     if kind == "function":
         return _by_function(settings, device)
     made = {"gpt": _gpt, "mlp": _mlp, "hf": _hf}[kind](settings)
@@ -38,6 +45,15 @@ def build_model(settings: TrainSettings, *, device: str = "cpu") -> Built:
         return made
     materialise(made.model, made.weights, device="cpu", seed=settings.run.seed)
     return replace(made, weights=None)
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return how many numbers are trained, tied ones counted once.
+
+    >>> count_parameters(nn.Linear(3, 2))
+    8
+    """
+    return sum(one.numel() for one in model.parameters())
 
 
 def next_token_loss(logits: Tensor, target: Tensor) -> Tensor:
@@ -60,6 +76,7 @@ def outlined(settings: TrainSettings) -> Built:
 
 def _gpt_sizes(settings: TrainSettings) -> tuple[GPTSizes, Tokenizer | None]:
     """Return the numbers of a GPT, and its tokenizer."""
+    _check_others(settings.model)
     tokenizer = _tokenizer(settings)
     vocabulary = settings.model.vocabulary
     if vocabulary is None:
@@ -78,14 +95,14 @@ def _gpt_sizes(settings: TrainSettings) -> tuple[GPTSizes, Tokenizer | None]:
 def _gpt(settings: TrainSettings) -> Built:
     sizes, tokenizer = _gpt_sizes(settings)
     with torch.device("meta"):
-        model = GPT(sizes).to(DTYPES[settings.precision.weights])
+        model = GPT(sizes).to(_dtype(settings))
     return Built(model, next_token_loss, tokenizer, takes=frozenset({"document_ids"}))
 
 
 def _mlp(settings: TrainSettings) -> Built:
     one = settings.model
     with torch.device("meta"):
-        model = mlp(one.num_layers, one.hidden, one.inputs, one.outputs).to(DTYPES[settings.precision.weights])
+        model = mlp(one.num_layers, one.hidden, one.inputs, one.outputs).to(_dtype(settings))
     return Built(model, nn.functional.cross_entropy, inputs="input")
 
 
@@ -99,7 +116,7 @@ def _hf(settings: TrainSettings) -> Built:
             pretrained=settings.model.pretrained,
             sequence=settings.batch.sequence,
             packed=settings.lengths.how == "packed",
-            dtype=DTYPES[settings.precision.weights],
+            dtype=_dtype(settings),
             tokenizer=tokenizer,
         )
     if built.tokenizer is None and settings.data.kind != "tokens":
@@ -136,3 +153,22 @@ def _check_vocabulary(vocabulary: int, tokenizer: Tokenizer | None) -> None:
             expected="a model with at least as many",
             fix="raise model.vocabulary, or choose another tokenizer in data.tokenizer",
         )
+
+
+def _check_others(model: ModelSettings) -> None:
+    """Refuse what a plan says of a model that this one cannot be."""
+    plain = {"num_dense_layers": model.num_layers}
+    odd = [f"{name} = {value!r:.60}" for name, value in model.others.items() if value and value != plain.get(name)]
+    if odd:
+        raise ModelError(
+            f"the built-in GPT cannot be as the config says: {', '.join(odd)}",
+            expected="a dense decoder with learned or rotary positions",
+            fix='build the model yourself (model.kind = "function") or take one of Hugging Face (model.kind = "hf")',
+        )
+
+
+def _dtype(settings: TrainSettings) -> torch.dtype:
+    name = settings.precision.weights
+    if name not in _DTYPES:
+        raise UsageError(f"precision.weights is {name!r:.60}", fix=nearest(name, _DTYPES))
+    return _DTYPES[name]
