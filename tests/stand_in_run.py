@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.train.config.settings import OptimizerGroup, OptimizerSettings, TrainSettings
 from drumline.train.data.items.batch import Batch, Data
-from drumline.train.dry.run import Parts
 from drumline.train.models.built import Built
 
 
@@ -96,4 +96,13 @@ def data(settings: TrainSettings, built: Built) -> Data:
     return Data(iter(()), (batch(settings, built),), 0)  # type: ignore[arg-type]
 
 
-PARTS = Parts(gpt, data, arguments, optimizers)
+def stand_in(patch: pytest.MonkeyPatch) -> None:
+    """Let dry runs be made of these."""
+    parts = {
+        "build": lambda settings, *_, **__: gpt(settings),
+        "build_data": data,
+        "pipeline_arguments": arguments,
+        "choose": optimizers,
+    }
+    for name, one in parts.items():
+        patch.setattr(f"drumline.train.dry.run.{name}", one)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import subprocess
 import sys
 import threading
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import drumline
 from drumline.channel.launch import by_value
 from drumline.channel.launch.blame import blame
 from drumline.channel.launch.by_name import goes_by_name, is_importable
@@ -412,3 +415,29 @@ def test_without_cloudpickle_functions_must_be_importable_and_the_error_says_so(
         "the ranks cannot import own from __main__, and cloudpickle is not installed; "
         "move it to a module that the ranks can import, or install cloudpickle, which sends its code"
     )
+
+
+def test_no_private_name_of_cloudpickle_is_used() -> None:
+    import cloudpickle
+
+    private = {
+        name
+        for owner in (cloudpickle.cloudpickle, cloudpickle.Pickler)
+        for name in vars(owner)
+        if name.startswith("_") and not name.startswith("__")
+    }
+    assert {"_make_empty_cell", "_dynamic_function_reduce"} <= private
+    sources = [path.read_text() for path in Path(drumline.__file__).parent.rglob("*.py")]
+    users = [source for source in sources if "cloudpickle" in source]
+    assert users
+    for source in users:
+        assert not private & {name for node in ast.walk(ast.parse(source)) for name in names_in(node)}
+
+
+def names_in(node: ast.AST) -> list[str]:
+    """Return the names that code uses here: as a variable, an attribute, an import or a text for `getattr`."""
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name) | ast.Constant(value=str(name)):
+            return name.split(".")
+        case _:
+            return []

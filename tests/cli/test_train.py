@@ -180,9 +180,9 @@ def test_a_run_starts_with_the_settings_and_tells_what_came_of_it(
 def test_a_dry_run_tells_all_and_trains_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stand_in_run import PARTS
+    from stand_in_run import stand_in
 
-    monkeypatch.setattr("drumline.train.dry.run.loop_parts", lambda: PARTS)
+    stand_in(monkeypatch)
     code, out, err = run(capsys, f"--dry-run {SMALL} --steps 3")
     assert (code, err) == (0, "")
     for words in (

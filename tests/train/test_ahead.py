@@ -31,7 +31,7 @@ from drumline.train.loop.progress import Update
 from drumline.train.loop.stopping import Skipped
 from refused import refused
 from some import some
-from stand_in_run import PARTS, arguments, batch, gpt
+from stand_in_run import arguments, batch, gpt, stand_in
 from train.test_skipping import BAD, MUON, ROWS, left_out, saved, settings_for, trained
 
 pytestmark = [pytest.mark.torch, pytest.mark.features("check", "precision", "record", "validated")]
@@ -97,11 +97,12 @@ def test_an_update_with_a_nan_is_left_out_and_told_of(tmp_path: Path, precision:
             assert torch.equal(one, state[name]), name
 
 
-def test_a_dry_run_counts_the_copies() -> None:
+def test_a_dry_run_counts_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
     small: dict[str, Any] = {"model.num_layers": 2, "model.hidden": 16, "model.num_heads": 2, "batch.sequence": 8}
     small |= {"batch.microbatch": 2, "batch.sequences": 8, "pipeline.device": "cpu", "pipeline.check_model": False}
     waits, runs = (read_settings(None, {**small, "optimizer.validated": one}) for one in ("before", "after"))
-    before, after = (sum(one.optimizer for one in dry_run(given, PARTS).forecast.ranks) for given in (waits, runs))
+    before, after = (sum(one.optimizer for one in dry_run(given).forecast.ranks) for given in (waits, runs))
     built = gpt(runs)
     given = batch(runs, built)
     how = arguments(runs, built, given, Path()) | {"record": True, "transport": "in-process"}

@@ -14,15 +14,14 @@ from drumline.channel.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
 from drumline.train.config.files.read import read_settings
 from drumline.train.config.settings import TrainSettings
-from drumline.train.dry.run import dry_run, loop_parts
+from drumline.train.dry.run import dry_run
 from drumline.train.loop.making import build
 from drumline.train.memory.forecast import Held
 from drumline.train.memory.held import held
 from drumline.train.memory.state import state_bytes
-from drumline.train.models.build import build_model
 from matrices import long
 from some import some
-from stand_in_run import PARTS, arguments, batch, gpt, optimizers
+from stand_in_run import arguments, batch, gpt, optimizers, stand_in
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900), pytest.mark.features("check", "precision", "record")]
 
@@ -68,12 +67,13 @@ def run(cases: list[TrainSettings]) -> list[Held]:
 
 
 @long
-def test_the_forecast_is_what_ranks_hold() -> None:
+def test_the_forecast_is_what_ranks_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 10% is asked for; sizes of tensors are known exactly, so it is much nearer."""
+    stand_in(monkeypatch)
     cases = [settings_of(name) for name in CASES]
     measured = launch(run, cases, num_ranks=2)
     for number, (name, settings) in enumerate(zip(CASES, cases, strict=True)):
-        forecast = dry_run(settings, PARTS).forecast.ranks
+        forecast = dry_run(settings).forecast.ranks
         for rank in range(2):
             told, seen = forecast[rank], measured[rank][number]
             parts = {part: (getattr(told, part), getattr(seen, part)) for part in ("weights", "gradients", "optimizer")}
@@ -83,8 +83,9 @@ def test_the_forecast_is_what_ranks_hold() -> None:
             assert 0 <= told.received < 0.1 * told.total
 
 
-def test_a_dry_run_tells_stages_proof_bubble_and_bytes() -> None:
-    told = dry_run(settings_of("a V"), PARTS).summary()
+def test_a_dry_run_tells_stages_proof_bubble_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    told = dry_run(settings_of("a V")).summary()
     assert [one["ranks"] for one in told["stages"]] == [[0], [1], [1], [0]]
     assert told["parameters"] == sum(one["parameters"] for one in told["stages"])
     assert (told["schedule"], told["microbatches"], told["proven"], told["violations"]) == ("zb-v", 8, True, [])
@@ -110,9 +111,8 @@ def test_optimizers_state_follows_kind_shape_and_masters() -> None:
 
 
 @pytest.mark.features("capture", "lengths", "stream")
-def test_a_model_without_memory_is_forecast_like_one_with() -> None:
+def test_a_model_without_memory_is_forecast_like_one_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks share memory while they are measured, and nothing is counted twice or left out for that."""
-    whole = loop_parts()._replace(model=lambda settings: build(settings, build_model, whole=True))
     cases: dict[str, dict[str, Any]] = {
         "tied, autocast": {**TINY, "model.tied": True, "precision.compute": "bf16"},
         "masters": {**TINY, "precision.weights": "bf16", "precision.master_weights": True},
@@ -120,14 +120,18 @@ def test_a_model_without_memory_is_forecast_like_one_with() -> None:
     }
     for name, case in some(cases.items()):
         settings = read_settings(None, {**SMALL, "model.num_layers": 3, "batch.sequences": 4, **case})
-        found, other = dry_run(settings), dry_run(settings, whole)
+        found = dry_run(settings)
+        with monkeypatch.context() as patch:
+            patch.setattr("drumline.train.dry.run.build", lambda settings, make, **_: build(settings, make, whole=True))
+            other = dry_run(settings)
         assert found.forecast.ranks == other.forecast.ranks, name
         assert found.summary()["parameters"] == other.summary()["parameters"], name
         assert (found.whole, other.whole) == (False, True), name
 
 
-def test_without_pipelining_the_forecast_is_one_rank_of_everything() -> None:
+def test_without_pipelining_the_forecast_is_one_rank_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
     settings = replace(settings_of("1f1b"), mesh=replace(settings_of("1f1b").mesh, pipeline=1))
-    found = dry_run(settings, PARTS).forecast
+    found = dry_run(settings).forecast
     assert len(found.ranks) == 1
     assert found.ranks[0].received == 0

@@ -101,7 +101,7 @@ def counted(batches: list[Batch]) -> Counter[tuple[int, ...]]:
 
 def readers() -> list[threading.Thread]:
     """Return the threads that read data ahead."""
-    return [one for one in threading.enumerate() if one.name == "drumline-data"]
+    return [one for one in threading.enumerate() if one.name.startswith("drumline-data")]
 
 
 def first(data: Data, count: int) -> list[Batch]:

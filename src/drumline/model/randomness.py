@@ -100,7 +100,7 @@ class HostChance:
     def again(self) -> Iterator[None]:
         """Draw from this state inside, and restore the current state afterwards."""
         with HostChance().kept():
-            self._set()
+            self.restore()
             yield
 
     @contextmanager
@@ -111,13 +111,10 @@ class HostChance:
         finally:
             self.moved = self.has_moved()
             if self.moved:
-                self._set()
+                self.restore()
 
     def restore(self) -> None:
         """Draw from this state again from now on."""
-        self._set()
-
-    def _set(self) -> None:
         random.setstate(self._python)
         np.random.set_state(self._numpy)
 

@@ -24,6 +24,8 @@ from drumline.train.config.functions import is_function
 from drumline.train.config.names import safe_name
 from drumline.train.config.settings import BatchSettings, DataSettings, ModelSettings, TrainSettings
 from drumline.train.config.write import KEPT
+from drumline.train.data.build import build_data, vocabulary_of
+from drumline.train.data.example import example_of
 from drumline.train.loop.checkpoints import checkpoints_of
 from drumline.train.models.build import build_model
 from drumline.train.models.built import Built
@@ -154,19 +156,13 @@ def _of_settings(settings: TrainSettings, name: str) -> Finished:
         return Finished(made, built.model.eval(), lambda rows, length: {built.inputs: torch.randn(rows, width)}, {})
     if settings.model.kind == "function":
         return _with_data(made, built, settings)
-    vocabulary = _vocabulary(built.model)
-    return Finished(made, built.model.eval(), _tokens(built.inputs, vocabulary), _most(built.model, settings))
+    return Finished(made, built.model.eval(), _tokens(settings, built), _most(built.model, settings))
 
 
-def _tokens(name: str, vocabulary: int) -> Callable[[int, int], dict[str, Tensor]]:
-    return lambda rows, length: {name: torch.randint(vocabulary, (rows, length))}
-
-
-def _vocabulary(model: nn.Module) -> int:
-    config = getattr(model, "config", None)
-    if config is not None and isinstance(getattr(config, "vocab_size", None), int):
-        return int(config.vocab_size)
-    return min(one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding))
+def _tokens(settings: TrainSettings, built: Built) -> Callable[[int, int], dict[str, Tensor]]:
+    vocabulary = vocabulary_of(settings, built)
+    assert vocabulary is not None, "a built-in model and one of Hugging Face say it"
+    return lambda rows, length: {built.inputs: torch.randint(vocabulary, (rows, length))}
 
 
 def _most(model: nn.Module, settings: TrainSettings) -> dict[str, int]:
@@ -187,9 +183,6 @@ def _longest(source: str) -> int | None:
 
 def _with_data(name: str, built: Built, settings: TrainSettings) -> Finished:
     """Return a user's model with inputs like those that it was trained on."""
-    from drumline.train.data.build import build_data
-    from drumline.train.data.example import example_of
-
     with closing(build_data(settings, built)) as data:
         batch = example_of(data, settings.num_microbatches).inputs[built.inputs]
     return Finished(name, built.model.eval(), _resizing({built.inputs: batch}), {LENGTH: settings.batch.sequence})

@@ -11,7 +11,7 @@ import torch
 from drumline.core.errors import UsageError, counted
 from drumline.core.units import size_text
 from drumline.train.config.settings import TrainSettings
-from drumline.train.dry.run import dry_run, loop_parts, states
+from drumline.train.dry.run import dry_run, states
 from drumline.train.models.build import build_model
 
 _LARGEST = 2**31  # bytes of parameters up to which a forecast may build the model beside other processes
@@ -62,7 +62,7 @@ def _rank_bytes(settings: TrainSettings) -> list[float]:
     if settings.model.kind in ("gpt", "hf"):
         model = build_model(settings, device="meta").model
         if sum(one.nbytes for one in model.parameters()) > _LARGEST:
-            kept = states(settings, loop_parts(), model)
+            kept = states(settings, model)
             total = sum(2 * one.nbytes + kept(name, one) for name, one in model.named_parameters())
             return [total / settings.mesh.pipeline / settings.mesh.tensor] * settings.mesh.pipeline
     return [one.total for one in dry_run(settings).forecast.ranks]

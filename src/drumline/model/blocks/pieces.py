@@ -216,7 +216,7 @@ def _begun(script: Script, graph: CallGraph, there: Mapping[str, nn.Module]) -> 
     starts: list[int] = []
     for at, name in named_calls(graph):
         block = graph.calls[at].block
-        counts = isinstance(there[block.rpartition(".")[0]], _LISTS) or any(True for _ in there[block].parameters())
+        counts = isinstance(there[block.rpartition(".")[0]], LISTS) or any(True for _ in there[block].parameters())
         barred = next((one for one in graph.barriers if one.first < at <= one.last), None)
         if pieces and (barred is not None or not counts):
             if barred is not None:
@@ -247,7 +247,7 @@ def _rest(
             held.add(id(tensor))
 
 
-_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def opened(model: nn.Module, cuts: Iterable[str] = ()) -> frozenset[str]:
@@ -270,7 +270,7 @@ def _outermost(module: nn.Module, name: str) -> Iterator[str]:
     """Yield the names of lists that are not inside another list's element."""
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
-        if isinstance(child, _LISTS):
+        if isinstance(child, LISTS):
             if len(child) > 0:
                 yield path
         else:

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-from weakref import ref
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +24,7 @@ from drumline.model.block import Block
 from drumline.model.blocks.pieces import Piece
 from drumline.model.catalogue import places_in
 from drumline.model.follow.skeleton import copied
-from drumline.model.hooks import HOOKS
-from drumline.model.watch.fingerprint import fingerprint, plain_in
-from drumline.model.weights.tied import containers_in
+from drumline.model.weights.twin import Twin
 
 
 def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -62,57 +59,6 @@ def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
     return made
 
 
-class _Seen(NamedTuple):
-    """The user's module when its copy last followed: plain attributes with its mode, and what else may change."""
-
-    plain: dict[str, Any]
-    containers: list[Any]
-    trains: list[bool]
-
-    @staticmethod
-    def of(module: nn.Module) -> _Seen:
-        space = vars(module)
-        return _Seen(plain_in(space), containers_in(space), [one.requires_grad for one in _parameters(module)])
-
-
-def _parameters(module: nn.Module) -> list[nn.Parameter]:
-    return [one for one in module._parameters.values() if one is not None]
-
-
-@dataclass(slots=True)
-class _Pair:
-    """A module of the user's, its copy here, and the user's when the copy began to be used or last followed."""
-
-    theirs: ref[nn.Module]
-    ours: nn.Module
-    seen: _Seen | None = None
-
-    def begin(self) -> None:
-        original = self.theirs()
-        self.seen = None if original is None else _Seen.of(original)
-
-    def follow(self, block: str) -> None:
-        original, before = self.theirs(), self.seen
-        if original is None or before is None:
-            return
-        now = _Seen.of(original)
-        if now.containers != before.containers:
-            raise ModelError(
-                f"a list, dict or set in an attribute of block {block!r} has changed since the block moved here",
-                expected="unchanged contents: this rank runs a copy of the block",
-                fix="change it before the move, or create a new pipeline",
-            )
-        if fingerprint(now.plain) != fingerprint(before.plain):
-            own, old = vars(self.ours), before.plain
-            own.update((key, one) for key, one in now.plain.items() if key not in old or old[key] is not one)
-            for key in before.plain.keys() - now.plain.keys():
-                own.pop(key, None)
-        if now.trains != before.trains:
-            for one, flag in zip(_parameters(self.ours), now.trains, strict=True):
-                one.requires_grad_(flag)
-        self.seen = now
-
-
 class Absent:
     """Copies of the blocks that this process does not hold, by number, without memory.
 
@@ -130,7 +76,7 @@ class Absent:
     ) -> None:
         self._made: dict[int, Block] = {}
         self._problems: dict[int, ModelError] = {}
-        self.copies: dict[int, list[_Pair]] = {}  # of modules that have come here, with the user's, by block
+        self.copies: dict[int, list[Twin]] = {}  # of modules that have come here, with the user's, by block
         modules = [module for block in blocks.values() for module in block.module.modules()]
         memo: dict[int, Any] = {
             id(one): one for each in modules for one in vars(each).values() if isinstance(one, Tensor)
@@ -154,14 +100,12 @@ class Absent:
                 expected="a block that copy.deepcopy can copy",
             )
             return
-        pairs = self.copies[number] = []
+        twins = self.copies[number] = []
         for original, ours in zip(block.module.modules(), made.modules(), strict=True):
             if isinstance(ours, Piece):
                 ours.join()
             else:
-                space = vars(original)
-                vars(ours).update({kind: space[kind] for kind in HOOKS if kind in space})  # both share their hooks
-                pairs.append(_Pair(ref(original), ours))
+                twins.append(Twin(original, ours))
         self._made[number] = replace(block, module=made)
 
     def block(self, number: int) -> Block:
@@ -172,11 +116,11 @@ class Absent:
 
     def arrived(self, number: int) -> None:
         """Begin to follow the user's block from its current state."""
-        for pair in self.copies.get(number, ()):
-            pair.begin()
+        for twin in self.copies.get(number, ()):
+            twin.begin()
 
     def follow(self, numbers: Iterable[int]) -> None:
         """Let the copies of these blocks follow the user's modes and plain attributes, and what the user freezes."""
         for number in numbers:
-            for pair in self.copies.get(number, ()):
-                pair.follow(self._made[number].name)
+            for twin in self.copies.get(number, ()):
+                twin.follow(self._made[number].name, since="the block moved here")

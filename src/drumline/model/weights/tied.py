@@ -29,8 +29,7 @@ from drumline.core.placement import Placement
 from drumline.model.block import Block
 from drumline.model.blocks.pieces import Piece
 from drumline.model.catalogue import Place, named_tensors, places_in
-from drumline.model.hooks import HOOKS
-from drumline.model.watch.fingerprint import fingerprint, plain_in
+from drumline.model.weights.twin import Table, Twin
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,10 +213,6 @@ class Ties:
                 setattr(place.module, place.key, first[held.name])
 
 
-Table = dict[str, Any]
-_OWN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *HOOKS})
-
-
 class Copies:
     """The copies of one rank.
 
@@ -243,7 +238,7 @@ class Copies:
         self._memo: dict[int, Any] = {id(tensor): tensor for tensor in own}
         self._tables: list[tuple[str, Table, Table, frozenset[str]]] = []  # the user's, ours, and what they share
         self.modules: list[tuple[nn.Module, nn.Module]] = []  # the user's, and ours
-        self._attributes: list[tuple[str, Table, Table, Table, Any]] = []  # the user's, ours, and their last values
+        self._twins: list[tuple[str, Twin]] = []  # the same without pieces, by the names of blocks
 
     def of(self, stage: int, blocks: Sequence[Block]) -> tuple[Block, ...]:
         """Return the blocks of a stage, with copies of those that cannot be the user's own."""
@@ -258,9 +253,7 @@ class Copies:
         for original, ours in zip(block.module.modules(), made.modules(), strict=True):
             self.modules.append((original, ours))
             if not isinstance(original, Piece):  # which is not the user's
-                space, copied = vars(original), vars(ours)
-                copied.update({kind: space[kind] for kind in HOOKS if kind in space})  # both share their hooks
-                self._attributes.append((block.name, space, copied, plain_in(space), containers_in(space)))
+                self._twins.append((block.name, Twin(original, ours)))
             for theirs, own in ((original._parameters, ours._parameters), (original._buffers, ours._buffers)):
                 common = frozenset(key for key, tensor in theirs.items() if tensor is own[key])
                 self._tables.append((block.name, theirs, own, common))
@@ -271,24 +264,9 @@ class Copies:
         """Update the copies from the user's modules: values, what is frozen, mode, hooks."""
         for original, ours in self.modules:
             ours.training = original.training
-        for at in range(len(self._attributes)):
-            self._follow_attributes(at)
+        for block, twin in self._twins:
+            twin.follow(block, since="the pipeline was created")
         self._follow_tensors()
-
-    def _follow_attributes(self, at: int) -> None:
-        block, theirs, own, plain, changing = self._attributes[at]
-        now = plain_in(theirs)
-        if fingerprint(now) != fingerprint(plain):
-            for key in plain.keys() - now.keys():
-                own.pop(key, None)
-            own.update((key, one) for key, one in now.items() if key not in plain or plain[key] is not one)
-            self._attributes[at] = (block, theirs, own, now, changing)
-        if changing and containers_in(theirs) != changing:
-            raise ModelError(
-                f"a list, dict or set in an attribute of block {block!r} has changed since the pipeline was created",
-                expected="unchanged contents, because ranks in this process hold copies of the block",
-                fix="create a new pipeline",
-            )
 
     def _follow_tensors(self) -> None:
         done: set[int] = set()
@@ -305,12 +283,6 @@ class Copies:
                 elif tensor is not None and id(own[key]) not in done:
                     done.add(id(own[key]))
                     _follow(own[key], tensor)
-
-
-def containers_in(attributes: Table) -> list[Any]:
-    """Return the states of lists, dicts and sets among a module's attributes."""
-    kinds = (list, dict, set)
-    return [fingerprint(one) for key, one in attributes.items() if type(one) in kinds and key not in _OWN]
 
 
 def _follow(copied: Tensor, original: Tensor) -> None:

@@ -85,10 +85,6 @@ class Graph:
                 found[tokens] = min(rows, found.get(tokens, rows))
         return found
 
-    def weight_bytes(self, first: int, end: int) -> int:
-        """Return the bytes of the weights that a stretch of nodes uses."""
-        return sum(len(one.raw_data) for one in self._weights_of(first, end))
-
     def _weights_of(self, first: int, end: int) -> list[Any]:
         used = {name for node in self.nodes[first:end] for name in used_by(node)}
         used |= set(self.outputs) if end == len(self.nodes) else set()

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from drumline.core.errors import ModelError
+from drumline.model.blocks.pieces import LISTS, opened
 from drumline.model.values import pack
 from drumline.serve.wire.manifest import BATCH
 
@@ -82,27 +83,14 @@ def _named_parts(form: Any) -> list[tuple[Any, Any]]:
 
 
 def block_names(model: nn.Module) -> list[str]:
-    """Return the modules that are blocks: the elements of its outermost lists, and what stands beside these.
+    """Return the modules that are blocks, as in training; of a list, its elements.
 
     >>> block_names(nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.ReLU())))
     ['0', '1']
     """
-
-    def holds_list(module: nn.Module) -> bool:
-        return any(isinstance(one, _LISTS) for one in module.modules())
-
-    def opened(module: nn.Module, prefix: str) -> Iterator[str]:
-        for name, child in module.named_children():
-            path = f"{prefix}{name}"
-            if not isinstance(module, _LISTS) and holds_list(child):
-                yield from opened(child, f"{path}.")
-            else:
-                yield path
-
-    return list(opened(model, ""))
-
-
-_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+    inside = {""} if isinstance(model, LISTS) else opened(model)
+    named = [name for name, _ in model.named_modules(remove_duplicate=False) if name not in inside]
+    return [name for name in named if name.rpartition(".")[0] in inside]
 
 
 def write_whole(

@@ -124,11 +124,11 @@ def path_of(call: str) -> str:
     return f"/{SERVICE}/{call}"
 
 
-def stub(channel: Any, call: str, *, raw: bool = False) -> Callable[..., Any]:
-    """Return a function that makes a call over a channel; with `raw`, request and response stay bytes."""
+def stub(channel: Any, call: str) -> Callable[..., Any]:
+    """Return a function that makes a call over a channel."""
     made: Callable[..., Any] = channel.unary_unary(
         path_of(call),
-        request_serializer=None if raw else message(f"{call}Request").SerializeToString,
-        response_deserializer=None if raw else message(f"{call}Response").FromString,
+        request_serializer=message(f"{call}Request").SerializeToString,
+        response_deserializer=message(f"{call}Response").FromString,
     )
     return made

@@ -81,7 +81,7 @@ def _tokens(settings: TrainSettings, built: Built, place: _Place) -> Data:
     samples = kind(documents, width)
     layout = layout_of(how, samples, place.shape, width, settings.lengths.buckets)
     _check_size(layout)
-    vocabulary = _vocabulary(settings, built)
+    vocabulary = vocabulary_of(settings, built)
     filler = TokenFiller(samples, built, how, vocabulary)
     validation: tuple[Batch, ...] = ()
     if settings.evaluation.every and len(held):
@@ -105,7 +105,7 @@ def _documents(settings: TrainSettings, built: Built) -> tuple[Documents, Docume
     def read_as(names: tuple[str, ...], key: str) -> Documents:
         if data.kind == "tokens":
             end = data.end if built.tokenizer is None or data.end is not None else built.tokenizer.end
-            return token_documents(names, data.token_type, end, _vocabulary(settings, built), key=key)
+            return token_documents(names, data.token_type, end, vocabulary_of(settings, built), key=key)
         if built.tokenizer is None:
             fix = 'name one in data.tokenizer: "bytes", or a folder'
             raise UsageError(f"data.kind is {data.kind!r}, and there is no tokenizer", fix=fix)
@@ -181,7 +181,7 @@ def _check_size(layout: Layout) -> None:
         )
 
 
-def _vocabulary(settings: TrainSettings, built: Built) -> int | None:
+def vocabulary_of(settings: TrainSettings, built: Built) -> int | None:
     """Return how many tokens the model knows; None where it does not say."""
     for holder, name in (
         (getattr(built.model, "sizes", None), "vocabulary"),

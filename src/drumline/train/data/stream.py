@@ -11,15 +11,15 @@ A position is (epoch, window, unit) and what is carried; it stays the same howev
 from __future__ import annotations
 
 import os
-import queue
-import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from drumline.core.errors import RunError, UsageError
+from drumline.core.errors import UsageError
 from drumline.train.data.fill import Filler
 from drumline.train.data.items.batch import Batch
 from drumline.train.data.items.fingerprint import Part, changed
@@ -28,8 +28,6 @@ from drumline.train.data.items.order import Indices, Shuffle
 from drumline.train.data.layouts import Layout, Unit
 
 _AHEAD = 2
-_LOOK = 0.2  # seconds between looks whether anybody still waits
-_SECONDS_TO_END = 20.0  # for a thread in the middle of a batch, on a busy machine
 _STATE = 1
 
 
@@ -158,47 +156,20 @@ class PlannedStream:
 
 def _by_thread(stream: PlannedStream) -> Any:
     """Yield batches that a thread makes ahead; it ends with the generator."""
-    made: queue.Queue[tuple[Any, Position | None]] = queue.Queue(_AHEAD)
-    over = threading.Event()
+    plans = stream.plans()
 
-    def put(one: tuple[Any, Position | None]) -> None:
-        while not over.is_set():
-            try:
-                made.put(one, timeout=_LOOK)
-            except queue.Full:
-                continue
-            return
+    def make() -> tuple[Batch, Position]:
+        plan, at = next(plans)
+        return stream.filler.batch(plan), at
 
-    def make() -> None:
+    with ThreadPoolExecutor(1, thread_name_prefix="drumline-data") as thread:
+        ahead = deque(thread.submit(make) for _ in range(_AHEAD))
         try:
-            for plan, at in stream.plans():
-                put((stream.filler.batch(plan), at))
-                if over.is_set():
-                    return
-        except BaseException as error:
-            put((error, None))
-
-    thread = threading.Thread(target=make, name="drumline-data", daemon=True)
-    thread.start()
-    try:
-        while True:
-            batch, at = _next(made, thread)
-            if at is None:
-                raise batch
-            yield batch, at
-    finally:
-        over.set()
-        thread.join(timeout=_SECONDS_TO_END)
-
-
-def _next(made: queue.Queue[tuple[Any, Position | None]], thread: threading.Thread) -> tuple[Any, Position | None]:
-    """Return what was made next, as long as somebody makes it."""
-    while True:
-        try:
-            return made.get(timeout=_LOOK)
-        except queue.Empty:
-            if not thread.is_alive() and made.empty():
-                raise RunError("the thread that reads data has ended", fix="look for its error above") from None
+            while True:
+                ahead.append(thread.submit(make))
+                yield ahead.popleft().result()
+        finally:
+            thread.shutdown(cancel_futures=True)
 
 
 def _as_it_is(one: Any) -> Any:

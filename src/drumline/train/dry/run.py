@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,34 +18,14 @@ from drumline.engine.program.find import program_for
 from drumline.model.block import Block
 from drumline.pipeline.options import Options
 from drumline.train.config.settings import OptimizerSettings, TrainSettings
+from drumline.train.data.build import build_data
 from drumline.train.data.example import example_of, fullest, sized
-from drumline.train.data.items.batch import Batch, Bucket, Data
+from drumline.train.data.items.batch import Batch, Bucket
+from drumline.train.loop.making import build, pipeline_arguments
+from drumline.train.loop.optimizers import Chosen, choose
 from drumline.train.memory.forecast import Forecast, forecast
 from drumline.train.memory.state import state_bytes
-
-
-class Parts(NamedTuple):
-    """What a run is made from: as the training loop makes it, or stand-ins."""
-
-    model: Callable[[TrainSettings], Any]  # a Built
-    data: Callable[[TrainSettings, Any], Data]
-    arguments: Callable[..., dict[str, Any]]  # of its Pipeline
-    optimizers: Callable[..., Sequence[Any]]  # which parameters each of them gets
-
-
-def loop_parts() -> Parts:
-    """Return the parts of the training loop itself."""
-    from drumline.train.data.build import build_data
-    from drumline.train.loop.making import build, pipeline_arguments
-    from drumline.train.loop.optimizers import choose
-    from drumline.train.models.build import build_model
-
-    return Parts(
-        lambda settings: build(settings, build_model, whole=False),
-        lambda settings, built: build_data(settings, built, rank=0, size=1),
-        pipeline_arguments,
-        choose,
-    )
+from drumline.train.models.build import build_model
 
 
 @dataclass(frozen=True)
@@ -118,18 +98,17 @@ def count(blocks: Any) -> int:
     return sum(found.values())
 
 
-def dry_run(settings: TrainSettings, parts: Parts | None = None) -> DryRun:
+def dry_run(settings: TrainSettings) -> DryRun:
     """Build the model, run its blocks on one microbatch, and return what a run of it will be."""
-    parts = parts or loop_parts()
     device = torch.device(settings.pipeline.device or "cpu")
     torch.manual_seed(settings.run.seed)
-    built = parts.model(settings)
-    data = parts.data(settings, built)
+    built = build(settings, build_model, whole=False)
+    data = build_data(settings, built)
     example = example_of(data, settings.num_microbatches)
     data.close()
-    given = parts.arguments(settings, built, example, Path(settings.folder))
+    given = pipeline_arguments(settings, built, example, Path(settings.folder))
     given |= {"record": True, "device": str(device), "transport": "in-process"}
-    state_of = states(settings, parts, built.model)
+    state_of = states(settings, built.model)
 
     def forecast_of(example: Batch, count: int = 0) -> Forecast:
         inputs = next(iter(example.inputs.values())) if is_chain(built.model) else dict(example.inputs)
@@ -157,13 +136,13 @@ def _programs(given: Mapping[str, Any], counts: Sequence[int]) -> Iterator[Progr
         )
 
 
-def states(settings: TrainSettings, parts: Parts, model: Any) -> Callable[[str, Tensor], int]:
+def states(settings: TrainSettings, model: Any) -> Callable[[str, Tensor], int]:
     """Return what the optimizers keep for a parameter, by its name in the whole model."""
     optimizer: OptimizerSettings = settings.optimizer
     shapes = {name: one.shape for name, one in model.named_parameters() if one.requires_grad}
     masters = settings.precision.master_weights
     lines = settings.mesh.axes["dp"] if settings.memory.zero else 1  # that divide it
-    chosen: Mapping[str, Any] = {name: one for one in parts.optimizers(shapes, optimizer) for name in one.names}
+    chosen: dict[str, Chosen] = {name: one for one in choose(shapes, optimizer) for name in one.names}
 
     def state_of(name: str, parameter: Tensor) -> int:
         one = chosen.get(name)

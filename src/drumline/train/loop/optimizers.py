@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from drumline.core.errors import UsageError, counted, nearest
+from drumline.core.errors import UsageError, nearest
 from drumline.engine.state.names import matching
 from drumline.pipeline.pipeline import Pipeline
 from drumline.train.config.settings import OptimizerGroup, OptimizerSettings
@@ -76,22 +76,6 @@ class Optimizers:
         """Forget the gradients."""
         for one in self.each:
             one.zero_grad()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's states, by parameter name, one for every optimizer."""
-        return {"optimizers": [one.state_dict() for one in self.each]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from states that were saved with the same groups."""
-        saved: Sequence[Any] = state["optimizers"]
-        if len(saved) != len(self.each):
-            raise UsageError(
-                f"the state has {counted(len(saved), 'optimizer')}",
-                expected=f"{len(self.each)}, as many as the settings make",
-                fix="use the groups that the run was saved with",
-            )
-        for optimizer, one in zip(self.each, saved, strict=True):
-            optimizer.load_state_dict(one)
 
 
 def choose(

@@ -19,6 +19,7 @@ from drumline.core.simulate.steps import in_groups
 from drumline.pipeline.pipeline import Pipeline
 from drumline.train.config.settings import TrainSettings
 from drumline.train.config.write import keep_settings
+from drumline.train.data.build import build_data
 from drumline.train.data.example import example_of
 from drumline.train.data.items.batch import Data
 from drumline.train.loop.making import (
@@ -35,6 +36,7 @@ from drumline.train.loop.memory import PeakMemory, resident
 from drumline.train.loop.progress import Tell
 from drumline.train.loop.rates import rate
 from drumline.train.loop.training import Trained, Training
+from drumline.train.models.build import build_model
 
 MakeData = Callable[..., Data]
 
@@ -43,8 +45,8 @@ def run_training(
     settings: TrainSettings,
     *,
     tell: Tell | None = None,
-    make_model: MakeModel | None = None,
-    make_data: MakeData | None = None,
+    make_model: MakeModel = build_model,
+    make_data: MakeData = build_data,
     continues: bool = False,
 ) -> Trained:
     """Train by the settings; call it on every rank, under `dl.launch`, torchrun, or in one process for all of them.
@@ -54,8 +56,7 @@ def run_training(
     ends it after a step with a checkpoint. `continues` goes on with the run in the folder, from its newest checkpoint.
     """
     with stop_on_signals():
-        made = make_model or _default_model(), make_data or _default_data()
-        return _run_training(settings, tell, *made, continues=continues)
+        return _run_training(settings, tell, make_model, make_data, continues=continues)
 
 
 def _run_training(
@@ -82,15 +83,3 @@ def _run_training(
             call, memory = Calling.of(built, data.counts), PeakMemory(torch.device(pipe.device), before=before)
             del built, arguments  # a rank keeps its own stages alone
             return Training(settings, pipe, call, data, Trained(folder), memory, continues=continues).run(tell)
-
-
-def _default_model() -> MakeModel:
-    from drumline.train.models.build import build_model
-
-    return build_model
-
-
-def _default_data() -> MakeData:
-    from drumline.train.data.build import build_data
-
-    return build_data

@@ -14,15 +14,16 @@ nothing else: both are in a checkpoint.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
+from drumline.channel.launch.by_name import codes
 from drumline.model.randomness import OWN_GENERATORS, set_own, state_of_own
 
 _DEEPEST, _MOST = 8, 5000  # how far and how many objects are looked at
@@ -153,12 +154,7 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     yield "(*)", dict(function.__kwdefaults__ or {})
     if function.__module__ is not None and function.__module__.partition(".")[0] in _OURS:
         return
-    for name in _names_in(function.__code__):
+    for name in dict.fromkeys(name for code in codes(function.__code__) for name in code.co_names):
         inner = function.__globals__.get(name)
         if isinstance(inner, (FunctionType, *OWN_GENERATORS)):
             yield f"::{name}", inner
-
-
-def _names_in(code: CodeType) -> Sequence[str]:
-    inner = [name for one in code.co_consts if isinstance(one, CodeType) for name in _names_in(one)]
-    return list(dict.fromkeys([*code.co_names, *inner]))

@@ -1,0 +1,73 @@
+"""A copy of one of the user's modules, which follows what the user changes in the original."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref
+
+from torch import nn
+
+from drumline.core.errors import ModelError
+from drumline.model.hooks import HOOKS
+from drumline.model.watch.fingerprint import fingerprint, plain_in
+
+Table = dict[str, Any]
+_OWN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *HOOKS})
+
+
+class Twin:
+    """A module of the user's, as long as it lives, and its copy here; both share their hooks.
+
+    >>> original, copied = nn.Dropout(0.1), nn.Dropout(0.1)
+    >>> twin = Twin(original, copied)
+    >>> original.p = 0.5; twin.follow("3", since="the block moved here"); copied.p
+    0.5
+    """
+
+    def __init__(self, theirs: nn.Module, ours: nn.Module) -> None:
+        self.theirs, self.ours = ref(theirs), ours
+        space = vars(theirs)
+        vars(ours).update({kind: space[kind] for kind in HOOKS if kind in space})
+        self.begin()
+
+    def begin(self) -> None:
+        """Follow the user's module from its current state."""
+        if (original := self.theirs()) is not None:
+            self._plain, self._containers = plain_in(vars(original)), _containers_in(vars(original))
+            self._trains = _trains(original)
+
+    def follow(self, block: str, *, since: str) -> None:
+        """Take over the plain attributes, the mode among them, that the user has changed, and what is frozen.
+
+        `block` and `since` say in an error where the module is, and since when it must not change otherwise.
+        """
+        if (original := self.theirs()) is None:
+            return
+        if _containers_in(vars(original)) != self._containers:
+            raise ModelError(
+                f"a list, dict or set in an attribute of block {block!r} has changed since {since}",
+                expected="unchanged contents, because this process runs a copy of the block",
+                fix="create a new pipeline",
+            )
+        before, now = self._plain, plain_in(vars(original))
+        if fingerprint(now) != fingerprint(before):
+            self._plain, own = now, vars(self.ours)
+            own.update((key, one) for key, one in now.items() if key not in before or before[key] is not one)
+            for key in before.keys() - now.keys():
+                own.pop(key, None)
+        if (trains := _trains(original)) != self._trains and trains.keys() == self.ours._parameters.keys():
+            self._trains = trains
+            for name, one in self.ours._parameters.items():
+                if one is not None:
+                    one.requires_grad_(trains[name])
+
+
+def _trains(module: nn.Module) -> dict[str, bool]:
+    """Return which parameters of a module are not frozen."""
+    return {name: one is not None and one.requires_grad for name, one in module._parameters.items()}
+
+
+def _containers_in(attributes: Table) -> list[Any]:
+    """Return the states of lists, dicts and sets among a module's attributes."""
+    kinds = (list, dict, set)
+    return [fingerprint(one) for key, one in attributes.items() if type(one) in kinds and key not in _OWN]
