@@ -16,9 +16,10 @@ PORT = 8427  # the same every time, so that links to pictures keep working
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
+    add = flags.adder(parser)
     meaning = f"port on 127.0.0.1 (default {PORT}, or a free one if that is in use; 0 picks a free one)"
-    parser.add_argument("--port", type=flags.whole_number, metavar="N", help=meaning)
-    parser.add_argument("--no-browser", action="store_true", help="print the address without opening a browser")
+    add("--port N", meaning, flags.whole_number)
+    add("--no-browser", "print the address without opening a browser")
     flags.add_json(parser)
 
 

@@ -26,24 +26,16 @@ FORMATS = {".json": "plan", ".toml": "config", ".txt": "text"} | PICTURES
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of planning from a profile, except those shared with clusters."""
-    group = parser.add_argument_group("a profiled model on this machine")
-    flags.add_ranks(group, "number of ranks (required)")
-    add = group.add_argument
-    add("--checkpoint", type=flags.names, metavar="HOW,...", help="none, full, or both to choose from (default both)")
-    add("--optimizer", metavar="NAME", default="adam", help="adam, momentum or sgd, for its state (default adam)")
-    searching = "seconds to search for a better schedule; 0 disables the search (default 5)"
-    add("--seconds", type=flags.number, metavar="S", default=5.0, help=searching)
+    add = flags.adder(parser, "a profiled model on this machine")
+    add("-r --ranks P", "number of ranks (required)", flags.whole_number)
+    add("--checkpoint HOW,...", "none, full, or both to choose from (default both)", flags.names)
+    add("--optimizer NAME", "adam, momentum or sgd, for its state", str, "adam")
+    add("--seconds S", "seconds to search for a better schedule; 0 disables the search", flags.number, 5.0)
     speed = "speed of each rank, relative to the profiled device (default: all the same)"
-    add("--rank-speed", type=flags.numbers, metavar="S,...", help=speed)
-    add("--rank-memory", type=_bytes, metavar="BYTES,...", help="memory of each rank (default: --memory for all)")
-    add(
-        "--link",
-        type=_link,
-        action="append",
-        default=[],
-        metavar="A-B:LATENCY:BYTES_PER_SECOND",
-        help="a slower link between two ranks, both ways: what it adds to a profiled message. May be repeated",
-    )
+    add("--rank-speed S,...", speed, flags.numbers)
+    add("--rank-memory BYTES,...", "memory of each rank (default: --memory for all)", _bytes)
+    slower = "a slower link between two ranks, both ways: what it adds to a profiled message. May be repeated"
+    add("--link A-B:LATENCY:BYTES_PER_SECOND", slower, _link, [], action="append")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -24,18 +24,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_costs(parser)
     flags.add_limit(parser, finer="; with --placement all, v pairs count as one where a rank holds v stages")
     flags.add_json(parser)
-    add, number, whole = parser.add_argument, flags.number, flags.whole_number
-    laid = "how stages are placed on ranks (default linear)"
-    add("--placement", choices=(*PLACEMENTS, "all"), default="linear", help=laid)
-    add("--objective", choices=OBJECTIVES, default="makespan", help="what to minimise (default makespan)")
+    add, number, whole = flags.adder(parser), flags.number, flags.whole_number
+    add("--placement", "how stages are placed on ranks", (*PLACEMENTS, "all"), "linear")
+    add("--objective", "what to minimise", OBJECTIVES, "makespan")
     vary = "share by which the times of stages vary, for all stages or for each (default: they do not vary)"
-    add("--jitter", type=_shares, metavar="SHARE[,...]", help=vary)
-    add("--quantile", type=number, metavar="Q", default=0.9, help="with --jitter: quantile to minimise (default 0.9)")
-    add("--samples", type=whole, metavar="N", default=64, help="with --jitter: number of samples (default 64)")
-    add("--seconds", type=number, metavar="S", help="seconds to search for (default 10; with --tries, no limit)")
-    add("--tries", type=whole, metavar="N", help="stop after this many programs (default: no limit)")
-    add("--seed", type=whole, metavar="N", default=0, help="random seed (default 0)")
-    add("--pareto", action="store_true", help="search under every memory limit, and show bubble against memory")
+    add("--jitter SHARE[,...]", vary, _shares)
+    add("--quantile Q", "with --jitter: quantile to minimise", number, 0.9)
+    add("--samples N", "with --jitter: number of samples", whole, 64)
+    add("--seconds S", "seconds to search for (default 10; with --tries, no limit)", number)
+    add("--tries N", "stop after this many programs (default: no limit)", whole)
+    add("--seed N", "random seed", whole, 0)
+    add("--pareto", "search under every memory limit, and show bubble against memory")
     flags.add_out(parser, PROGRAMS | PICTURES | TEXTS)
 
 

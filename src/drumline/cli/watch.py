@@ -26,14 +26,13 @@ _FEWEST_SECONDS = 0.2  # between two frames
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder you gave to record=")
-    parser.add_argument("--once", action="store_true", help="show the last step and stop")
-    parser.add_argument(
-        "--wait", type=flags.number, default=60.0, metavar="S", help="seconds to wait for the run to begin (default 60)"
-    )
-    parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="also write the metrics there, for TensorBoard")
-    parser.add_argument("--wandb", metavar="PROJECT", help="also log the metrics to this Weights & Biases project")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per step and line")
+    add = flags.adder(parser)
+    add("RUN", "the folder you gave to record=", Path)
+    add("--once", "show the last step and stop")
+    add("--wait S", "seconds to wait for the run to begin", flags.number, 60.0)
+    add("--tensorboard DIR", "also write the metrics there, for TensorBoard", Path)
+    add("--wandb PROJECT", "also log the metrics to this Weights & Biases project")
+    add("--json", "print one JSON object per step and line")
 
 
 def run(args: argparse.Namespace) -> int:
