@@ -39,7 +39,6 @@ def run(args: argparse.Namespace) -> int:
     from drumline.report.kineto.analysis import analyze
 
     analysis = analyze(args.trace, step=args.step, progress=progress)
-    progress("")
     make = partial(_written, analysis)
     deliver(args, make, lambda: {**analysis.summary(), "advice": analysis.advice.sentence}, instead=True)
     return 1 if analysis.violations else 0

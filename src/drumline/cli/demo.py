@@ -58,10 +58,7 @@ def run(args: argparse.Namespace) -> int:
             flush=True,
         )
     tell = {} if args.json else {"finished": _tell}
-    try:
-        outcomes = run_demo(args.out, build, progress=_show, **tell)
-    finally:
-        progress("")
+    outcomes = run_demo(args.out, build, progress=_show, **tell)
     page, reports = args.out / "report.html", reports_of([one.run for one in outcomes])
     save(page, run_page(reports, opening=opening(outcomes)))
     busy = next((one.steadiness.sentence for one in reports if one.steadiness.busy), "")

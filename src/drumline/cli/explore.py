@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import webbrowser
 
 from drumline.cli import flags
-from drumline.cli.output import print_json
+from drumline.cli.output import print_result
 from drumline.core.errors import UsageError
 
 EXAMPLE = "drumline explore --no-browser"
@@ -36,11 +35,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"cannot use port {args.port}: {error.strerror}", fix="omit --port") from None
         server = ExploreServer(0)
     with server:
-        if args.json:
-            print_json({"address": server.address})
-            sys.stdout.flush()
-        else:
-            print(f"{server.address}   (press Ctrl-C to stop)", flush=True)
+        print_result(args, {"address": server.address}, f"{server.address}   (press Ctrl-C to stop)")
         if not args.no_browser and not args.json:
             webbrowser.open(server.address)
         server.serve_forever()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drumline.cli import flags
-from drumline.cli.output import check_out_folder, print_json, progress, pytorch
+from drumline.cli.output import check_out_folder, print_result, progress, pytorch
 from drumline.core.errors import UsageError, installing
 
 if TYPE_CHECKING:
@@ -49,24 +49,18 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"export needs {error.name}", fix=installing("serve")) from None
     check_out_folder(args.out)
     check_new(args.out)
-    try:
-        with redirect_stdout(sys.stderr):  # the user's model may print
-            found = finished_model(args.model, seed=args.seed, max_length=args.max_length)
-            made = export(
-                Subject(args.name or found.name, found.model, found.example, found.most),
-                args.out,
-                num_stages=args.stages,
-                rows=args.rows,
-                length=args.length,
-                cuts=args.cuts.split(",") if args.cuts else None,
-                tell=progress,
-            )
-    finally:
-        progress("")
-    if args.json:
-        print_json({"out": str(args.out), **made.to_json()})
-    else:
-        print(_text(made, args.out))
+    with redirect_stdout(sys.stderr):  # the user's model may print
+        found = finished_model(args.model, seed=args.seed, max_length=args.max_length)
+        made = export(
+            Subject(args.name or found.name, found.model, found.example, found.most),
+            args.out,
+            num_stages=args.stages,
+            rows=args.rows,
+            length=args.length,
+            cuts=args.cuts.split(",") if args.cuts else None,
+            tell=progress,
+        )
+    print_result(args, {"out": str(args.out), **made.to_json()}, _text(made, args.out))
     return 0
 
 

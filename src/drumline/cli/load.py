@@ -55,21 +55,18 @@ def run(args: argparse.Namespace) -> int:
     counts = args.concurrency if args.concurrency is not None else () if args.rate else (1, 2, 4, 8)
     least, most = args.rows
     demand = Demand(least, most, length=args.length, below=args.integers_below, seed=args.seed)
-    try:
-        found = run_to_end(
-            load(
-                address,
-                model=args.model or "",
-                concurrencies=counts,
-                rates=args.rate or (),
-                seconds=args.seconds,
-                demand=demand,
-                tls=tls,
-                tell=progress,
-            )
+    found = run_to_end(
+        load(
+            address,
+            model=args.model or "",
+            concurrencies=counts,
+            rates=args.rate or (),
+            seconds=args.seconds,
+            demand=demand,
+            tls=tls,
+            tell=progress,
         )
-    finally:
-        progress("")
+    )
 
     def make(form: str, paper: Paper) -> str:
         if form == "text":

@@ -91,8 +91,6 @@ def _run(args: argparse.Namespace, model: Transformer) -> int:
     else:
         progress("planning what more hardware would gain")
         told = explain(planned, source=_source(args), program_file=program)
-        progress("")
-
     if file is not None:
         told = replace(told, launch=told.launch.written_to(args.launch, str(file)))
 
@@ -141,19 +139,16 @@ def _planned(args: argparse.Namespace, model: Transformer) -> ClusterPlan:
     from drumline.plan.layouts.planner import HEADROOM, plan
 
     headroom = HEADROOM if args.headroom is None else args.headroom
-    try:
-        return plan(
-            model,
-            _cluster(args),
-            batch=args.batch,
-            pins=_pins(args),
-            headroom=headroom,
-            top=args.top,
-            search_seconds=args.search,
-            say=progress,
-        )
-    finally:
-        progress("")
+    return plan(
+        model,
+        _cluster(args),
+        batch=args.batch,
+        pins=_pins(args),
+        headroom=headroom,
+        top=args.top,
+        search_seconds=args.search,
+        say=progress,
+    )
 
 
 def _source(args: argparse.Namespace) -> str:

@@ -55,25 +55,22 @@ def run(args: argparse.Namespace) -> int:
         args.out.append(plans[0])
     profile = ModelProfile.load(args.subject)
     disturbed = profile.sizes[-1][1].disturbed
-    try:
-        found = plan(
-            profile,
-            num_ranks=args.ranks,
-            batch=args.batch,
-            memory_bytes=args.memory,
-            headroom=_HEADROOM if args.headroom is None else args.headroom,
-            optimizer=args.optimizer,
-            schedules=args.schedules,
-            checkpoint=args.checkpoint or CHECKPOINTING,
-            stages_per_rank=args.stages_per_rank,
-            seconds=args.seconds,
-            rank_speeds=args.rank_speed,
-            rank_memory=args.rank_memory,
-            links={ends: edge for pair, edge in args.link for ends in (pair, pair[::-1])},
-            progress=progress,
-        )
-    finally:
-        progress("")
+    found = plan(
+        profile,
+        num_ranks=args.ranks,
+        batch=args.batch,
+        memory_bytes=args.memory,
+        headroom=_HEADROOM if args.headroom is None else args.headroom,
+        optimizer=args.optimizer,
+        schedules=args.schedules,
+        checkpoint=args.checkpoint or CHECKPOINTING,
+        stages_per_rank=args.stages_per_rank,
+        seconds=args.seconds,
+        rank_speeds=args.rank_speed,
+        rank_memory=args.rank_memory,
+        links={ends: edge for pair, edge in args.link for ends in (pair, pair[::-1])},
+        progress=progress,
+    )
 
     def make(form: str, paper: Paper) -> str:
         if form == "text":

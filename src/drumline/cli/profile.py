@@ -61,21 +61,18 @@ def _measured(args: argparse.Namespace) -> ModelProfile:
     with pytorch("profile runs a model"):
         from drumline.pipeline.profiling import profile_model
     progress(f"profiling {args.model} on {args.ranks} ranks ...")
-    try:
-        with redirect_stdout(sys.stderr):  # the user's model may print
-            return profile_model(
-                args.model,
-                microbatch_sizes=args.microbatch_sizes,
-                num_ranks=args.ranks,
-                device=args.device,
-                num_threads=args.threads,
-                num_runs=args.runs,
-                max_seconds=args.seconds,
-                length=args.sequence_length,
-                shows=sys.stderr.isatty(),
-            )
-    finally:
-        progress("")
+    with redirect_stdout(sys.stderr):  # the user's model may print
+        return profile_model(
+            args.model,
+            microbatch_sizes=args.microbatch_sizes,
+            num_ranks=args.ranks,
+            device=args.device,
+            num_threads=args.threads,
+            num_runs=args.runs,
+            max_seconds=args.seconds,
+            length=args.sequence_length,
+            shows=sys.stderr.isatty(),
+        )
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -46,7 +46,6 @@ def run(args: argparse.Namespace) -> int:
     costs = flags.costs_of(args)
     everywhere = _found(args, costs)
     found, *others = everywhere
-    progress("")
     left_out = [f"{name}: left out, {error}" for name, error in everywhere.left_out.items()]
 
     def make(form: str, paper: Paper) -> str | bytes:
@@ -163,7 +162,6 @@ def _pareto(args: argparse.Namespace) -> int:
         seed=args.seed,
         progress=progress,
     )
-    progress("")
     left_out = "\n".join(f"{name}: left out, {reason}" for name, reason in picture.left_out.items())
 
     def make(form: str, paper: Paper) -> str:

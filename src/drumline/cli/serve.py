@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 from drumline.cli import flags
-from drumline.cli.output import print_json
+from drumline.cli.output import print_result
 from drumline.core.errors import UsageError, installing
 
 EXAMPLE = "drumline serve served --listen 127.0.0.1:8001"
@@ -99,19 +98,12 @@ def run(args: argparse.Namespace) -> int:
     )
 
     def told(started: Started) -> None:
-        host = parts_of(args.listen, flag="--listen")[0]
-        _told(args, {"address": f"{host}:{started.port}", "metrics_port": started.metrics_port})
+        address = f"{parts_of(args.listen, flag='--listen')[0]}:{started.port}"
+        text = f"serving {args.dir} at {address}   (press Ctrl-C to stop)"
+        print_result(args, {"address": address, "metrics_port": started.metrics_port}, text)
 
     run_to_end(serve(settings, told=told))
     return 0
-
-
-def _told(args: argparse.Namespace, found: dict[str, Any]) -> None:
-    if args.json:
-        print_json(found)
-    else:
-        print(f"serving {args.dir} at {found['address']}   (press Ctrl-C to stop)")
-    sys.stdout.flush()
 
 
 def _run_stage(args: argparse.Namespace, tls: Any) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drumline.cli import flags
-from drumline.cli.output import print_json, progress, pytorch, terminal_width, wrapped
+from drumline.cli.output import print_json, print_result, progress, pytorch, terminal_width, wrapped
 from drumline.core.errors import ConfigError, DrumlineError, RankFailed, UsageError, counted
 
 if TYPE_CHECKING:
@@ -158,10 +158,7 @@ def _print_config(args: argparse.Namespace, settings: TrainSettings) -> int:
 
     from drumline.train.config.write import config_text
 
-    if args.json:
-        print_json(asdict(settings))
-    else:
-        print(config_text(settings), end="")
+    print_result(args, asdict(settings), config_text(settings).removesuffix("\n"))
     return 0
 
 
@@ -217,15 +214,9 @@ def _dry_run(args: argparse.Namespace, settings: TrainSettings) -> int:
     if is_started():
         raise UsageError("--dry-run under torchrun", fix="run it by itself: drumline train --dry-run")
     progress("running the model's blocks on one microbatch ...")
-    try:
-        found = dry_run(with_device(settings))
-    finally:
-        progress("")
+    found = dry_run(with_device(settings))
     line = torchrun_line(args, settings)
-    if args.json:
-        print_json({**found.summary(), "torchrun": line})
-    else:
-        print(_text(found, line))
+    print_result(args, {**found.summary(), "torchrun": line}, _text(found, line))
     return 0 if not found.violations else 1
 
 

@@ -8,7 +8,7 @@ from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
 from drumline.cli import flags
-from drumline.cli.output import TEXTS, Paper, deliver, progress, pytorch, wrapped
+from drumline.cli.output import TEXTS, deliver, progress, pytorch, wrapped
 from drumline.core.errors import counted
 
 if TYPE_CHECKING:
@@ -46,27 +46,20 @@ def run(args: argparse.Namespace) -> int:
     with pytorch("verify runs a model"):
         from drumline.verification.verify import verify
     progress(f"{program.name}: {counted(args.steps, 'step')} on {counted(program.num_ranks, 'rank')} ...")
-    try:
-        with redirect_stdout(sys.stderr):  # the user's model may print
-            found = verify(
-                program,
-                model=args.model,
-                transport=args.transport,
-                checkpoint=args.checkpoint,
-                dropout=args.dropout,
-                num_steps=args.steps,
-                seed=args.seed,
-                mesh=args.mesh,
-                zero=args.zero,
-                sequence_parallel=args.sequence_parallel,
-            )
-    finally:
-        progress("")
-
-    def make(form: str, paper: Paper) -> str:
-        return _text(found, paper.width)
-
-    deliver(args, make, found.summary)
+    with redirect_stdout(sys.stderr):  # the user's model may print
+        found = verify(
+            program,
+            model=args.model,
+            transport=args.transport,
+            checkpoint=args.checkpoint,
+            dropout=args.dropout,
+            num_steps=args.steps,
+            seed=args.seed,
+            mesh=args.mesh,
+            zero=args.zero,
+            sequence_parallel=args.sequence_parallel,
+        )
+    deliver(args, lambda form, paper: _text(found, paper.width), found.summary)
     return 0 if found.passes else 1
 
 

@@ -125,7 +125,6 @@ def _begun(path: Path, wait: float) -> Run:
             problem = error.error
         left = deadline - time.monotonic()
         if left <= 0:
-            progress("")
             raise RecordError(
                 f"{problem}, after waiting {wait:g} s",
                 expected="the folder you gave to record=",
