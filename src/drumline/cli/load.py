@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
 
 from drumline.cli import flags
 from drumline.cli.output import PICTURES, TEXTS, Paper, deliver, progress
 from drumline.core.errors import UsageError, installing
-
-if TYPE_CHECKING:
-    from drumline.serve.load.run import Result
 
 EXAMPLE = "drumline load 127.0.0.1:8001 --concurrency 1,2,4,8 --out load.html"
 _SCHEMES = ("grpc://", "http://", "grpcs://", "https://")
@@ -73,12 +69,8 @@ def run(args: argparse.Namespace) -> int:
             return load_text(found, width=paper.width)
         return load_svg(found) if form == "svg" else load_page(found, service=address)
 
-    deliver(args, make, lambda: _summary(found))
+    deliver(args, make, lambda: {"loads": [one.to_json() for one in found]})
     return 0 if any(one.latencies for one in found) else 1
-
-
-def _summary(found: list[Result]) -> dict[str, Any]:
-    return {"loads": [one.to_json() for one in found]}
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from drumline.core.errors import counted
 
 if TYPE_CHECKING:
     from drumline.plan.device.candidate import Candidate
+    from drumline.plan.device.plan import Plan
     from drumline.plan.device.planner import Planned
 
 _MIB = 2**20
@@ -102,8 +103,7 @@ def _page(planned: Planned) -> str:
     return page(
         [one.timeline() for one in list(best.values())[:_DRAWN]],
         title=f"{plan.model.name} on {counted(plan.num_ranks, 'rank')}, a batch of {plan.batch} rows",
-        advice=f"{plan.schedule}, {counted(plan.num_microbatches, 'microbatch')} of {plan.microbatch_size},"
-        f" {counted(plan.program.num_stages, 'stage')} of {' '.join(map(str, plan.counts))} blocks:"
+        advice=f"{plan.schedule}, {_pieces(plan)}:"
         f" a step takes {plan.step_seconds * 1e3:.1f} ms, the fullest rank {fullest / _MIB:.1f} MiB",
         seconds=True,
     )
@@ -139,9 +139,7 @@ def _text(planned: Planned, disturbed: str, width: int) -> str:
         "",
         table(header, rows, width=width, keep=("step ms", "why not")),
         "",
-        f"{best.schedule}: {counted(best.num_microbatches, 'microbatch')} of {best.microbatch_size},"
-        f" {counted(best.program.num_stages, 'stage')} of {' '.join(map(str, best.counts))} blocks,"
-        f" {_checkpointing(best.checkpoint)}",
+        f"{best.schedule}: {_pieces(best)}, {_checkpointing(best.checkpoint)}",
         f"a step takes {best.step_seconds * 1e3:.1f} ms: {items}",
     ]
     if disturbed:
@@ -151,6 +149,12 @@ def _text(planned: Planned, disturbed: str, width: int) -> str:
         limit = "" if best.limits is None else f" of {best.limits[rank] / _MIB:.1f}"
         lines.append(f"rank {rank} holds {one.total / _MIB:.1f} MiB{limit}: {parts}")
     return "\n".join(line if "\n" in line else wrapped(line, width) for line in lines)
+
+
+def _pieces(plan: Plan) -> str:
+    """Return into what a plan divides the batch and the model."""
+    microbatches = f"{counted(plan.num_microbatches, 'microbatch')} of {plan.microbatch_size}"
+    return f"{microbatches}, {counted(plan.program.num_stages, 'stage')} of {' '.join(map(str, plan.counts))} blocks"
 
 
 def _row(candidate: Candidate, planned: Planned) -> list[str]:

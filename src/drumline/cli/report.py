@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,11 +42,7 @@ def run(args: argparse.Namespace) -> int:
     reports = reports_of([read_run(path) for path in folders], step=args.step)
     if not args.out and args.format is None and not args.json:
         args.out = [args.run[0] / PAGE]
-
-    def make(form: str, paper: Paper) -> str | bytes:
-        return _written(reports, form, paper)
-
-    deliver(args, make, lambda: {"runs": [one.to_json() for one in reports]}, gap="\n")
+    deliver(args, partial(_written, reports), lambda: {"runs": [one.to_json() for one in reports]}, gap="\n")
     return 0
 
 

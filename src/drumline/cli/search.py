@@ -76,20 +76,21 @@ def _check(args: argparse.Namespace) -> None:
 
 def _found(args: argparse.Namespace, costs: Costs) -> Everywhere:
     jitter = None if args.jitter is None else Jitter(args.jitter, args.quantile, args.samples, args.seed)
-    options: dict[str, Any] = {
-        "num_microbatches": args.microbatches,
-        "limit": flags.limit_of(args, costs),
-        "objective": args.objective,
-        "jitter": jitter,
-        "seconds": args.seconds,
-        "tries": args.tries,
-        "seed": args.seed,
-        "progress": progress,
-    }
+    options = {**_options(args), "limit": flags.limit_of(args, costs), "jitter": jitter}
     if args.placement == "all":
         return search_all(costs, args.ranks, stages_per_rank=args.stages_per_rank, **options)
     placement = placement_named(args.placement, args.ranks, args.microbatches, args.stages_per_rank)
     return Everywhere([search(costs, placement, **options)])
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what a search takes, under one memory limit or under all."""
+    names = ("objective", "seconds", "tries", "seed")
+    return {
+        "num_microbatches": args.microbatches,
+        "progress": progress,
+        **{name: getattr(args, name) for name in names},
+    }
 
 
 def _summary(best: Found, others: Sequence[Found], left_out: Mapping[str, PlanError]) -> dict[str, Any]:
@@ -150,18 +151,8 @@ def _pareto(args: argparse.Namespace) -> int:
 
     costs = flags.costs_of(args)
     name = None if args.placement == "all" else args.placement
-    picture = pareto(
-        costs,
-        args.ranks,
-        num_microbatches=args.microbatches,
-        placement=name,
-        stages_per_rank=args.stages_per_rank,
-        objective=args.objective,
-        seconds=args.seconds,
-        tries=args.tries,
-        seed=args.seed,
-        progress=progress,
-    )
+    options = _options(args)
+    picture = pareto(costs, args.ranks, placement=name, stages_per_rank=args.stages_per_rank, **options)
     left_out = "\n".join(f"{name}: left out, {reason}" for name, reason in picture.left_out.items())
 
     def make(form: str, paper: Paper) -> str:
