@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drumline.cli import flags
-from drumline.cli.output import print_json, progress, terminal_width
+from drumline.cli.output import print_result, progress, terminal_width
 from drumline.core.errors import RecordError, UsageError
 from drumline.core.measured.run import CONFIG, Run, read_run
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     marks = FINE if _takes(FINE.parts) else ASCII
     live = LiveRun(args.run.name or str(args.run), found.program, marks=marks, name_of=found.name_of)
     writers = _writers(args, found)
-    screen = _Screen(live, as_json=args.json, once=args.once)
+    screen = _Screen(live, args)
     try:
         for line in lines(found, quiet=0.0 if args.once else QUIET, every=_EVERY):
             if line is None:
@@ -70,11 +70,10 @@ def run(args: argparse.Namespace) -> int:
 class _Screen:
     """Where steps are shown: redrawn in place on a terminal, one line per step elsewhere."""
 
-    def __init__(self, live: LiveRun, *, as_json: bool, once: bool) -> None:
+    def __init__(self, live: LiveRun, args: argparse.Namespace) -> None:
         self._live = live
-        self._as_json = as_json
-        self._once = once
-        self._redraws = sys.stdout.isatty() and not as_json and not once
+        self._args = args
+        self._redraws = sys.stdout.isatty() and not args.json and not args.once
         self._height = 0
         self._shown = -1.0
         self._stale = False
@@ -82,14 +81,12 @@ class _Screen:
     def step(self) -> None:
         """Record a new step."""
         self._stale = True
-        if self._once:
-            return
-        if self._as_json:
-            print(json.dumps(self._live.to_json(), allow_nan=False), flush=True)
-        elif not self._redraws:
-            print(self._live.row(), flush=True)
-        elif time.monotonic() - self._shown >= _FEWEST_SECONDS:
-            self.show()
+        if self._redraws:
+            if time.monotonic() - self._shown >= _FEWEST_SECONDS:
+                self.show()
+        elif not self._args.once:
+            told = json.dumps(self._live.to_json(), allow_nan=False) if self._args.json else self._live.row()
+            print(told, flush=True)
 
     def show(self) -> None:
         """Draw what is new."""
@@ -104,11 +101,8 @@ class _Screen:
     def end(self) -> None:
         """Draw the rest."""
         self.show()
-        if self._once and self._live.line:
-            if self._as_json:
-                print_json(self._live.to_json())
-            else:
-                print(self._live.frame(terminal_width()))
+        if self._args.once and self._live.line:
+            print_result(self._args, self._live.to_json(), self._live.frame(terminal_width()))
 
 
 def _begun(path: Path, wait: float) -> Run:
