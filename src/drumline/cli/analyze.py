@@ -25,15 +25,10 @@ _MOST_DRAWN = 32
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument(
-        "traces",
-        nargs="+",
-        type=Path,
-        metavar="TRACE",
-        help="trace files of torch.profiler, .json or .json.gz, one per rank; or a folder of them",
-    )
-    median = "the step to report (default: the one with the median length)"
-    parser.add_argument("--step", type=flags.whole_number, metavar="N", help=median)
+    add = flags.adder(parser)
+    traces = "trace files of torch.profiler, .json or .json.gz, one per rank; or a folder of them"
+    add("TRACE", traces, Path, nargs="+")
+    add("--step N", "the step to report (default: the one with the median length)", flags.whole_number)
     flags.add_json(parser)
     flags.add_out(parser, TEXTS | PICTURES | TRACES | PROGRAMS)
     meaning = "text is the report, html and svg are pictures, perfetto is a trace, csv is the program that ran"
@@ -44,8 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """Report one step; exit 1 if the traces break the rules of a pipeline."""
     from drumline.report.kineto.analysis import analyze
 
-    analysis = analyze(args.traces, step=args.step, progress=progress)
-    progress("")
+    analysis = analyze(args.trace, step=args.step, progress=progress)
     make = partial(_written, analysis)
     deliver(args, make, lambda: {**analysis.summary(), "advice": analysis.advice.sentence}, instead=True)
     return 1 if analysis.violations else 0

@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "transports, gloo), a pair of ranks, or a rank (PyTorch over NCCL). A program that runs on `rank` (default) "
         "runs on all of them",
     )
-    belongs = "how stages must be placed on ranks (default: where most of their work is)"
-    parser.add_argument("--placement", choices=flags.PLACEMENTS, help=belongs)
+    placed = "how stages must be placed on ranks (default: where most of their work is)"
+    flags.adder(parser)("--placement", placed, flags.PLACEMENTS)
 
 
 def run(args: argparse.Namespace) -> int:

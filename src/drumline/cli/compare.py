@@ -45,7 +45,6 @@ def run(args: argparse.Namespace) -> int:
         only=chosen or None,
         progress=progress,
     )
-    progress("")
     if not rows:
         raise _nothing(rows.left_out, args.schedules, ranks, microbatches)
     advice = str(recommend(rows))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 EXAMPLE = "drumline completion bash > ~/.drumline-completion.bash"
 
@@ -30,24 +29,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Flag:
-    """A flag with all its names, the words that may follow it, whether anything follows, and its meaning."""
-
-    names: tuple[str, ...]
-    words: tuple[str, ...]
-    takes: bool
-    meaning: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Verb:
-    """A command, its summary, its flags, and the words it takes without a flag."""
+    """A command with its summary, its flags as argparse knows them, and the words it takes without a flag."""
 
-    name: str
-    summary: str
-    flags: tuple[_Flag, ...]
-    words: tuple[str, ...]
+    def __init__(self, name: str, summary: str, parser: argparse.ArgumentParser, known: dict[str, list[str]]) -> None:
+        self.name, self.summary, self._known = name, summary, known
+        self.flags = [action for action in parser._actions if action.option_strings]
+        self.words = [word for one in parser._actions if one not in self.flags for word in self.words_of(one)]
+
+    def words_of(self, action: argparse.Action) -> list[str]:
+        """Return the words that an argument may be."""
+        return self._known.get(action.dest, [str(one) for one in action.choices or ()])
 
 
 def _verbs() -> Iterator[_Verb]:
@@ -56,29 +48,19 @@ def _verbs() -> Iterator[_Verb]:
     from drumline.plan.cluster.models import MODELS
     from drumline.schedules import schedules
 
-    known = {"schedule": tuple(schedules()), "subject": tuple(MODELS), "hardware": tuple(MACHINES)}
+    known = {"schedule": list(schedules()), "subject": list(MODELS), "hardware": list(MACHINES)}
     for name, summary in VERBS.items():
-        flags: list[_Flag] = []
-        words: tuple[str, ...] = ()
-        for action in parser_of(name)._actions:
-            choices = known.get(action.dest, tuple(map(str, action.choices or ())))
-            if action.option_strings:
-                takes = action.nargs != 0
-                meaning = (action.help or "").partition(". ")[0]
-                flags.append(_Flag(tuple(action.option_strings), choices, takes, meaning))
-            else:
-                words = choices
-        yield _Verb(name, summary, tuple(flags), words)
+        yield _Verb(name, summary, parser_of(name), known)
 
 
 def _cases(verbs: list[_Verb]) -> Iterator[tuple[str, str]]:
     """Yield patterns of `COMMAND PREVIOUS-WORD` with the words to offer, flags that take a value first."""
     for verb in verbs:
         for flag in verb.flags:
-            if flag.takes:
-                yield "|".join(f'"{verb.name} {name}"' for name in flag.names), " ".join(flag.words)
+            if flag.nargs != 0:
+                yield "|".join(f'"{verb.name} {name}"' for name in flag.option_strings), " ".join(verb.words_of(flag))
     for verb in verbs:
-        flags = [name for flag in verb.flags for name in flag.names]
+        flags = [name for flag in verb.flags for name in flag.option_strings]
         yield f'"{verb.name} "*', " ".join([*verb.words, *flags])
 
 
@@ -124,9 +106,12 @@ def _fish(verbs: list[_Verb]) -> str:
         if verb.words:
             lines.append(f"{begin} -a {_quoted(' '.join(verb.words))}")
         for flag in verb.flags:
-            names = " ".join(f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in flag.names)
-            takes = f" -x -a {_quoted(' '.join(flag.words))}" if flag.words else " -r" if flag.takes else ""
-            lines.append(f"{begin} {names}{takes} -d {_quoted(flag.meaning)}")
+            options = flag.option_strings
+            names = " ".join(f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in options)
+            words = verb.words_of(flag)
+            takes = f" -x -a {_quoted(' '.join(words))}" if words else " -r" if flag.nargs != 0 else ""
+            meaning = (flag.help or "").partition(". ")[0]
+            lines.append(f"{begin} {names}{takes} -d {_quoted(meaning)}")
     return "\n".join(lines)
 
 

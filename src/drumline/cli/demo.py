@@ -29,11 +29,10 @@ _DRAWN = ("gpipe-4", "1f1b-4", "zb-h1-4", "pipedream-2bw-4")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    out, whole = Path("out/demo"), flags.whole_number
-    meaning = f"folder for the runs and the report (default {out})"
-    parser.add_argument("-o", "--out", type=Path, default=out, metavar="FOLDER", help=meaning)
-    parser.add_argument("--width", type=whole, default=512, metavar="N", help="width of a layer (default 512)")
-    parser.add_argument("--epochs", type=whole, default=5, metavar="N", help="number of epochs (default 5)")
+    add = flags.adder(parser)
+    add("-o --out FOLDER", "folder for the runs and the report", Path, Path("out/demo"))
+    add("--width N", "width of a layer", flags.whole_number, 512)
+    add("--epochs N", "number of epochs", flags.whole_number, 5)
     flags.add_json(parser)
 
 
@@ -59,10 +58,7 @@ def run(args: argparse.Namespace) -> int:
             flush=True,
         )
     tell = {} if args.json else {"finished": _tell}
-    try:
-        outcomes = run_demo(args.out, build, progress=_show, **tell)
-    finally:
-        progress("")
+    outcomes = run_demo(args.out, build, progress=_show, **tell)
     page, reports = args.out / "report.html", reports_of([one.run for one in outcomes])
     save(page, run_page(reports, opening=opening(outcomes)))
     busy = next((one.steadiness.sentence for one in reports if one.steadiness.busy), "")

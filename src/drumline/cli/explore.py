@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import webbrowser
 
 from drumline.cli import flags
-from drumline.cli.output import print_json, seldom_collected
+from drumline.cli.output import print_result, seldom_collected
 from drumline.core.errors import UsageError
 
 EXAMPLE = "drumline explore --no-browser"
@@ -16,9 +15,10 @@ PORT = 8427  # the same every time, so that links to pictures keep working
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
+    add = flags.adder(parser)
     meaning = f"port on 127.0.0.1 (default {PORT}, or a free one if that is in use; 0 picks a free one)"
-    parser.add_argument("--port", type=flags.whole_number, metavar="N", help=meaning)
-    parser.add_argument("--no-browser", action="store_true", help="print the address without opening a browser")
+    add("--port N", meaning, flags.whole_number)
+    add("--no-browser", "print the address without opening a browser")
     flags.add_json(parser)
 
 
@@ -35,11 +35,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"cannot use port {args.port}: {error.strerror}", fix="omit --port") from None
         server = ExploreServer(0)
     with server, seldom_collected():
-        if args.json:
-            print_json({"address": server.address})
-            sys.stdout.flush()
-        else:
-            print(f"{server.address}   (press Ctrl-C to stop)", flush=True)
+        print_result(args, {"address": server.address}, f"{server.address}   (press Ctrl-C to stop)")
         if not args.no_browser and not args.json:
             webbrowser.open(server.address)
         server.serve_forever()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drumline.cli import flags
-from drumline.cli.output import check_out_folder, print_json, progress, pytorch
+from drumline.cli.output import check_out_folder, print_result, progress, pytorch
 from drumline.core.errors import UsageError, installing
 
 if TYPE_CHECKING:
@@ -20,28 +20,21 @@ EXAMPLE = "drumline export out/train/gpt --stages 2 --out served"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="the folder of a run of `drumline train`, whose newest checkpoint is taken; a folder or config.json of "
+    add, whole = flags.adder(parser), flags.whole_number
+    add(
+        "MODEL",
+        "the folder of a run of `drumline train`, whose newest checkpoint is taken; a folder or config.json of "
         "Hugging Face; a config.toml of `drumline train`; or FILE.py:NAME, a function that returns (model, example)",
     )
-    parser.add_argument(
-        "--stages", type=flags.whole_number, default=2, metavar="N", help="number of stages (default 2)"
-    )
-    parser.add_argument(
-        "--out", "-o", type=Path, required=True, metavar="DIR", help="the folder to write, new or empty"
-    )
-    parser.add_argument("--name", metavar="NAME", help="what clients call the model (default: from MODEL)")
-    rows = "rows of the microbatch by which stages are timed and balanced (default 4)"
-    parser.add_argument("--rows", type=flags.whole_number, default=4, metavar="N", help=rows)
-    length = "tokens per row of that microbatch, for text (default 32)"
-    parser.add_argument("--length", type=flags.whole_number, default=32, metavar="N", help=length)
+    add("--stages N", "number of stages", whole, 2)
+    add("--out -o DIR", "the folder to write, new or empty", Path, required=True)
+    add("--name NAME", "what clients call the model (default: from MODEL)")
+    add("--rows N", "rows of the microbatch by which stages are timed and balanced", whole, 4)
+    add("--length N", "tokens per row of that microbatch, for text", whole, 32)
     most = "the most tokens per row that clients may send (default: the model's positions; for FILE.py:NAME 2048)"
-    parser.add_argument("--max-length", type=flags.whole_number, metavar="N", help=most)
-    cuts = "the first block of every stage but the first, instead of cuts by measured times"
-    parser.add_argument("--cuts", metavar="NAME,...", help=cuts)
-    parser.add_argument("--seed", type=flags.whole_number, default=0, metavar="S", help="random seed (default 0)")
+    add("--max-length N", most, whole)
+    add("--cuts NAME,...", "the first block of every stage but the first, instead of cuts by measured times")
+    add("--seed S", "random seed", whole, 0)
     flags.add_json(parser)
 
 
@@ -56,24 +49,18 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"export needs {error.name}", fix=installing("serve")) from None
     check_out_folder(args.out)
     check_new(args.out)
-    try:
-        with redirect_stdout(sys.stderr):  # the user's model may print
-            found = finished_model(args.model, seed=args.seed, max_length=args.max_length)
-            made = export(
-                Subject(args.name or found.name, found.model, found.example, found.most),
-                args.out,
-                num_stages=args.stages,
-                rows=args.rows,
-                length=args.length,
-                cuts=args.cuts.split(",") if args.cuts else None,
-                tell=progress,
-            )
-    finally:
-        progress("")
-    if args.json:
-        print_json({"out": str(args.out), **made.to_json()})
-    else:
-        print(_text(made, args.out))
+    with redirect_stdout(sys.stderr):  # the user's model may print
+        found = finished_model(args.model, seed=args.seed, max_length=args.max_length)
+        made = export(
+            Subject(args.name or found.name, found.model, found.example, found.most),
+            args.out,
+            num_stages=args.stages,
+            rows=args.rows,
+            length=args.length,
+            cuts=args.cuts.split(",") if args.cuts else None,
+            tell=progress,
+        )
+    print_result(args, {"out": str(args.out), **made.to_json()}, _text(made, args.out))
     return 0
 
 

@@ -8,8 +8,9 @@ import math
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,11 @@ def number(text: str) -> float:
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number")
     return value
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """Parse counts separated by commas."""
+    return tuple(whole_number(part) for part in text.split(","))
 
 
 def numbers(text: str) -> tuple[float, ...]:
@@ -135,64 +141,77 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def adder(parser: argparse.ArgumentParser, group: str = "") -> partial[None]:
+    """Return a function that adds arguments to a parser, or to a group of that title: see `_add`."""
+    return partial(_add, parser.add_argument_group(group) if group else parser)
+
+
+def _add(
+    to: argparse._ActionsContainer,
+    shown: str,
+    meaning: str,
+    kind: Callable[[str], Any] | Sequence[str] = str,
+    default: Any = None,
+    **more: Any,
+) -> None:
+    """Add an argument as the help shows it: `-r --ranks P`, `--json`, `URL`.
+
+    `kind` parses the text, or lists the choices. The help ends with the default, unless its text says more about it.
+    """
+    words = shown.split()
+    names = [word for word in words if word.startswith("-")]
+    if default not in (None, []) and "default" not in meaning:
+        meaning += f" (default {default:g})" if isinstance(default, float) else f" (default {default})"
+    more |= {"default": default, "help": meaning}
+    if isinstance(kind, Sequence):
+        more["choices"] = kind
+    elif names == words:
+        more |= {"action": "store_true", "default": False}
+    else:
+        more |= {"type": kind, "metavar": words[-1]}
+    to.add_argument(*(names or [words[-1].lower()]), **more)
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add --json."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    adder(parser)("--json", "print one JSON object instead of text")
 
 
 def add_out(parser: argparse.ArgumentParser, formats: Mapping[str, str], meaning: str = "") -> None:
     """Add --out, which may be repeated: the extension of each name determines the format."""
     parser.set_defaults(formats=formats)
     meaning = meaning or f"write a file; its extension determines the format: {' '.join(formats)}"
-    parser.add_argument(
-        "-o",
-        "--out",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help=f"{meaning}. May be repeated; - means stdout",
-    )
+    adder(parser)("-o --out FILE", f"{meaning}. May be repeated; - means stdout", Path, [], action="append")
 
 
 def add_format(parser: argparse.ArgumentParser, formats: Sequence[str], meaning: str) -> None:
     """Add --format: what to print, and what to write to --out whatever the extension."""
-    told = "what to print, or to write to --out whatever its extension"
-    parser.add_argument("--format", choices=formats, help=f"{told}: {meaning}")
+    adder(parser)("--format", f"what to print, or to write to --out whatever its extension: {meaning}", formats)
 
 
 def add_channel(parser: argparse.ArgumentParser, meaning: str) -> None:
     """Add --channel; the default is the strictest, because the reader of a file may run it there."""
-    parser.add_argument("--channel", choices=CHANNELS, default=str(STRICTEST), help=meaning)
-
-
-def add_ranks(parser: argparse._ActionsContainer, meaning: str, default: int | None = None) -> None:
-    """Add --ranks."""
-    parser.add_argument("-r", "--ranks", type=whole_number, default=default, metavar="P", help=meaning)
+    adder(parser)("--channel", meaning, CHANNELS, str(STRICTEST))
 
 
 def add_counts(parser: argparse.ArgumentParser, told: str = "(default {})", ranks: int = RANKS) -> None:
     """Add the counts that a recipe needs; `told` describes the default."""
-    add_ranks(parser, f"number of ranks {told.format(ranks)}")
-    meaning = f"number of microbatches in a step {told.format(MICROBATCHES)}"
-    parser.add_argument("-m", "--microbatches", type=whole_number, metavar="M", help=meaning)
-    meaning = "number of stages on each rank (default: the schedule's own)"
-    parser.add_argument("--stages-per-rank", type=whole_number, metavar="V", help=meaning)
+    add = adder(parser)
+    add("-r --ranks P", f"number of ranks {told.format(ranks)}", whole_number)
+    add("-m --microbatches M", f"number of microbatches in a step {told.format(MICROBATCHES)}", whole_number)
+    add("--stages-per-rank V", "number of stages on each rank (default: the schedule's own)", whole_number)
 
 
 def add_schedule(parser: argparse.ArgumentParser, *, optional: str = "", ranks: int = RANKS) -> None:
     """Add SCHEDULE and the counts that its recipe needs; `optional` says what happens without a SCHEDULE."""
-    nargs: Any = "?" if optional else None
     meaning = "the name of a schedule, a CSV file (- reads stdin), or FILE.py[:NAME] that registers a schedule"
-    parser.add_argument("schedule", nargs=nargs, metavar="SCHEDULE", type=file, help=meaning + optional)
+    adder(parser)("SCHEDULE", meaning + optional, file, nargs="?" if optional else None)
     add_counts(parser, "(default {}; a CSV file has its own)", ranks)
 
 
 def add_frozen(parser: argparse.ArgumentParser) -> None:
     """Add --frozen, the stages that do not train."""
-    parser.add_argument(
-        "--frozen", type=ranges, metavar="STAGES", help="stages without trainable parameters, like 0-2,5"
-    )
+    adder(parser)("--frozen STAGES", "stages without trainable parameters, like 0-2,5", ranges)
 
 
 def ranges(text: str) -> frozenset[int]:
@@ -220,24 +239,22 @@ def pruned(program: Program, args: argparse.Namespace) -> Program:
 
 def add_costs(parser: argparse.ArgumentParser) -> None:
     """Add the costs of a stage."""
-    add = parser.add_argument_group("costs of one stage, all times in the same unit").add_argument
-    add("--forward", type=number, metavar="T", help="time of the forward pass, F (default 1)")
-    add("--backward-input", type=number, metavar="T", help="time of the input-gradient half, I (default 1)")
-    add("--backward-weight", type=number, metavar="T", help="time of the weight-gradient half, W (default 1)")
-    add("--comm", type=number, metavar="T", help="time of a message between two ranks (default 0)")
-    add("--overlapped", type=number, metavar="T", help="time of a fused F and B (default: the sum of both)")
-    add("--activation-bytes", type=number, metavar="A", help="bytes that a microbatch holds from F on (default: none)")
-    held = "bytes of these that stay from I to W (default: all)"
-    add("--held-until-weight-bytes", type=number, metavar="G", help=held)
-    add("--costs", type=file, metavar="FILE", help="read these and more costs from a JSON file; flags override it")
+    add = adder(parser, "costs of one stage, all times in the same unit")
+    add("--forward T", "time of the forward pass, F (default 1)", number)
+    add("--backward-input T", "time of the input-gradient half, I (default 1)", number)
+    add("--backward-weight T", "time of the weight-gradient half, W (default 1)", number)
+    add("--comm T", "time of a message between two ranks (default 0)", number)
+    add("--overlapped T", "time of a fused F and B (default: the sum of both)", number)
+    add("--activation-bytes A", "bytes that a microbatch holds from F on (default: none)", number)
+    add("--held-until-weight-bytes G", "bytes of these that stay from I to W (default: all)", number)
+    add("--costs FILE", "read these and more costs from a JSON file; flags override it", file)
 
 
 def add_limit(parser: argparse.ArgumentParser, *, finer: str = "") -> None:
     """Add what a rank may hold; `finer` says when v stages per rank count as one."""
-    add = parser.add_argument_group("memory limit of a rank (default: none)").add_argument
-    pairs = f"the most (stage, microbatch) pairs that a rank may hold{finer}"
-    add("--max-activations", type=number, metavar="N", help=pairs)
-    add("--max-bytes", type=number, metavar="N", help="the most bytes that a rank may hold; needs --activation-bytes")
+    add = adder(parser, "memory limit of a rank (default: none)")
+    add("--max-activations N", f"the most (stage, microbatch) pairs that a rank may hold{finer}", number)
+    add("--max-bytes N", "the most bytes that a rank may hold; needs --activation-bytes", number)
 
 
 def costs_of(args: argparse.Namespace) -> Costs:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
 
 from drumline.cli import flags
 from drumline.cli.output import PICTURES, TEXTS, Paper, deliver, progress
 from drumline.core.errors import UsageError, installing
-
-if TYPE_CHECKING:
-    from drumline.serve.load.run import Result
 
 EXAMPLE = "drumline load 127.0.0.1:8001 --concurrency 1,2,4,8 --out load.html"
 _SCHEMES = ("grpc://", "http://", "grpcs://", "https://")
@@ -18,27 +14,20 @@ _SCHEMES = ("grpc://", "http://", "grpcs://", "https://")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add, whole, number = parser.add_argument, flags.whole_number, flags.number
-    add("url", metavar="URL", help="where the service listens, like 127.0.0.1:8001")
-    add("--model", metavar="NAME", help="the model to load (default: the only one there is)")
+    add, whole = flags.adder(parser), flags.whole_number
+    add("URL", "where the service listens, like 127.0.0.1:8001")
+    add("--model NAME", "the model to load (default: the only one there is)")
     many = "closed loop: requests under way at a time, one load after the other (default 1,2,4,8 without --rate)"
-    add("--concurrency", type=_counts, metavar="N,...", help=many)
-    add("--rate", type=flags.numbers, metavar="R,...", help="open loop: requests a second, Poisson arrivals")
-    add("--seconds", type=number, default=10.0, metavar="S", help="seconds of each load (default 10)")
-    add(
-        "--rows",
-        type=_range,
-        default=(1, 1),
-        metavar="N[-N]",
-        help="rows of a request, or a range to draw from (default 1)",
-    )
-    add("--length", type=whole, default=32, metavar="N", help="size of other dimensions that are open (default 32)")
-    below = "whole numbers that are sent are below this (default 100)"
-    add("--integers-below", type=whole, default=100, metavar="N", help=below)
-    add("--seed", type=whole, default=0, metavar="S", help="random seed (default 0)")
-    add("--tls-ca", metavar="FILE", help="the authority of the service's certificate, PEM")
-    add("--tls-cert", metavar="FILE", help="this side's certificate, for mutual TLS")
-    add("--tls-key", metavar="FILE", help="the key of that certificate, PEM")
+    add("--concurrency N,...", many, flags.whole_numbers)
+    add("--rate R,...", "open loop: requests a second, Poisson arrivals", flags.numbers)
+    add("--seconds S", "seconds of each load", flags.number, 10.0)
+    add("--rows N[-N]", "rows of a request, or a range to draw from (default 1)", _range, (1, 1))
+    add("--length N", "size of other dimensions that are open", whole, 32)
+    add("--integers-below N", "whole numbers that are sent are below this", whole, 100)
+    add("--seed S", "random seed", whole, 0)
+    add("--tls-ca FILE", "the authority of the service's certificate, PEM")
+    add("--tls-cert FILE", "this side's certificate, for mutual TLS")
+    add("--tls-key FILE", "the key of that certificate, PEM")
     flags.add_out(parser, TEXTS | PICTURES, "write FILE.txt, FILE.json, a plot as FILE.svg, or a page as FILE.html")
     flags.add_json(parser)
 
@@ -62,37 +51,26 @@ def run(args: argparse.Namespace) -> int:
     counts = args.concurrency if args.concurrency is not None else () if args.rate else (1, 2, 4, 8)
     least, most = args.rows
     demand = Demand(least, most, length=args.length, below=args.integers_below, seed=args.seed)
-    try:
-        found = run_to_end(
-            load(
-                address,
-                model=args.model or "",
-                concurrencies=counts,
-                rates=args.rate or (),
-                seconds=args.seconds,
-                demand=demand,
-                tls=tls,
-                tell=progress,
-            )
+    found = run_to_end(
+        load(
+            address,
+            model=args.model or "",
+            concurrencies=counts,
+            rates=args.rate or (),
+            seconds=args.seconds,
+            demand=demand,
+            tls=tls,
+            tell=progress,
         )
-    finally:
-        progress("")
+    )
 
     def make(form: str, paper: Paper) -> str:
         if form == "text":
             return load_text(found, width=paper.width)
         return load_svg(found) if form == "svg" else load_page(found, service=address)
 
-    deliver(args, make, lambda: _summary(found))
+    deliver(args, make, lambda: {"loads": [one.to_json() for one in found]})
     return 0 if any(one.latencies for one in found) else 1
-
-
-def _summary(found: list[Result]) -> dict[str, Any]:
-    return {"loads": [one.to_json() for one in found]}
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(flags.whole_number(part) for part in text.split(","))
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
-from drumline.cli.output import check_out, print_error, terminal_width, wrapped
+from drumline.cli.output import check_out, print_error, progress, terminal_width, wrapped
 from drumline.core.errors import DrumlineError, RunError, UsageError, nearest
 from drumline.core.version import __version__
 
@@ -124,7 +124,10 @@ def _run(words: list[str]) -> int:
         return int(stop.code or FINE)
     if "formats" in args:
         check_out(args)  # before computing anything
-    code: int = module.run(args)
+    try:
+        code: int = module.run(args)
+    finally:
+        progress("")
     return code
 
 

@@ -33,6 +33,7 @@ PROGRAMS = {".csv": "csv"}
 _BINARY = ("perfetto", "png")
 # The files that hold what came by stdin, which no user has ever heard of.
 FROM_STDIN: set[str] = set()
+_SHOWN: list[str] = []  # what progress shows on the last line of the terminal
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,14 @@ _OTHER = "choose another --out"
 
 def print_json(value: dict[str, Any]) -> None:
     """Print one object."""
+    progress("")
     print(_spelled(value))
+
+
+def print_result(args: argparse.Namespace, value: dict[str, Any], text: str) -> None:
+    """Print a result that is no file: as one object with --json, else as text; a reader of a pipe sees it at once."""
+    progress("")
+    print(_spelled(value) if args.json else text, flush=True)
 
 
 def _spelled(value: dict[str, Any]) -> str:
@@ -171,6 +179,7 @@ def deliver(
     if chosen in _BINARY and (to_stdout or not files) and (args.json or sys.stdout.isatty()):
         raise UsageError(f"{chosen} is not text, so it cannot be printed", fix="add --out FILE")
     told = summary() if args.json or "json" in (form for _, form in files) else {}
+    progress("")
     for path, form in files:
         save(path, _spelled(told) if form == "json" else make(form, FILE))
     names = [str(path) for path, _ in files]
@@ -191,8 +200,12 @@ def deliver(
 
 
 def progress(what: str) -> None:
-    """Show progress on the last line of a terminal; print nothing elsewhere. An empty text clears the line."""
-    if sys.stderr.isatty():
+    """Show progress on the last line of a terminal; print nothing elsewhere. An empty text clears the line.
+
+    What a command prints, and its end, clear the line too.
+    """
+    if sys.stderr.isatty() and (what or _SHOWN):
+        _SHOWN[:] = [what] if what else []
         print(f"\r\x1b[2K{what}", end="", file=sys.stderr, flush=True)
 
 

@@ -15,22 +15,16 @@ EXAMPLE = "drumline plan gpt-1.7b --hardware a100-40 --gpus 8 --batch 16 --brief
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments: those that both kinds of subject share, then those of each."""
-    add, whole = parser.add_argument, flags.whole_number
-    add(
-        "subject",
-        metavar="SUBJECT",
-        nargs="?",
-        type=flags.file,
-        help="a JSON file from `drumline profile` (- reads stdin); for a cluster, the name of a model or its "
-        "config.json",
-    )
-    add("--list", action="store_true", help="list the named models and hardware")
-    add("--batch", type=whole, metavar="B", help="rows (sequences) per step (required)")
+    add, whole = flags.adder(parser), flags.whole_number
+    profile = "a JSON file from `drumline profile` (- reads stdin)"
+    add("SUBJECT", f"{profile}; for a cluster, the name of a model or its config.json", flags.file, nargs="?")
+    add("--list", "list the named models and hardware")
+    add("--batch B", "rows (sequences) per step (required)", whole)
     memory = "memory of a rank, like 8e9 or 8GiB (default: no limit for a profile, the hardware's for a cluster)"
-    add("--memory", type=flags.size, metavar="BYTES", help=memory)
-    add("--headroom", type=flags.number, metavar="SHARE", help="share of the memory to keep free (default 0.1)")
-    add("--schedules", type=flags.names, metavar="NAME,...", help="schedules to choose from (default: all)")
-    add("--stages-per-rank", type=whole, metavar="V", help="number of stages on each rank (default: any)")
+    add("--memory BYTES", memory, flags.size)
+    add("--headroom SHARE", "share of the memory to keep free (default 0.1)", flags.number)
+    add("--schedules NAME,...", "schedules to choose from (default: all)", flags.names)
+    add("--stages-per-rank V", "number of stages on each rank (default: any)", whole)
     formats = plan_profile.FORMATS | plan_cluster.FORMATS
     meaning = "write FILE.json, .html, .svg or .txt; the config of a training run as .toml, for megatron as .args"
     flags.add_out(parser, formats, meaning)

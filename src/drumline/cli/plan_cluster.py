@@ -35,33 +35,27 @@ _DEGREES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of planning for a cluster, except the subject."""
-    add, whole = parser.add_argument_group("a model on a cluster").add_argument, flags.whole_number
-    add(
-        "--hardware", metavar="NAME", help="name of the hardware, like h100, or a JSON file with its numbers (required)"
-    )
-    add("--gpus", type=whole, metavar="N", help="number of devices in the cluster (required, or --nodes)")
-    add("--nodes", type=whole, metavar="N", help="number of nodes, instead of --gpus")
-    add("--gpus-per-node", type=whole, metavar="N", help="devices per node (default: the hardware's)")
-    add("--sequence", type=whole, metavar="N", help="tokens per sequence (default: the model's)")
-    add("--top", type=whole, metavar="N", default=10, help="number of meshes to show and explain (default 10)")
-    add("--brief", action="store_true", help="print only the plan, without what-ifs, scaling and traffic")
+    add, whole = flags.adder(parser, "a model on a cluster"), flags.whole_number
+    add("--hardware NAME", "name of the hardware, like h100, or a JSON file with its numbers (required)")
+    add("--gpus N", "number of devices in the cluster (required, or --nodes)", whole)
+    add("--nodes N", "number of nodes, instead of --gpus", whole)
+    add("--gpus-per-node N", "devices per node (default: the hardware's)", whole)
+    add("--sequence N", "tokens per sequence (default: the model's)", whole)
+    add("--top N", "number of meshes to show and explain", whole, 10)
+    add("--brief", "print only the plan, without what-ifs, scaling and traffic")
     whose = "framework to plan for: only what it runs (default: anything, and the command and config of drumline)"
-    add("--launch", choices=tuple(_ENDINGS), help=whose)
+    add("--launch", whose, tuple(_ENDINGS))
     also = "messages that your software also hides behind compute: forward (tensor-parallel ones), experts, context"
-    add("--overlap", type=flags.names, metavar="WHAT,...", help=also)
-    searching = "seconds to search programs for the best layouts, beside the schedules (default 0)"
-    add("--search", type=flags.number, metavar="S", default=0.0, help=searching)
-    numbers = "numbers that products with weights take: bf16, or fp8 on devices that have it (default bf16)"
-    add("--precision", choices=("bf16", "fp8"), default="bf16", help=numbers)
-    pins = parser.add_argument_group("decisions to fix (default: the planner makes all of them)")
+    add("--overlap WHAT,...", also, flags.names)
+    add("--search S", "seconds to search programs for the best layouts, beside the schedules", flags.number, 0.0)
+    numbers = "numbers that products with weights take: bf16, or fp8 on devices that have it"
+    add("--precision", numbers, ("bf16", "fp8"), "bf16")
+    add = flags.adder(parser, "decisions to fix (default: the planner makes all of them)")
     for name, meaning in _DEGREES.items():
-        pins.add_argument(f"--{name}", type=whole, metavar="N", help=meaning)
-    pins.add_argument("--zero", type=whole, metavar="N", help="ZeRO stage: 0, 1, 2 or 3")
-    pins.add_argument(
-        "--recompute", metavar="HOW", help="activations to recompute: none, selective, full, full:N or operations"
-    )
-    without = "plan tensor parallelism without sequence parallelism"
-    pins.add_argument("--no-sequence-parallel", action="store_true", help=without)
+        add(f"--{name} N", meaning, whole)
+    add("--zero N", "ZeRO stage: 0, 1, 2 or 3", whole)
+    add("--recompute HOW", "activations to recompute: none, selective, full, full:N or operations")
+    add("--no-sequence-parallel", "plan tensor parallelism without sequence parallelism")
 
 
 def run(args: argparse.Namespace, model: Transformer) -> int:
@@ -83,8 +77,6 @@ def _run(args: argparse.Namespace, model: Transformer) -> int:
     else:
         progress("planning what more hardware would gain")
         told = explain(planned, source=_source(args), program_file=program)
-        progress("")
-
     if file is not None:
         told = replace(told, launch=told.launch.written_to(args.launch, str(file)))
 
@@ -133,19 +125,16 @@ def _planned(args: argparse.Namespace, model: Transformer) -> ClusterPlan:
     from drumline.plan.layouts.planner import HEADROOM, plan
 
     headroom = HEADROOM if args.headroom is None else args.headroom
-    try:
-        return plan(
-            model,
-            _cluster(args),
-            batch=args.batch,
-            pins=_pins(args),
-            headroom=headroom,
-            top=args.top,
-            search_seconds=args.search,
-            say=progress,
-        )
-    finally:
-        progress("")
+    return plan(
+        model,
+        _cluster(args),
+        batch=args.batch,
+        pins=_pins(args),
+        headroom=headroom,
+        top=args.top,
+        search_seconds=args.search,
+        say=progress,
+    )
 
 
 def _source(args: argparse.Namespace) -> str:

@@ -12,6 +12,7 @@ from drumline.core.errors import counted
 
 if TYPE_CHECKING:
     from drumline.plan.device.candidate import Candidate
+    from drumline.plan.device.plan import Plan
     from drumline.plan.device.planner import Planned
 
 _MIB = 2**20
@@ -26,24 +27,16 @@ FORMATS = {".json": "plan", ".toml": "config", ".txt": "text"} | PICTURES
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of planning from a profile, except those shared with clusters."""
-    group = parser.add_argument_group("a profiled model on this machine")
-    flags.add_ranks(group, "number of ranks (required)")
-    add = group.add_argument
-    add("--checkpoint", type=flags.names, metavar="HOW,...", help="none, full, or both to choose from (default both)")
-    add("--optimizer", metavar="NAME", default="adam", help="adam, momentum or sgd, for its state (default adam)")
-    searching = "seconds to search for a better schedule; 0 disables the search (default 5)"
-    add("--seconds", type=flags.number, metavar="S", default=5.0, help=searching)
+    add = flags.adder(parser, "a profiled model on this machine")
+    add("-r --ranks P", "number of ranks (required)", flags.whole_number)
+    add("--checkpoint HOW,...", "none, full, or both to choose from (default both)", flags.names)
+    add("--optimizer NAME", "adam, momentum or sgd, for its state", str, "adam")
+    add("--seconds S", "seconds to search for a better schedule; 0 disables the search", flags.number, 5.0)
     speed = "speed of each rank, relative to the profiled device (default: all the same)"
-    add("--rank-speed", type=flags.numbers, metavar="S,...", help=speed)
-    add("--rank-memory", type=_bytes, metavar="BYTES,...", help="memory of each rank (default: --memory for all)")
-    add(
-        "--link",
-        type=_link,
-        action="append",
-        default=[],
-        metavar="A-B:LATENCY:BYTES_PER_SECOND",
-        help="a slower link between two ranks, both ways: what it adds to a profiled message. May be repeated",
-    )
+    add("--rank-speed S,...", speed, flags.numbers)
+    add("--rank-memory BYTES,...", "memory of each rank (default: --memory for all)", _bytes)
+    slower = "a slower link between two ranks, both ways: what it adds to a profiled message. May be repeated"
+    add("--link A-B:LATENCY:BYTES_PER_SECOND", slower, _link, [], action="append")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,25 +56,22 @@ def run(args: argparse.Namespace) -> int:
         args.out.append(plans[0])
     profile = ModelProfile.load(args.subject)
     disturbed = profile.sizes[-1][1].disturbed
-    try:
-        found = plan(
-            profile,
-            num_ranks=args.ranks,
-            batch=args.batch,
-            memory_bytes=args.memory,
-            headroom=_HEADROOM if args.headroom is None else args.headroom,
-            optimizer=args.optimizer,
-            schedules=args.schedules,
-            checkpoint=args.checkpoint or CHECKPOINTING,
-            stages_per_rank=args.stages_per_rank,
-            seconds=args.seconds,
-            rank_speeds=args.rank_speed,
-            rank_memory=args.rank_memory,
-            links={ends: edge for pair, edge in args.link for ends in (pair, pair[::-1])},
-            progress=progress,
-        )
-    finally:
-        progress("")
+    found = plan(
+        profile,
+        num_ranks=args.ranks,
+        batch=args.batch,
+        memory_bytes=args.memory,
+        headroom=_HEADROOM if args.headroom is None else args.headroom,
+        optimizer=args.optimizer,
+        schedules=args.schedules,
+        checkpoint=args.checkpoint or CHECKPOINTING,
+        stages_per_rank=args.stages_per_rank,
+        seconds=args.seconds,
+        rank_speeds=args.rank_speed,
+        rank_memory=args.rank_memory,
+        links={ends: edge for pair, edge in args.link for ends in (pair, pair[::-1])},
+        progress=progress,
+    )
 
     def make(form: str, paper: Paper) -> str:
         if form == "text":
@@ -113,8 +103,7 @@ def _page(planned: Planned) -> str:
     return page(
         [one.timeline() for one in list(best.values())[:_DRAWN]],
         title=f"{plan.model.name} on {counted(plan.num_ranks, 'rank')}, a batch of {plan.batch} rows",
-        advice=f"{plan.schedule}, {counted(plan.num_microbatches, 'microbatch')} of {plan.microbatch_size},"
-        f" {counted(plan.program.num_stages, 'stage')} of {' '.join(map(str, plan.counts))} blocks:"
+        advice=f"{plan.schedule}, {_pieces(plan)}:"
         f" a step takes {plan.step_seconds * 1e3:.1f} ms, the fullest rank {fullest / _MIB:.1f} MiB",
         seconds=True,
     )
@@ -150,9 +139,7 @@ def _text(planned: Planned, disturbed: str, width: int) -> str:
         "",
         table(header, rows, width=width, keep=("step ms", "why not")),
         "",
-        f"{best.schedule}: {counted(best.num_microbatches, 'microbatch')} of {best.microbatch_size},"
-        f" {counted(best.program.num_stages, 'stage')} of {' '.join(map(str, best.counts))} blocks,"
-        f" {_checkpointing(best.checkpoint)}",
+        f"{best.schedule}: {_pieces(best)}, {_checkpointing(best.checkpoint)}",
         f"a step takes {best.step_seconds * 1e3:.1f} ms: {items}",
     ]
     if disturbed:
@@ -162,6 +149,12 @@ def _text(planned: Planned, disturbed: str, width: int) -> str:
         limit = "" if best.limits is None else f" of {best.limits[rank] / _MIB:.1f}"
         lines.append(f"rank {rank} holds {one.total / _MIB:.1f} MiB{limit}: {parts}")
     return "\n".join(line if "\n" in line else wrapped(line, width) for line in lines)
+
+
+def _pieces(plan: Plan) -> str:
+    """Return into what a plan divides the batch and the model."""
+    microbatches = f"{counted(plan.num_microbatches, 'microbatch')} of {plan.microbatch_size}"
+    return f"{microbatches}, {counted(plan.program.num_stages, 'stage')} of {' '.join(map(str, plan.counts))} blocks"
 
 
 def _row(candidate: Candidate, planned: Planned) -> list[str]:

@@ -17,29 +17,20 @@ EXAMPLE = "drumline profile train.py:make --ranks 2 --out mine.json --out mine.h
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        type=flags.file,
-        help="FILE.py:NAME, a function that returns (model, loss_fn, batch, target); a Hugging Face config.json; "
+    add, whole = flags.adder(parser), flags.whole_number
+    add(
+        "MODEL",
+        "FILE.py:NAME, a function that returns (model, loss_fn, batch, target); a Hugging Face config.json; "
         "or a profile to show again (- reads stdin)",
+        flags.file,
     )
-    parser.add_argument(
-        "--microbatch-sizes",
-        type=_sizes,
-        default=(1, 2, 4, 8),
-        metavar="N,...",
-        help="microbatch sizes to measure, in rows (default 1,2,4,8)",
-    )
-    whole = flags.whole_number
-    flags.add_ranks(parser, "number of ranks that measure at the same time (default 2)", 2)
-    parser.add_argument("--threads", type=whole, default=1, metavar="N", help="threads per rank (default 1)")
-    parser.add_argument("--device", metavar="NAME", help="PyTorch device to measure on, like cuda (default cpu)")
-    length = "tokens per row, for a config.json (default 512)"
-    parser.add_argument("--sequence-length", type=whole, metavar="N", help=length)
-    parser.add_argument("--runs", type=whole, default=12, metavar="N", help="runs per size (default 12)")
-    most = "the most seconds to spend on one size (default 20)"
-    parser.add_argument("--seconds", type=flags.number, default=20.0, metavar="S", help=most)
+    add("--microbatch-sizes N,...", "microbatch sizes to measure, in rows (default 1,2,4,8)", _sizes, (1, 2, 4, 8))
+    add("-r --ranks P", "number of ranks that measure at the same time", whole, 2)
+    add("--threads N", "threads per rank", whole, 1)
+    add("--device NAME", "PyTorch device to measure on, like cuda (default cpu)")
+    add("--sequence-length N", "tokens per row, for a config.json (default 512)", whole)
+    add("--runs N", "runs per size", whole, 12)
+    add("--seconds S", "the most seconds to spend on one size", flags.number, 20.0)
     flags.add_out(parser, TEXTS | PICTURES, "write FILE.json for `drumline plan`, or FILE.svg, FILE.html, FILE.txt")
     flags.add_json(parser)
 
@@ -70,26 +61,23 @@ def _measured(args: argparse.Namespace) -> ModelProfile:
     with pytorch("profile runs a model"):
         from drumline.pipeline.profiling import profile_model
     progress(f"profiling {args.model} on {args.ranks} ranks ...")
-    try:
-        with redirect_stdout(sys.stderr):  # the user's model may print
-            return profile_model(
-                args.model,
-                microbatch_sizes=args.microbatch_sizes,
-                num_ranks=args.ranks,
-                device=args.device,
-                num_threads=args.threads,
-                num_runs=args.runs,
-                max_seconds=args.seconds,
-                length=args.sequence_length,
-                shows=sys.stderr.isatty(),
-            )
-    finally:
-        progress("")
+    with redirect_stdout(sys.stderr):  # the user's model may print
+        return profile_model(
+            args.model,
+            microbatch_sizes=args.microbatch_sizes,
+            num_ranks=args.ranks,
+            device=args.device,
+            num_threads=args.threads,
+            num_runs=args.runs,
+            max_seconds=args.seconds,
+            length=args.sequence_length,
+            shows=sys.stderr.isatty(),
+        )
 
 
 def _sizes(text: str) -> tuple[int, ...]:
     """Parse microbatch sizes; the error names the value."""
-    sizes = tuple(flags.whole_number(part) for part in text.split(","))
+    sizes = flags.whole_numbers(text)
     if min(sizes) < 1:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} contains a size below 1")
     return sizes

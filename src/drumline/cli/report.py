@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,20 +23,14 @@ EXAMPLE = "drumline report runs/first --out first.html --out first.json"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    meaning = "the folder you gave to record=, or a folder of such folders"
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=meaning)
-    step = "the step to show (default: a typical one)"
-    parser.add_argument("--step", type=flags.whole_number, metavar="N", help=step)
-    flags.add_format(
-        parser,
-        ("html", "text", "svg", "png", "perfetto"),
-        "html is a page, svg and png are plots (they need matplotlib), perfetto is a trace (default html)",
-    )
+    add = flags.adder(parser)
+    add("RUN", "the folder you gave to record=, or a folder of such folders", Path, nargs="+")
+    add("--step N", "the step to show (default: a typical one)", flags.whole_number)
+    meaning = "html is a page, svg and png are plots (they need matplotlib), perfetto is a trace (default html)"
+    flags.add_format(parser, ("html", "text", "svg", "png", "perfetto"), meaning)
     formats = PICTURES | TEXTS | TRACES | {".png": "png"}
-    endings = " ".join(formats)
-    flags.add_out(
-        parser, formats, f"write a file; its extension determines the format: {endings} (default: RUN/{PAGE})"
-    )
+    endings = f"its extension determines the format: {' '.join(formats)} (default: RUN/{PAGE})"
+    flags.add_out(parser, formats, f"write a file; {endings}")
     flags.add_json(parser)
 
 
@@ -43,15 +38,11 @@ def run(args: argparse.Namespace) -> int:
     """Report runs: write a file, and print a summary."""
     from drumline.report.run.report import reports_of
 
-    folders = [one for path in args.runs for one in _runs_in(path)]
+    folders = [one for path in args.run for one in _runs_in(path)]
     reports = reports_of([read_run(path) for path in folders], step=args.step)
     if not args.out and args.format is None and not args.json:
-        args.out = [args.runs[0] / PAGE]
-
-    def make(form: str, paper: Paper) -> str | bytes:
-        return _written(reports, form, paper)
-
-    deliver(args, make, lambda: {"runs": [one.to_json() for one in reports]}, gap="\n")
+        args.out = [args.run[0] / PAGE]
+    deliver(args, partial(_written, reports), lambda: {"runs": [one.to_json() for one in reports]}, gap="\n")
     return 0
 
 

@@ -24,18 +24,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_costs(parser)
     flags.add_limit(parser, finer="; with --placement all, v pairs count as one where a rank holds v stages")
     flags.add_json(parser)
-    add, number, whole = parser.add_argument, flags.number, flags.whole_number
-    laid = "how stages are placed on ranks (default linear)"
-    add("--placement", choices=(*PLACEMENTS, "all"), default="linear", help=laid)
-    add("--objective", choices=OBJECTIVES, default="makespan", help="what to minimise (default makespan)")
+    add, number, whole = flags.adder(parser), flags.number, flags.whole_number
+    add("--placement", "how stages are placed on ranks", (*PLACEMENTS, "all"), "linear")
+    add("--objective", "what to minimise", OBJECTIVES, "makespan")
     vary = "share by which the times of stages vary, for all stages or for each (default: they do not vary)"
-    add("--jitter", type=_shares, metavar="SHARE[,...]", help=vary)
-    add("--quantile", type=number, metavar="Q", default=0.9, help="with --jitter: quantile to minimise (default 0.9)")
-    add("--samples", type=whole, metavar="N", default=64, help="with --jitter: number of samples (default 64)")
-    add("--seconds", type=number, metavar="S", help="seconds to search for (default 10; with --tries, no limit)")
-    add("--tries", type=whole, metavar="N", help="stop after this many programs (default: no limit)")
-    add("--seed", type=whole, metavar="N", default=0, help="random seed (default 0)")
-    add("--pareto", action="store_true", help="search under every memory limit, and show bubble against memory")
+    add("--jitter SHARE[,...]", vary, _shares)
+    add("--quantile Q", "with --jitter: quantile to minimise", number, 0.9)
+    add("--samples N", "with --jitter: number of samples", whole, 64)
+    add("--seconds S", "seconds to search for (default 10; with --tries, no limit)", number)
+    add("--tries N", "stop after this many programs (default: no limit)", whole)
+    add("--seed N", "random seed", whole, 0)
+    add("--pareto", "search under every memory limit, and show bubble against memory")
     flags.add_out(parser, PROGRAMS | PICTURES | TEXTS)
 
 
@@ -47,7 +46,6 @@ def run(args: argparse.Namespace) -> int:
     costs = flags.costs_of(args)
     everywhere = _found(args, costs)
     found, *others = everywhere
-    progress("")
     left_out = [f"{name}: left out, {error}" for name, error in everywhere.left_out.items()]
 
     def make(form: str, paper: Paper) -> str | bytes:
@@ -78,20 +76,21 @@ def _check(args: argparse.Namespace) -> None:
 
 def _found(args: argparse.Namespace, costs: Costs) -> Everywhere:
     jitter = None if args.jitter is None else Jitter(args.jitter, args.quantile, args.samples, args.seed)
-    options: dict[str, Any] = {
-        "num_microbatches": args.microbatches,
-        "limit": flags.limit_of(args, costs),
-        "objective": args.objective,
-        "jitter": jitter,
-        "seconds": args.seconds,
-        "tries": args.tries,
-        "seed": args.seed,
-        "progress": progress,
-    }
+    options = {**_options(args), "limit": flags.limit_of(args, costs), "jitter": jitter}
     if args.placement == "all":
         return search_all(costs, args.ranks, stages_per_rank=args.stages_per_rank, **options)
     placement = placement_named(args.placement, args.ranks, args.microbatches, args.stages_per_rank)
     return Everywhere([search(costs, placement, **options)])
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what a search takes, under one memory limit or under all."""
+    names = ("objective", "seconds", "tries", "seed")
+    return {
+        "num_microbatches": args.microbatches,
+        "progress": progress,
+        **{name: getattr(args, name) for name in names},
+    }
 
 
 def _summary(best: Found, others: Sequence[Found], left_out: Mapping[str, PlanError]) -> dict[str, Any]:
@@ -152,19 +151,8 @@ def _pareto(args: argparse.Namespace) -> int:
 
     costs = flags.costs_of(args)
     name = None if args.placement == "all" else args.placement
-    picture = pareto(
-        costs,
-        args.ranks,
-        num_microbatches=args.microbatches,
-        placement=name,
-        stages_per_rank=args.stages_per_rank,
-        objective=args.objective,
-        seconds=args.seconds,
-        tries=args.tries,
-        seed=args.seed,
-        progress=progress,
-    )
-    progress("")
+    options = _options(args)
+    picture = pareto(costs, args.ranks, placement=name, stages_per_rank=args.stages_per_rank, **options)
     left_out = "\n".join(f"{name}: left out, {reason}" for name, reason in picture.left_out.items())
 
     def make(form: str, paper: Paper) -> str:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 from drumline.cli import flags
-from drumline.cli.output import print_json
+from drumline.cli.output import print_result
 from drumline.core.errors import UsageError, installing
 
 EXAMPLE = "drumline serve served --listen 127.0.0.1:8001"
@@ -16,61 +15,43 @@ EXAMPLE = "drumline serve served --listen 127.0.0.1:8001"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add, whole, number = parser.add_argument, flags.whole_number, flags.number
-    add("folder", metavar="DIR", type=Path, help="the folder that `drumline export` wrote")
+    add, whole, number = flags.adder(parser), flags.whole_number, flags.number
+    add("DIR", "the folder that `drumline export` wrote", Path)
     where = "address for clients (default 127.0.0.1:8001; port 0 picks a free one). Other machines need TLS or --plain"
-    add("--listen", default="127.0.0.1:8001", metavar="HOST:PORT", help=where)
+    add("--listen HOST:PORT", where, str, "127.0.0.1:8001")
     metrics = "address for Prometheus, over HTTP (default 127.0.0.1:8002; port 0 picks a free one, none turns it off)"
-    add("--metrics", default="127.0.0.1:8002", metavar="HOST:PORT", help=metrics)
-    add(
-        "--record",
-        type=Path,
-        metavar="DIR",
-        help="write the timeline of the load to this new folder, for `drumline report`",
-    )
-    add("--log-requests", action="store_true", help="log every request, not only those that fail")
-    add("--threads", type=whole, default=1, metavar="N", help="threads of each stage (default 1)")
-    pin = "give every stage cores of its own, on a machine that does little else: steadier, and a little faster"
-    add("--pin", action="store_true", help=pin)
+    add("--metrics HOST:PORT", metrics, str, "127.0.0.1:8002")
+    add("--record DIR", "write the timeline of the load to this new folder, for `drumline report`", Path)
+    add("--log-requests", "log every request, not only those that fail")
+    add("--threads N", "threads of each stage", whole, 1)
+    add("--pin", "give every stage cores of its own, on a machine that does little else: steadier, and a little faster")
     flags.add_json(parser)
-    batch = parser.add_argument_group("batches").add_argument
-    batch("--max-batch", type=whole, default=64, metavar="N", help="the most rows to batch together (default 64)")
-    wait = "seconds that a request waits for others while the pipe is busy (default 0.005)"
-    batch("--max-wait", type=number, default=0.005, metavar="S", help=wait)
-    budget = "seconds that a microbatch may spend in the pipe; bounds its rows and queues (default 0.05)"
-    batch("--budget", type=number, default=0.05, metavar="S", help=budget)
-    batch("--microbatch-rows", type=whole, metavar="N", help="rows of a microbatch, 1 or more (default: tuned)")
-    window = "microbatches in the pipe at a time, 1 or more (default: tuned)"
-    batch("--window", type=whole, metavar="N", help=window)
-    limit = parser.add_argument_group("limits").add_argument
-    limit("--max-requests", type=whole, default=512, metavar="N", help="the most requests that wait (default 512)")
-    limit(
-        "--max-queue",
-        type=flags.size,
-        default=2.0**28,
-        metavar="BYTES",
-        help="the most bytes that wait (default 256MiB)",
-    )
-    limit(
-        "--max-message", type=flags.size, default=2.0**26, metavar="BYTES", help="the largest message (default 64MiB)"
-    )
-    limit("--timeout", type=number, default=60.0, metavar="S", help="the longest that a request may take (default 60)")
-    again = "how often a microbatch is sent again if a stage dies, but for the one that it computes (default 1)"
-    limit("--retries", type=whole, default=1, metavar="N", help=again)
+    add = flags.adder(parser, "batches")
+    add("--max-batch N", "the most rows to batch together", whole, 64)
+    add("--max-wait S", "seconds that a request waits for others while the pipe is busy", number, 0.005)
+    budget = "seconds that a microbatch may spend in the pipe; bounds its rows and queues"
+    add("--budget S", budget, number, 0.05)
+    add("--microbatch-rows N", "rows of a microbatch, 1 or more (default: tuned)", whole)
+    add("--window N", "microbatches in the pipe at a time, 1 or more (default: tuned)", whole)
+    add = flags.adder(parser, "limits")
+    add("--max-requests N", "the most requests that wait", whole, 512)
+    add("--max-queue BYTES", "the most bytes that wait (default 256MiB)", flags.size, 2.0**28)
+    add("--max-message BYTES", "the largest message (default 64MiB)", flags.size, 2.0**26)
+    add("--timeout S", "the longest that a request may take", number, 60.0)
+    again = "how often a microbatch is sent again if a stage dies, but for the one that it computes"
+    add("--retries N", again, whole, 1)
     hang = "seconds after which a stage that hangs is ended and started again (default 30; 0: never)"
-    limit("--hang", type=number, default=30.0, metavar="S", help=hang)
-    limit(
-        "--drain", type=number, default=30.0, metavar="S", help="seconds to finish requests after SIGTERM (default 30)"
-    )
-    host = parser.add_argument_group("several hosts").add_argument
-    host("--hosts", metavar="HOST:PORT,...", help="addresses of stages that run elsewhere, the first stage first")
-    host("--stage", type=whole, metavar="K", help="run only stage K, and listen for the stage before it")
-    host("--next", metavar="HOST:PORT", help="with --stage: the address of the stage behind it")
-    tls = parser.add_argument_group("TLS").add_argument
-    tls("--tls-cert", metavar="FILE", help="this side's certificate, PEM")
-    tls("--tls-key", metavar="FILE", help="the key of that certificate, PEM")
-    tls("--tls-ca", metavar="FILE", help="the authority that clients need a certificate of (mutual TLS)")
-    tls("--plain", action="store_true", help="allow addresses that other machines can reach without TLS")
+    add("--hang S", hang, number, 30.0)
+    add("--drain S", "seconds to finish requests after SIGTERM", number, 30.0)
+    add = flags.adder(parser, "several hosts")
+    add("--hosts HOST:PORT,...", "addresses of stages that run elsewhere, the first stage first")
+    add("--stage K", "run only stage K, and listen for the stage before it", whole)
+    add("--next HOST:PORT", "with --stage: the address of the stage behind it")
+    add = flags.adder(parser, "TLS")
+    add("--tls-cert FILE", "this side's certificate, PEM")
+    add("--tls-key FILE", "the key of that certificate, PEM")
+    add("--tls-ca FILE", "the authority that clients need a certificate of (mutual TLS)")
+    add("--plain", "allow addresses that other machines can reach without TLS")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     for one in hosts:
         parts_of(one, flag="--hosts")
     settings = Settings(
-        args.folder,
+        args.dir,
         listen=args.listen,
         metrics=metrics,
         hosts=hosts,
@@ -117,19 +98,12 @@ def run(args: argparse.Namespace) -> int:
     )
 
     def told(started: Started) -> None:
-        host = parts_of(args.listen, flag="--listen")[0]
-        _told(args, {"address": f"{host}:{started.port}", "metrics_port": started.metrics_port})
+        address = f"{parts_of(args.listen, flag='--listen')[0]}:{started.port}"
+        text = f"serving {args.dir} at {address}   (press Ctrl-C to stop)"
+        print_result(args, {"address": address, "metrics_port": started.metrics_port}, text)
 
     run_to_end(serve(settings, told=told))
     return 0
-
-
-def _told(args: argparse.Namespace, found: dict[str, Any]) -> None:
-    if args.json:
-        print_json(found)
-    else:
-        print(f"serving {args.folder} at {found['address']}   (press Ctrl-C to stop)")
-    sys.stdout.flush()
 
 
 def _run_stage(args: argparse.Namespace, tls: Any) -> int:
@@ -140,7 +114,7 @@ def _run_stage(args: argparse.Namespace, tls: Any) -> int:
         raise UsageError("--pin with --stage", fix="choose its cores yourself: taskset --cpu-list 0 drumline serve ...")
     run_to_end(
         run_stage(
-            args.folder,
+            args.dir,
             args.stage,
             args.listen,
             args.next or "",

@@ -34,22 +34,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "text, svg and html are pictures, perfetto is a trace, csv is the program, torch and torch-comms are the "
         "program as PyTorch loads it (default text)",
     )
-    parser.add_argument("--window", metavar="START:END", help="draw only this time interval (default: everything)")
-    parser.add_argument("--memory", action="store_true", help="draw how many activations each rank holds, below it")
-    parser.add_argument("--slots", action="store_true", help="draw every action one slot wide, whatever its cost")
-    parser.add_argument("--lower", action="store_true", help="write sends and receives as separate actions")
+    add = flags.adder(parser)
+    add("--window START:END", "draw only this time interval (default: everything)")
+    add("--memory", "draw how many activations each rank holds, below it")
+    add("--slots", "draw every action one slot wide, whatever its cost")
+    add("--lower", "write sends and receives as separate actions")
     flags.add_channel(
         parser,
         "with --lower: what shares a message queue. `rank` (default) is safe everywhere; `edge` is the order "
         "that Drumline's own runs use, with receives posted early, and may hang in PyTorch",
     )
-    parser.add_argument(
-        "--torch-version",
-        default=OLDER,
-        metavar="VERSION",
-        help=f"with --format torch-comms: PyTorch {NEWER} and newer need a WAIT for every send and gradient exchange "
-        f"(default {OLDER})",
-    )
+    newer = f"PyTorch {NEWER} and newer need a WAIT for every send and gradient exchange"
+    add("--torch-version VERSION", f"with --format torch-comms: {newer}", str, OLDER)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_limit(parser)
     flags.add_json(parser)
     flags.add_out(parser, TEXTS | PICTURES | TRACES)
-    parser.add_argument("--intervals", action="store_true", help="list every idle interval with its cause")
+    flags.adder(parser)("--intervals", "list every idle interval with its cause")
 
 
 def run(args: argparse.Namespace) -> int:

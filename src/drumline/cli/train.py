@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drumline.cli import flags
-from drumline.cli.output import print_json, progress, pytorch, terminal_width, wrapped
+from drumline.cli.output import print_json, print_result, progress, pytorch, terminal_width, wrapped
 from drumline.core.errors import ConfigError, DrumlineError, RankFailed, UsageError, counted
 
 if TYPE_CHECKING:
@@ -57,43 +57,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from drumline.train.config.keys import keys
     from drumline.train.config.settings import TrainSettings
 
-    add = parser.add_argument
+    add, whole, microbatches = flags.adder(parser), flags.whole_number, TrainSettings().num_microbatches
     add(
-        "config",
-        metavar="CONFIG",
-        nargs="?",
-        help="a TOML file, or a function that returns settings: package.module:function or file.py:function "
+        "CONFIG",
+        "a TOML file, or a function that returns settings: package.module:function or file.py:function "
         "(default: a small GPT on a text that is shipped with Drumline)",
+        nargs="?",
     )
-    add("--model", metavar="MODEL", help="gpt, mlp, a Hugging Face model's folder or config.json, or a function")
-    add("--data", metavar="FILE", action="append", default=[], help="file to train on, or a function. May be repeated")
-    flags.add_ranks(parser, help_of(keys()["mesh"]["pipeline"]))
-    meaning = f"number of microbatches in a pipeline step (default {TrainSettings().num_microbatches})"
-    add("-m", "--microbatches", type=flags.whole_number, metavar="M", help=meaning)
+    add("--model MODEL", "gpt, mlp, a Hugging Face model's folder or config.json, or a function")
+    add("--data FILE", "file to train on, or a function. May be repeated", str, [], action="append")
+    add("-r --ranks P", help_of(keys()["mesh"]["pipeline"]), whole)
+    add("-m --microbatches M", f"number of microbatches in a pipeline step (default {microbatches})", whole)
     for shown, path in _FLAGS.items():
-        _add_key(parser, shown, path)
-    add("--adapt", action="store_true", help="change program and cut while training, where it pays ([adapt] says how)")
-    add("-o", "--out", type=Path, metavar="FOLDER", help=help_of(keys()["run"]["out"]))
+        table, _, name = path.partition(".")
+        key = keys()[table][name]
+        add(shown, help_of(key), {int: whole, float: flags.number}.get(key.inner, str))
+    add("--adapt", "change program and cut while training, where it pays ([adapt] says how)")
+    add("-o --out FOLDER", help_of(keys()["run"]["out"]), Path)
     meaning = "set any key of the config, like optimizer.settings.weight_decay=0.1. May be repeated"
-    add("--set", metavar="KEY=VALUE", action="append", default=[], dest="assignments", help=meaning)
-    add("--print-config", action="store_true", help="print all settings as a config file, and train nothing")
-    add("--dry-run", action="store_true", help="print stages, proof and memory forecast, and train nothing")
+    add("--set KEY=VALUE", meaning, str, [], action="append")
+    add("--print-config", "print all settings as a config file, and train nothing")
+    add("--dry-run", "print stages, proof and memory forecast, and train nothing")
     flags.add_json(parser)
-
-
-def _add_key(parser: argparse.ArgumentParser, shown: str, path: str) -> None:
-    """Declare a flag that sets a key."""
-    from drumline.train.config.flags import help_of
-    from drumline.train.config.keys import keys
-
-    flag, _, word = shown.partition(" ")
-    table, _, name = path.partition(".")
-    key = keys()[table][name]
-    if key.kind is bool:
-        parser.add_argument(flag, action="store_true", default=None, help=help_of(key))
-    else:
-        kind = {int: flags.whole_number, float: flags.number}.get(key.inner, str)
-        parser.add_argument(flag, type=kind, metavar=word, help=help_of(key))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -153,7 +138,8 @@ def _overrides(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]
         found |= {key: (value, "--data") for key, value in data_named(args.data).items()}
     for shown, key in _FLAGS.items():
         flag = shown.partition(" ")[0]
-        found[key] = getattr(args, flag[2:].replace("-", "_")), flag
+        given = getattr(args, flag[2:].replace("-", "_"))
+        found[key] = None if given is False else given, flag  # only a flag that is there sets a key
     found |= {
         "mesh.pipeline": (args.ranks, "--ranks"),
         MICROBATCHES: (args.microbatches, "--microbatches"),
@@ -161,7 +147,7 @@ def _overrides(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]
         "adapt.on": (args.adapt or None, "--adapt"),
     }
     found = {key: given for key, given in found.items() if given[0] is not None}
-    for text in args.assignments:
+    for text in args.set:
         key, value = assigned(text)
         found[key] = value, f"--set {key}"
     return {key: value for key, (value, _) in found.items()}, {key: flag for key, (_, flag) in found.items()}
@@ -172,10 +158,7 @@ def _print_config(args: argparse.Namespace, settings: TrainSettings) -> int:
 
     from drumline.train.config.write import config_text
 
-    if args.json:
-        print_json(asdict(settings))
-    else:
-        print(config_text(settings), end="")
+    print_result(args, asdict(settings), config_text(settings).removesuffix("\n"))
     return 0
 
 
@@ -231,15 +214,9 @@ def _dry_run(args: argparse.Namespace, settings: TrainSettings) -> int:
     if is_started():
         raise UsageError("--dry-run under torchrun", fix="run it by itself: drumline train --dry-run")
     progress("running the model's blocks on one microbatch ...")
-    try:
-        found = dry_run(with_device(settings))
-    finally:
-        progress("")
+    found = dry_run(with_device(settings))
     line = torchrun_line(args, settings)
-    if args.json:
-        print_json({**found.summary(), "torchrun": line})
-    else:
-        print(_text(found, line))
+    print_result(args, {**found.summary(), "torchrun": line}, _text(found, line))
     return 0 if not found.violations else 1
 
 

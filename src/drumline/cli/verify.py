@@ -8,7 +8,7 @@ from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
 from drumline.cli import flags
-from drumline.cli.output import TEXTS, Paper, deliver, progress, pytorch, wrapped
+from drumline.cli.output import TEXTS, deliver, progress, pytorch, wrapped
 from drumline.core.errors import counted
 
 if TYPE_CHECKING:
@@ -23,22 +23,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     flags.add_schedule(parser, optional=" (default 1f1b)", ranks=_RANKS)
     parser.set_defaults(schedule="1f1b")
-    add, whole = parser.add_argument, flags.whole_number
-    own = "a function that returns (model, loss_fn, batch, target) (default: a small MLP)"
-    add("--model", metavar="FILE.py:NAME", help=own)
+    add, whole = flags.adder(parser), flags.whole_number
+    add("--model FILE.py:NAME", "a function that returns (model, loss_fn, batch, target) (default: a small MLP)")
     ways = ("auto", "in-process", "shared-memory", "gloo")
-    how = "how messages travel between processes; in-process makes the ranks take turns in one (default auto)"
-    add("--transport", choices=ways, default="auto", help=how)
-    again = "which activations to recompute (default none)"
-    add("--checkpoint", choices=("none", "full"), default="none", help=again)
-    add("--dropout", type=flags.number, default=0.0, metavar="P", help="dropout of the small MLP (default 0)")
+    how = "how messages travel between processes; in-process makes the ranks take turns in one"
+    add("--transport", how, ways, "auto")
+    add("--checkpoint", "which activations to recompute", ("none", "full"), "none")
+    add("--dropout P", "dropout of the small MLP", flags.number, 0.0)
     meaning = "axes of a mesh with their sizes, like pp=2,dp=2: pp, dp, cp, ep and tp (default: a pipeline alone)"
-    add("--mesh", type=flags.mesh, metavar="AXIS=N,...", help=meaning)
-    add("--zero", type=whole, default=0, metavar="N", help="what dp divides: 1 optimizer state, 3 all (default 0)")
-    add("--sequence-parallel", action="store_true", help="with tp, also divide the tokens between its layers")
-    vouches = "training steps to vouch for, each with another batch (default 2)"
-    add("--steps", type=whole, default=2, metavar="N", help=vouches)
-    add("--seed", type=whole, default=0, metavar="S", help="random seed (default 0)")
+    add("--mesh AXIS=N,...", meaning, flags.mesh)
+    add("--zero N", "what dp divides: 1 optimizer state, 3 all", whole, 0)
+    add("--sequence-parallel", "with tp, also divide the tokens between its layers")
+    add("--steps N", "training steps to vouch for, each with another batch", whole, 2)
+    add("--seed S", "random seed", whole, 0)
     flags.add_out(parser, TEXTS)
     flags.add_json(parser)
 
@@ -49,27 +46,20 @@ def run(args: argparse.Namespace) -> int:
     with pytorch("verify runs a model"):
         from drumline.verification.verify import verify
     progress(f"{program.name}: {counted(args.steps, 'step')} on {counted(program.num_ranks, 'rank')} ...")
-    try:
-        with redirect_stdout(sys.stderr):  # the user's model may print
-            found = verify(
-                program,
-                model=args.model,
-                transport=args.transport,
-                checkpoint=args.checkpoint,
-                dropout=args.dropout,
-                num_steps=args.steps,
-                seed=args.seed,
-                mesh=args.mesh,
-                zero=args.zero,
-                sequence_parallel=args.sequence_parallel,
-            )
-    finally:
-        progress("")
-
-    def make(form: str, paper: Paper) -> str:
-        return _text(found, paper.width)
-
-    deliver(args, make, found.summary)
+    with redirect_stdout(sys.stderr):  # the user's model may print
+        found = verify(
+            program,
+            model=args.model,
+            transport=args.transport,
+            checkpoint=args.checkpoint,
+            dropout=args.dropout,
+            num_steps=args.steps,
+            seed=args.seed,
+            mesh=args.mesh,
+            zero=args.zero,
+            sequence_parallel=args.sequence_parallel,
+        )
+    deliver(args, lambda form, paper: _text(found, paper.width), found.summary)
     return 0 if found.passes else 1
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drumline.cli import flags
-from drumline.cli.output import print_json, progress, terminal_width
+from drumline.cli.output import print_result, progress, terminal_width
 from drumline.core.errors import RecordError, UsageError
 from drumline.core.measured.run import CONFIG, Run, read_run
 
@@ -26,14 +26,13 @@ _FEWEST_SECONDS = 0.2  # between two frames
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder you gave to record=")
-    parser.add_argument("--once", action="store_true", help="show the last step and stop")
-    parser.add_argument(
-        "--wait", type=flags.number, default=60.0, metavar="S", help="seconds to wait for the run to begin (default 60)"
-    )
-    parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="also write the metrics there, for TensorBoard")
-    parser.add_argument("--wandb", metavar="PROJECT", help="also log the metrics to this Weights & Biases project")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per step and line")
+    add = flags.adder(parser)
+    add("RUN", "the folder you gave to record=", Path)
+    add("--once", "show the last step and stop")
+    add("--wait S", "seconds to wait for the run to begin", flags.number, 60.0)
+    add("--tensorboard DIR", "also write the metrics there, for TensorBoard", Path)
+    add("--wandb PROJECT", "also log the metrics to this Weights & Biases project")
+    add("--json", "print one JSON object per step and line")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     marks = FINE if _takes(FINE.parts) else ASCII
     live = LiveRun(args.run.name or str(args.run), found.program, marks=marks, name_of=found.name_of)
     writers = _writers(args, found)
-    screen = _Screen(live, as_json=args.json, once=args.once)
+    screen = _Screen(live, args)
     try:
         for line in lines(found, quiet=0.0 if args.once else QUIET, every=_EVERY):
             if line is None:
@@ -71,11 +70,10 @@ def run(args: argparse.Namespace) -> int:
 class _Screen:
     """Where steps are shown: redrawn in place on a terminal, one line per step elsewhere."""
 
-    def __init__(self, live: LiveRun, *, as_json: bool, once: bool) -> None:
+    def __init__(self, live: LiveRun, args: argparse.Namespace) -> None:
         self._live = live
-        self._as_json = as_json
-        self._once = once
-        self._redraws = sys.stdout.isatty() and not as_json and not once
+        self._args = args
+        self._redraws = sys.stdout.isatty() and not args.json and not args.once
         self._height = 0
         self._shown = -1.0
         self._stale = False
@@ -83,14 +81,12 @@ class _Screen:
     def step(self) -> None:
         """Record a new step."""
         self._stale = True
-        if self._once:
-            return
-        if self._as_json:
-            print(json.dumps(self._live.to_json(), allow_nan=False), flush=True)
-        elif not self._redraws:
-            print(self._live.row(), flush=True)
-        elif time.monotonic() - self._shown >= _FEWEST_SECONDS:
-            self.show()
+        if self._redraws:
+            if time.monotonic() - self._shown >= _FEWEST_SECONDS:
+                self.show()
+        elif not self._args.once:
+            told = json.dumps(self._live.to_json(), allow_nan=False) if self._args.json else self._live.row()
+            print(told, flush=True)
 
     def show(self) -> None:
         """Draw what is new."""
@@ -105,11 +101,8 @@ class _Screen:
     def end(self) -> None:
         """Draw the rest."""
         self.show()
-        if self._once and self._live.line:
-            if self._as_json:
-                print_json(self._live.to_json())
-            else:
-                print(self._live.frame(terminal_width()))
+        if self._args.once and self._live.line:
+            print_result(self._args, self._live.to_json(), self._live.frame(terminal_width()))
 
 
 def _begun(path: Path, wait: float) -> Run:
@@ -126,7 +119,6 @@ def _begun(path: Path, wait: float) -> Run:
             problem = error.error
         left = deadline - time.monotonic()
         if left <= 0:
-            progress("")
             raise RecordError(
                 f"{problem}, after waiting {wait:g} s",
                 expected="the folder you gave to record=",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from itertools import count
 from statistics import median
 
 import torch
@@ -16,54 +16,46 @@ from drumline.plan.device.overheads import fitted
 SIZES = (4 * 2**10, 64 * 2**10, 512 * 2**10, 4 * 2**20)  # bytes
 _FORTH, _BACK, _USER = Action.parse("1RECV_F0"), Action.parse("0RECV_B0"), Action.parse("0F0")
 _SECONDS = 60
-_NUM_WARM_UPS = 3
+_NUM_WARM_UPS, _NUM_TRIPS = 3, 20
 
 
-class Trips:
-    """Messages between this rank and another; each round trip is a separate step."""
+def link(channel: Channel, other: int, device: torch.device) -> ProfiledLink:
+    """Measure messages of some sizes between this rank and another, which calls it at the same time."""
+    steps = count(1)  # each round trip is a separate step
 
-    def __init__(self, channel: Channel, other: int) -> None:
-        self.channel, self.other = channel, other
-        self.leads = channel.rank < other
-        self._step = 0
-
-    def seconds(self, payload: torch.Tensor, num_trips: int) -> float:
+    def seconds(payload: torch.Tensor) -> float:
         """Return the time of a message one way: half of the median round trip."""
         taken = []
-        for _ in range(_NUM_WARM_UPS + num_trips):
+        for _ in range(_NUM_WARM_UPS + _NUM_TRIPS):
             begun = time.perf_counter()
-            self._trip(payload)
+            channel.begin(next(steps))
+            _trip(channel, other, payload)
             taken.append((time.perf_counter() - begun) / 2)
         return median(taken[_NUM_WARM_UPS:])
 
-    def _trip(self, payload: torch.Tensor) -> None:
-        self._step += 1
-        self.channel.begin(self._step)
-        if self.leads:
-            self.channel.send(_FORTH, self.other, (payload,), None)
-            self._get(_BACK)
-        else:
-            self.channel.send(_BACK, self.other, (self._get(_FORTH),), None)
-        self.channel.flush(self._deadline())
-
-    def _get(self, receive: Action) -> torch.Tensor:
-        self.channel.post(receive, self.other)
-        while (delivery := self.channel.take(receive, self.other)) is None:
-            self.channel.block(Wait(self.channel.rank, _USER, receive, self.other), self._deadline())
-        return delivery.tensors[0]
-
-    @staticmethod
-    def _deadline() -> int:
-        return time.perf_counter_ns() + _SECONDS * 1_000_000_000
-
-
-def link(
-    channel: Channel, other: int, device: torch.device, *, sizes: Sequence[int] = SIZES, num_trips: int = 20
-) -> ProfiledLink:
-    """Measure messages of some sizes between this rank and another, which calls it at the same time."""
-    trips = Trips(channel, other)
-    points = tuple((size, trips.seconds(torch.zeros(size // 4, device=device), num_trips)) for size in sizes)
+    points = tuple((size, seconds(torch.zeros(size // 4, device=device))) for size in SIZES)
     return ProfiledLink(channel.rank, other, points, fitted(points))
+
+
+def _trip(channel: Channel, other: int, payload: torch.Tensor) -> None:
+    """Send a message forth and get it back, or the reverse on the rank with the higher number."""
+    if channel.rank < other:
+        channel.send(_FORTH, other, (payload,), None)
+        _get(channel, other, _BACK)
+    else:
+        channel.send(_BACK, other, (_get(channel, other, _FORTH),), None)
+    channel.flush(_deadline())
+
+
+def _get(channel: Channel, other: int, receive: Action) -> torch.Tensor:
+    channel.post(receive, other)
+    while (delivery := channel.take(receive, other)) is None:
+        channel.block(Wait(channel.rank, _USER, receive, other), _deadline())
+    return delivery.tensors[0]
+
+
+def _deadline() -> int:
+    return time.perf_counter_ns() + _SECONDS * 1_000_000_000
 
 
 def pairs(num_ranks: int) -> list[tuple[int, int]]:

@@ -36,8 +36,7 @@ TRIALS = (
     Trial("1f1b", 8, "full"),
 )
 COMPARED = {"gpipe": "GPipe", "1f1b": "1F1B"}  # the schedules at the top of the report, by their common names
-Progress = Callable[[int, int, str], None]  # steps done, total steps, and what is running
-Finished = Callable[[int, int, str], None]  # runs done, total runs, and which has just ended
+Tell = Callable[[int, int, str], None]  # how many are done, of how many, and which it is
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 
@@ -125,8 +124,8 @@ def run_demo(
     folder: Path,
     build: Build | None = None,
     *,
-    progress: Progress = lambda done, of, what: None,
-    finished: Finished = lambda done, of, what: None,
+    progress: Tell = lambda done, of, what: None,
+    finished: Tell = lambda done, of, what: None,
 ) -> list[Outcome]:
     """Train the build with every trial on two local ranks, each a run in `folder`, and compare with one process.
 

@@ -167,18 +167,18 @@ def _tokens(settings: TrainSettings, built: Built) -> Callable[[int, int], dict[
 
 def _most(model: nn.Module, settings: TrainSettings) -> dict[str, int]:
     """Return how long inputs may be: as many tokens as the model has positions."""
-    config: Any = getattr(model, "config", None)
-    if config is not None:
-        known = [getattr(config, name, None) for name in _LONGEST]
-        return {LENGTH: next((one for one in known if isinstance(one, int) and one > 0), settings.batch.sequence)}
-    return {LENGTH: settings.batch.sequence}
+    return {LENGTH: _positions(getattr(model, "config", None)) or settings.batch.sequence}
 
 
 def _longest(source: str) -> int | None:
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
-    return next((one for name in _LONGEST if isinstance(one := getattr(config, name, None), int)), None)
+    return _positions(AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False))
+
+
+def _positions(config: Any) -> int | None:
+    known = (getattr(config, name, None) for name in _LONGEST)
+    return next((one for one in known if isinstance(one, int) and one > 0), None)
 
 
 def _with_data(name: str, built: Built, settings: TrainSettings) -> Finished:

@@ -6,13 +6,13 @@ fast; for more, name your own data in the config.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from drumline.core.errors import ModelError
 from drumline.engine.model.sources import Material, material_from
+from drumline.model.block import blocks_of
 from drumline.pipeline.profiling import rows_of
 from drumline.train.config.settings import TrainSettings
 
@@ -20,8 +20,8 @@ from drumline.train.config.settings import TrainSettings
 def model(source: str) -> Any:
     """Return the function's model with its loss."""
     made = material_from(source)
-    blocks = made.model
-    whole = blocks if isinstance(blocks, nn.Module) else nn.Sequential(*_listed(blocks))
+    given = made.model
+    whole = given if isinstance(given, nn.Module) else nn.Sequential(*(block.module for block in blocks_of(given)))
     return whole if made.loss_fn is None else (whole, made.loss_fn)
 
 
@@ -36,7 +36,3 @@ def data(source: str, settings: TrainSettings) -> list[tuple[Any, Any]]:
         )
     count = settings.batch.sequences // settings.batch.accumulate
     return [(rows_of(made.batch, count), rows_of(made.target, count))]
-
-
-def _listed(blocks: Any) -> list[nn.Module]:
-    return list(blocks.values()) if isinstance(blocks, Mapping) else list(blocks)

@@ -69,12 +69,13 @@ def _attempt(train: Train, settings: TrainSettings, continues: bool) -> Any:
         torch.set_num_threads(threads_of(settings))
         return train(settings, **more)
     num_ranks = 1 if together else settings.num_ranks
+    found = None if settings.pipeline.device.startswith("cpu") else _accelerator(num_ranks)
     return launch(
         train,
         settings,
         num_ranks=num_ranks,
         threads=threads_of(settings),
-        backend="gloo" if settings.pipeline.device.startswith("cpu") else _backend(num_ranks),
+        backend="gloo" if found is None else transports.backend_for(found),
         prefix=False,
         stoppable=True,
         kwargs=more,
@@ -187,9 +188,8 @@ def with_device(settings: TrainSettings) -> TrainSettings:
     if name:
         device_named(name)
         return settings
-    found = torch.accelerator.current_accelerator(check_available=True)
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", settings.num_ranks))
-    name = "cpu" if found is None or torch.accelerator.device_count() < local else found.type
+    found = _accelerator(int(os.environ.get("LOCAL_WORLD_SIZE", settings.num_ranks)))
+    name = "cpu" if found is None else found.type
     return replace(settings, pipeline=replace(settings.pipeline, device=name))
 
 
@@ -200,12 +200,10 @@ def _use_device(settings: TrainSettings) -> None:
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
 
 
-def _backend(num_ranks: int) -> str:
-    """Return what ranks with accelerators talk by: where several share one, the host."""
+def _accelerator(num_ranks: int) -> torch.device | None:
+    """Return the kind of accelerator of this host; None if it has too few for each rank to have one."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    return (
-        transports.backend_for(found) if found is not None and torch.accelerator.device_count() >= num_ranks else "gloo"
-    )
+    return found if found is not None and torch.accelerator.device_count() >= num_ranks else None
 
 
 def threads_of(settings: TrainSettings) -> int:

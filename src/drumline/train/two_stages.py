@@ -13,8 +13,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -95,18 +93,6 @@ class Trial:
         """
         return f"{self.schedule}-{self.num_microbatches}" + ("-checkpointed" if self.checkpoint == "full" else "")
 
-    def pipeline(self, build: Build, **more: Any) -> Pipeline:
-        """Return the pipeline for a build."""
-        return Pipeline(
-            build.model(),
-            loss_fn=functional.mse_loss,
-            schedule=self.schedule,
-            num_microbatches=self.num_microbatches,
-            balance=build.layers_per_stage,
-            checkpoint=self.checkpoint,
-            **more,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Trained:
@@ -116,10 +102,18 @@ class Trained:
     weights: Weights
 
 
-def train(build: Build, trial: Trial, *, record: str | Path | bool = True) -> Trained:
-    """Train with a schedule on this rank; `record` may name the folder of the run."""
+def train(build: Build, trial: Trial, *, record: str) -> Trained:
+    """Train with a schedule on this rank, as a run in the folder `record`."""
     losses: list[list[Tensor]] = [[] for _ in range(build.num_epochs)]
-    with trial.pipeline(build, record=record) as pipe:
+    with Pipeline(
+        build.model(),
+        loss_fn=functional.mse_loss,
+        schedule=trial.schedule,
+        num_microbatches=trial.num_microbatches,
+        balance=build.layers_per_stage,
+        checkpoint=trial.checkpoint,
+        record=record,
+    ) as pipe:
         optimizer = pipe.optimizer(torch.optim.Adam, lr=build.learning_rate)
         results = []
         for epoch, x, y in build.batches():

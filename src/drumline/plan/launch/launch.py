@@ -40,7 +40,6 @@ from drumline.plan.launch.toml import written
 
 FORMAT = "drumline-train"
 VERSION = 1
-FRAMEWORKS = ("drumline", "torchtitan", "megatron")
 AXES = ("tensor", "context", "data", "pipeline")
 
 
@@ -67,10 +66,10 @@ class Launch:
 
     def of(self, framework: str) -> Config:
         """Return the config for a framework."""
-        for config in self.configs:
-            if config.framework == framework:
-                return config
-        raise PlanError(f"unknown framework {framework!r}", fix=nearest(framework, FRAMEWORKS))
+        found = {config.framework: config for config in self.configs}
+        if framework not in found:
+            raise PlanError(f"unknown framework {framework!r}", fix=nearest(framework, found))
+        return found[framework]
 
     def written_to(self, framework: str, file: str) -> Launch:
         """Return the same with the config of a framework in a file of another name.
@@ -126,16 +125,16 @@ def _own(transformer: Transformer, cluster: Cluster, layout: Layout, source: str
     return Config("drumline", train_command(cluster), "plan.toml", text, others)
 
 
-def train_command(cluster: Cluster, file: str = "plan.toml") -> str:
+def train_command(cluster: Cluster) -> str:
     """Return the line that trains by a plan: one command on one node, torchrun on several.
 
-    >>> from drumline.plan.cluster.hardware import Device, Link
-    >>> link = Link(1e-5, 1e11)
-    >>> train_command(Cluster(Device("fast", 1e15, 2**36, 1e12), 4, 8, link, link))
+    >>> from drumline.plan.cluster.hardware import cluster
+    >>> train_command(cluster("h100", 4))
     'drumline train plan.toml'
     """
     one = cluster.num_devices <= cluster.devices_per_node
-    return f"drumline train {file}" if one else f"{torchrun(cluster, backend='drumline')} -m drumline train {file}"
+    train = "drumline train plan.toml"
+    return train if one else f"{torchrun(cluster, backend='drumline')} -m {train}"
 
 
 def torchrun(cluster: Cluster, *, backend: str = "c10d") -> str:
@@ -143,9 +142,8 @@ def torchrun(cluster: Cluster, *, backend: str = "c10d") -> str:
 
     `backend` is the rendezvous: torchrun's own, or "drumline", which comes with Drumline and listens on one address.
 
-    >>> from drumline.plan.cluster.hardware import Device, Link
-    >>> link = Link(1e-5, 1e11)
-    >>> torchrun(Cluster(Device("fast", 1e15, 2**36, 1e12), 4, 8, link, link))
+    >>> from drumline.plan.cluster.hardware import cluster
+    >>> torchrun(cluster("h100", 4))
     'torchrun --standalone --nproc-per-node 4'
     """
     local = min(cluster.devices_per_node, cluster.num_devices)
@@ -155,18 +153,14 @@ def torchrun(cluster: Cluster, *, backend: str = "c10d") -> str:
     return torchrun_between_hosts(str(nodes), str(local), backend=backend)
 
 
-def torchrun_between_hosts(
-    nodes: str, per_node: str, *, backend: str, interface: str = "", head: str = "$HEAD_NODE"
-) -> str:
+def torchrun_between_hosts(nodes: str, per_node: str, *, backend: str, interface: str = "") -> str:
     """Return the command that starts the processes of one of several nodes.
 
-    >>> torchrun_between_hosts("2", "8", backend="drumline", interface="eth0", head="fd00::1")
-    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend drumline --rdzv-endpoint '[fd00::1]:29500' --rdzv-conf \
-interface=eth0"
+    >>> torchrun_between_hosts("2", "8", backend="drumline")
+    'torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend drumline --rdzv-endpoint $HEAD_NODE:29500'
     """
-    endpoint = f"[{head}]:29500" if ":" in head else f"{head}:29500"
     words = ["torchrun", "--nnodes", nodes, "--nproc-per-node", per_node, "--rdzv-backend", backend]
-    words += ["--rdzv-endpoint", endpoint, *(["--rdzv-conf", f"interface={interface}"] if interface else [])]
+    words += ["--rdzv-endpoint", "$HEAD_NODE:29500", *(["--rdzv-conf", f"interface={interface}"] if interface else [])]
     return " ".join(one if one.startswith("$") else shlex.quote(one) for one in words)
 
 
@@ -243,10 +237,8 @@ class RankPlace(NamedTuple):
 def place(layout: Layout, cluster: Cluster, rank: int) -> RankPlace:
     """Return the place of a rank.
 
-    >>> from drumline.plan.cluster.hardware import Device, Link
-    >>> link = Link(1e-5, 1e11)
-    >>> cluster = Cluster(Device("fast", 1e15, 2**36, 1e12), 16, 8, link, link)
-    >>> place(Layout(batch=4, tensor=4, pipeline=2, data=2), cluster, 13)
+    >>> from drumline.plan.cluster.hardware import cluster
+    >>> place(Layout(batch=4, tensor=4, pipeline=2, data=2), cluster("h100", 16), 13)
     RankPlace(node=1, tensor=1, context=0, data=1, pipeline=1)
     """
     if not 0 <= rank < layout.num_devices:
@@ -268,10 +260,8 @@ def first_places(layout: Layout, cluster: Cluster) -> dict[int, RankPlace]:
 def links(layout: Layout, cluster: Cluster) -> dict[str, str]:
     """Return, for every axis with more than one rank, whether its groups stay inside a node.
 
-    >>> from drumline.plan.cluster.hardware import Device, Link
-    >>> link = Link(1e-5, 1e11)
-    >>> cluster = Cluster(Device("fast", 1e15, 2**36, 1e12), 16, 8, link, link)
-    >>> links(Layout(batch=4, tensor=4, pipeline=2, data=2), cluster)
+    >>> from drumline.plan.cluster.hardware import cluster
+    >>> links(Layout(batch=4, tensor=4, pipeline=2, data=2), cluster("h100", 16))
     {'tensor': 'inside a node', 'data': 'inside a node', 'pipeline': 'between nodes'}
     """
     inside, found = 1, {}

@@ -190,16 +190,16 @@ def _bar(
     return bar_row(str(choice.mesh), parts, whole, written(total))
 
 
-def best_svg(plan: ClusterPlan, *, width: int = 900) -> str:
+def best_svg(plan: ClusterPlan) -> str:
     """Return the best layout of each mesh as stacked bars of seconds."""
     took = [{name: getattr(one.estimate.seconds, item) for item, name in text.SECONDS.items()} for one in plan.best]
     rows = [Bar(str(one.mesh), parts, duration(one.seconds)) for one, parts in zip(plan.best, took, strict=True)]
     hues = {text.SECONDS[item]: hue for item, hue in HUES.items()}
     title = f"{plan.transformer.name} on {plan.cluster.num_devices} x {plan.cluster.device.name}"
-    return bars(rows, hues, title=title, x_label="seconds per step, best layout of each mesh", width=width)
+    return bars(rows, hues, title=title, x_label="seconds per step, best layout of each mesh", width=900)
 
 
-def pareto_chart(plan: ClusterPlan, reasons: Reasons, *, width: int = 520) -> str:
+def pareto_chart(plan: ClusterPlan, reasons: Reasons) -> str:
     """Plot throughput against memory: the fastest layout for each memory, the choice, and the limit."""
 
     def point(choice: Choice) -> tuple[float, float]:
@@ -221,12 +221,12 @@ def pareto_chart(plan: ClusterPlan, reasons: Reasons, *, width: int = 520) -> st
         title="Throughput against memory",
         x_label="GiB held by the fullest device",
         y_label="thousand tokens per second",
-        width=width,
+        width=520,
         x_from=0.0,
     )
 
 
-def scaling_chart(reasons: Reasons, *, width: int = 520) -> str:
+def scaling_chart(reasons: Reasons) -> str:
     """Plot strong and weak scaling: throughput per device, relative to the smallest cluster."""
     series = []
     for name, words in (("strong", "strong: the same batch"), ("weak", "weak: the batch grows with the devices")):
@@ -238,6 +238,6 @@ def scaling_chart(reasons: Reasons, *, width: int = 520) -> str:
         title="Scaling",
         x_label="devices",
         y_label="throughput per device, relative to the smallest cluster that fits",
-        width=width,
+        width=520,
         log_x=True,
     )

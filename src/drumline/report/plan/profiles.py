@@ -84,7 +84,7 @@ def _links(profile: ModelProfile, width: int) -> str:
     return table(header, rows, width=width)
 
 
-def profile_svg(profile: ModelProfile, *, width: int = 760) -> str:
+def profile_svg(profile: ModelProfile) -> str:
     """Return an SVG document: every block's seconds as a bar of F, I and W, at the largest microbatch size."""
     rows, largest = profile.sizes[-1]
     parts = ({letter: 1e3 * getattr(one.times, name) for name, (letter, _) in _PARTS.items()} for one in largest.layers)
@@ -93,7 +93,7 @@ def profile_svg(profile: ModelProfile, *, width: int = 760) -> str:
         {letter: SHADES[op].edge for letter, op in _PARTS.values()},
         title=f"{profile.model.name}: microbatch of {rows}, milliseconds per block",
         x_label=f"{profile.device}, {profile.num_ranks} ranks at once",
-        width=width,
+        width=760,
         row=20,
         right=24,
         unit=" ms",

@@ -248,14 +248,12 @@ def report_of(run: Run, *, step: int | None = None, name: str | None = None) -> 
     """Return the report of a run, of its typical step by default; RecordError says what is missing."""
     seen = observe(run, step)
     report = RunReport(seen, Advice(()), name or short_names([run.path])[0])
-    steadiness = report.steadiness
+    nothing = report.steadiness.withheld if report.steadiness.busy else ""
     if is_part(seen.measured.program):
         nothing = "no advice: the schedule has no flush, and its rows go on for ever"
-        return replace(report, advice=Advice((), nothing=nothing))
-    if run.is_served:
+    elif run.is_served:
         nothing = "no advice: the load of a service is what its clients ask for"
-        return replace(report, advice=Advice((), nothing=nothing))
-    return replace(report, advice=Advice((), nothing=steadiness.withheld) if steadiness.busy else advise(seen))
+    return replace(report, advice=Advice((), nothing=nothing) if nothing else advise(seen))
 
 
 def which_step(step: int, steps: Sequence[int]) -> str:
