@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from drumline.channel.lines.axes import Axes
 from drumline.core.errors import ModelError
+from drumline.model.layers.routing import is_traced
 from drumline.model.patches import Patch, Replaced
 
 AXIS = "cp"
@@ -91,7 +91,7 @@ class WholeContext(TorchFunctionMode):
         )
 
     def _whole(self, part: Tensor) -> Tensor:
-        if _is_traced(part):  # only shapes count
+        if is_traced(part):  # only shapes count
             return torch.cat([part] * self._axes.size(AXIS), -2)
         made: Tensor = _Gathered.apply(part, self._axes, -2)  # type: ignore[no-untyped-call]
         return made
@@ -100,10 +100,10 @@ class WholeContext(TorchFunctionMode):
         """Return which keys each query of this part may see: those up to its own position."""
         length = query.shape[-2]
         key = (length, whole, query.device)
-        if key in self._masks and not _is_traced(query):
+        if key in self._masks and not is_traced(query):
             return self._masks[key]
         mask = torch.ones(length, whole, dtype=torch.bool, device=query.device).tril(length * self._axes.place(AXIS))
-        if not _is_traced(query):
+        if not is_traced(query):
             self._masks = {key: mask}
         return mask
 
@@ -131,8 +131,3 @@ def _packed_in(masks: Any) -> Patch:
         return lambda *args, **kwargs: None if replaced.watcher else replaced.found(*args, **kwargs)
 
     return Patch(masks, _PACKED, unpacked)
-
-
-def _is_traced(tensor: Tensor) -> bool:
-    """Whether a tensor has no data, because the model is being traced."""
-    return tensor.is_meta or isinstance(tensor, FakeTensor)

@@ -24,6 +24,7 @@ from drumline.channel.lines.axes import Axes
 from drumline.channel.lines.grid import AXES, DATA
 from drumline.channel.lines.slices import sharded_over
 from drumline.core.errors import ModelError
+from drumline.model.precision import gradient_dtype
 
 _BUCKET_BYTES = 25 * 2**20  # as in torch's DistributedDataParallel
 
@@ -83,7 +84,7 @@ class Reducer:
         for one in parameters:
             axes = summed_over(one)
             if self.axes.group(*axes) is not None:
-                kinds.setdefault((axes, _dtype_of(one)), []).append(one)
+                kinds.setdefault((axes, gradient_dtype(one)), []).append(one)
         for (axes, dtype), listed in kinds.items():
             bucket: list[nn.Parameter] = []
             for one in listed:
@@ -98,7 +99,7 @@ class Reducer:
     def _begun(self, axes: tuple[str, ...], parameters: list[nn.Parameter]) -> Bucket:
         first = parameters[0]
         total = sum(one.numel() for one in parameters)
-        flat = torch.zeros(total + len(parameters), dtype=_dtype_of(first), device=first.device)
+        flat = torch.zeros(total + len(parameters), dtype=gradient_dtype(first), device=first.device)
         flags = [0.0] * len(parameters)
         for at, (parameter, place) in enumerate(zip(parameters, _places(flat, parameters), strict=True)):
             gradient = parameter.grad
@@ -160,8 +161,3 @@ def _places(flat: Tensor, parameters: Sequence[nn.Parameter]) -> Iterator[Tensor
     for one in parameters:
         yield flat[at : at + one.numel()].view(one.shape)
         at += one.numel()
-
-
-def _dtype_of(parameter: nn.Parameter) -> torch.dtype:
-    """Return the dtype of a parameter's gradient, which may be more precise than the parameter."""
-    return getattr(parameter, "grad_dtype", None) or parameter.dtype

@@ -18,9 +18,10 @@ from drumline.core.errors import DrumlineError, ModelError
 from drumline.features.mesh.tensor import passing
 from drumline.features.mesh.tensor.divide import Divided
 from drumline.features.mesh.tensor.explained import refusal
-from drumline.features.mesh.tensor.passing import AXIS, is_traced
+from drumline.features.mesh.tensor.passing import AXIS
 from drumline.features.mesh.tensor.sequence import Sequenced
-from drumline.model.layers.styles import Colwise, Stacked
+from drumline.model.layers.routing import is_traced
+from drumline.model.layers.styles import Stacked
 from drumline.model.randomness import generator_states
 from drumline.model.values import mapped
 
@@ -34,7 +35,7 @@ class LayerExchanges:
         self.unseen: set[nn.Module] = set()  # layers by rows before which it is not known that nothing is drawn
         self._last: tuple[Tensor, int, Tensor] | None = None  # the last input of layers by columns, and its copy
         self._states: list[Tensor] = []
-        self._makers = {one.module: one for one in found if makes_part(one) or isinstance(one.style, Stacked)}
+        self._makers = {one.module: one for one in found if one.makes_part or isinstance(one.style, Stacked)}
         self._behind: Divided | None = None  # the last of them that ran, while its part is on its way
 
     def before_columns(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -105,9 +106,28 @@ class LayerExchanges:
             return passing.added(made, self.axes, 1)
         return passing.summed(made, self.axes)
 
-    def forget(self) -> None:
-        """Forget the shared input of layers by columns whose outputs are whole again."""
+    def after_columns(self, parts: int, module: nn.Module, args: Any, made: Tensor) -> Any:
+        """Return the whole output of a layer by columns."""
+        if not self.is_on:
+            return None
         self._last, self._states = None, []
+        whole = passing.gathered(made, self.axes, -1)
+        return whole if parts == 1 else _sorted(whole, self.axes.size(AXIS), parts)
+
+    def before_rows(self, parts: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the arguments of a layer by rows whose input is whole, with the own part of it."""
+        if not self.is_on:
+            return None
+        given = given_in(args, kwargs)
+        arranged = given if parts == 1 else _sorted(given, parts, self.axes.size(AXIS))
+        return replaced_in(args, kwargs, passing.split(arranged, self.axes, -1))
+
+    def after_latent(self, width: int, module: nn.Module, args: Any, made: Tensor) -> Any:
+        """Sum the gradient of a whole layer's last outputs, which go to this line's heads."""
+        if not self.is_on or is_traced(made):
+            return None
+        latent, rotary = made[..., :-width], made[..., -width:]
+        return torch.cat([latent, self.copied(rotary)], -1)
 
     def _region_ended(self, module: nn.Module, made: Tensor) -> None:
         """Forget the shared input, and refuse random numbers drawn for parts: each line would draw its own."""
@@ -123,57 +143,6 @@ class LayerExchanges:
                     fix="set that dropout to 0, or divide the model over another axis",
                 )
             self.unseen.discard(module)
-
-
-class Gathering:
-    """After a layer by columns: the whole output."""
-
-    __slots__ = ("_exchanges", "parts")
-
-    def __init__(self, exchanges: LayerExchanges, parts: int) -> None:
-        self._exchanges, self.parts = exchanges, parts
-
-    def after(self, module: nn.Module, args: Any, made: Tensor) -> Any:
-        """Return the whole output."""
-        if not self._exchanges.is_on:
-            return None
-        axes = self._exchanges.axes
-        self._exchanges.forget()
-        whole = passing.gathered(made, axes, -1)
-        return whole if self.parts == 1 else _sorted(whole, axes.size(AXIS), self.parts)
-
-
-class RotaryKeys:
-    """After a whole layer: of its last outputs, which go to this line's heads, the gradients of all lines."""
-
-    __slots__ = ("_exchanges", "width")
-
-    def __init__(self, exchanges: LayerExchanges, width: int) -> None:
-        self._exchanges, self.width = exchanges, width
-
-    def after(self, module: nn.Module, args: Any, made: Tensor) -> Any:
-        """Return the outputs; the gradient of the last ones is summed."""
-        if not self._exchanges.is_on or is_traced(made):
-            return None
-        latent, rotary = made[..., : -self.width], made[..., -self.width :]
-        return torch.cat([latent, self._exchanges.copied(rotary)], -1)
-
-
-class Splitting:
-    """Before a layer by rows whose input is whole: the own part of it."""
-
-    __slots__ = ("_exchanges", "parts")
-
-    def __init__(self, exchanges: LayerExchanges, parts: int) -> None:
-        self._exchanges, self.parts = exchanges, parts
-
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the arguments with the own part of the input."""
-        if not self._exchanges.is_on:
-            return None
-        axes, given = self._exchanges.axes, given_in(args, kwargs)
-        arranged = given if self.parts == 1 else _sorted(given, self.parts, axes.size(AXIS))
-        return replaced_in(args, kwargs, passing.split(arranged, axes, -1))
 
 
 def _sorted(tensor: Tensor, outer: int, inner: int) -> Tensor:
@@ -245,8 +214,3 @@ def replaced_in(args: Any, kwargs: Any, given: Tensor) -> Any:
         return (given, *args[1:]), kwargs
     name = next(iter(kwargs))
     return args, {**kwargs, name: given}
-
-
-def makes_part(one: Divided) -> bool:
-    """Whether a layer leaves each line a part of its outputs."""
-    return isinstance(one.style, Colwise) and not one.style.gather

@@ -19,17 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from drumline.channel.lines.axes import Axes
 from drumline.core.errors import ModelError
+from drumline.model.layers.routing import is_traced
 
 AXIS = "tp"
-
-
-def is_traced(tensor: Tensor) -> bool:
-    """Whether a tensor is a stand-in without data."""
-    return isinstance(tensor, FakeTensor)
 
 
 def own_part(axes: Axes, tensor: Tensor, dim: int) -> Tensor:
