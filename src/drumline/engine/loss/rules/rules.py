@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from drumline.engine.loss.rules.compare import Comparison
 from drumline.engine.loss.rules.sides import Share, Side, own_terms
-from drumline.engine.loss.rules.tallies import Tally, counted_in, place_of, tallies_of
+from drumline.engine.loss.rules.tallies import counted_in, place_of, tallies_of
 from drumline.engine.loss.rules.watching import shapes_by_values
-from drumline.model.loss.calls import name_of
+from drumline.model.loss.calls import Tally, name_of
 from drumline.model.loss.terms import Term, Walk
 
 ROWS, SIZE = "rows", "size"

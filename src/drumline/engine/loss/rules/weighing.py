@@ -9,9 +9,8 @@ from torch import Tensor
 
 from drumline.core.errors import BatchError
 from drumline.engine.loss.rules.rules import ROWS, Chosen, Rule
-from drumline.model.loss.counts import Across, Count, Weighing
+from drumline.model.loss.counts import Across, Count, Weighing, alike, joined
 
-_SAME = 1e-9
 _MOST_ORDERS = 3
 
 
@@ -63,18 +62,9 @@ class Counted:
             whole = 0.0 if rule.tally is None else float(total[rule.tally])
             return rule.shares(counts, [float(one) for one in by], whole, end)
 
-        each = [shares(rule) for rule in chosen.parts]
-        if chosen.rest is None:
-            alike = bool(each) and all(_alike(each[0], one) for one in each[1:])
-            if alike and not _needs_one(chosen, self.parts):
-                return Weighing(each[0])
-            base = [one / (float(rows)) for one in self.rows]
-        else:
-            base = shares(chosen.rest)
-        if all(_alike(base, one) for one in each):
-            return Weighing(base)
-        factors = {at: [_over(column[at], base[at]) for column in each] for at in range(len(self.rows))}
-        return Weighing(base, factors)
+        base = [one / float(rows) for one in self.rows] if chosen.rest is None else shares(chosen.rest)
+        others = chosen.rest is not None or _needs_one(chosen, self.parts)
+        return joined([shares(rule) for rule in chosen.parts], base, others=others)
 
     def are_alike(self, rules: Sequence[Rule]) -> bool:
         """Whether several rules give these microbatches the same shares, among themselves."""
@@ -86,7 +76,7 @@ class Counted:
                 continue
             total = sum(by) / (self.parts if rule.of == ROWS else 1)
             made.append(rule.shares(counts, by, sum(counts), total))
-        return all(_alike(made[0], one, 1e-6) for one in made[1:])
+        return all(alike(made[0], one, 1e-6) for one in made[1:])
 
     def varying(self) -> set[int]:
         """Return the counts that do not grow with the rows alone."""
@@ -94,7 +84,7 @@ class Counted:
         for at in range(len(self.counts[0]) if self.counts else 0):
             column = [float(each[at]) for each in self.counts]
             whole, rows = sum(column), sum(self.rows)
-            if not _alike([one * rows for one in column], [whole * one for one in self.rows], 1e-6):
+            if not alike([one * rows for one in column], [whole * one for one in self.rows], 1e-6):
                 found.add(at)
         return found
 
@@ -112,19 +102,3 @@ def _needs_one(chosen: Chosen, lines: int) -> bool:
     if chosen.rest is not None or not chosen.has_rest:
         return False
     return not chosen.parts[0].adds_to_one or (lines > 1 and chosen.parts[0].of == ROWS)
-
-
-def _over(share: float, base: float) -> float:
-    if not base:
-        if share:
-            raise BatchError(
-                "a microbatch counts in one part of the loss, and nothing in another of unknown kind",
-                expected="parts of the loss that count the same labels",
-                fix="pass loss_weight=, a function from a target to its weight",
-            )
-        return 0.0
-    return share / base
-
-
-def _alike(one: Sequence[float], other: Sequence[float], near: float = _SAME) -> bool:
-    return all(abs(a - b) <= near * max(abs(a), abs(b)) for a, b in zip(one, other, strict=True))
