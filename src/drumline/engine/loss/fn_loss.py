@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from drumline.engine.loss.narrowing import (
     refuse_undecided,
 )
 from drumline.engine.loss.rules.rows import resized
-from drumline.engine.loss.rules.rules import Doubts, Found, said_by, undecided
+from drumline.engine.loss.rules.rules import Found, said_by, undecided
 from drumline.engine.loss.rules.tallies import Tallies, counted_in, tallies_of
 from drumline.engine.loss.rules.watching import Known, Watched
 from drumline.engine.loss.rules.weighing import Counted
@@ -73,7 +73,9 @@ class FnWeight:
         # What was found, the rows of microbatches and their shares, if nothing else decides on these.
         self._by_rows: tuple[Found, list[int], Weighing] | None = None
         self.lent: list[nn.Parameter] = []  # parameters that it uses, whoever holds them
-        self._doubts = Doubts()
+        # Why it must be compared again in later steps.
+        self._reads = False  # it reads targets on the host, here or on another line
+        self._picks = False  # it picks what counts by its outputs
         self._varied: set[int] = set()  # counts that differed between rows when it was compared
         self._is_compared = False  # whether this step's first microbatch was
         # Whether the count it averages over does not grow with the target, so that other lengths need other weights.
@@ -93,7 +95,7 @@ class FnWeight:
             return Weighing([1.0])
         if self.direct is not None:
             return weighed([[_quiet(self.direct(one))] for one in targets], rows, across=self.across)
-        if self._found is None or self._doubts.reads:  # what it reads on the host, only a call of it can tell
+        if self._found is None or self._reads:  # what it reads on the host, only a call of it can tell
             return None
         if self._by_rows is not None and self._by_rows[0] is self._found and self._by_rows[1] == rows and sizes is None:
             return self._by_rows[2]
@@ -173,8 +175,9 @@ class FnWeight:
         if answer.found is None or answer.made is None:
             found = self._by_its_calls(output, target, answer.why)
         else:
-            found, self._doubts = answer.found, Doubts.of(answer.made.whole)
-            self.lent = _parameters(answer.made.whole.seen)
+            found, whole = answer.found, answer.made.whole
+            self._reads, self._picks = bool(whole.reads), bool(whole.picks)
+            self.lent = _parameters(whole.seen)
             self._kinds.add((_kind(output), _kind(target)))
         # Else there is no number to compare: nothing counts here, or the step will fail.
         is_told = answer.found is not None or bool(answer.why)
@@ -189,7 +192,7 @@ class FnWeight:
             self._found, _ = self._agreed(self._found, is_told=is_told)
         is_apart, sizes = sizes is not None, self._sizes(targets, rows, sizes)
         counted = self._counted(targets, rows, sizes)
-        if self._doubts.reads:
+        if self._reads:
             counted = self._counted_by_calls(output, rows[microbatch], targets, rows, sizes)
         if counted is None:
             raise _uncounted(is_apart=is_apart)
@@ -217,7 +220,7 @@ class FnWeight:
             self._watch(output, target)
         if self._found is None:  # a batch of one microbatch, whatever it counts
             return
-        again = bool(self._doubts.picks) or (bool(self._doubts.reads) and not self._is_compared)
+        again = self._picks or (self._reads and not self._is_compared)
         self._is_compared = True
         if not again and not is_new:
             return
@@ -294,9 +297,8 @@ class FnWeight:
         """Return the rules that are left on all lines of a mesh, and whether any line was told them."""
         if self.across is None:
             return found, is_told
-        made = agreed(self.across, found, is_told=is_told, reads=bool(self._doubts.reads))
-        if made.reads and not self._doubts.reads:
-            self._doubts = replace(self._doubts, reads=("what other lines read",))
+        made = agreed(self.across, found, is_told=is_told, reads=self._reads)
+        self._reads = made.reads
         return left_of(made.found), made.is_told
 
 

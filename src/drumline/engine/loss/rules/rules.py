@@ -213,16 +213,3 @@ def _selects(walk: Walk, term: Term) -> bool:
         if name in _SELECTS or (name == "__getitem__" and len(call.takes) > 1):
             return True
     return False
-
-
-@dataclass(frozen=True, slots=True)
-class Doubts:
-    """Why a loss must be compared again in later steps."""
-
-    reads: tuple[str, ...] = ()  # it reads targets on the host
-    picks: tuple[str, ...] = ()  # it picks what counts by its outputs
-
-    @staticmethod
-    def of(side: Side) -> Doubts:
-        """Look at the calls of a loss."""
-        return Doubts(side.reads, side.picks)
