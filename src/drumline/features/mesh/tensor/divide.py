@@ -10,7 +10,7 @@ from torch import nn
 
 from drumline.channel.lines.slices import Slice
 from drumline.core.errors import ModelError
-from drumline.features.mesh.tensor.passing import AXIS
+from drumline.features.mesh.passing import AXIS
 from drumline.model.block import Block
 from drumline.model.blocks.pieces import Piece
 from drumline.model.layers.styles import (

@@ -6,7 +6,7 @@ whether random numbers were drawn for parts, and which layer has made parts that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from drumline.channel.lines.axes import Axes
 from drumline.core.errors import DrumlineError, ModelError
-from drumline.features.mesh.tensor import passing
+from drumline.features.mesh import passing
+from drumline.features.mesh.passing import AXIS
 from drumline.features.mesh.tensor.divide import Divided
-from drumline.features.mesh.tensor.explained import refusal
-from drumline.features.mesh.tensor.passing import AXIS
 from drumline.features.mesh.tensor.sequence import Sequenced
 from drumline.model.layers.routing import is_traced
 from drumline.model.layers.styles import Stacked
@@ -87,7 +86,7 @@ class LayerExchanges:
         except Exception as error:
             if self._behind is None:
                 raise
-            raise refusal(self._behind, self._makers.values(), self.axes.size(AXIS), error) from error
+            raise _refusal(self._behind, self._makers.values(), self.axes.size(AXIS), error) from error
 
     @property
     def _is_inside(self) -> bool:
@@ -214,3 +213,28 @@ def replaced_in(args: Any, kwargs: Any, given: Tensor) -> Any:
         return (given, *args[1:]), kwargs
     name = next(iter(kwargs))
     return args, {**kwargs, name: given}
+
+
+def _refusal(behind: Divided, makers: Iterable[Divided], size: int, error: Exception) -> ModelError:
+    """Return what to raise for an error of a forward behind a layer that makes parts, one of several in its module.
+
+    How a forward cuts features into heads cannot be seen beforehand: few modules tell their numbers.
+
+    >>> from drumline.model.layers.styles import Colwise
+    >>> key = Divided("attention.key", nn.Linear(8, 2), Colwise(), nn.Module())
+    >>> print(_refusal(key, [key], 2, RuntimeError("no heads of 4 in 2")))
+    the forward of attention (Module) fails with the features that tp = 2 leaves each line, attention.key 2 of 4: ...
+    """
+    told = []
+    for one in (one for one in makers if one.parent is behind.parent):
+        key = min(one.slices, key="weight".__ne__)
+        length = one.module.get_parameter(key).shape[one.slices[key].dim]
+        told.append(f"{one.name} {length} of {length * size}")
+    said = str(error).partition("\n")[0]
+    return ModelError(
+        f"the forward of {behind.name.rpartition('.')[0] or behind.name} ({type(behind.parent).__name__}) fails with "
+        f"the features that tp = {size} leaves each line, {', '.join(told)}: {type(error).__name__}: {said}",
+        expected="a forward that takes any number of whole heads, and numbers of heads, of keys and values too, "
+        f"that are multiples of {size}",
+        fix="choose a tp that divides them, or divide the model along another axis of the mesh",
+    )

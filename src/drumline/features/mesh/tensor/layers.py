@@ -20,10 +20,10 @@ from torch import nn
 
 from drumline.channel.lines.axes import Axes
 from drumline.features.mesh.parts import HeldParts
+from drumline.features.mesh.passing import AXIS
 from drumline.features.mesh.tensor.divide import Divided, divided_by, head_counts
 from drumline.features.mesh.tensor.exchanges import LayerExchanges, Lookup, rotary_width
 from drumline.features.mesh.tensor.pairs import refuse_unpaired
-from drumline.features.mesh.tensor.passing import AXIS
 from drumline.features.mesh.tensor.sequence import Sequenced, mark_partial
 from drumline.model.block import Block
 from drumline.model.catalogue import places_in

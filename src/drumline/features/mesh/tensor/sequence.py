@@ -24,9 +24,9 @@ from torch.nn import functional
 
 from drumline.channel.lines.axes import Axes
 from drumline.core.errors import ModelError
-from drumline.features.mesh.tensor import passing
+from drumline.features.mesh import passing
+from drumline.features.mesh.passing import AXIS
 from drumline.features.mesh.tensor.divide import Divided
-from drumline.features.mesh.tensor.passing import AXIS
 from drumline.model.block import Block
 from drumline.model.blocks.pieces import Piece
 from drumline.model.layers.styles import Stacked
