@@ -17,12 +17,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from drumline.channel.lines.axes import Axes
 from drumline.channel.lines.grid import DATA
 from drumline.core.action import Op
 from drumline.core.errors import UsageError
 from drumline.core.program import Program
 from drumline.core.state import with_state
-from drumline.engine.lines import Lines, Stages
+from drumline.engine.lines import Lines, Stages, widest
 from drumline.engine.ranks.agreement import plan_of
 from drumline.engine.setting import Cut, Setting, agree
 from drumline.engine.stages import assembly
@@ -36,12 +37,13 @@ from drumline.features.mesh.attach.checked import LineParts
 from drumline.features.mesh.attach.options import MeshOptions
 from drumline.features.mesh.context import whole_context
 from drumline.features.mesh.experts.parallel import ExpertParallel
-from drumline.features.mesh.losses import summed_losses
 from drumline.features.mesh.reduce import Reducer, reducer_for, share_values
 from drumline.features.mesh.sharding import FullShards, StateShards
 from drumline.features.mesh.tensor.layers import TensorParallel
 from drumline.model.layers.styles import Plan
 from drumline.runtime.step import CalledWith
+
+_KINDS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of losses
 
 
 class MeshLines(Lines):
@@ -191,3 +193,27 @@ def _completed(program: Program, *, sums: bool, divided: frozenset[int]) -> Prog
     if sums:
         program = with_state(program, frozenset({Op.REDUCE_GRAD}))
     return with_state(program, frozenset({Op.UNSHARD, Op.RESHARD}), divided, ahead=1) if divided else program
+
+
+def summed_losses(axes: Axes, parts: Tensor, kinds: Iterable[torch.dtype]) -> Tensor:
+    """Return the sums of the microbatches' parts of the loss over all lines that see other tokens.
+
+    `kinds` are the dtypes of the losses that this line has, none if it counts no label. All lines call it alike: each
+    sends float64 numbers, one of each microbatch, and flags that say which dtypes its losses have. The loss has the
+    dtype that they have together::
+
+        line 0   microbatches 0 and 1 count labels    0.7  0.2    float32  yes    bfloat16  no
+        line 1   microbatch 1 counts none             0.1  0.0    float32  yes    bfloat16  no
+        sum                                           0.8  0.2    2               0            a float32
+
+    >>> one = Axes.single(num_ranks=1)
+    >>> summed_losses(one, torch.tensor([0.5, 0.0]), [torch.bfloat16]).dtype
+    torch.bfloat16
+    """
+    found = set(kinds)
+    if axes.group(*DATA) is None:
+        return parts.to(widest(found) or parts.dtype)
+    flags = torch.tensor([float(one in found) for one in _KINDS], dtype=torch.float64).to(parts.device)
+    total = axes.summed(torch.cat([parts.to(torch.float64), flags]), *DATA)
+    told = [kind for kind, flag in zip(_KINDS, total[len(parts) :].tolist(), strict=True) if flag]
+    return total[: len(parts)].to(widest(told) or parts.dtype)
