@@ -104,10 +104,10 @@ class FnWeight:
             return None
         if counted is None:
             raise _uncounted(is_apart=sizes is not None)
-        if self.across is None and counted.is_nothing(self._found.chosen()):  # only a call tells whether that is NaN
+        if self.across is None and counted.is_nothing(self._found):  # only a call tells whether that is NaN
             return None
-        weighing = counted.weighing(self._found.chosen())
-        counts_rows = all(one.tally is None for one in self._found.chosen().all)
+        weighing = counted.weighing(self._found)
+        counts_rows = all(one.tally is None for one in self._found.chosen)
         if self._found.trusted and counts_rows and sizes is None and self.across is None:
             self._by_rows = self._found, list(rows), weighing
         return weighing
@@ -116,7 +116,7 @@ class FnWeight:
         """Return what the microbatches count; None if a kind of target must be seen first."""
         assert self._found is not None
         each: list[list[Count]] = [[] for _ in targets]
-        if not self._found.trusted or any(one.tally is not None for one in self._found.chosen().all):
+        if not self._found.trusted or any(one.tally is not None for one in self._found.chosen):
             kinds = [self._by_target.get(_kind(one)) for one in targets]
             some = next(iter(self._by_target.values()), None)
             try:
@@ -204,7 +204,7 @@ class FnWeight:
             self._found, _ = self._agreed(self._found)
             refuse_undecided(self._found, counted)
         is_zero = answer.made is not None and answer.made.whole.whole.is_zero and self.across is None
-        return counted.weighing(self._found.chosen(), may_be_nothing=is_zero)
+        return counted.weighing(self._found, may_be_nothing=is_zero)
 
     def verify(self, output: Any, target: Any, rows: int, *, apart: bool = False) -> None:
         """Compare again a microbatch of another kind, or a function of which nobody can tell what it counts.
@@ -226,8 +226,9 @@ class FnWeight:
             return
         answer = self._comparing.rules(output, target, rows)
         if answer.found is not None:
-            chosen, left = self._found.chosen(), left_of(self._found.within(answer.found))
-            if left.chosen() != chosen:
+            left = left_of(self._found.within(answer.found))
+            before, now = ((len(one.parts), one.chosen, one.has_rest) for one in (self._found, left))
+            if now != before:
                 raise ModelError(
                     "loss_fn counts this microbatch in another way than those before",
                     expected="one way for all microbatches of a step",
@@ -246,7 +247,7 @@ class FnWeight:
         """Whether other targets of the same shapes may have other shares."""
         if self.direct is not None or self._found is None or not self._found.trusted:
             return True
-        return any(one.tally is not None for one in self._found.chosen().all)
+        return any(one.tally is not None for one in self._found.chosen)
 
     def _note_compared(self, answer: Answer, output: Any, target: Any, sizes: Sequence[int] | None) -> None:
         """Note what the comparison saw, if the function makes the same calls with all rows."""

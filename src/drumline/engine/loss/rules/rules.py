@@ -92,23 +92,10 @@ class Found:
         rest = None if self.rest is None or other.rest is None else _both(self.rest, other.rest)
         return Found(parts, rest, self.has_rest or other.has_rest, self.trusted and other.trusted, self.num_tallies)
 
-    def chosen(self) -> Chosen:
-        """Return the likeliest rule of each part, and of the rest."""
-        return Chosen(tuple(one[0] for one in self.parts), None if self.rest is None else self.rest[0], self.has_rest)
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """One rule for each part of a loss, and for the rest, if that is no constant."""
-
-    parts: tuple[Rule, ...]
-    rest: Rule | None
-    has_rest: bool
-
     @property
-    def all(self) -> tuple[Rule, ...]:
-        """All rules."""
-        return (*self.parts, *(() if self.rest is None else (self.rest,)))
+    def chosen(self) -> tuple[Rule, ...]:
+        """The likeliest rule of each part, and of the rest."""
+        return tuple(one[0] for one in self.subjects)
 
 
 def _both(one: Sequence[Rule], other: Sequence[Rule]) -> tuple[Rule, ...]:
