@@ -58,9 +58,8 @@ def summed_over(parameter: Tensor) -> tuple[str, ...]:
 class Reducer:
     """Sums gradients over axes of the mesh."""
 
-    def __init__(self, axes: Axes, *, bucket_bytes: int = _BUCKET_BYTES) -> None:
+    def __init__(self, axes: Axes) -> None:
         self.axes = axes
-        self._bucket_bytes = bucket_bytes
 
     def start(self, parameters: Sequence[nn.Parameter], now: Callable[[], int] = lambda: 0) -> list[Bucket]:
         """Start to sum the gradients of these parameters; all ranks along the axes call it in the same order.
@@ -89,7 +88,7 @@ class Reducer:
             bucket: list[nn.Parameter] = []
             for one in listed:
                 size = sum(each.numel() for each in bucket) + one.numel()
-                if bucket and size * dtype.itemsize > self._bucket_bytes:
+                if bucket and size * dtype.itemsize > _BUCKET_BYTES:
                     yield axes, bucket
                     bucket = []
                 bucket.append(one)

@@ -16,6 +16,7 @@ from drumline.engine.ranks.agreement import Given, begun
 from drumline.engine.ranks.observer import Observer
 from drumline.engine.site import Site
 from drumline.features.mesh.attach.lines import MeshLines
+from drumline.features.mesh.sequences import divided
 from drumline.model.values import pack
 from drumline.runtime.step import CalledWith, Step
 
@@ -32,10 +33,11 @@ class LineCalls(Observer):
 
     def given(self, step: Step, call: CalledWith) -> CalledWith:
         """Return this line's part of a step's arguments."""
-        if self._lines.positions is None:
+        positions = self._lines.positions
+        if positions is None:
             return call
         self._whole = begun((call.batch, call.named), call.target)
-        return self._lines.divided(call)
+        return CalledWith(*divided(*call, positions, self._axes))
 
     def compared(self, step: Step, given: Callable[[], Given]) -> None:
         """Raise where lines were called with what does not go together, before they exchange anything."""

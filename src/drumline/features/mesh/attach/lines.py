@@ -167,10 +167,6 @@ class MeshLines(Lines):
 
     # ---- in a step ---------------------------------------------------------------------------------------------------
 
-    def divided(self, call: CalledWith) -> CalledWith:
-        """Return what a step is called with, with this line's part of every sequence."""
-        return call if self.positions is None else CalledWith(*sequences.divided(*call, self.positions, self.axes))
-
     def placed(self, given: CalledWith) -> CalledWith | None:
         """Return what a step is called with, with the positions of whole sequences, if lines see parts of them."""
         return None if self.positions is None else CalledWith(*sequences.placed(*given, self.positions, self.axes))
