@@ -28,9 +28,9 @@ AXES = (
     ),
     Bug(
         "latent-outputs-of-plain-runs",
-        "RotaryKeys.after",
-        "if not self._exchanges.is_on or is_traced(made):",
-        "if not self._exchanges.is_on and is_traced(made):",
+        "LayerExchanges.after_latent",
+        "if not self.is_on or is_traced(made):",
+        "if not self.is_on and is_traced(made):",
         "A model that is traced, or run as a whole, exchanges gradients with other lines.",
     ),
     Bug(

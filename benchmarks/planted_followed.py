@@ -14,9 +14,9 @@ FOLLOWED = (
     ),
     Bug(
         "labels-ignored-by-default",
-        "Counts._count",
-        "return labels_counted(target, term.labels.ignored, weight)",
-        "return labels_counted(target, -100, weight)",
+        "counted",
+        "return labels_counted(value_of(tally.target), tally.ignored, weight)",
+        "return labels_counted(value_of(tally.target), -100, weight)",
         "A model's own ignore_index is not what is left out when its labels are counted.",
     ),
     Bug(

@@ -65,7 +65,7 @@ LOSSES = (
     Bug(
         "constants-once-for-each",
         "_needs_one",
-        "    return not chosen.parts[0].adds_to_one or (lines > 1",
+        "    return not first.adds_to_one or (lines > 1",
         "    return (lines > 1",
         "A penalty on weights beside a sum is added once for every microbatch.",
     ),

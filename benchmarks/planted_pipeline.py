@@ -308,7 +308,7 @@ PIPELINE = (
     ),
     Bug(
         "other-parts-by-the-known-ones",
-        "weighed",
+        "joined",
         "if not others and parts and all(",
         "if parts and all(",
         "Parts of a loss that nothing is known of count by labels, not by rows.",

@@ -311,8 +311,8 @@ RUNTIME = (
     ),
     Bug(
         "rotary-keys-of-one-line",
-        "RotaryKeys.after",
-        "torch.cat([latent, self._exchanges.copied(rotary)], -1)",
+        "LayerExchanges.after_latent",
+        "torch.cat([latent, self.copied(rotary)], -1)",
         "torch.cat([latent, rotary], -1)",
         "The rotary keys of latent attention train on the gradient of one line's heads.",
     ),

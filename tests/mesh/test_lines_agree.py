@@ -15,7 +15,7 @@ import drumline as dl
 from chain_tricks import Scaled
 from drumline.channel.lines.slices import put_together, slice_of
 from drumline.core.errors import DrumlineError, UsageError
-from drumline.features.mesh.losses import summed_losses
+from drumline.features.mesh.attach.lines import summed_losses
 from mesh.small import LENGTH, WIDTH, WORDS, decoder
 from refused import refused
 from some import some

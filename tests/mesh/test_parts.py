@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from drumline.core.errors import ModelError
 from drumline.features.mesh.experts.parallel import is_experts
 from drumline.features.mesh.tensor.divide import Divided
-from drumline.features.mesh.tensor.exchanges import RotaryKeys
+from drumline.features.mesh.tensor.exchanges import LayerExchanges
 from drumline.features.mesh.tensor.pairs import refuse_unpaired
 from drumline.model.layers.moe import Experts
 from drumline.model.layers.routing import Sorted
@@ -108,7 +108,7 @@ def test_layers_of_different_modules_go_together_where_neither_has_a_nearer_one(
 def test_latent_outputs_are_copied_to_lines_where_they_hold_values(is_on: bool, is_fake: bool) -> None:
     exchanges: Any = SimpleNamespace(is_on=is_on, copied=lambda rotary: rotary * 10)
     with FakeTensorMode() if is_fake else nullcontext():
-        found = RotaryKeys(exchanges, 2).after(nn.Module(), (), torch.ones(1, 5))
+        found = LayerExchanges.after_latent(exchanges, 2, nn.Module(), (), torch.ones(1, 5))
     if is_on and not is_fake:
         assert found.tolist() == [[1, 1, 1, 10, 10]]
     else:

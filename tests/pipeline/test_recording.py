@@ -161,20 +161,20 @@ def test_a_full_disk_delays_the_record_and_not_the_training(
 ) -> None:
     with pipeline(record=tmp_path) as pipe:
         train(pipe, 1)
-        pipe._recording.failed()
+        pipe._recording.flush()
         with monkeypatch.context() as patch:
             disk = Full(patch)
             train(pipe, 1)
             disk.room = 100  # in the middle of a line
-            pipe._recording.failed()
+            pipe._recording.flush()
             train(pipe, 2)
-            pipe._recording.failed()
+            pipe._recording.flush()
         told = capsys.readouterr().err
         assert told.count("cannot write the record of the steps to") == 1
         assert "No space left on device; training goes on" in told
         assert dl.read_run(tmp_path).steps == (0,)
         train(pipe, 1)
-        pipe._recording.failed()
+        pipe._recording.flush()
         assert capsys.readouterr().err.count("the record of the steps goes on in") == 1
         assert dl.read_run(tmp_path).steps == (0, 1, 2, 3, 4), "no line is lost, and none is torn"
     run = dl.read_run(tmp_path)
@@ -193,7 +193,7 @@ def test_what_was_undone_is_not_written_when_a_disk_has_room_again(
             disk = Full(patch)
             train(pipe, 1)
             disk.room = 50
-            pipe._recording.failed()
+            pipe._recording.flush()
             train(pipe, 1)
             assert pipe.load(tmp_path / "saved").step == 2
         train(pipe, 1)
@@ -207,7 +207,7 @@ def test_lines_that_never_found_room_are_told(
 ) -> None:
     with pipeline(record=tmp_path) as pipe:
         train(pipe, 1)
-        pipe._recording.failed()
+        pipe._recording.flush()
         Full(monkeypatch)
         train(pipe, 2)
     assert "is not complete: the disk has not taken the last 6 lines" in capsys.readouterr().err
@@ -398,7 +398,7 @@ def test_a_run_that_nobody_closes_is_whole_when_the_pipeline_is_gone(tmp_path: P
 def record_and_die(folder: str) -> None:
     pipe = pipeline(record=folder)
     train(pipe, 3)
-    pipe._recording.failed()  # as if a second had passed
+    pipe._recording.flush()  # as if a second had passed
     train(pipe, 2)
     if pipe.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -20,7 +20,7 @@ from drumline.engine.ranks import crew
 from drumline.engine.updates.whole_matrices import WholeMatrices
 from drumline.features.check.by_itself.wanted import _Collected
 from drumline.features.check.verdict import Outcome, verdict
-from drumline.features.saving.loader import agreed_paths
+from drumline.features.saving.state import agreed_paths
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.profiling import profile_model
 from drumline.verification.verify import verify

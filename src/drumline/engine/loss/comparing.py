@@ -21,7 +21,7 @@ from drumline.engine.loss.rules.compare import Comparison, compare
 from drumline.engine.loss.rules.draws import Draws
 from drumline.engine.loss.rules.linked import Linked
 from drumline.engine.loss.rules.rows import TooLarge, num_attempts, stirred
-from drumline.engine.loss.rules.rules import Doubts, Found, found_in
+from drumline.engine.loss.rules.rules import Found, found_in
 from drumline.engine.loss.rules.watching import Watched, watched
 from drumline.model.values import mapped, pack
 from drumline.model.watch.keeping import undisturbed
@@ -117,6 +117,8 @@ class Comparing:
 
     def _linked(self, output: Any, target: Any, rows: int, why: str) -> Answer:
         """Compare rows that keep their graph, for a function that takes gradients of its outputs."""
+        if rows < 2:  # which no copies can make more
+            return Answer(None, why=why)
         try:
             made = compare(self.loss_fn, output, target, rows, self.device, linked=True)
         except Exception:
@@ -197,7 +199,7 @@ class Comparing:
             again = compared(turn=turn)
             if again is not None and again.is_finite and found.fits:
                 made, found = again, found.within(found_in(again))
-        if found.fits and Doubts.of(made.whole).picks:  # what it picks may by chance be as much of each part
+        if found.fits and made.whole.picks:  # what it picks may by chance be as much of each part
             again = compared(order=made.order())
             if again is not None and again.is_finite:
                 made, found = again, found.within(found_in(again))

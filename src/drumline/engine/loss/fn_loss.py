@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from drumline.engine.loss.narrowing import (
     refuse_undecided,
 )
 from drumline.engine.loss.rules.rows import resized
-from drumline.engine.loss.rules.rules import Doubts, Found, said_by, undecided
+from drumline.engine.loss.rules.rules import Found, said_by, undecided
 from drumline.engine.loss.rules.tallies import Tallies, counted_in, tallies_of
 from drumline.engine.loss.rules.watching import Known, Watched
 from drumline.engine.loss.rules.weighing import Counted
@@ -73,7 +73,9 @@ class FnWeight:
         # What was found, the rows of microbatches and their shares, if nothing else decides on these.
         self._by_rows: tuple[Found, list[int], Weighing] | None = None
         self.lent: list[nn.Parameter] = []  # parameters that it uses, whoever holds them
-        self._doubts = Doubts()
+        # Why it must be compared again in later steps.
+        self._reads = False  # it reads targets on the host, here or on another line
+        self._picks = False  # it picks what counts by its outputs
         self._varied: set[int] = set()  # counts that differed between rows when it was compared
         self._is_compared = False  # whether this step's first microbatch was
         # Whether the count it averages over does not grow with the target, so that other lengths need other weights.
@@ -93,7 +95,7 @@ class FnWeight:
             return Weighing([1.0])
         if self.direct is not None:
             return weighed([[_quiet(self.direct(one))] for one in targets], rows, across=self.across)
-        if self._found is None or self._doubts.reads:  # what it reads on the host, only a call of it can tell
+        if self._found is None or self._reads:  # what it reads on the host, only a call of it can tell
             return None
         if self._by_rows is not None and self._by_rows[0] is self._found and self._by_rows[1] == rows and sizes is None:
             return self._by_rows[2]
@@ -102,10 +104,10 @@ class FnWeight:
             return None
         if counted is None:
             raise _uncounted(is_apart=sizes is not None)
-        if self.across is None and counted.is_nothing(self._found.chosen()):  # only a call tells whether that is NaN
+        if self.across is None and counted.is_nothing(self._found):  # only a call tells whether that is NaN
             return None
-        weighing = counted.weighing(self._found.chosen())
-        counts_rows = all(one.tally is None for one in self._found.chosen().all)
+        weighing = counted.weighing(self._found)
+        counts_rows = all(one.tally is None for one in self._found.chosen)
         if self._found.trusted and counts_rows and sizes is None and self.across is None:
             self._by_rows = self._found, list(rows), weighing
         return weighing
@@ -114,7 +116,7 @@ class FnWeight:
         """Return what the microbatches count; None if a kind of target must be seen first."""
         assert self._found is not None
         each: list[list[Count]] = [[] for _ in targets]
-        if not self._found.trusted or any(one.tally is not None for one in self._found.chosen().all):
+        if not self._found.trusted or any(one.tally is not None for one in self._found.chosen):
             kinds = [self._by_target.get(_kind(one)) for one in targets]
             some = next(iter(self._by_target.values()), None)
             try:
@@ -173,8 +175,9 @@ class FnWeight:
         if answer.found is None or answer.made is None:
             found = self._by_its_calls(output, target, answer.why)
         else:
-            found, self._doubts = answer.found, Doubts.of(answer.made.whole)
-            self.lent = _parameters(answer.made.whole.seen)
+            found, whole = answer.found, answer.made.whole
+            self._reads, self._picks = bool(whole.reads), bool(whole.picks)
+            self.lent = _parameters(whole.seen)
             self._kinds.add((_kind(output), _kind(target)))
         # Else there is no number to compare: nothing counts here, or the step will fail.
         is_told = answer.found is not None or bool(answer.why)
@@ -189,7 +192,7 @@ class FnWeight:
             self._found, _ = self._agreed(self._found, is_told=is_told)
         is_apart, sizes = sizes is not None, self._sizes(targets, rows, sizes)
         counted = self._counted(targets, rows, sizes)
-        if self._doubts.reads:
+        if self._reads:
             counted = self._counted_by_calls(output, rows[microbatch], targets, rows, sizes)
         if counted is None:
             raise _uncounted(is_apart=is_apart)
@@ -201,7 +204,7 @@ class FnWeight:
             self._found, _ = self._agreed(self._found)
             refuse_undecided(self._found, counted)
         is_zero = answer.made is not None and answer.made.whole.whole.is_zero and self.across is None
-        return counted.weighing(self._found.chosen(), may_be_nothing=is_zero)
+        return counted.weighing(self._found, may_be_nothing=is_zero)
 
     def verify(self, output: Any, target: Any, rows: int, *, apart: bool = False) -> None:
         """Compare again a microbatch of another kind, or a function of which nobody can tell what it counts.
@@ -217,14 +220,15 @@ class FnWeight:
             self._watch(output, target)
         if self._found is None:  # a batch of one microbatch, whatever it counts
             return
-        again = bool(self._doubts.picks) or (bool(self._doubts.reads) and not self._is_compared)
+        again = self._picks or (self._reads and not self._is_compared)
         self._is_compared = True
         if not again and not is_new:
             return
         answer = self._comparing.rules(output, target, rows)
         if answer.found is not None:
-            chosen, left = self._found.chosen(), left_of(self._found.within(answer.found))
-            if left.chosen() != chosen:
+            left = left_of(self._found.within(answer.found))
+            before, now = ((len(one.parts), one.chosen, one.has_rest) for one in (self._found, left))
+            if now != before:
                 raise ModelError(
                     "loss_fn counts this microbatch in another way than those before",
                     expected="one way for all microbatches of a step",
@@ -243,7 +247,7 @@ class FnWeight:
         """Whether other targets of the same shapes may have other shares."""
         if self.direct is not None or self._found is None or not self._found.trusted:
             return True
-        return any(one.tally is not None for one in self._found.chosen().all)
+        return any(one.tally is not None for one in self._found.chosen)
 
     def _note_compared(self, answer: Answer, output: Any, target: Any, sizes: Sequence[int] | None) -> None:
         """Note what the comparison saw, if the function makes the same calls with all rows."""
@@ -294,9 +298,8 @@ class FnWeight:
         """Return the rules that are left on all lines of a mesh, and whether any line was told them."""
         if self.across is None:
             return found, is_told
-        made = agreed(self.across, found, is_told=is_told, reads=bool(self._doubts.reads))
-        if made.reads and not self._doubts.reads:
-            self._doubts = replace(self._doubts, reads=("what other lines read",))
+        made = agreed(self.across, found, is_told=is_told, reads=self._reads)
+        self._reads = made.reads
         return left_of(made.found), made.is_told
 
 

@@ -125,9 +125,8 @@ class OwnShares:
         found = [self.script.loss(kind) for kind, _ in kinds]
         losses = [one for one in found if one is not None]
         if len(losses) < len(found):
-            return weighed(
-                [[float(one)] for one in rows], rows, across=self.across
-            )  # no loss: the code that needs it raises
+            # No loss: the code that needs it raises.
+            return weighed([[float(one)] for one in rows], rows, across=self.across)
         self._look(losses[0], kinds[0][0], rows[0])
         counts = [
             self._divided(loss, loss.counts.of(tensors, self.piece))

@@ -86,16 +86,13 @@ def agree_on_followed(told: Sequence[Mapping[str, str]], step: int, called: Rank
     Traceback (most recent call last):
     drumline.core.errors.MismatchError: step 3: ranks 0 and 1 traced the model to different graphs for new inputs...
     """
-    known: dict[str, tuple[int, str]] = {}
-    for rank, one in enumerate(told):
-        for kind, digest in one.items():
-            first, other = known.setdefault(kind, (rank, digest))
-            if other != digest:
-                raise MismatchError(
-                    f"step {step}: {called.several(first, rank)} traced the model to different graphs for new inputs",
-                    expected="the same calls on every rank",
-                    fix=_MENDS["graph"],
-                )
+    found = first_difference(told)
+    if found is not None:
+        raise MismatchError(
+            f"step {step}: {called.several(*found[:2])} traced the model to different graphs for new inputs",
+            expected="the same calls on every rank",
+            fix=_MENDS["graph"],
+        )
 
 
 # ---- code and weights ------------------------------------------------------------------------------------------------
@@ -162,13 +159,13 @@ def samples_of(named: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     return dict(zip(named, samples_begun(list(named.values()))(), strict=True))
 
 
-def first_difference(told: Sequence[Mapping[str, bytes]]) -> tuple[int, int, str] | None:
+def first_difference(told: Sequence[Mapping[str, bytes | str]]) -> tuple[int, int, str] | None:
     """Return two ranks and the first name under which their values differ; None if they agree.
 
     >>> first_difference([{"a": b"1"}, {}, {"a": b"2"}])
     (0, 2, 'a')
     """
-    known: dict[str, tuple[int, bytes]] = {}
+    known: dict[str, tuple[int, bytes | str]] = {}
     for rank, one in enumerate(told):
         for name, value in one.items():
             first, other = known.setdefault(name, (rank, value))

@@ -56,16 +56,6 @@ def _tell_of_turns(num_ranks: int) -> None:
 Drive = Callable[[Sequence[Generator[Wait, None, None]]], None]  # runs ranks until all have ended
 
 
-class CrewObserver:
-    """Does nothing when this process waits or fails; subclasses override these methods."""
-
-    def waiting(self) -> None:
-        """React to this rank waiting for a message with nothing else to do."""
-
-    def failed(self) -> None:
-        """React to this process failing."""
-
-
 class Crew:
     """The channels of this process, and everything that all ranks do together."""
 
@@ -77,7 +67,9 @@ class Crew:
         self.timeout = timeout
         self.over = ""  # why the pipeline can no longer be used; empty while it can
         self._is_running = False  # whether ranks of this process are in the middle of their rows
-        self._observers: list[CrewObserver] = []
+        # What else to do when this rank waits for a message with nothing to do, and when this process fails.
+        self.waiting: list[Callable[[], None]] = []
+        self.failed: list[Callable[[], None]] = []
         self._topics = itertools.count()
         self._is_spread = self.channels[0].is_spread
         # Runs this process's ranks through their rows, and waits where needed.
@@ -152,14 +144,10 @@ class Crew:
         for channel in self.channels:
             channel.connect(edges)
 
-    def observe(self, observer: CrewObserver) -> None:
-        """Tell an observer whenever this process waits or fails."""
-        self._observers.append(observer)
-
     def _drive(self, runs: Sequence[Generator[Wait, None, None]]) -> None:
         for wait in runs[0]:
-            for observer in self._observers:
-                observer.waiting()
+            for react in self.waiting:
+                react()
             self.channels[0].block(wait, self._deadline())
         self.channels[0].flush(self._deadline())
 
@@ -221,8 +209,8 @@ class Crew:
             yield
         except BaseException as error:
             at = action() or during
-            for observer in self._observers:
-                observer.failed()
+            for react in self.failed:
+                react()
             for channel in self.channels:
                 channel.abort(error, at)
             self.axes.failed(at, error)

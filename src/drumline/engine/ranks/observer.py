@@ -1,9 +1,9 @@
 """Observers of a pipeline's steps: adaptation, recording, capture, checks, and saved state.
 
     given ── refuse_step ── before ── renewed, followed ── ahead ── the step ── after
-        called ── compared ── taken ── begin ── waiting, ... ── end ── tell ── told
-                                         └── waiting, ... ── again ──┘   if the update before the step was wrong
-    between two steps: moved, took             at any time: failed, close
+        called ── compared ── taken ── begin ── the rows ── end ── tell ── told
+                                         └── the rows ── again ──┘   if the update before the step was wrong
+    between two steps: moved, took             at any time: close
 
 The code that runs a step calls at each moment the observers that do something then, and knows nothing else about them.
 """
@@ -15,12 +15,11 @@ from typing import Any, ClassVar
 
 from drumline.core.program import Program
 from drumline.engine.ranks.agreement import Given
-from drumline.engine.ranks.crew import CrewObserver
 from drumline.engine.ranks.tally import Tally, Told
 from drumline.runtime.step import CalledWith, Step
 
 
-class Observer(CrewObserver):
+class Observer:
     """Does nothing at any of these moments; subclasses override some of them.
 
     Observers get `end` in reverse order, and everything else in order. Evaluations call only `given`,

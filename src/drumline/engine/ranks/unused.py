@@ -11,8 +11,8 @@ import warnings
 from collections.abc import Collection, Sequence
 
 from drumline.core.errors import ModelError
+from drumline.engine.ranks.agreement import plan_of
 from drumline.model.block import Block
-from drumline.model.blocks.pieces import Piece
 
 _NUM_STEPS = 10  # steps in which to look for unreached parameters
 
@@ -70,5 +70,5 @@ def _listed(names: Sequence[str]) -> str:
 
 def unused_in(stages: Sequence[Sequence[Block]]) -> frozenset[str]:
     """Return the names of parameters that a traced model's forward never uses."""
-    last = stages[0][0].module
-    return last.script.unused if isinstance(last, Piece) else frozenset()
+    script = plan_of(stages[0])
+    return frozenset() if script is None else script.unused

@@ -17,30 +17,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from drumline.channel.lines.axes import Axes
 from drumline.core.errors import ModelError
+from drumline.features.mesh.passing import spread
+from drumline.model.layers.routing import is_traced
 from drumline.model.patches import Patch, Replaced
 
 AXIS = "cp"
 _PACKED = "find_packed_sequence_indices"  # by which transformers finds packed documents
-
-
-class _Gathered(torch.autograd.Function):
-    """The parts of all lines, one after the other along a dimension; the gradient of a part is summed over lines."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, axes: Axes, dim: int) -> Tensor:
-        ctx.axes, ctx.dim = axes, dim
-        return torch.cat(axes.gathered(part, AXIS), dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        axes: Axes = ctx.axes
-        total = axes.summed(gradient.contiguous(), AXIS)
-        return total.chunk(axes.size(AXIS), ctx.dim)[axes.place(AXIS)].contiguous(), None, None
 
 
 class WholeContext(TorchFunctionMode):
@@ -82,28 +68,22 @@ class WholeContext(TorchFunctionMode):
                 fix="use cp=1 for models with cross attention or a cache",
             )
         if key.shape == value.shape:
-            keys, values = self._whole(torch.stack([key, value]))
+            keys, values = spread(torch.stack([key, value]), self._axes, -2, AXIS)
         else:
-            keys, values = self._whole(key), self._whole(value)
+            keys, values = (spread(one, self._axes, -2, AXIS) for one in (key, value))
         mask = self._mask(query, keys.shape[-2]) if is_causal else None
         return nn.functional.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, dropout_p=dropout_p, **more
         )
 
-    def _whole(self, part: Tensor) -> Tensor:
-        if _is_traced(part):  # only shapes count
-            return torch.cat([part] * self._axes.size(AXIS), -2)
-        made: Tensor = _Gathered.apply(part, self._axes, -2)  # type: ignore[no-untyped-call]
-        return made
-
     def _mask(self, query: Tensor, whole: int) -> Tensor:
         """Return which keys each query of this part may see: those up to its own position."""
         length = query.shape[-2]
         key = (length, whole, query.device)
-        if key in self._masks and not _is_traced(query):
+        if key in self._masks and not is_traced(query):
             return self._masks[key]
         mask = torch.ones(length, whole, dtype=torch.bool, device=query.device).tril(length * self._axes.place(AXIS))
-        if not _is_traced(query):
+        if not is_traced(query):
             self._masks = {key: mask}
         return mask
 
@@ -131,8 +111,3 @@ def _packed_in(masks: Any) -> Patch:
         return lambda *args, **kwargs: None if replaced.watcher else replaced.found(*args, **kwargs)
 
     return Patch(masks, _PACKED, unpacked)
-
-
-def _is_traced(tensor: Tensor) -> bool:
-    """Whether a tensor has no data, because the model is being traced."""
-    return tensor.is_meta or isinstance(tensor, FakeTensor)

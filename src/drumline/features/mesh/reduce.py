@@ -24,6 +24,7 @@ from drumline.channel.lines.axes import Axes
 from drumline.channel.lines.grid import AXES, DATA
 from drumline.channel.lines.slices import sharded_over
 from drumline.core.errors import ModelError
+from drumline.model.precision import gradient_dtype
 
 _BUCKET_BYTES = 25 * 2**20  # as in torch's DistributedDataParallel
 
@@ -57,9 +58,8 @@ def summed_over(parameter: Tensor) -> tuple[str, ...]:
 class Reducer:
     """Sums gradients over axes of the mesh."""
 
-    def __init__(self, axes: Axes, *, bucket_bytes: int = _BUCKET_BYTES) -> None:
+    def __init__(self, axes: Axes) -> None:
         self.axes = axes
-        self._bucket_bytes = bucket_bytes
 
     def start(self, parameters: Sequence[nn.Parameter], now: Callable[[], int] = lambda: 0) -> list[Bucket]:
         """Start to sum the gradients of these parameters; all ranks along the axes call it in the same order.
@@ -83,12 +83,12 @@ class Reducer:
         for one in parameters:
             axes = summed_over(one)
             if self.axes.group(*axes) is not None:
-                kinds.setdefault((axes, _dtype_of(one)), []).append(one)
+                kinds.setdefault((axes, gradient_dtype(one)), []).append(one)
         for (axes, dtype), listed in kinds.items():
             bucket: list[nn.Parameter] = []
             for one in listed:
                 size = sum(each.numel() for each in bucket) + one.numel()
-                if bucket and size * dtype.itemsize > self._bucket_bytes:
+                if bucket and size * dtype.itemsize > _BUCKET_BYTES:
                     yield axes, bucket
                     bucket = []
                 bucket.append(one)
@@ -98,7 +98,7 @@ class Reducer:
     def _begun(self, axes: tuple[str, ...], parameters: list[nn.Parameter]) -> Bucket:
         first = parameters[0]
         total = sum(one.numel() for one in parameters)
-        flat = torch.zeros(total + len(parameters), dtype=_dtype_of(first), device=first.device)
+        flat = torch.zeros(total + len(parameters), dtype=gradient_dtype(first), device=first.device)
         flags = [0.0] * len(parameters)
         for at, (parameter, place) in enumerate(zip(parameters, _places(flat, parameters), strict=True)):
             gradient = parameter.grad
@@ -160,8 +160,3 @@ def _places(flat: Tensor, parameters: Sequence[nn.Parameter]) -> Iterator[Tensor
     for one in parameters:
         yield flat[at : at + one.numel()].view(one.shape)
         at += one.numel()
-
-
-def _dtype_of(parameter: nn.Parameter) -> torch.dtype:
-    """Return the dtype of a parameter's gradient, which may be more precise than the parameter."""
-    return getattr(parameter, "grad_dtype", None) or parameter.dtype

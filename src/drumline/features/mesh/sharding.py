@@ -26,6 +26,7 @@ from drumline.channel.lines.slices import FlatSlice, Slice, slice_of
 from drumline.engine.updates.attached import Divides
 from drumline.engine.updates.kinds import by_element
 from drumline.features.mesh.reduce import summed_over
+from drumline.model.precision import gradient_dtype
 
 AXIS = "dp"
 
@@ -245,7 +246,7 @@ class FullShards:
         sums = []
         for kind in (one for one in self._kinds.get(stage, ()) if one.pieces[0].requires_grad):
             first = kind.parameters[0]
-            dtype = getattr(first, "grad_dtype", None) or first.dtype
+            dtype = gradient_dtype(first)
             flat = torch.zeros(self._size * self._length(kind), dtype=dtype, device=first.device)
             flags = torch.tensor([one.grad is not None for one in kind.parameters], dtype=dtype, device=first.device)
             rows = flat.view(self._size, -1)

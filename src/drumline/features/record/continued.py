@@ -13,7 +13,6 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 from drumline.core.errors import RecordError, UsageError
@@ -71,18 +70,8 @@ def _name_in(path: Path) -> str:
     """Return the name of the run in a folder; without its config that of its lines, without them none."""
     if (path / CONFIG).exists():
         return str(read_object(path / CONFIG, _CONFIG).get("run", ""))
-    for _, line in _lines(path / METRICS):
-        opening = OPENING.match(line)
-        return opening[1].decode() if opening else ""
-    return ""
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the complete lines of a file with the numbers of their steps."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            opening = OPENING.match(line)
-            if opening is not None and line.endswith(b"\n"):
-                yield int(opening[2]), line
+    if not (path / METRICS).exists():
+        return ""
+    with (path / METRICS).open("rb") as file:
+        openings = map(OPENING.match, file)
+        return next((one[1].decode() for one in openings if one is not None), "")

@@ -193,7 +193,8 @@ class Recording(Journal):
         """Write what is known before the first step; all ranks call it."""
         if self.folder is None:
             return
-        self._crew.observe(self)
+        self._crew.waiting.append(self.waiting)
+        self._crew.failed.append(self.flush)
         self._programs = programs
         told = self._crew.collect("environment", environment_of(assembly.device))
         if 0 in self._ranks:
@@ -335,10 +336,6 @@ class Recording(Journal):
         for tally, noted in self._waiting[-1:] if of_step is None else self._waiting:
             if of_step in (None, tally.trained):
                 noted.update(metrics)
-
-    def failed(self) -> None:
-        """Write everything that is known."""
-        self.flush()
 
     def close(self) -> None:
         """Write the rest, as far as it is known, and end the run."""

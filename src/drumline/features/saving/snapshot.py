@@ -139,33 +139,29 @@ def generators(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]
 def check_generators(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
     """Raise if generators cannot go on from what is stored; those of the process stay as they are."""
     try:
-        torch.Generator().set_state(tensors["torch"])
-        _python_state(random.Random(), tensors, plain)
-        _numpy_state(np.random.RandomState(0), tensors, plain)
+        _set_states(torch.Generator(), random.Random(), np.random.RandomState(0), tensors, plain)
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise RecordError(
             f"the state of a random generator is damaged: {type(error).__name__}: {error}", fix="use another checkpoint"
         ) from None
 
 
-def _python_state(generator: Any, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
+def _set_states(
+    torchs: torch.Generator, pythons: Any, numpys: Any, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]
+) -> None:
+    torchs.set_state(tensors["torch"])
     version, gauss = plain["python"]
-    generator.setstate((version, tuple(tensors["python"].tolist()), None if gauss is None else float(gauss)))
-
-
-def _numpy_state(generator: Any, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
+    pythons.setstate((version, tuple(tensors["python"].tolist()), None if gauss is None else float(gauss)))
     kind, position, has_gauss, cached = plain["numpy"]
     keys = tensors["numpy"].numpy().astype(np.uint32)
-    generator.set_state((kind, keys, int(position), int(has_gauss), float(cached)))
+    numpys.set_state((kind, keys, int(position), int(has_gauss), float(cached)))
 
 
 def restore_generators(tensors: Mapping[str, Tensor], plain: Mapping[str, Any], device: torch.device) -> None:
     """Let the generators go on from where they were."""
-    torch.set_rng_state(tensors["torch"])
+    _set_states(torch.default_generator, random, np.random, tensors, plain)
     if device.type in tensors:
         torch.get_device_module(device).set_rng_state(tensors[device.type], device)
-    _python_state(random, tensors, plain)
-    _numpy_state(np.random, tensors, plain)
 
 
 def by_parameter(prefix: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, Tensor]]:

@@ -1,4 +1,8 @@
-"""A pipeline's whole state: taken for a checkpoint, and given back from one."""
+"""A pipeline's whole state: taken for a checkpoint, and given back from one.
+
+Each rank reads its own tensors, whatever ranks and cut wrote them. All processes look whether what they need is whole
+before any takes it in. Where one finds damage, all turn to the checkpoint before, and rank 0 says so.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +24,10 @@ from drumline.checkpoint.plain import packed, unpacked
 from drumline.checkpoint.read import Checkpoint
 from drumline.checkpoint.saves import Loaded, Saving
 from drumline.checkpoint.shelf import Choice, Shelf
-from drumline.core.errors import ModelError, RecordError
+from drumline.core.errors import DrumlineError, MismatchError, ModelError, RecordError
 from drumline.engine.site import Site
 from drumline.engine.state.keeper import Keeper
 from drumline.features.saving import snapshot
-from drumline.features.saving.loader import agreed_paths, damage
 from drumline.features.saving.saver import Saver
 from drumline.features.saving.snapshot import Snapshot
 
@@ -187,8 +190,8 @@ class State:
                 if name.startswith(mine) or _is_held(pieces.get(_parameter_of(name), False), self._axes)
             }
             self._check(checkpoint.content, training, optimizers)
-        except Exception as error:
-            return None, damage(error)
+        except (DrumlineError, OSError) as error:
+            return None, str(error)
         return (checkpoint, model, training), ""
 
     def _check(self, content: Mapping[str, Any], training: Mapping[str, Tensor], optimizers: bool) -> None:
@@ -289,3 +292,21 @@ def _parameter_of(name: str) -> str:
 def _check_step(step: Any) -> None:
     if step is not None and (type(step) is not int or not 0 <= step <= _MOST_STEPS):
         raise RecordError(f"step is {step!r:.60}", expected="a whole number of 0 or more", fix="leave it out to count")
+
+
+def agreed_paths(told: Sequence[Sequence[Sequence[str]]]) -> tuple[list[Path], list[Path]]:
+    """Return what process 0 has chosen among its checkpoints, and left; all others must see the same ones.
+
+    Each process tells which it sees; the first also which to load, in order, and which were left.
+
+    >>> agreed_paths([[["run/2", "run/1"], ["run/1"], ["run/2"]], [["run/2", "run/1"], [], []]])
+    ([PosixPath('run/1')], [PosixPath('run/2')])
+    """
+    seen, chosen, left = told[0]
+    for rank, (its, _, _) in enumerate(told):
+        if list(its) != list(seen):
+            raise MismatchError(
+                f"rank {rank} finds {len(its)} checkpoints and rank 0 {len(seen)}",
+                expected="a folder that all hosts share",
+            )
+    return [Path(one) for one in chosen], [Path(one) for one in left]

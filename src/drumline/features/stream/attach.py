@@ -9,9 +9,8 @@ from drumline.engine.kit import Kit
 from drumline.engine.setting import Setting
 from drumline.engine.site import Site
 from drumline.features.stream.executor import StreamExecutor
-from drumline.features.stream.keeper import NoStream
 from drumline.features.stream.options import StreamOptions, check_ties, is_synchronous, rows_of
-from drumline.features.stream.stream import Stream
+from drumline.features.stream.stream import NoStream, Stream
 from drumline.model.weights.tied import Ties
 
 

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from drumline.core.errors import ModelError, RunError, UsageError, counted
 from drumline.engine.flow import Flow
 from drumline.engine.ground import Ground
+from drumline.engine.ranks.observer import Observer
 from drumline.engine.ranks.tally import Tally, Told
 from drumline.engine.state.keeper import Keeper, Named
 from drumline.engine.updates.optimizer_state import plain
@@ -248,7 +249,7 @@ class Stream(Flow, Keeper):
         """Refuse updates that are due, unless the schedule goes on here: it has the same rows."""
         stored = content.get("stream")
         if stored is not None and self._counts() != {key: one for key, one in stored.items() if key != "position"}:
-            raise cannot_go_on(stored)
+            raise _cannot_go_on(stored)
 
     def loading(self) -> None:
         """Forget all that is in flight and due."""
@@ -283,7 +284,20 @@ class Stream(Flow, Keeper):
             one.restart()
 
 
-def cannot_go_on(stored: Mapping[str, Any]) -> ModelError:
+class NoStream(Observer, Keeper):
+    """Refuses checkpoints with updates that are due, where the pipeline's own schedule has a flush."""
+
+    def described(self) -> dict[str, Any]:
+        """Return that nothing is due."""
+        return {"stream": None}
+
+    def refuse_stored(self, content: Mapping[str, Any]) -> None:
+        """Refuse updates that are due: no schedule here makes them."""
+        if content.get("stream") is not None:
+            raise _cannot_go_on(content["stream"])
+
+
+def _cannot_go_on(stored: Mapping[str, Any]) -> ModelError:
     """Return the error of a checkpoint with updates that are due, where its schedule does not go on."""
     return ModelError(
         f"the checkpoint has updates of {stored['schedule']} that are due, with"

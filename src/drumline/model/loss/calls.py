@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch.nn import functional
 
-from drumline.model.graph.graph import Call, CallGraph
+from drumline.model.graph.graph import Call
 from drumline.model.values import unpack
 
 BY_LABEL = (functional.cross_entropy, functional.nll_loss)
@@ -31,6 +31,9 @@ class Labels:
     weight: int | None = None
 
 
+Tally = Labels | int  # labels that count, or the number of a value: a mask or a single number
+
+
 def name_of(call: Call) -> str:
     """Return the name of the called function."""
     name: str = call.block or getattr(call.function, "__name__", str(call.function))
@@ -44,26 +47,25 @@ def arguments_of(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return args, kwargs
 
 
-def labels_of(graph: CallGraph, call: Call, known: Collection[int]) -> Labels | None:
-    """Return the labels that a call of one of torch's losses counts, if they are among the known values."""
-    if call.function not in BY_LABEL:
-        return None
-    given = bound(call.function, call)
+def labels_in(call: Call, is_known: Callable[[int], bool], is_fixed: Callable[[int], bool]) -> Labels | None:
+    """Return the labels that a call of one of torch's losses counts, if they are known and their weights fixed."""
+    given = bound(call)
     if given is None:
         return None
     target, weight = given["target"], given.get("weight")
-    if not isinstance(target, Ref) or target.value not in known:
+    if not isinstance(target, Ref) or not is_known(target.value):
         return None
-    if weight is not None and weight.value not in known and graph.is_carried(weight.value):
+    if weight is not None and not is_fixed(weight.value):
         return None
     return Labels(target.value, int(given["ignore_index"]), None if weight is None else weight.value)
 
 
-def bound(function: Callable[..., Any], call: Call) -> dict[str, Any] | None:
+def bound(call: Call) -> dict[str, Any] | None:
     """Return the arguments of a call by name; None if the function's are not known."""
+    assert call.function is not None
     args, kwargs = arguments_of(call)
     try:
-        bound = inspect.signature(function).bind(*args, **kwargs)
+        bound = inspect.signature(call.function).bind(*args, **kwargs)
     except (TypeError, ValueError):
         return None
     bound.apply_defaults()

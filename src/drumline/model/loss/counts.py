@@ -10,7 +10,7 @@ written out as a function of the inputs, so that all microbatches can be counted
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from drumline.core.errors import BatchError
 from drumline.model.graph.emit import Emitter
-from drumline.model.graph.graph import Call
-from drumline.model.loss.calls import Labels, arguments_of, name_of
+from drumline.model.graph.graph import Call, CallGraph
+from drumline.model.loss.calls import Labels, Tally, arguments_of, name_of
 from drumline.model.loss.terms import Term, Walk
 
 Count = float | Tensor
@@ -38,42 +38,59 @@ _ALONG = (
 )  # fmt: skip
 
 
+class Counter:
+    """The values of a graph that some tallies count, written out as a function of its inputs."""
+
+    def __init__(self, graph: CallGraph, tallies: Sequence[Tally], calls: Callable[[list[int]], Iterable[int]]) -> None:
+        wanted = list(dict.fromkeys(value for one in tallies for value in values_of(one)))
+        emitter = Emitter(graph)
+        self._places = {value: at for at, value in enumerate(wanted)}
+        # Return everything that is needed, including parameters and constants.
+        returns = f"({''.join(f'{emitter.expression(None, [value])}, ' for value in wanted)})"
+        self._run = emitter.function(graph.inputs, sorted(calls(wanted)), returns, kept=wanted)
+
+    def values(self, inputs: Sequence[Tensor], piece: Any = None) -> Callable[[int], Tensor]:
+        """Return a function that returns the values for these inputs, by number."""
+        made = self._run(piece, *inputs)
+        return lambda value: made[self._places[value]]
+
+
 class Counts:
     """Counts the parts of one graph's loss; `piece` holds parameters that weight classes."""
 
     def __init__(self, walk: Walk) -> None:
         graph, self.terms = walk.graph, walk.terms
-        wanted = list(dict.fromkeys(value for term in self.terms for value in _needed(term)))
-        _, calls = graph.origins(wanted)
-        emitter = Emitter(graph)
-        self._places = {value: at for at, value in enumerate(wanted)}
-        # Return everything that is needed, including parameters and constants.
-        returns = f"({''.join(f'{emitter.expression(None, [value])}, ' for value in wanted)})"
-        self._run = emitter.function(graph.inputs, sorted(calls), returns, kept=wanted)
+        tallies = [term.tally for term in self.terms if term.tally is not None]
+        self._counter = Counter(graph, tallies, lambda wanted: graph.origins(wanted)[1])
 
     def of(self, inputs: Sequence[Tensor], piece: Any = None) -> list[Count | None]:
         """Return what every part counts for these inputs; None for a sum, whose microbatches are added."""
         with torch.no_grad():
-            made = self._run(piece, *inputs)
-            return [self._count(term, made) for term in self.terms]
+            value_of = self._counter.values(inputs, piece)
+            return [_count(term, value_of) for term in self.terms]
 
-    def _count(self, term: Term, made: Sequence[Tensor]) -> Count | None:
-        if term.labels is not None:
-            target = made[self._places[term.labels.target]]
-            if target.is_floating_point():
-                return term.num_bytes  # class probabilities: every row counts
-            weight = None if term.labels.weight is None else made[self._places[term.labels.weight]]
-            return labels_counted(target, term.labels.ignored, weight)
-        if term.divided is not None:
-            return made[self._places[term.divided]].detach().double().reshape(())
+
+def _count(term: Term, value_of: Callable[[int], Tensor]) -> Count | None:
+    if term.tally is None:
         return term.num_bytes
+    if term.labels is not None and value_of(term.labels.target).is_floating_point():
+        return term.num_bytes  # class probabilities: every row counts
+    return counted(term.tally, value_of)
 
 
-def _needed(term: Term) -> list[int]:
-    labels: Labels | None = term.labels
-    if labels is not None:
-        return [labels.target] if labels.weight is None else [labels.target, labels.weight]
-    return [] if term.divided is None else [term.divided]
+def counted(tally: Tally, value_of: Callable[[int], Tensor]) -> Tensor:
+    """Return what a tally counts of these values."""
+    if not isinstance(tally, Labels):
+        return value_of(tally).detach().double().sum()
+    weight = None if tally.weight is None else value_of(tally.weight)
+    return labels_counted(value_of(tally.target), tally.ignored, weight)
+
+
+def values_of(tally: Tally) -> list[int]:
+    """Return the values that a tally counts."""
+    if not isinstance(tally, Labels):
+        return [tally]
+    return [tally.target] if tally.weight is None else [tally.target, tally.weight]
 
 
 def labels_counted(target: Tensor, ignored: int, weight: Tensor | None = None) -> Tensor:
@@ -163,13 +180,29 @@ def weighed(
         return Weighing(_parts(columns[0], totals[0]))
     plain = [[_plain(one) for one in column] for column in columns]
     parts = [[float(one) for one in _parts(*each)] for each in zip(plain, map(float, totals), strict=True)]
-    base = [one / float(num_rows) for one in rows]
-    if not others and parts and all(_alike(parts[0], one) for one in parts[1:]):
+    return joined(parts, [one / float(num_rows) for one in rows], others=others)
+
+
+def joined(parts: Sequence[Sequence[float]], base: Sequence[float], *, others: bool) -> Weighing:
+    """Return the parts' shares as one if they are alike; else `base`, which `others` have, and factors to each."""
+    if not others and parts and all(alike(parts[0], one) for one in parts[1:]):
         return Weighing(parts[0])
-    if all(_alike(base, one) for one in parts):
+    if all(alike(base, one) for one in parts):
         return Weighing(base)
-    factors = {at: [column[at] / base[at] for column in parts] for at in range(len(rows))}
+    factors = {at: [_over(column[at], own) for column in parts] for at, own in enumerate(base)}
     return Weighing(base, factors)
+
+
+def _over(share: float, base: float) -> float:
+    if base:
+        return share / base
+    if share:
+        raise BatchError(
+            "a microbatch counts in one part of the loss, and nothing in another of unknown kind",
+            expected="parts of the loss that count the same labels",
+            fix="pass loss_weight=, a function from a target to its weight",
+        )
+    return 0.0
 
 
 def _total(column: Sequence[Count | None]) -> Count:
@@ -194,5 +227,10 @@ def _plain(count: Count | None) -> float | None:
     return None if count is None else float(count)
 
 
-def _alike(one: Sequence[float], other: Sequence[float]) -> bool:
-    return all(abs(a - b) <= 1e-9 * max(abs(a), abs(b)) for a, b in zip(one, other, strict=True))
+def alike(one: Sequence[float], other: Sequence[float], near: float = 1e-9) -> bool:
+    """Whether numbers are equal, up to rounding.
+
+    >>> alike([1.0, 0.3], [1.0, 0.1 + 0.2])
+    True
+    """
+    return all(abs(a - b) <= near * max(abs(a), abs(b)) for a, b in zip(one, other, strict=True))

@@ -19,7 +19,7 @@ from typing import Any
 from torch.nn import functional
 
 from drumline.model.graph.graph import Call, CallGraph
-from drumline.model.loss.calls import BY_LABEL, Labels, Ref, arguments_of, bound, name_of
+from drumline.model.loss.calls import BY_LABEL, Labels, Ref, Tally, arguments_of, bound, labels_in, name_of
 
 _PASSED_ON = {
     "to", "float", "double", "half", "bfloat16", "type", "type_as", "clone", "contiguous", "squeeze", "view", "reshape",
@@ -66,9 +66,14 @@ class Term:
     factor: float = 1.0  # the product of the numbers that it is multiplied by on the way to the loss
 
     @property
+    def tally(self) -> Tally | None:
+        """What it says that it is a mean over, unless that is elements."""
+        return self.divided if self.labels is None else self.labels
+
+    @property
     def is_sum(self) -> bool:
         """Whether the microbatches' values are simply added."""
-        return self.labels is None and self.divided is None and self.num_bytes is None
+        return self.tally is None and self.num_bytes is None
 
 
 class Walk:
@@ -240,8 +245,7 @@ class Walk:
 
     def _of_torch(self, at: int, call: Call) -> Term | None:
         """Return the term of one of torch's losses."""
-        assert call.function is not None
-        given = bound(call.function, call)
+        given = bound(call)
         if given is None or given.get("size_average") is not None or given.get("reduce") is not None:
             return None
         data = tuple(one for one in call.takes if not self.is_known(one) and not self.is_fixed(one))
@@ -254,13 +258,8 @@ class Walk:
         by_element = Term(at, num_bytes=self.graph.values[first].num_bytes, data=data)
         if call.function in _BY_ELEMENT:
             return by_element
-        target, weight = given["target"], given.get("weight")
-        if not isinstance(target, Ref) or not self.is_known(target.value):
-            return None
-        if weight is not None and not self.is_fixed(weight.value):
-            return None
-        labels = Labels(target.value, int(given["ignore_index"]), None if weight is None else weight.value)
-        return Term(at, labels=labels, num_bytes=by_element.num_bytes, data=data)
+        labels = labels_in(call, self.is_known, self.is_fixed)
+        return None if labels is None else replace(by_element, labels=labels)
 
     def is_fixed(self, value: int) -> bool:
         """Whether a value is the same in all microbatches: a constant, a parameter, or computed from fixed inputs."""

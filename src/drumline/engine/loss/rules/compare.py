@@ -49,11 +49,6 @@ class Comparison:
         return [end - first for first, end in self.bounds]
 
     @property
-    def targets(self) -> list[Any]:
-        """The parts' targets."""
-        return [self.rows.part(*one)[1] for one in self.bounds]
-
-    @property
     def is_finite(self) -> bool:
         """Whether the loss of all rows is a number."""
         return self.whole.whole.is_finite
@@ -175,13 +170,12 @@ def compare(
     >>> found.fits(found.shares(None), [0.2, 0.8]), found.fits(found.shares(None), [1, 1]), found.sizes
     (True, False, [1, 4])
     """
+    trained = [one.requires_grad for one in pack(output)[0]]
     if linked:
-        chosen = first_rows(output, target, rows, attempt)
-        return _compared(loss_fn, chosen, [one.requires_grad for one in pack(output)[0]], device, turn, linked=True)
+        return _compared(loss_fn, first_rows(output, target, rows), trained, device, turn, linked=True)
     chosen = chosen_rows(output, target, rows, attempt, shrinks=shrinks, most=most)
     if order is not None:
         chosen = chosen.ordered(order)
-    trained = [one.requires_grad for one in pack(output)[0]]
     if _is_low(chosen, device):  # in full precision if it can be, where weights are told better
         try:
             with torch.autocast(device.type, enabled=False):
@@ -211,7 +205,7 @@ def _compared(
     cut = max(chosen.rows // 3, 1)
     bounds = ((0, cut), (cut, chosen.rows))
     draws = Draws(device, turn)
-    run = partial(_linked_side if linked else _side, loss_fn, chosen, wanted)
+    run = partial(_side, loss_fn, chosen, wanted, linked)
     whole = run(draws, 0, chosen.rows, None)
     if draws.is_missed:
         draws = Draws(device, turn, everywhere=True)
@@ -234,24 +228,20 @@ def _side(
     loss_fn: Callable[..., Any],
     chosen: Rows,
     wanted: Sequence[bool],
+    linked: bool,
     draws: Draws,
     first: int,
     end: int,
     like: Side | None,
 ) -> Side | None:
     """Return a loss of some rows, leaving no trace."""
+    output, target = chosen.part(first, end)
+    drawing = draws.of(first, end, chosen.rows)
     with warnings.catch_warnings(), undisturbed(loss=loss_fn):
         warnings.simplefilter("ignore")  # the real call tells them
-        return side_of(loss_fn, *chosen.part(first, end), wanted, draws.of(first, end, chosen.rows), like)
-
-
-def _linked_side(
-    loss_fn: Callable[..., Any], chosen: Rows, wanted: Sequence[bool], draws: Draws, first: int, end: int, _: Any
-) -> Side | None:
-    with warnings.catch_warnings(), undisturbed(loss=loss_fn):
-        warnings.simplefilter("ignore")
-        target, drawing = chosen.part(first, end)[1], draws.of(first, end, chosen.rows)
-        return linked_side_of(loss_fn, chosen.output, target, wanted, chosen.outputs, (first, end), drawing)
+        if linked:
+            return linked_side_of(loss_fn, chosen.output, target, wanted, chosen.outputs, (first, end), drawing)
+        return side_of(loss_fn, output, target, wanted, drawing, like)
 
 
 def _is_low(chosen: Rows, device: torch.device) -> bool:

@@ -56,7 +56,7 @@ class Draws:
             yield None
             return
         self._is_noted = True
-        mode = _Noting(self) if is_whole else _Repeating(self, first, end, rows)
+        mode = _Drawing(self, None if is_whole else (first, end, rows))
         if self._turn:
             seed_generators(self.device, self._turn)
         try:
@@ -101,10 +101,13 @@ class Draws:
                     one.copy_(part)
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, draws: Draws) -> None:
+class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what is drawn for all rows, or lets some `rows` draw what they drew among all."""
+
+    def __init__(self, draws: Draws, rows: tuple[int, int, int] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.draws = draws
+        self.draws, self.rows = draws, rows
+        self.number = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -115,27 +118,13 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.draws.keep(named.get("generator"))
         made = func(*args, **named)
         tensors = tuple(one for one in (made if isinstance(made, tuple) else (made,)) if isinstance(one, Tensor))
-        self.drawn((func, _range_of(func, args)), tensors)
-        return made
-
-    def drawn(self, func: tuple[Any, Any], made: tuple[Tensor, ...]) -> None:
-        raise NotImplementedError
-
-
-class _Noting(_Mode):  # type: ignore[no-untyped-call]
-    def drawn(self, func: tuple[Any, Any], made: tuple[Tensor, ...]) -> None:
-        self.draws.note(func, made)
-
-
-class _Repeating(_Mode):  # type: ignore[no-untyped-call]
-    def __init__(self, draws: Draws, first: int, end: int, rows: int) -> None:
-        super().__init__(draws)
-        self.range = first, end, rows
-        self.number = 0
-
-    def drawn(self, func: tuple[Any, Any], made: tuple[Tensor, ...]) -> None:
-        self.draws.fill(self.number, func, made, *self.range)
+        called = func, _range_of(func, args)
+        if self.rows is None:
+            self.draws.note(called, tensors)
+        else:
+            self.draws.fill(self.number, called, tensors, *self.rows)
         self.number += 1
+        return made
 
 
 def _range_of(func: Any, args: tuple[Any, ...]) -> Any:

@@ -62,10 +62,7 @@ def chosen_rows(
     [1.0, 0.875, 0.75]
     """
     outputs, targets = _places_in(output, target, rows, attempt)
-    of_each = sum(one.nbytes for one, place in zip(pack(output)[0], outputs, strict=True) if place) // rows
-    affordable = AFFORDABLE // max(of_each, 1)
-    if affordable < 2:
-        raise TooLarge(of_each)
+    affordable = _affordable(output, outputs, rows)
     most = min(affordable, max(rows, 3), most or affordable)
     if rows == most:
         return Rows(mapped(output, Tensor.detach), mapped(target, Tensor.detach), rows, outputs, targets)
@@ -77,14 +74,18 @@ def chosen_rows(
     return Rows(_picked(output, outputs, index, factors), _picked(target, targets, index), most, outputs, targets)
 
 
-def first_rows(output: Any, target: Any, rows: int, attempt: int = 0) -> Rows:
-    """Return the first rows, as many as can be afforded, of an output that keeps its graph; two are the fewest."""
-    outputs, targets = _places_in(output, target, rows, attempt)
-    of_each = sum(one.nbytes for one, place in zip(pack(output)[0], outputs, strict=True) if place) // rows
-    most = min(AFFORDABLE // max(of_each, 1), rows)
-    if most < 2:
+def first_rows(output: Any, target: Any, rows: int) -> Rows:
+    """Return the first rows, as many as can be afforded, of an output that keeps its graph."""
+    outputs, targets = _places_in(output, target, rows, 0)
+    return Rows(output, target, min(_affordable(output, outputs, rows), rows), outputs, targets)
+
+
+def _affordable(output: Any, places: Places, rows: int) -> int:
+    """Return how many rows of an output can be afforded; raise if these are not even two."""
+    of_each = sum(one.nbytes for one, place in zip(pack(output)[0], places, strict=True) if place) // rows
+    if 2 * max(of_each, 1) > AFFORDABLE:
         raise TooLarge(of_each)
-    return Rows(output, target, most, outputs, targets)
+    return AFFORDABLE // max(of_each, 1)
 
 
 def resized(output: Any, rows: int, wanted: int) -> Any:

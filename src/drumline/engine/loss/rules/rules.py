@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from drumline.engine.loss.rules.compare import Comparison
 from drumline.engine.loss.rules.sides import Share, Side, own_terms
-from drumline.engine.loss.rules.tallies import Tally, counted_in, place_of, tallies_of
+from drumline.engine.loss.rules.tallies import counted_in, place_of, tallies_of
 from drumline.engine.loss.rules.watching import shapes_by_values
-from drumline.model.loss.calls import name_of
+from drumline.model.loss.calls import Tally, name_of
 from drumline.model.loss.terms import Term, Walk
 
 ROWS, SIZE = "rows", "size"
@@ -92,23 +92,10 @@ class Found:
         rest = None if self.rest is None or other.rest is None else _both(self.rest, other.rest)
         return Found(parts, rest, self.has_rest or other.has_rest, self.trusted and other.trusted, self.num_tallies)
 
-    def chosen(self) -> Chosen:
-        """Return the likeliest rule of each part, and of the rest."""
-        return Chosen(tuple(one[0] for one in self.parts), None if self.rest is None else self.rest[0], self.has_rest)
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """One rule for each part of a loss, and for the rest, if that is no constant."""
-
-    parts: tuple[Rule, ...]
-    rest: Rule | None
-    has_rest: bool
-
     @property
-    def all(self) -> tuple[Rule, ...]:
-        """All rules."""
-        return (*self.parts, *(() if self.rest is None else (self.rest,)))
+    def chosen(self) -> tuple[Rule, ...]:
+        """The likeliest rule of each part, and of the rest."""
+        return tuple(one[0] for one in self.subjects)
 
 
 def _both(one: Sequence[Rule], other: Sequence[Rule]) -> tuple[Rule, ...]:
@@ -213,16 +200,3 @@ def _selects(walk: Walk, term: Term) -> bool:
         if name in _SELECTS or (name == "__getitem__" and len(call.takes) > 1):
             return True
     return False
-
-
-@dataclass(frozen=True, slots=True)
-class Doubts:
-    """Why a loss must be compared again in later steps."""
-
-    reads: tuple[str, ...] = ()  # it reads targets on the host
-    picks: tuple[str, ...] = ()  # it picks what counts by its outputs
-
-    @staticmethod
-    def of(side: Side) -> Doubts:
-        """Look at the calls of a loss."""
-        return Doubts(side.reads, side.picks)

@@ -9,30 +9,27 @@ They are written out as a function of the target, so that all microbatches can b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from drumline.engine.loss.rules.watching import Known, Watched
-from drumline.model.graph.emit import Emitter
-from drumline.model.loss.calls import Labels, labels_of
-from drumline.model.loss.counts import Count, labels_counted
+from drumline.model.loss.calls import BY_LABEL, Tally, labels_in
+from drumline.model.loss.counts import Count, Counter, counted, values_of
 from drumline.model.loss.terms import Term
 from drumline.model.values import mapped, pack
 
 _MOST = 8  # different counts of one loss
 
-Tally = Labels | int  # labels that count, or the number of a value: a mask or a single number
-
 
 def tallies_of(seen: Watched, known: Known) -> list[Tally]:
     """Return what a loss was seen to count of its target."""
-    graph = seen.graph
+    graph, is_known = seen.graph, known.values.__contains__
     found: dict[Tally, None] = {}
-    for call in graph.calls:
-        labels = labels_of(graph, call, known.values)
+    for call in (one for one in graph.calls if one.function in BY_LABEL):
+        labels = labels_in(call, is_known, lambda value: is_known(value) or not graph.is_carried(value))
         if labels is not None and not seen.tensors[labels.target].is_floating_point():
             found[labels] = None
     for value in sorted(one for one in known.values if graph.is_carried(one)):
@@ -45,7 +42,7 @@ def tallies_of(seen: Watched, known: Known) -> list[Tally]:
 def counted_in(seen: Watched, tallies: Sequence[Tally]) -> list[float]:
     """Return what was counted in a call that was watched."""
     with torch.no_grad():
-        return [float(_count(one, seen.tensors.__getitem__)) for one in tallies]
+        return [float(counted(one, seen.tensors.__getitem__)) for one in tallies]
 
 
 class Tallies:
@@ -56,15 +53,12 @@ class Tallies:
         self.found = tallies_of(seen, known)
         if not self.found:
             return
-        wanted = list(dict.fromkeys(one for tally in self.found for one in _values(tally)))
+        wanted = list(dict.fromkeys(one for tally in self.found for one in values_of(tally)))
         graph.outputs = (*graph.outputs[:1], *wanted)  # or what only the host reads would be left out
-        emitter = Emitter(graph)
-        self._places = {value: at for at, value in enumerate(wanted)}
-        returns = f"({''.join(f'{emitter.expression(None, [value])}, ' for value in wanted)})"
         calls = known.calls_for(graph, wanted)
         self._num_outputs = seen.num_outputs
         self._changes = any(graph.calls[at].changes for at in calls)
-        self._run = emitter.function(graph.inputs, calls, returns, kept=wanted)
+        self._counter = Counter(graph, self.found, lambda _: calls)
 
     def of(self, target: Any) -> list[Count]:
         """Return all counts of a target; those on an accelerator as tensors, which nobody waits for."""
@@ -72,28 +66,13 @@ class Tallies:
             return []
         given = mapped(target, Tensor.clone) if self._changes else target
         with torch.no_grad():
-            made = self._run(None, *[torch.empty(0)] * self._num_outputs, *pack(given)[0])
-            return [_plain(_count(one, lambda value: made[self._places[value]])) for one in self.found]
+            value_of = self._counter.values([*[torch.empty(0)] * self._num_outputs, *pack(given)[0]])
+            return [_plain(counted(one, value_of)) for one in self.found]
 
 
 def place_of(term: Term, tallies: Sequence[Tally]) -> int | None:
     """Return which of the counts a part of the loss says that it is a mean over."""
-    wanted = term.labels if term.labels is not None else term.divided
-    return list(tallies).index(wanted) if wanted is not None and wanted in tallies else None
-
-
-def _count(tally: Tally, value_of: Callable[[int], Tensor]) -> Tensor:
-    if not isinstance(tally, Labels):
-        value = value_of(tally)
-        return value.sum() if value.dim() else value
-    weight = None if tally.weight is None else value_of(tally.weight)
-    return labels_counted(value_of(tally.target), tally.ignored, weight)
-
-
-def _values(tally: Tally) -> list[int]:
-    if not isinstance(tally, Labels):
-        return [tally]
-    return [tally.target] if tally.weight is None else [tally.target, tally.weight]
+    return None if term.tally is None or term.tally not in tallies else list(tallies).index(term.tally)
 
 
 def _plain(count: Tensor) -> Count:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from drumline.core.errors import BatchError
-from drumline.engine.loss.rules.rules import ROWS, Chosen, Rule
-from drumline.model.loss.counts import Across, Count, Weighing
+from drumline.engine.loss.rules.rules import ROWS, Found, Rule
+from drumline.model.loss.counts import Across, Count, Weighing, alike, joined
 
-_SAME = 1e-9
 _MOST_ORDERS = 3
 
 
@@ -25,18 +24,19 @@ class Counted:
     across: Across | None = None  # what all lines of a mesh count together
     parts: int = 1  # lines that have parts of the same rows
 
-    def is_nothing(self, chosen: Chosen) -> bool:
+    def is_nothing(self, found: Found) -> bool:
         """Whether nothing of what counts is in any microbatch, as far as the host knows."""
-        used = {rule.tally for rule in chosen.all if rule.tally is not None}
+        used = {rule.tally for rule in found.chosen if rule.tally is not None}
         columns = [[each[at] for each in self.counts] for at in used]
         return any(all(isinstance(one, float) and not one for one in column) for column in columns)
 
-    def weighing(self, chosen: Chosen, *, may_be_nothing: bool = False) -> Weighing:
+    def weighing(self, found: Found, *, may_be_nothing: bool = False) -> Weighing:
         """Return the shares, and factors where one share is not right for all parts.
 
         With `may_be_nothing`, the function was seen to return 0, not NaN, where nothing counts.
         """
-        used = sorted({rule.tally for rule in chosen.all if rule.tally is not None})
+        chosen = found.chosen
+        used = sorted({rule.tally for rule in chosen if rule.tally is not None})
         columns = {at: [each[at] for each in self.counts] for at in used}
         totals: list[Count] = [sum(column[1:], start=column[0]) for column in columns.values()]
         totals += [float(sum(self.rows)), float(sum(self.sizes))]
@@ -45,8 +45,8 @@ class Counted:
         *sums, rows, sizes = totals
         total = dict(zip(used, sums, strict=True))
         ends = float(rows) / self.parts, float(sizes)
-        only = chosen.all[0] if len(chosen.all) == 1 else None
-        if only is not None and only.tally is not None and not only.power and not _needs_one(chosen, self.parts):
+        only = chosen[0] if len(chosen) == 1 else None
+        if only is not None and only.tally is not None and not only.power and not _needs_one(found, self.parts):
             chosen_column = columns[only.tally]
             if any(isinstance(one, Tensor) for one in chosen_column):  # nobody waits for it
                 return Weighing([one / total[only.tally] for one in chosen_column])
@@ -63,18 +63,9 @@ class Counted:
             whole = 0.0 if rule.tally is None else float(total[rule.tally])
             return rule.shares(counts, [float(one) for one in by], whole, end)
 
-        each = [shares(rule) for rule in chosen.parts]
-        if chosen.rest is None:
-            alike = bool(each) and all(_alike(each[0], one) for one in each[1:])
-            if alike and not _needs_one(chosen, self.parts):
-                return Weighing(each[0])
-            base = [one / (float(rows)) for one in self.rows]
-        else:
-            base = shares(chosen.rest)
-        if all(_alike(base, one) for one in each):
-            return Weighing(base)
-        factors = {at: [_over(column[at], base[at]) for column in each] for at in range(len(self.rows))}
-        return Weighing(base, factors)
+        base = [one / float(rows) for one in self.rows] if found.rest is None else shares(chosen[-1])
+        others = found.rest is not None or _needs_one(found, self.parts)
+        return joined([shares(rule) for rule in chosen[: len(found.parts)]], base, others=others)
 
     def are_alike(self, rules: Sequence[Rule]) -> bool:
         """Whether several rules give these microbatches the same shares, among themselves."""
@@ -86,7 +77,7 @@ class Counted:
                 continue
             total = sum(by) / (self.parts if rule.of == ROWS else 1)
             made.append(rule.shares(counts, by, sum(counts), total))
-        return all(_alike(made[0], one, 1e-6) for one in made[1:])
+        return all(alike(made[0], one, 1e-6) for one in made[1:])
 
     def varying(self) -> set[int]:
         """Return the counts that do not grow with the rows alone."""
@@ -94,7 +85,7 @@ class Counted:
         for at in range(len(self.counts[0]) if self.counts else 0):
             column = [float(each[at]) for each in self.counts]
             whole, rows = sum(column), sum(self.rows)
-            if not _alike([one * rows for one in column], [whole * one for one in self.rows], 1e-6):
+            if not alike([one * rows for one in column], [whole * one for one in self.rows], 1e-6):
                 found.add(at)
         return found
 
@@ -107,24 +98,9 @@ class Counted:
         return [list(one) for one in dict.fromkeys(map(tuple, found))][:_MOST_ORDERS] or [list(range(len(self.rows)))]
 
 
-def _needs_one(chosen: Chosen, lines: int) -> bool:
+def _needs_one(found: Found, lines: int) -> bool:
     """Whether a constant beside the parts must be counted once, which their own shares would not do."""
-    if chosen.rest is not None or not chosen.has_rest:
+    if found.rest is not None or not found.has_rest:
         return False
-    return not chosen.parts[0].adds_to_one or (lines > 1 and chosen.parts[0].of == ROWS)
-
-
-def _over(share: float, base: float) -> float:
-    if not base:
-        if share:
-            raise BatchError(
-                "a microbatch counts in one part of the loss, and nothing in another of unknown kind",
-                expected="parts of the loss that count the same labels",
-                fix="pass loss_weight=, a function from a target to its weight",
-            )
-        return 0.0
-    return share / base
-
-
-def _alike(one: Sequence[float], other: Sequence[float], near: float = _SAME) -> bool:
-    return all(abs(a - b) <= near * max(abs(a), abs(b)) for a, b in zip(one, other, strict=True))
+    first = found.chosen[0]
+    return not first.adds_to_one or (lines > 1 and first.of == ROWS)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from drumline.channel.lines.axes import Axes
 from drumline.core.errors import ModelError, UsageError
+from drumline.engine.ranks.agreement import first_difference
 from drumline.engine.ranks.observer import Observer
 from drumline.model.catalogue import Place
 from drumline.runtime.step import Step
@@ -60,17 +61,15 @@ class LineBuffers(Observer):
         self._is_done = True
         pairs = zip(self._places, self._marks, strict=True)
         changed = {one.name: _digest(one.tensor) for one, mark in pairs if _mark(one.tensor) != mark}
-        seen: dict[str, tuple[int, str]] = {}
-        for rank, each in enumerate(self._axes.exchanged("drumline/buffers", changed)):
-            for name, digest in each.items():
-                first, expected = seen.setdefault(name, (rank, digest))
-                if digest != expected:
-                    raise ModelError(
-                        f"a forward changes the buffer {name}, and {self._axes.named(first)} and "
-                        f"{self._axes.named(rank)} have different values of it after the first step",
-                        expected="buffers that all lines of a mesh change alike: each sees a part of the batch",
-                        fix="leave the buffer out of the state (persistent=False), or train on one line",
-                    )
+        found = first_difference(self._axes.exchanged("drumline/buffers", changed))
+        if found is not None:
+            first, rank, name = found
+            raise ModelError(
+                f"a forward changes the buffer {name}, and {self._axes.named(first)} and {self._axes.named(rank)} have "
+                "different values of it after the first step",
+                expected="buffers that all lines of a mesh change alike: each sees a part of the batch",
+                fix="leave the buffer out of the state (persistent=False), or train on one line",
+            )
 
 
 def _mark(tensor: Tensor | None) -> tuple[int, int]:

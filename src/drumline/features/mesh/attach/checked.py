@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from drumline.channel.lines.axes import Axes
-from drumline.channel.lines.slices import Slice, sharded_over, slice_of
+from drumline.channel.lines.slices import Slice, cut_out, sharded_over, slice_of
 from drumline.engine.unsplit.parts import Parts
 from drumline.features.mesh import context, sequences
 from drumline.features.mesh.experts.parallel import AXIS as EXPERTS
@@ -56,9 +56,7 @@ class LineParts(Parts):
     def part_of(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """Return of a whole tensor the part that a parameter is of its whole."""
         part = slice_of(parameter)
-        if not isinstance(part, Slice):
-            return whole
-        return part.local(whole, self.axes.place(part.axis), self.axes.size(part.axis))
+        return cut_out(whole, part, self.axes) if isinstance(part, Slice) else whole
 
     def seen_over(self, parameter: Tensor) -> tuple[str, ...]:
         """Return the axes along which each line sees a part of a parameter's gradient in the step."""

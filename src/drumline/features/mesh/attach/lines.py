@@ -2,7 +2,9 @@
 
 ::
 
-    set-up     the model is cut with whole sequences; layers, experts and state are divided; all get the same values
+    set-up     the model is cut with whole sequences
+    tp, ep     parameters of this process's stages become its parts of them, before the engine is built
+    zero       optimizer state (1), or parameters and gradients too (3), once all lines have the same values
     a step     each line takes its part of every sequence; lines compare what they were called with; losses are summed
 """
 
@@ -15,9 +17,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from drumline.channel.lines.axes import Axes
 from drumline.channel.lines.grid import DATA
+from drumline.core.action import Op
+from drumline.core.errors import UsageError
 from drumline.core.program import Program
-from drumline.engine.lines import Lines, Stages
+from drumline.core.state import with_state
+from drumline.engine.lines import Lines, Stages, widest
+from drumline.engine.ranks.agreement import plan_of
 from drumline.engine.setting import Cut, Setting, agree
 from drumline.engine.stages import assembly
 from drumline.engine.stages.engine import Around, Engine
@@ -27,14 +34,16 @@ from drumline.engine.unsplit.parts import Parts
 from drumline.engine.updates.updates import Updates
 from drumline.features.mesh import sequences
 from drumline.features.mesh.attach.checked import LineParts
-from drumline.features.mesh.attach.dividing import Dividing
 from drumline.features.mesh.attach.options import MeshOptions
 from drumline.features.mesh.context import whole_context
 from drumline.features.mesh.experts.parallel import ExpertParallel
-from drumline.features.mesh.losses import summed_losses
 from drumline.features.mesh.reduce import Reducer, reducer_for, share_values
+from drumline.features.mesh.sharding import FullShards, StateShards
 from drumline.features.mesh.tensor.layers import TensorParallel
+from drumline.model.layers.styles import Plan
 from drumline.runtime.step import CalledWith
+
+_KINDS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of losses
 
 
 class MeshLines(Lines):
@@ -43,9 +52,14 @@ class MeshLines(Lines):
     def __init__(self, options: MeshOptions, setting: Setting) -> None:
         super().__init__(setting)
         self._device, self._agree = setting.device, partial(agree, setting.crew)
-        self._weighs, self._divides_state = setting.options.weigh, bool(options.zero)
-        self._dividing = Dividing.of(options, setting)
+        self._weighs, self._zero = setting.options.weigh, options.zero
+        self._program, self._held = setting.program, setting.held
         self._divides_parameters = False  # between data-parallel lines
+        self._sequence_parallel = options.sequence_parallel
+        self._plan: Plan | None = None  # of layers that the axis tp divides
+        if self.axes.size("tp") > 1:
+            plan = Plan.of(options.tensor_parallel, setting.options.model)
+            self._plan = plan if self.axes.size("ep") == 1 else plan.without_experts()
         self._tensors: TensorParallel | None = None
         self._experts: ExpertParallel | None = None
         has_parts = self.axes.size("cp") > 1
@@ -66,13 +80,31 @@ class MeshLines(Lines):
 
     def completing(self, stages: Stages) -> Callable[[Program], Program]:
         """Return what adds exchanges of gradients, and gathers of divided stages, to a program."""
-        self._tensors = self._dividing.tensors(stages)
-        return self._dividing.completing(self._tensors)
+        if self._plan is not None:
+            blocks = [block for stage in stages for block in stage]
+            tensors = TensorParallel(self.axes, self._plan, blocks, sequence=self._sequence_parallel)
+            self._agree({"tensor_parallel": tensors.described, "sequence_parallel": self._sequence_parallel})
+            self._tensors = tensors
+        sums = self.axes.size(*DATA) > 1 or (self._tensors is not None and self._tensors.is_partial)
+        divided = frozenset(stage for stage in range(self._program.num_stages) if self._level(stage) == 3)
+        return partial(_completed, sums=sums, divided=divided)  # which must not keep the model
+
+    def _level(self, stage: int) -> int:
+        """Return how much of a stage's state the lines of the mesh divide: ZeRO 0, 1 or 3."""
+        zero, num_stages = self._zero, self._program.num_stages
+        if isinstance(zero, int):
+            return zero
+        if unknown := set(zero) - set(range(num_stages)):
+            raise UsageError(
+                f"zero names stage {min(unknown, key=str)!r}", expected=f"stages from 0 to {num_stages - 1}"
+            )
+        return zero.get(stage, 0)
 
     def parts(self, stages: Stages) -> Parts:
         """Return how to compare what this line has with the unsplit model, once all agree on the experts."""
-        self._experts = self._dividing.experts(stages)
-        if self._experts is not None:
+        if self.axes.size("ep") > 1:
+            self._experts = ExpertParallel(self.axes, [block for stage in stages for block in stage])
+            self._agree({"experts": self._experts.described})
             # By this, lines decide alike whether pairs run in turns.
             self._agree({"weigh": self._weighs})
         has_parts = self.axes.size("tp", "ep", "cp") > 1
@@ -80,7 +112,17 @@ class MeshLines(Lines):
 
     def divide(self, cut: Cut) -> None:
         """Replace the layers and experts of this process's stages by its parts of them."""
-        self._dividing.divide(cut.stages, self._tensors, self._experts)
+        own, others = (
+            [block for at, stage in enumerate(cut.stages) if (at in self._held) is mine for block in stage]
+            for mine in (True, False)
+        )
+        if self._tensors is not None:
+            self._tensors.divide(own, others, self._device)
+        if self._experts is not None:
+            self._experts.divide(own, self._device)
+        plan = plan_of(block for stage in cut.stages for block in stage)
+        if plan is not None and (self._tensors is not None or self._experts is not None):
+            plan.watch.has_changed()  # the exchanges are no change of the user's
 
     def sums_of(self, parameters: Sequence[nn.Parameter]) -> Reducer | None:
         """Return what sums these parameters' gradients over lines, if any hold them."""
@@ -94,15 +136,33 @@ class MeshLines(Lines):
     def share(self, engine: Engine, holdings: Holdings, updates: Updates) -> None:
         """Give all lines the values of the first, then divide the state of which each keeps a part."""
         share_values(self.axes, holdings.tensors())
-        if self._divides_state:
-            self._dividing.divide_state(engine, holdings, updates)
-            self._divides_parameters = holdings.shards is not None
+        levels = {stage.index: self._level(stage.index) for stage in engine.stages()}
+        parameters = {stage.index: stage.all_parameters for stage in engine.stages()}
+        if 3 in levels.values():
+            if self._program.placement.mirrored:
+                raise UsageError(
+                    f"zero is 3, and {self._program.name} holds each stage on two ranks of a line",
+                    expected="zero of at most 1, or a schedule with one copy of each stage",
+                )
+            # Tied ones stay whole: several stages use them, each at its own time.
+            tied = [one for one in holdings.ties.tensors if len(one.names) > 1 or one.is_copied]
+            shared = {name for one in tied for name in one.names}
+            named = {id(one): name for name, one in holdings.named_parameters()}
+            divided = {
+                index: [one for one in each if one.dim() and named.get(id(one)) not in shared]
+                for index, each in parameters.items()
+                if levels[index] == 3
+            }
+            holdings.shards = FullShards(self.axes, divided)
+            holdings.renew()
+            engine.divide(holdings.shards)
+            self._divides_parameters = True
+        if 1 in levels.values():
+            updates.divided = StateShards(
+                self.axes, [one for index, each in parameters.items() if levels[index] == 1 for one in each]
+            )
 
     # ---- in a step ---------------------------------------------------------------------------------------------------
-
-    def divided(self, call: CalledWith) -> CalledWith:
-        """Return what a step is called with, with this line's part of every sequence."""
-        return call if self.positions is None else CalledWith(*sequences.divided(*call, self.positions, self.axes))
 
     def placed(self, given: CalledWith) -> CalledWith | None:
         """Return what a step is called with, with the positions of whole sequences, if lines see parts of them."""
@@ -119,3 +179,34 @@ class MeshLines(Lines):
             return finite
         wrong = torch.tensor([0.0 if finite else 1.0], device=self._device)
         return not self.axes.summed(wrong, *names).item()
+
+
+def _completed(program: Program, *, sums: bool, divided: frozenset[int]) -> Program:
+    """Return a program with exchanges of gradients if lines sum them, and gathers of the stages that they divide."""
+    if sums:
+        program = with_state(program, frozenset({Op.REDUCE_GRAD}))
+    return with_state(program, frozenset({Op.UNSHARD, Op.RESHARD}), divided, ahead=1) if divided else program
+
+
+def summed_losses(axes: Axes, parts: Tensor, kinds: Iterable[torch.dtype]) -> Tensor:
+    """Return the sums of the microbatches' parts of the loss over all lines that see other tokens.
+
+    `kinds` are the dtypes of the losses that this line has, none if it counts no label. All lines call it alike: each
+    sends float64 numbers, one of each microbatch, and flags that say which dtypes its losses have. The loss has the
+    dtype that they have together::
+
+        line 0   microbatches 0 and 1 count labels    0.7  0.2    float32  yes    bfloat16  no
+        line 1   microbatch 1 counts none             0.1  0.0    float32  yes    bfloat16  no
+        sum                                           0.8  0.2    2               0            a float32
+
+    >>> one = Axes.single(num_ranks=1)
+    >>> summed_losses(one, torch.tensor([0.5, 0.0]), [torch.bfloat16]).dtype
+    torch.bfloat16
+    """
+    found = set(kinds)
+    if axes.group(*DATA) is None:
+        return parts.to(widest(found) or parts.dtype)
+    flags = torch.tensor([float(one in found) for one in _KINDS], dtype=torch.float64).to(parts.device)
+    total = axes.summed(torch.cat([parts.to(torch.float64), flags]), *DATA)
+    told = [kind for kind, flag in zip(_KINDS, total[len(parts) :].tolist(), strict=True) if flag]
+    return total[: len(parts)].to(widest(told) or parts.dtype)

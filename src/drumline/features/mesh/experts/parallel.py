@@ -13,8 +13,7 @@ forward takes tokens (T, h), the chosen experts (T, k) and their weights (T, k).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from drumline.channel.lines.axes import Axes
-from drumline.channel.lines.slices import Slice, slice_of
+from drumline.channel.lines.slices import Slice
 from drumline.core.errors import ModelError
-from drumline.features.mesh.reduce import share_values
+from drumline.features.mesh.parts import HeldParts
 from drumline.model.block import Block
 from drumline.model.layers.moe import Experts
 from drumline.model.layers.routing import Sorted, is_traced
-from drumline.model.patches import put_in
 from drumline.runtime.execute.turns import hand_over
 
 AXIS = "ep"
@@ -110,14 +108,11 @@ class _Divided:
         return call.pairs.combined(back, call.weights, call.dtype)
 
 
-class ExpertParallel:
+class ExpertParallel(HeldParts):
     """The experts of a model's blocks, divided over the lines along ep."""
 
     def __init__(self, axes: Axes, blocks: Sequence[Block]) -> None:
-        self.axes = axes
-        # Entries of modules and of our own, with what they are in one process; of divided parameters, the part.
-        self._entries: list[tuple[dict[str, Any], str, Any]] = []
-        self._parts: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        super().__init__(axes)
         named = {module: name for block in blocks for name, module in block.module.named_modules(prefix=block.name)}
         self.found = {module: name for module, name in named.items() if is_experts(module)}
         if not self.found:
@@ -146,36 +141,11 @@ class ExpertParallel:
             num_experts = int(vars(module)["num_experts"])
             for key, whole in module._parameters.items():
                 if whole is not None:
-                    local = module._parameters[key] = self._local(whole, device)
+                    local = module._parameters[key] = self._local(whole, Slice(AXIS, 0), device)
                     self._parts.append((module._parameters, key, local))
             vars(module)["num_experts"] = num_experts // self.axes.size(AXIS)
             divided = _Divided(self.axes, module, num_experts)
             self._entries += [(vars(module), "num_experts", num_experts), (vars(divided), "is_on", False)]
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Have the modules as in one process inside, with all experts; all lines call it alike."""
-        entries = list(self._entries)
-        for table, key, local in self._parts:
-            part = slice_of(local)
-            assert part is not None
-            whole = nn.Parameter(part.whole(self.axes.gathered(local.detach(), AXIS)), local.requires_grad)
-            whole._backward_hooks = local._backward_hooks
-            entries.append((table, key, whole))
-        with put_in(entries):
-            yield
-
-    @torch.no_grad()
-    def _local(self, whole: nn.Parameter, device: torch.device) -> nn.Parameter:
-        there, part = whole.detach().to(device), Slice(AXIS, 0)
-        share_values(self.axes, [there])  # so that the lines' parts are those of one model
-        local = nn.Parameter(
-            part.local(there, self.axes.place(AXIS), self.axes.size(AXIS)).clone(), whole.requires_grad
-        )
-        local.__dict__.update(vars(whole))
-        local._backward_hooks = whole._backward_hooks
-        setattr(local, "slice", part)  # noqa: B010 - an attribute that torch's class does not declare
-        return local
 
 
 def taken(args: Any, kwargs: Any) -> list[Tensor]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from drumline.channel.lines.slices import Slice
 from drumline.core.errors import ModelError
-from drumline.features.mesh.tensor.passing import AXIS
+from drumline.features.mesh.passing import AXIS
 from drumline.model.block import Block
 from drumline.model.blocks.pieces import Piece
 from drumline.model.layers.styles import (
@@ -44,6 +44,16 @@ class Divided:
     style: Style
     parent: nn.Module
     own: tuple[tuple[str, Colwise | Rowwise], ...] = ()
+
+    @property
+    def makes_part(self) -> bool:
+        """Whether a layer leaves each line a part of its outputs."""
+        return isinstance(self.style, Colwise) and not self.style.gather
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether a layer takes a part of its inputs on each line."""
+        return isinstance(self.style, Rowwise) and not self.style.split
 
     @property
     def slices(self) -> dict[str, Slice]:
@@ -211,7 +221,7 @@ def _check(one: Divided, size: int) -> None:
             )
     if isinstance(one.style, Stacked):
         _refuse_odd_experts(one, size)
-    if isinstance(one.style, Colwise) and not one.style.gather:
+    if isinstance(one.style, Colwise) and one.makes_part:
         width, features = head_width(one.parent), _length(one, "weight") // one.style.parts
         if width and features % width == 0 and features // size % width:
             raise ModelError(
@@ -267,9 +277,7 @@ def _refuse_between(blocks: Sequence[Block], found: Sequence[Divided]) -> None:
             shells: dict[str, Any] = dict(block.module.named_modules())
             called |= {id(shells[name]): name for name in block.module.callees if name in shells}
     for one in found:
-        takes_part = isinstance(one.style, Rowwise) and not one.style.split
-        makes_part = isinstance(one.style, Colwise) and not one.style.gather
-        if id(one.module) in called and (takes_part or makes_part):
+        if id(one.module) in called and (one.takes_part or one.makes_part):
             raise ModelError(
                 f"tensor_parallel divides {one.name}, a block of its own, and the model's forward would see its part",
                 expected="colwise and rowwise layers inside one module, which the forward calls as a whole",

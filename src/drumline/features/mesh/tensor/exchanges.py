@@ -6,7 +6,7 @@ whether random numbers were drawn for parts, and which layer has made parts that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from drumline.channel.lines.axes import Axes
 from drumline.core.errors import DrumlineError, ModelError
-from drumline.features.mesh.tensor import passing
+from drumline.features.mesh import passing
+from drumline.features.mesh.passing import AXIS
 from drumline.features.mesh.tensor.divide import Divided
-from drumline.features.mesh.tensor.explained import refusal
-from drumline.features.mesh.tensor.passing import AXIS, is_traced
 from drumline.features.mesh.tensor.sequence import Sequenced
-from drumline.model.layers.styles import Colwise, Stacked
+from drumline.model.layers.routing import is_traced
+from drumline.model.layers.styles import Stacked
 from drumline.model.randomness import generator_states
 from drumline.model.values import mapped
 
@@ -34,7 +34,7 @@ class LayerExchanges:
         self.unseen: set[nn.Module] = set()  # layers by rows before which it is not known that nothing is drawn
         self._last: tuple[Tensor, int, Tensor] | None = None  # the last input of layers by columns, and its copy
         self._states: list[Tensor] = []
-        self._makers = {one.module: one for one in found if makes_part(one) or isinstance(one.style, Stacked)}
+        self._makers = {one.module: one for one in found if one.makes_part or isinstance(one.style, Stacked)}
         self._behind: Divided | None = None  # the last of them that ran, while its part is on its way
 
     def before_columns(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ class LayerExchanges:
         except Exception as error:
             if self._behind is None:
                 raise
-            raise refusal(self._behind, self._makers.values(), self.axes.size(AXIS), error) from error
+            raise _refusal(self._behind, self._makers.values(), self.axes.size(AXIS), error) from error
 
     @property
     def _is_inside(self) -> bool:
@@ -105,9 +105,28 @@ class LayerExchanges:
             return passing.added(made, self.axes, 1)
         return passing.summed(made, self.axes)
 
-    def forget(self) -> None:
-        """Forget the shared input of layers by columns whose outputs are whole again."""
+    def after_columns(self, parts: int, module: nn.Module, args: Any, made: Tensor) -> Any:
+        """Return the whole output of a layer by columns."""
+        if not self.is_on:
+            return None
         self._last, self._states = None, []
+        whole = passing.gathered(made, self.axes, -1)
+        return whole if parts == 1 else _sorted(whole, self.axes.size(AXIS), parts)
+
+    def before_rows(self, parts: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the arguments of a layer by rows whose input is whole, with the own part of it."""
+        if not self.is_on:
+            return None
+        given = given_in(args, kwargs)
+        arranged = given if parts == 1 else _sorted(given, parts, self.axes.size(AXIS))
+        return replaced_in(args, kwargs, passing.split(arranged, self.axes, -1))
+
+    def after_latent(self, width: int, module: nn.Module, args: Any, made: Tensor) -> Any:
+        """Sum the gradient of a whole layer's last outputs, which go to this line's heads."""
+        if not self.is_on or is_traced(made):
+            return None
+        latent, rotary = made[..., :-width], made[..., -width:]
+        return torch.cat([latent, self.copied(rotary)], -1)
 
     def _region_ended(self, module: nn.Module, made: Tensor) -> None:
         """Forget the shared input, and refuse random numbers drawn for parts: each line would draw its own."""
@@ -123,57 +142,6 @@ class LayerExchanges:
                     fix="set that dropout to 0, or divide the model over another axis",
                 )
             self.unseen.discard(module)
-
-
-class Gathering:
-    """After a layer by columns: the whole output."""
-
-    __slots__ = ("_exchanges", "parts")
-
-    def __init__(self, exchanges: LayerExchanges, parts: int) -> None:
-        self._exchanges, self.parts = exchanges, parts
-
-    def after(self, module: nn.Module, args: Any, made: Tensor) -> Any:
-        """Return the whole output."""
-        if not self._exchanges.is_on:
-            return None
-        axes = self._exchanges.axes
-        self._exchanges.forget()
-        whole = passing.gathered(made, axes, -1)
-        return whole if self.parts == 1 else _sorted(whole, axes.size(AXIS), self.parts)
-
-
-class RotaryKeys:
-    """After a whole layer: of its last outputs, which go to this line's heads, the gradients of all lines."""
-
-    __slots__ = ("_exchanges", "width")
-
-    def __init__(self, exchanges: LayerExchanges, width: int) -> None:
-        self._exchanges, self.width = exchanges, width
-
-    def after(self, module: nn.Module, args: Any, made: Tensor) -> Any:
-        """Return the outputs; the gradient of the last ones is summed."""
-        if not self._exchanges.is_on or is_traced(made):
-            return None
-        latent, rotary = made[..., : -self.width], made[..., -self.width :]
-        return torch.cat([latent, self._exchanges.copied(rotary)], -1)
-
-
-class Splitting:
-    """Before a layer by rows whose input is whole: the own part of it."""
-
-    __slots__ = ("_exchanges", "parts")
-
-    def __init__(self, exchanges: LayerExchanges, parts: int) -> None:
-        self._exchanges, self.parts = exchanges, parts
-
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the arguments with the own part of the input."""
-        if not self._exchanges.is_on:
-            return None
-        axes, given = self._exchanges.axes, given_in(args, kwargs)
-        arranged = given if self.parts == 1 else _sorted(given, self.parts, axes.size(AXIS))
-        return replaced_in(args, kwargs, passing.split(arranged, axes, -1))
 
 
 def _sorted(tensor: Tensor, outer: int, inner: int) -> Tensor:
@@ -247,6 +215,26 @@ def replaced_in(args: Any, kwargs: Any, given: Tensor) -> Any:
     return args, {**kwargs, name: given}
 
 
-def makes_part(one: Divided) -> bool:
-    """Whether a layer leaves each line a part of its outputs."""
-    return isinstance(one.style, Colwise) and not one.style.gather
+def _refusal(behind: Divided, makers: Iterable[Divided], size: int, error: Exception) -> ModelError:
+    """Return what to raise for an error of a forward behind a layer that makes parts, one of several in its module.
+
+    How a forward cuts features into heads cannot be seen beforehand: few modules tell their numbers.
+
+    >>> from drumline.model.layers.styles import Colwise
+    >>> key = Divided("attention.key", nn.Linear(8, 2), Colwise(), nn.Module())
+    >>> print(_refusal(key, [key], 2, RuntimeError("no heads of 4 in 2")))
+    the forward of attention (Module) fails with the features that tp = 2 leaves each line, attention.key 2 of 4: ...
+    """
+    told = []
+    for one in (one for one in makers if one.parent is behind.parent):
+        key = min(one.slices, key="weight".__ne__)
+        length = one.module.get_parameter(key).shape[one.slices[key].dim]
+        told.append(f"{one.name} {length} of {length * size}")
+    said = str(error).partition("\n")[0]
+    return ModelError(
+        f"the forward of {behind.name.rpartition('.')[0] or behind.name} ({type(behind.parent).__name__}) fails with "
+        f"the features that tp = {size} leaves each line, {', '.join(told)}: {type(error).__name__}: {said}",
+        expected="a forward that takes any number of whole heads, and numbers of heads, of keys and values too, "
+        f"that are multiples of {size}",
+        fix="choose a tp that divides them, or divide the model along another axis of the mesh",
+    )

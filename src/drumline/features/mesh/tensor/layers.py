@@ -11,58 +11,38 @@ backward works as before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from drumline.channel.lines.axes import Axes
-from drumline.channel.lines.slices import Slice, slice_of
-from drumline.features.mesh.reduce import share_values
-from drumline.features.mesh.tensor import passing
+from drumline.features.mesh.parts import HeldParts
+from drumline.features.mesh.passing import AXIS
 from drumline.features.mesh.tensor.divide import Divided, divided_by, head_counts
-from drumline.features.mesh.tensor.exchanges import (
-    Gathering,
-    LayerExchanges,
-    Lookup,
-    RotaryKeys,
-    Splitting,
-    makes_part,
-    rotary_width,
-)
+from drumline.features.mesh.tensor.exchanges import LayerExchanges, Lookup, rotary_width
 from drumline.features.mesh.tensor.pairs import refuse_unpaired
-from drumline.features.mesh.tensor.passing import AXIS
 from drumline.features.mesh.tensor.sequence import Sequenced, mark_partial
 from drumline.model.block import Block
 from drumline.model.catalogue import places_in
 from drumline.model.layers.styles import Colwise, Latent, Once, Partial, Plan, Rowwise, Stacked
-from drumline.model.patches import put_in
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Part:
-    """A place of a divided parameter, of which this line holds `local`."""
-
-    table: dict[str, Any]
-    key: str
-    local: nn.Parameter
-
-
-class TensorParallel:
+class TensorParallel(HeldParts):
     """The divided layers of a model; `divide` applies it to the blocks that this process holds."""
 
     def __init__(self, axes: Axes, plan: Plan, blocks: Sequence[Block], *, sequence: bool = False) -> None:
-        self.axes = axes
+        super().__init__(axes)
         self.found = divided_by(plan, blocks, axes.size(AXIS))
         if not plan.is_own:  # those of models are known to pair, by whatever names
             refuse_unpaired(self.found)
         self.sequenced = Sequenced(axes, self.found, blocks) if sequence else None
         self.exchanges = LayerExchanges(axes, self.found, self.sequenced)
-        self._parts: list[_Part] = []
-        self._attributes: list[tuple[dict[str, Any], str, Any]] = []  # of modules, with the values of one process
+        self._entries.append((vars(self.exchanges), "is_on", False))
+        if self.sequenced is not None:
+            self._entries.append((vars(self.sequenced), "is_on", False))
 
     @property
     def is_partial(self) -> bool:
@@ -94,37 +74,23 @@ class TensorParallel:
                 if id(whole) not in made:
                     local = made[id(whole)] = self._local(whole, part, device)
                     made[id(local)] = local
-                    self._parts += [
-                        _Part(place.table, place.key, local) for place in elsewhere if place.tensor is whole
-                    ]
+                    self._parts += [(place.table, place.key, local) for place in elsewhere if place.tensor is whole]
                     for place in (place for place in places if place.tensor is whole):
                         place.table[place.key] = local
-                        self._parts.append(_Part(place.table, place.key, local))
+                        self._parts.append((place.table, place.key, local))
             self._attach(one)
             if isinstance(one.style, Partial):
                 mark_partial(one.module.parameters())
         for parent in dict.fromkeys(one.parent for one in mine if isinstance(one.style, Colwise)):
-            if any(one.parent is parent and makes_part(one) for one in mine):
+            if any(one.parent is parent and one.makes_part for one in mine):
                 for name, count in head_counts(parent):
                     self._set(parent, name, count // self.axes.size(AXIS))
         if self.sequenced is not None:
             self.sequenced.attach(held)
 
-    @torch.no_grad()
-    def _local(self, whole: nn.Parameter, part: Slice, device: torch.device) -> nn.Parameter:
-        there = whole.detach().to(device)
-        share_values(self.axes, [there])  # so that the lines' parts are those of one model
-        local = part.local(there, self.axes.place(AXIS), self.axes.size(AXIS))
-        # A part that is a view would keep the whole in memory.
-        made = nn.Parameter(local if local._base is None else local.clone(), whole.requires_grad)
-        made.__dict__.update(vars(whole))
-        made._backward_hooks = whole._backward_hooks
-        made.slice = part  # type: ignore[attr-defined]
-        return made
-
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
         space = vars(module)
-        self._attributes.append((space, name, space[name]))
+        self._entries.append((space, name, space[name]))
         space[name] = value
 
     def _attach(self, one: Divided) -> None:
@@ -139,12 +105,12 @@ class TensorParallel:
             elif isinstance(module, nn.Embedding):
                 self._set(module, "embedding_dim", module.embedding_dim // size)
             if one.style.gather:
-                module.register_forward_hook(Gathering(self.exchanges, one.style.parts).after, prepend=True)
+                module.register_forward_hook(partial(self.exchanges.after_columns, one.style.parts), prepend=True)
         elif isinstance(one.style, Rowwise):
             assert isinstance(module, nn.Linear)
             self._set(module, "in_features", module.in_features // size)
             if one.style.split:
-                module.register_forward_pre_hook(Splitting(self.exchanges, one.style.parts).before, with_kwargs=True)
+                module.register_forward_pre_hook(partial(self.exchanges.before_rows, one.style.parts), with_kwargs=True)
             else:
                 self.exchanges.unseen.add(module)
             module.register_forward_hook(self.exchanges.after_rows, prepend=True)
@@ -162,33 +128,7 @@ class TensorParallel:
             one.module.register_forward_pre_hook(self.exchanges.before_stack, with_kwargs=True)
             one.module.register_forward_hook(self.exchanges.after_stack, prepend=True)
         elif isinstance(one.style, Latent):
-            one.module.register_forward_hook(RotaryKeys(self.exchanges, rotary_width(one)).after, prepend=True)
+            after = partial(self.exchanges.after_latent, rotary_width(one))
+            one.module.register_forward_hook(after, prepend=True)
         else:
             one.module.register_forward_pre_hook(self.exchanges.before_once)
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Have the modules as in one process inside, with whole parameters; all lines call it alike."""
-        wholes: dict[int, nn.Parameter] = {}
-        entries: list[tuple[dict[str, Any], str, Any]] = list(self._attributes)
-        for one in self._parts:
-            local, part = one.local, slice_of(one.local)
-            if id(local) not in wholes and part is not None:
-                whole = part.whole(self.axes.gathered(local.detach(), AXIS))
-                wholes[id(local)] = nn.Parameter(whole, local.requires_grad)
-                wholes[id(local)]._backward_hooks = local._backward_hooks
-            entries.append((one.table, one.key, wholes[id(local)]))
-        entries.append((vars(self.exchanges), "is_on", False))
-        if self.sequenced is not None:
-            entries.append((vars(self.sequenced), "is_on", False))
-        with put_in(entries):
-            yield
-
-    def part_of(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """Return of a whole tensor the part that a parameter is of its whole."""
-        part = slice_of(parameter)
-        return whole if part is None else part.local(whole, self.axes.place(AXIS), self.axes.size(AXIS))
-
-    def sum_of(self, gradient: Tensor, parameter: Tensor) -> Tensor:
-        """Return the sum of a gradient over tp, on the gradient's own device."""
-        return passing.sum_of(self.axes, gradient.to(parameter.device)).to(gradient.device)

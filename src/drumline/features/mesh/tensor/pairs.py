@@ -12,27 +12,27 @@ from collections.abc import Sequence
 
 from drumline.core.errors import ModelError
 from drumline.features.mesh.tensor.divide import Divided
-from drumline.model.layers.styles import Colwise, Rowwise
 
 
 def refuse_unpaired(found: Sequence[Divided]) -> None:
     """Refuse a layer by columns without one by rows behind it, and one by rows without one by columns before it.
 
     >>> from torch import nn
+    >>> from drumline.model.layers.styles import Colwise, Rowwise
     >>> up = Divided("mlp.up", nn.Linear(2, 4), Colwise(), nn.Module())
     >>> refuse_unpaired([up, Divided("mlp.down", nn.Linear(4, 2), Rowwise(), nn.Module())])
     >>> refuse_unpaired([up])
     Traceback (most recent call last):
     drumline.core.errors.ModelError: tensor_parallel divides mlp.up by columns, and no layer by rows takes its part; ...
     """
-    every = [one for one in found if _makes_part(one) or _takes_part(one)]
+    every = [one for one in found if one.makes_part or one.takes_part]
     # Layers directly in a module go with any inside of it; others only with those that have no partner further inside.
     open_ones = [one for one in every if not _has_pair(_inside(one.name.rpartition(".")[0], every), one)]
     for scope in sorted({scope for one in open_ones for scope in _scopes(one.name)}, key=_depth, reverse=True):
         inside = _inside(scope, open_ones)
         open_ones = [one for one in open_ones if one not in inside or not _has_pair(inside, one)]
     for one in open_ones:
-        if _makes_part(one):
+        if one.makes_part:
             raise ModelError(
                 f"tensor_parallel divides {one.name} by columns, and no layer by rows takes its part",
                 expected='a "rowwise" layer behind it, which adds the parts up',
@@ -50,15 +50,7 @@ def _inside(scope: str, every: Sequence[Divided]) -> list[Divided]:
 
 
 def _has_pair(there: Sequence[Divided], one: Divided) -> bool:
-    return any(_makes_part(other) != _makes_part(one) for other in there)
-
-
-def _makes_part(one: Divided) -> bool:
-    return isinstance(one.style, Colwise) and not one.style.gather
-
-
-def _takes_part(one: Divided) -> bool:
-    return isinstance(one.style, Rowwise) and not one.style.split
+    return any(other.makes_part != one.makes_part for other in there)
 
 
 def _scopes(name: str) -> set[str]:

@@ -24,12 +24,12 @@ from torch.nn import functional
 
 from drumline.channel.lines.axes import Axes
 from drumline.core.errors import ModelError
-from drumline.features.mesh.tensor import passing
+from drumline.features.mesh import passing
+from drumline.features.mesh.passing import AXIS
 from drumline.features.mesh.tensor.divide import Divided
-from drumline.features.mesh.tensor.passing import AXIS
 from drumline.model.block import Block
 from drumline.model.blocks.pieces import Piece
-from drumline.model.layers.styles import Colwise, Rowwise, Stacked
+from drumline.model.layers.styles import Stacked
 
 _TOKENS = 1  # the dimension of a row's tokens
 _FIX = "use sequence_parallel=False"
@@ -43,8 +43,8 @@ class Sequenced:
         self.is_on = True
         self.is_inside = False  # in a divided module, where rows are whole
         self._in_layer = False
-        rows = {one.parent for one in found if isinstance(one.style, Rowwise) and not one.style.split}
-        columns = {one.parent for one in found if isinstance(one.style, Colwise) and not one.style.gather}
+        rows = {one.parent for one in found if one.takes_part}
+        columns = {one.parent for one in found if one.makes_part}
         self.regions = [one for one in dict.fromkeys(one.parent for one in found) if one in rows & columns]
         tops = [top for block in blocks for top in _tops(block)]
         self.modules = [one for one in tops if self._inside(one)]
