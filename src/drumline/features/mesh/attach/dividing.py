@@ -115,11 +115,6 @@ class Dividing:
         named = {id(one): name for name, one in holdings.named_parameters()}
         parameters = {stage.index: stage.all_parameters for stage in engine.stages()}
         if 3 in levels.values():
-            if self.program.placement.mirrored:
-                raise UsageError(
-                    f"zero is 3, and {self.program.name} holds each stage on two ranks of a line",
-                    expected="zero of at most 1, or a schedule with one copy of each stage",
-                )
             # Tied ones stay whole: several stages use them, each at its own time.
             divided = {
                 index: [one for one in each if one.dim() and named.get(id(one)) not in shared]
