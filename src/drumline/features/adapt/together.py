@@ -6,10 +6,10 @@ from drumline.core.settings.clash import Clash, given
 from drumline.engine.together import NAMED_PROGRAM
 
 AUTO = "auto"
-SEARCHED, UNMEASURED, MEASURED = given("schedule", AUTO), given("record", False), ("record", True)
+_SEARCHED, _UNMEASURED, _MEASURED = given("schedule", AUTO), given("record", False), ("record", True)
 CLASHES = (
-    Clash(given("programs"), SEARCHED, "only one of them", "a search decides by which program steps run"),
-    Clash(UNMEASURED, SEARCHED, "steps that are measured", "a search needs their times", MEASURED),
-    Clash(UNMEASURED, given("adapt"), "steps that are measured", "decisions need their times", MEASURED),
-    Clash(NAMED_PROGRAM, SEARCHED, "one program in all steps", "a search decides which one"),
+    Clash(given("programs"), _SEARCHED, "only one of them", "a search decides by which program steps run"),
+    Clash(_UNMEASURED, _SEARCHED, "steps that are measured", "a search needs their times", _MEASURED),
+    Clash(_UNMEASURED, given("adapt"), "steps that are measured", "decisions need their times", _MEASURED),
+    Clash(NAMED_PROGRAM, _SEARCHED, "one program in all steps", "a search decides which one"),
 )

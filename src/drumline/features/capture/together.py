@@ -5,10 +5,10 @@ from __future__ import annotations
 from drumline.core.settings.clash import Clash, given
 from drumline.engine.together import NAMED_PROGRAM, SEVERAL_LINES
 
-CAPTURED, NOT_CAPTURED = given("capture"), ("capture", False)
+_CAPTURED, _NOT = given("capture"), ("capture", False)
 CLASHES = (
-    Clash(given("arrange"), CAPTURED, "one of the two", "captured steps stay as they are", NOT_CAPTURED),
-    Clash(CAPTURED, given("adapt"), "one of the two", "the actions of a captured step have no times", NOT_CAPTURED),
-    Clash(CAPTURED, SEVERAL_LINES, "one line", "the exchanges between lines are not part of CUDA graphs", NOT_CAPTURED),
-    Clash(NAMED_PROGRAM, CAPTURED, "one program in all steps", "graphs are captured of one", NOT_CAPTURED),
+    Clash(given("arrange"), _CAPTURED, "one of the two", "captured steps stay as they are", _NOT),
+    Clash(_CAPTURED, given("adapt"), "one of the two", "the actions of a captured step have no times", _NOT),
+    Clash(_CAPTURED, SEVERAL_LINES, "one line", "exchanges between lines are not part of CUDA graphs", _NOT),
+    Clash(NAMED_PROGRAM, _CAPTURED, "one program in all steps", "graphs are captured of one", _NOT),
 )

@@ -7,42 +7,22 @@ from drumline.core.settings.clash import Clash, Given, given
 from drumline.engine.together import TWO_COPIES, axis, without
 
 _NOT_COMPILED = {
-    "cp": "compiled attention would see a part of the sequence only",
-    "ep": "exchanges of tokens are not part of compiled code",
-    "tp": "exchanges inside divided layers are not part of compiled code",
+    axis("cp"): "compiled attention would see a part of the sequence only",
+    axis("ep"): "exchanges of tokens are not part of compiled code",
+    axis("tp"): "exchanges inside divided layers are not part of compiled code",
 }
-_WHOLE_MATRICES = Given(
-    "optimizer",
-    "an optimizer that may look at whole matrices",
-    lambda facts: bool(facts.get("optimizer")),
-    "{optimizer} may look at whole matrices",
-)
+_WHOLE_MATRICES = Given("optimizer", "an optimizer that may look at whole matrices", given("optimizer").holds,
+                        "{optimizer} may look at whole matrices")  # fmt: skip
 CLASHES = (
     Clash(given("zero"), without("dp"), "data-parallel lines", "they divide the state", ("zero", 0)),
-    Clash(
-        given("sequence_parallel"),
-        without("tp"),
-        "tensor-parallel lines",
-        "they divide the tokens between their layers",
-        ("sequence_parallel", False),
-    ),
+    Clash(given("sequence_parallel"), without("tp"), "tensor-parallel lines",
+          "they divide the tokens between their layers", ("sequence_parallel", False)),
     *(
-        Clash(given("compile"), axis(name), "stages that are not compiled", why, ("compile", False))
-        for name, why in _NOT_COMPILED.items()
+        Clash(given("compile"), lines, "stages that are not compiled", why, ("compile", False))
+        for lines, why in _NOT_COMPILED.items()
     ),
-    Clash(
-        given("zero", 3),
-        TWO_COPIES,
-        "a schedule with one copy of each stage",
-        "each line holds a part of a stage, and two ranks of it would need it at different times",
-        ("zero", 1),
-    ),
-    Clash(
-        _WHOLE_MATRICES,
-        given("zero", 3),
-        "an optimizer that treats every element alike, such as AdamW",
-        "each line holds a flat piece of every matrix",
-        fix="use zero=1, where each matrix belongs to one line",
-        kind=RunError,
-    ),
-)
+    Clash(given("zero", 3), TWO_COPIES, "a schedule with one copy of each stage",
+          "each line holds a part of a stage, and two ranks of it would need it at different times", ("zero", 1)),
+    Clash(_WHOLE_MATRICES, given("zero", 3), "an optimizer that treats every element alike, such as AdamW",
+          "each line holds a flat piece of every matrix", ("zero", 1), kind=RunError),
+)  # fmt: skip

@@ -5,19 +5,10 @@ from __future__ import annotations
 from drumline.core.errors import ModelError
 from drumline.core.settings.clash import Clash, Given, given
 
-_LOW_PARAMETERS = Given(
-    "parameters",
-    "parameters in bf16 or fp16 without `master_weights`",
-    lambda facts: bool(facts.get("parameters")) and not facts.get("master_weights"),
-    "the model has parameters in {parameters}",
-)
+_LOW = Given("parameters", "parameters in bf16 or fp16, without `master_weights`",
+             lambda facts: bool(facts.get("parameters")) and not facts.get("master_weights"),
+             "the model has parameters in {parameters}")  # fmt: skip
 CLASHES = (
-    Clash(
-        _LOW_PARAMETERS,
-        given("precision", "fp16"),
-        "float32 parameters",
-        "their gradients can be unscaled without loss",
-        ("master_weights", True),
-        kind=ModelError,
-    ),
-)
+    Clash(_LOW, given("precision", "fp16"), "float32 parameters", "their gradients can be unscaled without loss",
+          ("master_weights", True), kind=ModelError),
+)  # fmt: skip
