@@ -123,8 +123,8 @@ WRONG = {
     "[pipeline]\nschedule = 'chimera'\n[mesh]\npipeline = 3": "line 2|pipeline.schedule|chimera cannot use 3 ranks: its"
     " two directions meet in the middle|an even number of ranks|use 2 or 4",
     "[pipeline]\nschedule = 'pipedream'": "|optimizer.clip_norm|is 1.0 (the default), and pipedream makes an "
-    "update at different times on different ranks|updates at the same place in all rows: there ranks can add up their "
-    "norms|set pipeline.vertical_sync = true",
+    "update at different times on different ranks|updates at the same place in all rows: ranks add up their norms "
+    "where all of them update|set pipeline.vertical_sync = true",
     "[pipeline]\nlayers = [3, 2]": "line 2|pipeline.layers|sums to 5|6, as model.num_layers says|",
     "[pipeline]\nlayers = [3, 2, 1]": "line 2|pipeline.layers|has 3 numbers|one for each of 2 stages|",
     "[pipeline]\nlayers = [3, 3]\nbalance = 'even'": "line 3|pipeline.balance|stands beside pipeline.layers|one way to "
@@ -149,10 +149,10 @@ WRONG = {
     "[lengths]\nhow = 'buckets'\nbuckets = [64, 32]": "line 3|lengths.buckets|is [64, 32]|rising lengths of at most "
     "batch.sequence, 256|",
     "[memory]\nsequence_parallel = true": "line 2|memory.sequence_parallel|is true, and the mesh has no tp "
-    "(mesh.tensor)|tensor-parallel lines: they divide the tokens between their layers|set memory.sequence_parallel = "
-    "false",
+    "(mesh.tensor)|lines along tp: tensor-parallel lines divide the tokens between their layers|set "
+    "memory.sequence_parallel = false",
     "[precision]\ncompute = 'fp16'\nweights = 'bf16'": "line 3|precision.weights|the model has parameters in bf16, and "
-    'precision.compute is "fp16"|float32 parameters: their gradients can be unscaled without loss|set '
+    'precision.compute is "fp16"|float32 parameters: gradients in float32 can be unscaled without loss|set '
     "precision.master_weights = true",
 }
 

@@ -7,6 +7,7 @@ knows all clashes before it starts anything.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from drumline.channel.rank_names import mesh_shown
@@ -39,7 +40,7 @@ def _size(facts: Facts, name: str) -> int:
     return size
 
 
-SEVERAL_LINES = axis("dp", "cp", "ep", "tp")
+SEVERAL_LINES = replace(axis("dp", "cp", "ep", "tp"), shown="a `mesh` with several lines")
 
 
 def mesh_facts(sizes: Mapping[str, int], *, dp: str = "dp", tp: str = "tp") -> dict[str, Any]:
@@ -66,6 +67,6 @@ def _planned(option: str) -> Clash:
 
 CLASHES = (
     *map(_planned, PLANNED),
-    Clash(given("transport", "in-process"), SEVERAL_LINES, "a process for each rank", "lines are in several",
+    Clash(given("transport", "in-process"), SEVERAL_LINES, "a process for each rank", "no process has several lines",
           ("transport", "auto")),
 )  # fmt: skip

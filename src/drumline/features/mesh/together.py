@@ -14,9 +14,9 @@ _NOT_COMPILED = {
 _WHOLE_MATRICES = Given("optimizer", "an optimizer that may look at whole matrices", given("optimizer").holds,
                         "{optimizer} may look at whole matrices")  # fmt: skip
 CLASHES = (
-    Clash(given("zero"), without("dp"), "data-parallel lines", "they divide the state", ("zero", 0)),
-    Clash(given("sequence_parallel"), without("tp"), "tensor-parallel lines",
-          "they divide the tokens between their layers", ("sequence_parallel", False)),
+    Clash(given("zero"), without("dp"), "lines along dp", "data-parallel lines divide the state", ("zero", 0)),
+    Clash(given("sequence_parallel"), without("tp"), "lines along tp",
+          "tensor-parallel lines divide the tokens between their layers", ("sequence_parallel", False)),
     *(
         Clash(given("compile"), lines, "stages that are not compiled", why, ("compile", False))
         for lines, why in _NOT_COMPILED.items()

@@ -6,7 +6,7 @@ from drumline.core.settings.clash import Clash, called, given
 from drumline.engine.together import AFTER, NO_FLUSH, axis
 
 _STAYS = {
-    NO_FLUSH: "they move where no microbatch is in flight",
+    NO_FLUSH: "layers move where no microbatch is in flight",
     AFTER: "copies of updates that may be taken back do not move",
     axis("tp", "ep"): "parts of layers and experts do not move",
     given("zero"): "pieces of divided state do not move",

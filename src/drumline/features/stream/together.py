@@ -50,10 +50,10 @@ _NEEDS_A_FLUSH = {
 }
 CLASHES = (
     *(Clash(one, NO_FLUSH, "a flushed schedule", why, ("schedule", "1f1b")) for one, why in _NEEDS_A_FLUSH.items()),
-    Clash(_FROM_A_FILE, NO_FLUSH, "the name of its schedule", "its rows go on for ever",
+    Clash(_FROM_A_FILE, NO_FLUSH, "the name of its schedule", "rows of a file cannot go on for ever",
           fix="pass schedule='{program_name}'", kind=ProgramError),
-    Clash(given("max_norm"), _APART, "updates at the same place in all rows", "there ranks can add up their norms",
-          ("vertical_sync", True)),
+    Clash(given("max_norm"), _APART, "updates at the same place in all rows",
+          "ranks add up their norms where all of them update", ("vertical_sync", True)),
     Clash(called("clip_grad_norm_"), NO_FLUSH, "no call of it", "the gradients of all ranks are never there at once",
           fix="pass max_norm= to pipe.optimizer", kind=RunError),
 )  # fmt: skip

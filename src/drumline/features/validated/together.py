@@ -9,13 +9,13 @@ _NEEDS_A_VERDICT = {
     given("precision", "fp16"): "the next step's loss scale follows from the verdict",
     given("capture"): "a graph cannot be left after its opening",
     given("zero"): "lines exchange parameters inside of the optimizer's step",
-    axis("tp", "ep", "cp"): "others than pp and dp were not tried",
+    axis("tp", "ep", "cp"): "only pp and dp were tried",
 }
 CLASHES = (
     *(
         Clash(AFTER, other, "updates that are validated before", why, ("validated", "before"))
         for other, why in _NEEDS_A_VERDICT.items()
     ),
-    Clash(called("clip_grad_norm_"), AFTER, "clipping after the step", "it waits for all ranks",
+    Clash(called("clip_grad_norm_"), AFTER, "clipping after the step", "clip_grad_norm_ waits for all ranks",
           fix='pass max_norm={max_norm:g} to pipe.optimizer, beside validated="after"'),
 )  # fmt: skip

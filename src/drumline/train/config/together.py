@@ -40,13 +40,13 @@ KEYS: dict[str, tuple[str, ...]] = {
     "vertical_sync": ("pipeline.vertical_sync",),
     "zero": ("memory.zero",),
 }
-_ELASTIC, _FIXED = given("elastic"), ("elastic", False)
+_ELASTIC, _FIXED = Given("elastic", "`--elastic`", given("elastic").holds), ("elastic", False)
 _ONE_OF_EACH = Given("mesh", "several lines without `dp`",
                      lambda facts: SEVERAL_LINES.holds(facts) and without("dp").holds(facts),
                      "no data-parallel pipeline of {mesh_name} can be left out")  # fmt: skip
 CLASHES = (
     Clash(_ELASTIC, NO_FLUSH, "a flushed schedule", "updates that are due belong to their ranks", _FIXED),
-    Clash(_ELASTIC, _ONE_OF_EACH, "lines of dp, or no others than pp", "each holds what no other one holds", _FIXED),
+    Clash(_ELASTIC, _ONE_OF_EACH, "lines of dp, or one line", "each line holds what no other one holds", _FIXED),
 )
 
 
@@ -63,7 +63,8 @@ class _Keys(Spelling):
     def is_now(self, option: str, value: Any) -> str:
         """Return what a key is."""
         key = self.key(option)
-        return f"{key} is {written(self._judged.value(key))}{'' if self._judged.source.has(key) else ' (the default)'}"
+        default = "" if self._judged.source.has(key) else " (the default)"
+        return f"{key} is {written(self._judged.value(key))}{default}"
 
     def use(self, option: str, value: Any) -> str:
         """Return how to set a key."""

@@ -28,7 +28,6 @@ from drumline.engine.model.blocks import guesses, is_chain
 from drumline.report.run.follow import needed
 from drumline.schedules import generate, schedules
 from drumline.train.config.mesh_relations import experts_are_shared_out
-from drumline.train.config.problems import refused
 from drumline.train.config.relations import Judged, one_cut, schedule_exists
 from drumline.train.config.settings import TrainSettings
 from drumline.train.config.tables import Source
@@ -48,9 +47,9 @@ def check(settings: TrainSettings) -> None:
     Traceback (most recent call last):
     drumline.core.errors.UsageError: memory.recompute is 'some'; expected "none" or "full": single operations ...
     """
-    judged = Judged(settings, Source())
-    if problems := [*experts_are_shared_out(judged), *schedule_exists(judged), *one_cut(judged)]:
-        raise refused(problems)
+    judged = Judged(settings, Source(asdict(settings)))
+    for one in (*experts_are_shared_out(judged), *schedule_exists(judged), *one_cut(judged)):
+        raise UsageError(one.headline, expected=one.expected, fix=one.fix)
     if settings.memory.recompute not in ("none", "full"):
         raise UsageError(
             f"memory.recompute is {settings.memory.recompute!r}",
