@@ -26,6 +26,7 @@ from drumline.schedules import generate
 from drumline.train.config import together as training
 from drumline.train.config.files.read import read_settings
 from mesh import cells
+from some import some
 
 pytestmark = [
     pytest.mark.torch,
@@ -200,8 +201,8 @@ def test_a_pipeline_and_a_config_refuse_in_the_same_words(name: str, tmp_path: P
 def test_keys_of_options_are_keys_of_configs() -> None:
     from drumline.train.config.keys import keys
 
-    for each in training.KEYS.values():
-        for key in each:
+    for each in some(training.KEYS.values()):
+        for key in some(each):
             group, name = key.split(".")
             assert name in keys()[group]
 
