@@ -124,7 +124,7 @@ def run(hidden: int, tokens: int, steps: int, balanced: bool, bare: bool) -> lis
         setattr(dist, "all_to_all_single", exchange)  # noqa: B010
         for number in range(steps + 2):
             kind = KINDS[number % 2]
-            pipe._engine.takes_turns = kind == "in turns"
+            pipe._engine.take_turns(kind == "in turns")
             pipe.gather(number)
             seen.clear()
             start = time.perf_counter()

@@ -212,7 +212,7 @@ def measure(seeds: int, rounds: int, steps: int, width: int) -> list[dict[str, A
                     target = made.pop("target")
                     result = pipe.step(made, target=target, program=programs[len(step)])
                     total += float(result.loss or 0.0) * sum(int((one != IGNORED).sum()) for one in target)
-                    order = pipe._run.intake.order_of if way == "arranged" else None
+                    order = getattr(pipe._run.intake, "order_of", None)  # where microbatches are arranged
                     seen[way].append((pipe.timeline(), _sizes(made["ids"], order)))
                     pipe.zero_grad()
                 dist.barrier()

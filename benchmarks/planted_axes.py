@@ -63,7 +63,7 @@ AXES = (
     ),
     Bug(
         "experts-are-compared-with-a-part",
-        "Asking._prepare_relay",
+        "together",
         "if slice_of(one) is None",
         "if slice_of(one) is not one",
         "Experts of a model on the meta device are refused, since no line finds what is wanted of them.",

@@ -15,7 +15,7 @@ PIPELINE = (
     Bug(
         "finite-on-one-line",
         "MeshLines.all_finite",
-        'names = ["dp", "ep", "tp"] if divided else ["ep", "tp"]',
+        'names = ["dp", "ep", "tp"] if self._divides_parameters else ["ep", "tp"]',
         'names = ["ep", "tp"]',
         "With zero=3, an infinite gradient is skipped by the lines that hold it, and by no others.",
     ),
@@ -316,8 +316,8 @@ PIPELINE = (
     Bug(
         "shares-of-the-check-upside-down",
         "Trial._rescale",
-        "ratio = share / take.wanted.share",
-        "ratio = take.wanted.share / share",
+        "ratio = share / take.wanted.made.share",
+        "ratio = take.wanted.made.share / share",
         "A loss whose shares are known only once it is seen is said to be computed wrongly.",
     ),
     Bug(
@@ -406,16 +406,16 @@ PIPELINE = (
     ),
     Bug(
         "left-over-gradients",
-        "plain_steps",
-        "            found.finish()\n",
-        "",
+        "_Collected.finished",
+        "for one in self._parameters:",
+        "for one in ():",
         "Gradients that a model puts beside autograd's are not seen in the model by itself.",
     ),
     Bug(
         "whole-model-kept",
         "Reference.let_go",
-        "            self.renew(self.whole.model, here)\n        self.whole = None\n",
-        "            self.renew(self.whole.model, here)\n",
+        "            self.renew(here)\n        self.whole = None\n",
+        "            self.renew(here)\n",
         "With several processes, each holds the whole model after the first step.",
     ),
     Bug(

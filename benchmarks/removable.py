@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -87,14 +86,16 @@ def copied(folder: Path, feature: str) -> Path:
         shutil.copytree(ROOT / part, tree / part, ignore=ignored)
     for part in ("pyproject.toml", "conftest.py"):
         shutil.copy(ROOT / part, tree / part)
+    if (ROOT / ".mypy_cache").exists():  # what mypy knows of files that stay
+        shutil.copytree(ROOT / ".mypy_cache", tree / ".mypy_cache")
     shutil.rmtree(tree / PACKAGE / "features" / feature)
     path = tree / ATTACHED
     path.write_text(without(feature, path.read_text()))
     return tree
 
 
-def steps(tests: Sequence[str], *, types: bool = True) -> dict[str, list[str]]:
-    """Return what must pass without a feature, by what it shows; types take longer than all the rest."""
+def steps() -> dict[str, list[str]]:
+    """Return what must pass without a feature, by what it shows."""
     python, linter = sys.executable, "from importlinter.cli import lint_imports_command as run; run()"
     return {
         "imports": [
@@ -103,12 +104,12 @@ def steps(tests: Sequence[str], *, types: bool = True) -> dict[str, list[str]]:
             "import drumline as dl; dl.Pipeline; dl.verify; dl.profile_model; import drumline.cli",
         ],
         "import contracts": [python, "-c", linter, "--no-cache"],
-        **({"types": [python, "-m", "mypy", "src"]} if types else {}),
-        "core tests": [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        "types": [python, "-m", "mypy", "src"],
+        "core tests": [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *CORE],
     }
 
 
-def taken(feature: str, folder: Path, tests: Sequence[str] = CORE, *, types: bool = True) -> Taken:
+def taken(feature: str, folder: Path) -> Taken:
     """Take a feature away, if nothing else names it, and see what still passes."""
     began = time.monotonic()
     others = named_by(feature)
@@ -117,7 +118,7 @@ def taken(feature: str, folder: Path, tests: Sequence[str] = CORE, *, types: boo
         tree = copied(folder, feature)
         own = [str(tree / part) for part in ("src", "tests", "benchmarks")]
         paths = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
-        for what, command in steps(tests, types=types).items():
+        for what, command in steps().items():
             ran = subprocess.run(
                 command, cwd=tree, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
                 capture_output=True, text=True, timeout=900, check=False,

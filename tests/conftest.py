@@ -27,6 +27,8 @@ _STARTS = "drumline.channel.launch.processes.subprocess"
 _WITH_TORCH: set[Path] = set()
 os.environ.setdefault("COLUMNS", "100")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # test processes and ranks share the cores
+# Else gRPC, which tests of serving leave in the process, may abort what later tests fork.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 
 @pytest.fixture

@@ -19,11 +19,12 @@ from drumline.core.errors import ModelError
 from drumline.engine.unsplit.comparing import few, off
 from drumline.engine.unsplit.keeping import undisturbed
 from drumline.engine.unsplit.plain import Plain
-from drumline.engine.unsplit.plain_step import Slice, plain_steps
+from drumline.engine.unsplit.unsplit_step import Microbatch
+from drumline.features.check.by_itself.wanted import wanted_of
+from drumline.features.check.gradients.sketch import sketch
 from drumline.model.precision import Precision
 from drumline.model.randomness import Randomness
 from drumline.pipeline.pipeline import Pipeline
-from drumline.runtime.gradients.sketch import sketch
 from follow_faults import FAULTS, Skips, data, lost_path
 from refused import refused
 from torch_models import on_meta
@@ -350,11 +351,11 @@ def test_a_gradient_in_memory_that_is_used_again_is_copied() -> None:
             return _IntoABuffer.apply(x, self.bias)  # type: ignore[no-untyped-call]
 
     model = Biased()
-    [seen] = plain_steps(
+    [seen] = wanted_of(
         Plain([model], ["0"]),
-        [Slice(0, torch.ones(2, 3), None, 1.0)],
+        [Microbatch(0, torch.ones(2, 3), None, 1.0)],
         lambda output, _: output.sum(),
-        wanted=[model.bias],
+        in_full=[model.bias],
         device=torch.device("cpu"),
         randomness=Randomness(0, torch.device("cpu")),
         precision=Precision(),

@@ -17,8 +17,8 @@ from drumline.channel.lines.slices import Slice
 from drumline.core.errors import MismatchError, UsageError
 from drumline.engine.model.blocks import guesses
 from drumline.engine.ranks import crew
-from drumline.engine.unsplit.plain_step import _Collected
 from drumline.engine.updates.whole_matrices import WholeMatrices
+from drumline.features.check.by_itself.wanted import _Collected
 from drumline.features.check.verdict import Outcome, verdict
 from drumline.features.saving.loader import agreed_paths
 from drumline.pipeline.pipeline import Pipeline

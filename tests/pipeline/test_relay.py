@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from drumline.channel.launch.launch import launch
 from drumline.channel.rank_names import BY_NUMBER
 from drumline.core.errors import DrumlineError
-from drumline.features.check import relay
-from drumline.features.check.places import Places
-from drumline.features.check.relay import GaveUp, Relay
+from drumline.features.check.by_itself import relay
+from drumline.features.check.by_itself.places import Places
+from drumline.features.check.by_itself.relay import GaveUp, Relay
 from drumline.features.check.verdict import Checked
 from drumline.model.blocks.pieces import Piece
 from drumline.model.blocks.script import Live

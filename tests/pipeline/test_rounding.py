@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drumline.engine.unsplit.plain_step import Wanted
-from drumline.features.check.rounding import DRAWS, Nudged, Rounding
+from drumline.engine.unsplit.unsplit_step import Made
+from drumline.features.check.by_itself.rounding import DRAWS, Nudged, Rounding
+from drumline.features.check.by_itself.wanted import Wanted
 
 pytestmark = [pytest.mark.torch, pytest.mark.features("check")]
 
@@ -17,7 +18,7 @@ WEIGHT = nn.Parameter(torch.ones(2))
 def made(gradient: float, *, loss: float = 1.0, output: float = 1.0) -> Wanted:
     """Return what a run of a model made."""
     gradients = {WEIGHT: torch.full((2,), gradient)}
-    return Wanted(torch.tensor([output]), torch.tensor(loss), 1.0, gradients, {}, drew=False, drew_elsewhere=False)
+    return Wanted(Made(torch.tensor([output]), torch.tensor(loss), 1.0), gradients, {})
 
 
 def product(seed: int | None) -> Tensor:

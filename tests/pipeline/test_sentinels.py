@@ -17,6 +17,7 @@ from drumline.channel.launch.launch import launch
 from drumline.core.errors import DrumlineError, ModelError, UsageError
 from drumline.features.check.model_check import ModelCheck
 from drumline.features.check.sentinels import Sentinels
+from drumline.features.check.trial import Trial
 from drumline.pipeline.pipeline import Pipeline
 from refused import refused
 from some import some
@@ -253,7 +254,7 @@ def spoiled(make: Callable[[], Any], layer: Callable[[Any], nn.Linear]) -> str:
     model = make()
     pipe = pipeline(model, timeout=60, check_model=2)
     inside: list[bool] = []
-    right = ModelCheck._watch
+    right = Trial.before
 
     def before(*args: Any) -> None:
         inside.append(True)
@@ -262,7 +263,7 @@ def spoiled(make: Callable[[], Any], layer: Callable[[Any], nn.Linear]) -> str:
 
     layer(model).weight.register_hook(lambda gradient: gradient if inside else gradient * 1.01)  # type: ignore[no-untyped-call]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelCheck, "_watch", before)
+        patch.setattr(Trial, "before", before)
         patch.setattr(ModelCheck, "is_pending", property(lambda self: False, lambda self, value: None), raising=False)
         try:
             trained(pipe, 4)

@@ -21,7 +21,6 @@ from drumline.model.randomness import Randomness
 from drumline.runtime.draft import Draft, NoClock
 from drumline.runtime.execute.executor import Executor
 from drumline.runtime.execute.jobs import Job
-from drumline.runtime.gradients.witness import Witness
 from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
 from drumline.runtime.step import Step
@@ -70,7 +69,7 @@ def step_on(batch: Tensor, target: Tensor, *, train: bool = True) -> Step:
 
 def run(hub: Hub, made: list[Executor], step: Step) -> list[Draft]:
     drafts = [Draft(one.rank) for one in made]
-    take_turns(hub, [one.run(step, draft) for one, draft in zip(made, drafts, strict=True)])
+    take_turns(hub, [one.run(step, draft, one.jobs) for one, draft in zip(made, drafts, strict=True)])
     return drafts
 
 
@@ -121,9 +120,12 @@ def test_what_a_row_does_is_noted_action_by_action() -> None:
     assert drafts[1].held == [1, 0] * MICROBATCHES
 
 
+@pytest.mark.features("check")
 @pytest.mark.parametrize("merge", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_witnesses_see_one_microbatchs_gradients_and_output_each(schedule: str, merge: bool) -> None:
+    from drumline.features.check.gradients.witness import Watched, Witness
+
     program = generate(schedule, num_ranks=2, num_microbatches=MICROBATCHES)
     model = layers(2)
     batch, target = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
@@ -133,8 +135,9 @@ def test_witnesses_see_one_microbatchs_gradients_and_output_each(schedule: str, 
     for layer in model:
         layer.zero_grad()
     hub, made = executors(program, model, merge=merge)
-    for executor in made:
-        executor.witnesses = [Witness(1), Witness(2)]
+    ranks = [Watched(executor, {}) for executor in made]
+    for rank in ranks:
+        rank.watch([Witness(1), Witness(2)])
     run(hub, made, step_on(batch, target))
     for one, before in zip([one for layer in model for one in layer.parameters()], whole, strict=True):
         torch.testing.assert_close(one.grad, before, rtol=1e-6 if merge else 0, atol=1e-6 if merge else 0)
@@ -143,10 +146,10 @@ def test_witnesses_see_one_microbatchs_gradients_and_output_each(schedule: str, 
             layer.zero_grad()
         output = nn.Sequential(*model)(batch.chunk(MICROBATCHES)[microbatch])
         torch.autograd.backward(functional.mse_loss(output, target.chunk(MICROBATCHES)[microbatch]) / MICROBATCHES)
-        for executor, layer in some(zip(made, model, strict=True)):
+        for rank, layer in some(zip(ranks, model, strict=True)):
             for one in layer.parameters():
-                torch.testing.assert_close(executor.witnesses[at].gradients[one], one.grad)
-        torch.testing.assert_close(made[1].witnesses[at].output, output.detach())
+                torch.testing.assert_close(rank.witnesses[at].gradients[one], one.grad)
+        torch.testing.assert_close(ranks[1].witnesses[at].output, output.detach())
 
 
 @pytest.mark.parametrize("weigh", [False, True])
@@ -165,6 +168,7 @@ def test_pairs_that_take_turns_run_forwards_in_a_thread_and_compute_the_same(wei
     for executor in made:
         executor.takes_turns = True
         executor.scale = Scale(executor.stages.values()) if weigh else None
+        executor.replace_jobs()
     drafts = run(hub, made, step_on(batch, target))
     for one, gradient in zip((one for layer in model for one in layer.parameters()), expected, strict=True):
         torch.testing.assert_close(one.grad, gradient, rtol=0, atol=0)

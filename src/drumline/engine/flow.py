@@ -48,16 +48,14 @@ class Flow(Observer):
     def judge(self, step: Step, told: Told, losses: list[Tensor]) -> None:
         """Note whether all of a training step's losses and gradients here are finite, and what no loss has reached."""
         ground = self.ground
-        scaler = ground.updates.scaler
-        if self.check_finite or scaler is not None:
-            told.scale = None if scaler is None else step.scale
+        if self.check_finite:
             holdings = ground.holdings
             gradients = [one.grad for one in holdings.parameters() if one.grad is not None]
             finite = all_finite([*gradients, *losses])
             if ground.crew.alone:
                 told.finite = finite
             else:
-                told.finite = ground.lines.all_finite(bool(finite), divided=holdings.shards is not None)
+                told.finite = ground.lines.all_finite(bool(finite))
         if ground.ledger.unused.looks:
             named = ground.holdings.named_parameters()
             told.unreached = [name for name, one in named if one.requires_grad and one.grad is None]

@@ -13,6 +13,7 @@ from drumline.engine.ranks.journal import Journal
 from drumline.engine.ranks.tally import Ledger
 from drumline.engine.setting import Cut, Setting
 from drumline.engine.stages.engine import Engine
+from drumline.engine.stages.intake import Intake
 from drumline.engine.state.tensors import Holdings
 from drumline.engine.unchecked import Unchecked
 from drumline.engine.unsplit.parts import Parts
@@ -21,7 +22,7 @@ from drumline.runtime.execute.executor import Executor
 
 
 def _flushed(setting: Setting, ground: Ground) -> Flow:
-    return Flow(ground, check_finite=setting.options.check_finite)
+    return Flow(ground, check_finite=setting.options.check_finite or ground.updates.precision.scales)
 
 
 def _unwritten(setting: Setting, cut: Cut, built: Built, ledger: Ledger, holdings: Holdings) -> Journal:
@@ -36,6 +37,7 @@ class Kit:
     ('Engine', True)
     """
 
+    intake: type[Intake] = Intake  # splits batches
     engine: type[Engine] = Engine  # runs the programs of this process's ranks
     executor: type[Executor] = Executor  # runs a rank's row
     lines: Callable[[Setting], Lines] = Lines

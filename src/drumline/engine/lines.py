@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from drumline.core.program import Program
 from drumline.engine.setting import Cut, Setting
-from drumline.engine.stages.engine import Engine
+from drumline.engine.stages.engine import Around, Engine
 from drumline.engine.stages.intake import Intake
 from drumline.engine.state.tensors import Holdings
 from drumline.engine.unsplit.parts import Parts
@@ -29,10 +29,6 @@ class Lines:
     Methods are listed in the order in which a pipeline's set-up calls them, alike on all ranks. What lives as long as
     the pipeline does not keep the setting, which holds the whole model.
     """
-
-    around: Callable[[], AbstractContextManager[None]] = nullcontext  # is around the rows of a step
-    # Says what divided layers have to do with an error inside.
-    explaining: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(self, setting: Setting) -> None:
         self.axes = setting.axes
@@ -59,6 +55,10 @@ class Lines:
         """Return what sums these parameters' gradients over lines, if any do."""
         return None
 
+    def around(self) -> Sequence[Around]:
+        """Return what is around the rows of a step."""
+        return ()
+
     def share(self, engine: Engine, holdings: Holdings, updates: Updates) -> None:
         """Give all lines the same values, then divide the state of which each line keeps a part."""
 
@@ -72,8 +72,8 @@ class Lines:
         """Return the microbatches' parts of the loss over all lines; `kinds` are the dtypes of those that count."""
         return parts.to(widest(kinds) or parts.dtype)
 
-    def all_finite(self, finite: bool, *, divided: bool) -> bool:
-        """Whether it holds on all lines that may hold other parts of the same parameters, `divided` between them."""
+    def all_finite(self, finite: bool) -> bool:
+        """Whether it holds on all lines that may hold other parts of the same parameters."""
         return finite
 
 

@@ -12,6 +12,7 @@ from drumline.engine.choice import ProgramChoice
 from drumline.engine.flow import Flow
 from drumline.engine.ground import Ground
 from drumline.engine.ranks.observer import Observer, Observers
+from drumline.runtime.step import Step
 
 
 def _stay(*_: Any, **__: Any) -> Move:
@@ -25,6 +26,8 @@ class Site(Ground):
     flow: Flow
     choice: ProgramChoice
     observers: Observers
+    cut: Callable[[Step], None]  # splits the batch of a step into microbatches
+    run_rows: Callable[[Step], None]  # runs the rows of this process's ranks
     move: Callable[..., Move] = _stay  # moves layers between ranks
 
     def observe(self, each: Iterable[Observer]) -> None:

@@ -68,6 +68,7 @@ def kit_for(setting: Setting, options: AttachedOptions) -> Kit:
         adapt.fit,
         capture.fit,
         check.fit,
+        lengths.fit,
         mesh.fit,
         record.fit,
         stream.fit,
@@ -78,9 +79,10 @@ def kit_for(setting: Setting, options: AttachedOptions) -> Kit:
 
 def attached(site: Site, setting: Setting, cut: Cut, options: AttachedOptions) -> list[Observer]:
     """Return what observes the steps of a pipeline, beside what runs them; each has its order."""
+    capture.attach(site)
     made: list[Observer | None] = [
         *adapt.attach(site, setting, cut, options),
-        lengths.attach(site, options),
+        lengths.attach(site),
         *mesh.attach(site, setting, cut),
         moving.attach(site),
         precision.attach(site, options),

@@ -89,14 +89,12 @@ def _programs(setting: Setting, frozen: Frozen) -> Programs:
 def _engine(setting: Setting, kit: Kit, lines: Lines, assembled: Assembly) -> Engine:
     """Return the engine that runs the program on this process's ranks."""
     given = setting.options
-    engine = kit.engine(
+    return kit.engine(
         setting.crew,
         assembled,
         ahead=given.ahead,
         merge=given.merge_weight_gradients,
         measure=kit.measures,
         weigh="always" if given.weigh else "first" if kit.weighs_first and not given.compile else "never",
-        attached=Attached(kit.executor, lines.sums_of, lines.around),
+        attached=Attached(kit.executor, lines.sums_of, lines.around()),
     )
-    engine.explaining = lines.explaining
-    return engine

@@ -39,7 +39,7 @@ _SECONDS_TO_MEASURE = 10.0  # after the first run of each block
 def cut_model(setting: Setting, kit: Kit, lines: Lines) -> Cut:
     """Return a pipeline's model in stages; this process's blocks have their parameters."""
     given = setting.options
-    intake = Intake(
+    intake = kit.intake(
         given.model,
         given.loss_fn,
         setting.device,

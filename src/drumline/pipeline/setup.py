@@ -97,6 +97,8 @@ def _made(setting: Setting, options: Options) -> StepRun:
         flow=flow,
         choice=ProgramChoice(ground),
         observers=Observers(()),
+        cut=ground.intake.cut,
+        run_rows=ground.engine.run,
         followed=Followed(built.blocks),
         balance=cut.balance,
     )

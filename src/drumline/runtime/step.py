@@ -36,13 +36,10 @@ class Step:
     apart: bool = False  # whether the user split the batch, so that shapes of microbatches may differ
     sizes: Sequence[Any] = ()  # rows and length of each given microbatch, if known
     order: tuple[int, ...] = ()  # which of them runs in each slot of the program, if an order was chosen
-    repeats: bool = False  # whether it replays a captured step, the same on all ranks: no need to split it
     scale: float = 1.0  # loss scale: factor of the loss's gradient, so that float16 can hold it
     share: float = 1.0  # this step's share of an update, if several steps add up to it
     draw: int = 0  # number of training steps before it, which seeds random numbers
     drafts: Sequence[Draft] = ()  # measurements of each rank of this process
-    accepts: Callable[[], bool] | None = None  # asked after the opening: whether the parameters are as they should be
-    rejected: bool = False  # whether they were not, so that only the opening has run
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
 

@@ -22,13 +22,16 @@ from drumline.engine.loss.targets import size_of
 from drumline.engine.model.blocks import blocks_for, example_inputs
 from drumline.engine.model.sources import Material
 from drumline.engine.stages.assembly import device_of
-from drumline.engine.unsplit.keeping import undisturbed
+from drumline.engine.unsplit.comparing import outputs_off
+from drumline.engine.unsplit.keeping import nothing_left
 from drumline.engine.unsplit.plain import Plain
+from drumline.engine.unsplit.unsplit_step import Microbatch, unsplit_step
 from drumline.model.block import blocks_of
 from drumline.model.blocks.cut import cut
 from drumline.model.microbatches import has_microbatches
-from drumline.model.randomness import HostChance, Randomness
-from drumline.model.values import moved, pack
+from drumline.model.precision import Precision
+from drumline.model.randomness import Randomness
+from drumline.model.values import mapped, moved, pack
 from drumline.model.weights.tied import Ties
 from drumline.plan.cut.peaks import held_by
 from drumline.runtime.batch import cut as cut_batch
@@ -91,7 +94,7 @@ class OneProcess:
         self._num_parts = num_parts  # of the batch's rows, each cut into microbatches by a line of a mesh
         self._plain = Plain(material.model, known.names)
         self._program = program
-        self._device = device = device_of(material.model)
+        device = device_of(material.model)
         named = self._plain.named_parameters()
         first: dict[nn.Parameter, str] = {}
         for name, one in named.items():
@@ -141,23 +144,23 @@ class OneProcess:
         batch, target = self._batch, self._target
         if self.turns:
             batch, target = (turned(one, self._randomness.step) for one in (batch, target))
-        inputs, targets = self._cut(batch, "the batch"), self._cut(target, "the target")
-        parts = shares([self._counted(value, target) for value, target in zip(inputs, targets, strict=True)])
+        given = list(zip(self._cut(batch, "the batch"), self._cut(target, "the target"), strict=True))
+        parts = shares([self._counted(*one) for one in given])
+        each = [Microbatch(at, *one, float(share)) for at, (one, share) in enumerate(zip(given, parts, strict=True))]
         orders = [accumulation_order(program, stage) for stage in range(program.num_stages)]
         in_order = self._num_parts > 1 or all(order == sorted(order) for order in orders)
-        total: Tensor | None = None
+        losses: list[Tensor] = []
         found: list[dict[nn.Parameter, Tensor | None]] = []
+        run = unsplit_step(self._plain, each, self._loss, randomness=self._randomness, precision=Precision())
         with self._randomness.kept_aside():
-            for microbatch, (value, target, share) in enumerate(zip(inputs, targets, parts, strict=True)):
-                part = self._microbatch(microbatch, value, target, share)
-                total = part if total is None else total + part
+            for made in run:
+                losses.append(made.loss * torch.tensor(made.share, dtype=made.loss.dtype))
                 if not in_order:
                     found.append({one: one.grad for one in self._parameters})
                     self._optimizer.zero_grad()
         if not in_order:
             self._add(orders, found)
-        assert total is not None
-        return total
+        return sum(losses[1:], start=losses[0])
 
     def _cut(self, values: Any, what: str) -> list[Any]:
         """Return the microbatches of all lines."""
@@ -172,17 +175,8 @@ class OneProcess:
             return size_of(target) if self._apart else num_rows(target)
         return self._weight(value) if self._own else self._weight(value, target, by_size=self._apart)
 
-    def _microbatch(self, microbatch: int, value: Any, target: Any, share: float | Tensor) -> Tensor:
-        with self._plain.seeding(microbatch, self._randomness) as run:
-            output = run(value)
-            if not float(share):  # a mean over nothing is NaN
-                return torch.zeros((), device=self._device)
-            loss = own_loss(output) if self._loss_fn is None else self._loss_fn(output, target)
-            assert loss is not None
-            weight = torch.as_tensor(share, dtype=loss.dtype, device=loss.device)
-            if loss.requires_grad:
-                torch.autograd.backward(loss, weight)
-        return loss.detach() * weight
+    def _loss(self, output: Any, target: Any) -> Tensor | None:
+        return own_loss(output) if self._loss_fn is None else self._loss_fn(output, target)
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
@@ -205,19 +199,16 @@ class OneProcess:
         for _ in range(2):
             with (
                 torch.no_grad(),
-                undisturbed(self._plain.modules),
-                self._randomness.kept_aside(),
-                HostChance().kept(),
+                nothing_left(self._plain.modules, self._randomness),
                 self._plain.seeding(0, self._randomness) as run,
             ):
-                made.append([one.clone() for one in pack(run(value))[0]])
-        for one, other in zip(*made, strict=True):
-            if one.is_floating_point() and float((one - other).norm()) > _ALIKE * float(other.norm()):
-                raise ModelError(
-                    "the model returns something different each time it is called",
-                    expected="a forward that does the same every time, for the same kind of inputs",
-                    fix="look for code between its blocks that runs only once, or only sometimes",
-                )
+                made.append(mapped(run(value), lambda one: one.clone()))
+        if outputs_off(*made) > _ALIKE:
+            raise ModelError(
+                "the model returns something different each time it is called",
+                expected="a forward that does the same every time, for the same kind of inputs",
+                fix="look for code between its blocks that runs only once, or only sometimes",
+            )
 
 
 def accumulation_order(program: Program, stage: int) -> list[int]:

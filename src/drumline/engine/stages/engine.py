@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -28,11 +29,15 @@ from drumline.model.weights.tied import Copies, Ties
 from drumline.runtime.clocks import clock_for
 from drumline.runtime.draft import Clock, Draft, NoClock
 from drumline.runtime.execute.executor import Executor
+from drumline.runtime.execute.jobs import Job
 from drumline.runtime.gradients.lines import Shards, Sums
 from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
 from drumline.runtime.step import Step
 
+JobsOf = Callable[[Executor], Iterable[Job]]  # which jobs a step runs on a rank
+WHOLE_ROWS: JobsOf = attrgetter("jobs")
+Around = Callable[[], AbstractContextManager[object]]
 Weighs = Literal["never", "first", "always"]  # in which steps executors count the bytes they hold
 
 
@@ -42,7 +47,7 @@ class Attached:
 
     executor: type[Executor] = Executor
     summing: Callable[[Sequence[nn.Parameter]], Sums | None] = lambda parameters: None
-    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    around: Sequence[Around] = ()
 
 
 _NOTHING = Attached()
@@ -94,13 +99,11 @@ class Engine(Observer):
         self._note_stages()
         self._lineups = {0: Lineup(self.assembly.program, list(self.executors))}
         self.number = 0  # of the program that runs
-        self._num_trained = 0
+        self._has_trained = False
         # Whether overlapped pairs exchange tokens of one half while the other computes. All lines decide alike: in the
         # first step some of them may watch each half.
         self.takes_turns = crew.axes.size("ep") > 1 and crew.axes.size("cp") == 1 and weigh != "always"
         self.takes_turns &= not assembly.checkpointed
-        # Says what divided layers have to do with an error of a forward.
-        self.explaining: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def _note_stages(self) -> None:
         """Note the stages of this process, and which ends of the model it holds: "first", "last"."""
@@ -151,9 +154,9 @@ class Engine(Observer):
         self.copies = self._copies()
         before = list(self.executors)
         for at, (channel, old) in enumerate(zip(self._crew.channels, before, strict=True)):
-            self.executors[at] = self._executor(channel, old.clock, old.stages)
-            if old.scale is None:
-                self.executors[at].scale = None
+            self.executors[at] = made = self._executor(channel, old.clock, old.stages)
+            made.takes_turns, made.scale = old.takes_turns, made.scale if old.scale is not None else None
+            made.replace_jobs()
         self._note_stages()
         self._lineups = {number: self._coded(Lineup(self.assembly.program, list(self.executors)), number)}
         self.number = number
@@ -161,8 +164,7 @@ class Engine(Observer):
     def divide(self, shards: Shards) -> None:
         """Divide the parameters of some stages between the lines of a mesh."""
         for executor in self.executors:
-            executor.shards = executor.exchange.shards = shards
-            executor.jobs = executor.translated()
+            executor.divide(shards)
 
     @property
     def evaluators(self) -> list[Executor]:
@@ -201,6 +203,7 @@ class Engine(Observer):
         self.executors[:] = lineup.executors
         for executor, scale in zip(self.executors, scales, strict=True):
             executor.scale = scale
+            executor.replace_jobs()
 
     def _lined_up(self, program: Program, number: int) -> Lineup:
         self.refuse(program)
@@ -222,29 +225,24 @@ class Engine(Observer):
                 expected="backwards that the pipeline's own program splits too, or compile=False",
             )
 
-    def run(self, step: Step) -> None:
-        """Run every rank of this process through its row, in eval mode if the step does not train."""
-        randomness, executors = self.assembly.randomness, self.executors
-        randomness.step = step.draw
+    def run(self, step: Step, jobs_of: JobsOf = WHOLE_ROWS) -> None:
+        """Run every rank of this process through the jobs of its row, in eval mode if the step does not train."""
+        executors = self.executors if step.train else self.evaluators
+        self.assembly.randomness.step = step.draw
         self.seed_lines()
-        if not step.train:
-            executors = self.evaluators
         drafts = step.drafts or [Draft(executor.rank) for executor in executors]  # where nobody records
-        for executor in executors:
-            executor.takes_turns = self.takes_turns and self._num_trained > 0 and step.train
-        with (
-            nullcontext() if step.train else evaluating(block.module for one in self.stages() for block in one.blocks),
-            self._attached.around(),
-            self._computing(),
-        ):
-            jobs = [None if step.accepts is None else one.gated(step.accepts) for one in executors]
-            runs = zip(executors, drafts, jobs, strict=True)
-            self._crew.drive([one.run(step, draft, each) for one, draft, each in runs])
+        with ExitStack() as stack:
+            for around in self._attached.around:
+                stack.enter_context(around())
+            if not step.train:
+                stack.enter_context(evaluating(block.module for one in self.stages() for block in one.blocks))
+            stack.enter_context(self._computing())
+            runs = zip(executors, drafts, strict=True)
+            self._crew.drive([one.run(step, draft, jobs_of(one)) for one, draft in runs])
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
         with (
-            self.explaining(),
             self.assembly.randomness.kept_aside(),
             # Running the backward in this thread avoids two thread switches per action.
             torch.autograd.set_multithreading_enabled(False),
@@ -267,13 +265,24 @@ class Engine(Observer):
         if self._weigh == "first":
             for executor in self.executors:
                 executor.scale = executor.scale or Scale(executor.stages.values())
+                executor.replace_jobs()
 
     def end(self, step: Step) -> None:
-        """Stop counting bytes after the first step, if only that step was requested."""
-        self._num_trained += 1
+        """Stop counting bytes after the first step, if only that step was requested; from now on, pairs take turns."""
+        if not self._has_trained:
+            self._has_trained = True
+            self.take_turns(self.takes_turns)
         if self._weigh == "first":
             for executor in self.executors:
-                executor.scale = None
+                if executor.scale is not None:
+                    executor.scale = None
+                    executor.replace_jobs()
+
+    def take_turns(self, turns: bool) -> None:
+        """Have overlapped pairs exchange tokens of one half while the other computes, or not."""
+        for executor in self.executors:
+            executor.takes_turns = turns
+            executor.replace_jobs()
 
     def stages(self) -> list[Stage]:
         """Return the stages of this process, including second copies."""

@@ -16,7 +16,7 @@ from drumline.engine.loss.targets import size_of, uneven
 from drumline.engine.model.blocks import inputs_for, is_chain
 from drumline.engine.model.splits import found_split
 from drumline.engine.ranks.crew import Crew
-from drumline.engine.stages.sizes import Size, sizes_of
+from drumline.engine.stages.sizes import sizes_of
 from drumline.model.block import Block, Model
 from drumline.model.blocks.pieces import Piece
 from drumline.model.loss.counts import Across, Weighing, weighed
@@ -67,7 +67,6 @@ class Intake:
         self._sizes: list[int] | None = None  # elements of their targets, if their lengths may differ
         self.is_open = False  # whether it is still unknown what the loss averages over
         self._factors: Mapping[int, Factors] = {}  # of the parts of loss_fn, by microbatch, if they need them
-        self.order_of: Callable[[tuple[Size, ...]], tuple[int, ...]] | None = None  # chooses the order of microbatches
         self.precise = False  # whether the loss shares need double precision
         self._weights: list[float | Tensor] = []
         self._shares: Sequence[Tensor] = ()
@@ -156,10 +155,8 @@ class Intake:
         num_inputs: int | None = None
         if step.batch is not None:
             step.inputs, num_inputs = self._cut(step.batch, "the batch")
-        if step.apart and step.train and self.order_of is not None and (step.inputs or step.target is not None):
-            self._check_count(step)
-            step.order = self.order_of(tuple(step.sizes))
-            step.inputs = [step.inputs[at] for at in step.order] if step.inputs else ()
+        if step.order and step.inputs:
+            step.inputs = [step.inputs[at] for at in step.order]
         if step.target is None:
             return
         targets, rows = self._cut(step.target, "the batch" if self.own else "the target")
@@ -183,10 +180,6 @@ class Intake:
         counts_rows = not self.is_open and not self.counts_labels and self._across is None
         if counts_rows and all(self.is_counted(step, microbatch) for microbatch in range(len(targets))):
             self._settled = rows, self.num_microbatches
-
-    def _check_count(self, step: Step) -> None:
-        if len(step.sizes) != self.num_microbatches:
-            self.cut_batch(step.batch if step.batch is not None else step.target)  # says what is wrong
 
     @staticmethod
     def is_counted(step: Step, microbatch: int) -> bool:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from drumline.model.randomness import HostChance, Randomness
 from drumline.model.values import content_of
 from drumline.model.watch.fingerprint import LIBRARIES, PLAIN
 from drumline.model.watch.watch import Surroundings
@@ -85,6 +86,14 @@ def undisturbed(modules: Sequence[nn.Module], loss: Any = None) -> Iterator[None
                 if vars(cls).get(name) is not value:
                     setattr(cls, name, value)
         memory.put_back()
+
+
+@contextmanager
+def nothing_left(modules: Sequence[nn.Module], randomness: Randomness, loss: Any = None) -> Iterator[HostChance]:
+    """Restore that and the state of random generators afterwards; yield those of Python and numpy."""
+    chance = HostChance()
+    with undisturbed(modules, loss), randomness.kept_aside(), chance.kept():
+        yield chance
 
 
 def _generators_of(loss: Any) -> list[Any]:

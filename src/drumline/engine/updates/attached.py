@@ -1,4 +1,4 @@
-"""What may stand between gradients and optimizers, as far as these must know: each is a feature, and may be absent."""
+"""What may stand between gradients and optimizers, as these see it: here, nothing; each has a subclass in a feature."""
 
 from __future__ import annotations
 
@@ -18,31 +18,38 @@ class Refuses(Protocol):
         """Raise what was wrong with it, if anything was."""
 
 
-class Scales(Handler, Protocol):
-    """Scales the loss, and decides whether an update is left out."""
+class Scales(Handler):
+    """Leaves the loss as it is; a subclass scales it, and decides whether an update is left out."""
 
-    @property
-    def scale(self) -> float:
-        """What the loss of the next step is multiplied by."""
+    is_on = False
+    scale = 1.0  # what the loss of the next step is multiplied by
 
     def follow(self, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse parameters whose gradients cannot be scaled."""
 
+    def handles(self, number: int, ranks: str) -> bool:
+        """Take note of ranks with a NaN in a step, by name; return whether nobody else needs to."""
+        return False
+
     def decide(self) -> bool:
         """Return whether to step; all ranks decide alike."""
+        return True
 
     def forget(self) -> None:
         """Record that gradients were set to zero."""
 
 
-class Copies(Protocol):
-    """Copies of parameters that are updated in their place."""
+class Copies:
+    """Has parameters updated themselves; a subclass has copies that are updated in their place."""
+
+    is_on = False
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take note of the parameters of all stages here."""
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return what is updated for a parameter: its copy, or itself."""
+        return parameter
 
     def drop(self, parameter: nn.Parameter) -> None:
         """Forget a parameter's copy."""
@@ -63,14 +70,17 @@ class Copies(Protocol):
         """Take over values that were changed by hand."""
 
 
-class Divides(Protocol):
-    """Parts of parameters that this line's optimizers update."""
+class Divides:
+    """Has this line's optimizers update whole parameters; a subclass has them update parts."""
+
+    is_on = False
 
     def divide(self, parameters: Sequence[nn.Parameter], kind: type[Optimizer]) -> None:
         """Divide parameters for an optimizer of a kind."""
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return what is updated of a parameter here: its part, or itself."""
+        """Return what is updated of a parameter here: a part, or all of it."""
+        return parameter
 
     def take(self, parameters: Sequence[nn.Parameter]) -> None:
         """Before an optimizer steps, give the parts their gradients."""

@@ -60,10 +60,10 @@ class Updates:
         self.precision = precision
         self.holdings = holdings
         self._recording, self._check = recording, check
-        self.scaler: Scales | None = None
-        self.masters: Copies | None = None
+        self.scaler = Scales()
+        self.masters = Copies()
         self.validation = Validates()
-        self.divided: Divides | None = None  # if the lines of a mesh divide optimizer state
+        self.divided = Divides()
         self.wholes = WholeMatrices(holdings.crew.axes)
         self._own: WeakSet[Optimizer] = WeakSet()
         self._made: list[ref[Optimizer]] = []  # in the order in which they were asked for
@@ -82,14 +82,13 @@ class Updates:
         left = [one for seen in self._left if (one := seen()) is not None]
         self._guard = Guard([*self.holdings.parameters(), *left], self.before, self.after)
         listed = list(parameters)
-        if self.precision.scales and self.scaler is None:
+        if self.precision.scales and not self.scaler.is_on:
             raise ModelError(
                 f"precision is {self.precision.name!r}, and nothing is attached that scales the loss",
                 expected='"fp32" or "bf16"',
             )
-        if self.masters is not None:
-            self.masters.follow(listed)
-        elif self.scaler is not None:
+        self.masters.follow(listed)
+        if not self.masters.is_on:
             self.scaler.follow(listed)
 
     def before(self, optimizer: Optimizer) -> None:
@@ -111,11 +110,9 @@ class Updates:
     @contextmanager
     def inside(self, parameters: list[nn.Parameter], move: Callable[[list[nn.Parameter]], None]) -> Iterator[None]:
         """Let optimizers step inside of a step; `move` may give their parameters other memory with the same values."""
-        if self.masters is not None:
-            self.masters.catch_up()
+        self.masters.catch_up()
         move(parameters)
-        if self.masters is not None:
-            self.masters.moved()
+        self.masters.moved()
         self._is_inside = True
         try:
             yield
@@ -134,10 +131,10 @@ class Updates:
 
     def check(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that would bypass the scaler or the master weights."""
-        if optimizer in self._own or (self.scaler is None and self.masters is None and not self.validation.is_on):
+        if optimizer in self._own or not self._holds_back:
             return
-        what = f'precision="{self.precision.name}"' if self.scaler is not None else "master_weights=True"
-        only_copies = self.scaler is None and not self.validation.is_on
+        what = f'precision="{self.precision.name}"' if self.scaler.is_on else "master_weights=True"
+        only_copies = not self.scaler.is_on and not self.validation.is_on
         if self.validation.is_on:
             what = 'validated="after" on another optimizer'
         kind = type(optimizer).__name__
@@ -147,6 +144,11 @@ class Updates:
             + ("for the float32 copies" if only_copies else "so that all ranks skip the same steps"),
             fix=f"use pipe.optimizer(torch.optim.{kind}, ...)",
         )
+
+    @property
+    def _holds_back(self) -> bool:
+        """Whether optimizers may have to leave an update out, or update copies."""
+        return self.scaler.is_on or self.masters.is_on or self.validation.is_on
 
     def _refuse_left(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that still holds what has moved to other ranks, and so lacks what has come."""
@@ -162,13 +164,12 @@ class Updates:
     def forget(self) -> None:
         """Record that all gradients were set to zero."""
         self.validation.forget()
-        if self.scaler is not None:
-            self.scaler.forget()
+        self.scaler.forget()
 
     @property
     def handler(self) -> Handler:
         """What decides about steps that are not finite."""
-        return self.validation if self.scaler is None else self.scaler
+        return self.scaler if self.scaler.is_on else self.validation
 
     def validate(self, after: bool, max_norm: float | None) -> None:
         """Have optimizers step before or after all ranks agree; all of them alike."""
@@ -208,8 +209,7 @@ class Updates:
             self.wholes.cover(parameters)
         if issubclass(kind, torch.optim.Muon) and any(one.device.type == "cpu" for one in parameters):
             settle_products()
-        if self.divided is not None:
-            self.divided.divide([one for one in parameters if self.wholes.of(one) is None], kind)
+        self.divided.divide([one for one in parameters if self.wholes.of(one) is None], kind)
         updated = [self.updated(one) for one in parameters]
         made = kind([{"params": updated}], **settings)
         copied = any(one is not other for one, other in zip(updated, parameters, strict=True))
@@ -221,7 +221,7 @@ class Updates:
         if self.validation.is_on:
             made.register_state_dict_pre_hook(lambda _: self._recording.settle())
             made.register_load_state_dict_pre_hook(lambda *_: self._recording.settle())
-        if self.scaler is not None or self.masters is not None or self.validation.is_on or copied or not parameters:
+        if self._holds_back or copied or not parameters:
             self._wrap(made)
         return made
 
@@ -244,8 +244,7 @@ class Updates:
 
     def handed_over(self, parameters: Sequence[nn.Parameter]) -> list[Handed]:
         """Return what optimizers keep of parameters, for another rank."""
-        if self.masters is not None:
-            self.masters.catch_up()
+        self.masters.catch_up()
         groups = [
             {id(one): at for at, group in enumerate(optimizer.param_groups) for one in group["params"]}
             for optimizer in self.optimizers()
@@ -273,14 +272,13 @@ class Updates:
             if not self._parameters[optimizer] and optimizer not in self._own:
                 self._wrap(optimizer)
         self._left += map(ref, parameters)
-        if self.masters is not None:
-            for parameter in parameters:
-                self.masters.drop(parameter)
+        for parameter in parameters:
+            self.masters.drop(parameter)
 
     def take_over(self, handed: Mapping[nn.Parameter, Handed], order: Sequence[nn.Parameter]) -> None:
         """Update parameters that have come, with what other ranks' optimizers kept of them; keep all in this order."""
         for parameter, (master, each) in handed.items():
-            if master is not None and self.masters is not None:
+            if master is not None:
                 self.masters.adopt(parameter, master)
             updated = self.updated(parameter)
             for optimizer, kept in zip(self.optimizers(), each, strict=True):
@@ -299,19 +297,16 @@ class Updates:
     def piece(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return what an optimizer updates of a parameter, before precision: a whole copy, this line's part, or it."""
         whole = self.wholes.of(parameter)
-        if whole is not None:
-            return whole
-        return parameter if self.divided is None else self.divided.of(parameter)
+        return self.divided.of(parameter) if whole is None else whole
 
     def updated(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the tensor that optimizers update for a parameter here."""
         piece = self.piece(parameter)
-        return piece if self.masters is None or self.wholes.of(parameter) is not None else self.masters.of(piece)
+        return piece if self.wholes.of(parameter) is not None else self.masters.of(piece)
 
     def named(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that optimizers update, by name."""
-        if self.masters is not None:
-            self.masters.catch_up()
+        self.masters.catch_up()
         return ((name, self.updated(one)) for name, one in parameters)
 
     def _step(self, parameters: Sequence[nn.Parameter], kept: Any) -> Callable[..., Any]:
@@ -326,28 +321,24 @@ class Updates:
                 return
             if not self._is_stepped_inside(optimizer):
                 self._recording.settle()
-            if self.scaler is None or self.scaler.decide():
+            if self.scaler.decide():
                 apply()
 
         return step
 
     def _apply(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         """Step, with the gradients that the parameters have now."""
-        if self.divided is not None:
-            self.divided.take(parameters)
-        if self.masters is not None:
-            self.masters.take([self.piece(one) for one in parameters])
+        self.divided.take(parameters)
+        self.masters.take([self.piece(one) for one in parameters])
         self.wholes.take(parameters)
         type(optimizer).step(optimizer)
         self._follow(parameters)
 
     def _follow(self, parameters: Sequence[nn.Parameter]) -> None:
         """Give parameters the values of what the optimizer updates in their place."""
-        if self.masters is not None:
-            self.masters.give([self.piece(one) for one in parameters])
+        self.masters.give([self.piece(one) for one in parameters])
         self.wholes.give(parameters)
-        if self.divided is not None:
-            self.divided.give(parameters)
+        self.divided.give(parameters)
 
     def _zero_grad(self, parameters: Sequence[nn.Parameter]) -> Callable[..., None]:
         def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:

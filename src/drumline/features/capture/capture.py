@@ -83,7 +83,8 @@ class Capture:
 
     def _run_as_ever(self, step: Step, drafts: Sequence[Draft], drive: Drive) -> Sequence[str]:
         """Run a step action by action, and return the blocks that drew random numbers."""
-        runs = [row.executor.run(step, draft) for row, draft in zip(self.rows, drafts, strict=True)]
+        rows = zip(self.rows, drafts, strict=True)
+        runs = [row.executor.run(step, draft, row.executor.jobs) for row, draft in rows]
         with (
             self.randomness.kept_aside(),
             torch.autograd.set_multithreading_enabled(False),

@@ -8,7 +8,7 @@ from typing import Any
 
 from drumline.core.errors import RunError
 from drumline.core.program import Program
-from drumline.engine.stages.engine import Engine
+from drumline.engine.stages.engine import WHOLE_ROWS, Engine, JobsOf
 from drumline.features.capture.capture import Capture
 from drumline.features.capture.cuda import recorder_for
 from drumline.model.weights.tied import Ties
@@ -23,6 +23,7 @@ class CapturingEngine(Engine):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
+        self.repeats = False  # whether the training step replays graphs, the same on all ranks: no need to split it
         self.captured = self._capture()
 
     def _capture(self) -> Capture:
@@ -46,12 +47,12 @@ class CapturingEngine(Engine):
 
     def taken(self, step: Step) -> None:
         """Decide with all other ranks whether the step can be replayed."""
-        step.repeats = self.captured.fits(step)
+        self.repeats = self.captured.fits(step)
 
-    def run(self, step: Step) -> None:
+    def run(self, step: Step, jobs_of: JobsOf = WHOLE_ROWS) -> None:
         """Replay a training step from graphs, or capture it while it runs."""
         if not step.train:
-            super().run(step)
+            super().run(step, jobs_of)
         else:
             self.assembly.randomness.step = step.draw
             drafts = step.drafts or [Draft(one.rank) for one in self.executors]

@@ -4,15 +4,15 @@
 
     a card of every rank     whether it has the batch, and the whole model with the values that ranks train
     all of them have         each runs the whole model
-    else                     they run it together, each its own blocks: see reference.py
+    else                     they run it together, each its own blocks: see runner.py
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -20,29 +20,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.channel.lines.slices import slice_of
 from drumline.core.errors import RankFailed, WaitTimeout
+from drumline.engine.ground import Ground
 from drumline.engine.ranks.agreement import Given, agree_on_batch, first_difference, samples_of
-from drumline.engine.ranks.crew import Crew
-from drumline.engine.stages.engine import Engine
-from drumline.engine.stages.intake import Intake
-from drumline.engine.state.tensors import Holdings
 from drumline.engine.unsplit.parts import Parts
-from drumline.engine.unsplit.plain import ByItself
-from drumline.engine.unsplit.plain_step import Slice, Wanted, plain_steps
-from drumline.features.check.places import Home, Places
-from drumline.features.check.reference import Reference
-from drumline.features.check.relay import GaveUp, Relay
-from drumline.features.check.rounding import DRAWS, Nudged, Rounding
-from drumline.features.check.row import Row
+from drumline.engine.unsplit.unsplit_step import Microbatch
+from drumline.features.check.by_itself.places import Places
+from drumline.features.check.by_itself.reference import Reference
+from drumline.features.check.by_itself.relay import GaveUp
+from drumline.features.check.by_itself.rounding import DRAWS, Nudged, Rounding
+from drumline.features.check.by_itself.runner import Runner, together
+from drumline.features.check.by_itself.wanted import Wanted, wanted_of
+from drumline.features.check.gradients.expected import Expected
+from drumline.features.check.gradients.sketch import sketch
+from drumline.features.check.gradients.witness import Watched, Witness
+from drumline.features.check.heap import giving_back
 from drumline.features.check.sample import Sample
-from drumline.features.check.sketched import Expected
 from drumline.features.check.verdict import allowed_off
 from drumline.model.block import Block
 from drumline.model.randomness import seedings_elsewhere
-from drumline.runtime.execute.executor import Executor
-from drumline.runtime.gradients.sketch import sketch
-from drumline.runtime.gradients.witness import Witness
 from drumline.runtime.step import Step
 
 _FINE = 1e-3  # what is allowed in float32 is less
@@ -65,7 +61,7 @@ class _Card:
 class Take:
     """One microbatch, and what the model by itself made of it."""
 
-    given: Slice
+    given: Microbatch
     wanted: Wanted | None = None
     expected: Expected | None = None  # of its gradients
     nudged: list[Wanted | None] = field(default_factory=list)  # made while all that it computed was nudged a little
@@ -76,33 +72,28 @@ class Take:
     counts: bool = True  # whether it is a part of the loss: some losses must be seen before this is known
 
 
-@dataclass
 class Asking:
-    """What the model by itself makes of `num_microbatches` of a step. `model` is the user's, while it lives."""
+    """What the model by itself makes of `num_microbatches` of a step."""
 
-    reference: Reference
-    crew: Crew
-    intake: Intake
-    engine: Engine
-    holdings: Holdings
-    parts: Parts
-    num_microbatches: int
-    model: nn.Module | None
-
-    def __post_init__(self) -> None:
-        self.reason = ""  # why it is not checked
-        self._seedings = 0
-        self.error: Exception | None = None  # what the model by itself raised
-        self.seconds = 0.0
+    def __init__(self, reference: Reference, ground: Ground, parts: Parts, num_microbatches: int) -> None:
+        self.reference, self.parts, self.num_microbatches = reference, parts, num_microbatches
+        self.crew, self.intake = ground.crew, ground.intake
+        self.engine, self.holdings = ground.engine, ground.holdings
+        self.ranks = [Watched(one, dict(self.holdings.named_on(one, pieces=False))) for one in self.engine.executors]
         self.takes: list[Take] = []
+        self.runner: Runner | None = None
+        self.named: Mapping[str, nn.Parameter] = {}  # the model's own
+        self.reason = ""  # why it is not checked
+        self.error: Exception | None = None  # what the model by itself raised
         self.measures = False  # whether rounding is measured
-        self.by_itself: ByItself | None = None
-        self.relay: Relay | None = None
-        # Of what several ranks hold: what each sees its own uses of, and what each sees more uses of than its own.
-        self.in_parts: set[str] = set()
-        self.unsure: set[str] = set()
-        self.named: dict[str, nn.Parameter] = {}  # the model's own
-        self.held: list[tuple[Executor, dict[str, nn.Parameter]]] = []  # what the stages here train
+        self.seconds = 0.0
+        self._seedings = seedings_elsewhere()
+        self._room = ExitStack()  # open until the step ends
+
+    @property
+    def held(self) -> list[tuple[str, nn.Parameter]]:
+        """What the ranks here train, by name."""
+        return [pair for rank in self.ranks for pair in rank.named.items()]
 
     # ---- before the step ---------------------------------------------------------------------------------------------
 
@@ -113,8 +104,8 @@ class Asking:
         sequences, if lines of a mesh have parts of them.
         """
         started = time.perf_counter()
-        self._seedings = seedings_elsewhere()
-        self.held = [(one, dict(self.holdings.named_on(one, pieces=False))) for one in self.engine.executors]
+        if not self.crew.alone:  # this process may have no room for more than its part
+            self._room.enter_context(giving_back())
         with self._whole() as parts:
             self._ask(step, called, target, factor, whole)
         for take in self.takes:
@@ -125,19 +116,25 @@ class Asking:
         for take in self.takes:
             if take.wanted is not None:
                 take.expected = Expected.of(take.wanted.sketches, self.allowed, take.rounding.gradients)
-        for executor, held in self.held:
-            executor.witnesses = [self._witness(executor, held, take) for take in self.takes]
+        for rank in self.ranks:
+            rank.watch([self._witness(rank, take) for take in self.takes])
         self.seconds = time.perf_counter() - started
 
-    def _witness(self, executor: Executor, held: Mapping[str, nn.Parameter], take: Take) -> Witness:
+    def leave(self) -> None:
+        """Watch no longer: the step has ended, or failed on its way."""
+        self._room.close()
+        for rank in self.ranks:
+            rank.leave()
+
+    def _witness(self, rank: Watched, take: Take) -> Witness:
         if take.expected is None:  # nothing is compared here, and other ranks compare what they share with this one
             shared = {one.name for one in self.engine.assembly.ties.tensors if one.is_copied}
-            only = {one for name, one in held.items() if name in shared or self.parts.is_settled_later(one)}
-            return Witness(take.given.microbatch, only)
-        witness = Witness(take.given.microbatch)
+            only = {one for name, one in rank.named.items() if name in shared or self.parts.is_settled_later(one)}
+            return Witness(take.given.number, only)
+        witness = Witness(take.given.number)
         limits = take.expected.limits()
-        uses = Counter(one for stage in executor.stages.values() for one in stage.parameters)
-        for name, one in held.items():
+        uses = Counter(one for stage in rank.executor.stages.values() for one in stage.parameters)
+        for name, one in rank.named.items():
             own = self.named.get(name)
             # Else it sees parts of a sum.
             is_whole = uses[one] == 1 and not self.parts.is_settled_later(one)
@@ -172,7 +169,7 @@ class Asking:
         """Return the model's parameters by name; of those that are held here, what is held."""
         plain = self.reference.whole
         named = {} if plain is None else plain.named_parameters()
-        return named | {name: one for _, held in self.held for name, one in held.items()}
+        return named | dict(self.held)
 
     @property
     def _blocks(self) -> list[Block]:
@@ -204,12 +201,15 @@ class Asking:
         if len({one.factor for one in told}) > 1:
             self.reason = "ranks scale the loss differently"  # which they tell each other after the step
         elif all(one.is_whole for one in told) and not _are_stale(named, [one.samples for one in told]):
-            self.by_itself, self.named = reference.whole, named
+            assert reference.whole is not None
+            self.runner = Runner(reference.whole, named)
         elif self.parts.is_on and reference.is_chain:
             self.reason = "each rank has only its own stages in memory"
         else:
-            self._prepare_relay(told)
-        self.named = self.named | self._of_loss()
+            places = [one.here for one in told]
+            self.runner = together(reference, self.crew, self.engine.assembly, self._blocks, dict(self.held), places)
+            self.reason = "the model was let go, and could not be copied" if self.runner is None else ""
+        self.named = {**({} if self.runner is None else self.runner.named), **self._of_loss()}
         if not self.reason:
             made = self.run(step.draw, factor)
             for take, wanted in zip(self.takes, made, strict=True):
@@ -225,14 +225,17 @@ class Asking:
     @property
     def is_disturbed(self) -> bool:
         """Whether other threads have seeded generators meanwhile, from which this model draws, or its loss."""
-        draws = any(one.wanted is not None and (one.wanted.drew or one.wanted.loss_drew) for one in self.takes)
+        draws = any(
+            one.wanted is not None and (one.wanted.made.drew or one.wanted.made.loss_drew) for one in self.takes
+        )
         return draws and seedings_elsewhere() != self._seedings
 
     def _samples(self, named: Mapping[str, nn.Parameter]) -> dict[str, bytes]:
         """Return some numbers of what is trained here and may be another in the model as this process has it."""
         if not self.reference.is_current:
             return {}
-        mine = {name: one for executor, _ in self.held for name, one in self.holdings.named_on(executor, pieces=False)}
+        ranks = [rank.executor for rank in self.ranks]  # which hold the whole of what lines divide meanwhile
+        mine = {name: one for each in ranks for name, one in self.holdings.named_on(each, pieces=False)}
         if self.crew.alone:  # what is the model's own parameter cannot be another than that
             mine = {name: one for name, one in mine.items() if named.get(name) is not one}
         return samples_of(mine)
@@ -243,58 +246,25 @@ class Asking:
         named = loss.named_parameters(prefix="loss_fn") if isinstance(loss, nn.Module) else ()
         return dict(named)
 
-    def _prepare_relay(self, told: Sequence[_Card]) -> None:
-        """Have the model run by ranks that have only their own blocks of it."""
-        reference, assembly = self.reference, self.engine.assembly
-        order = [(name, frozenset(at for at, one in enumerate(told) if name in one.here.blocks))
-                 for name in reference.places.blocks]  # fmt: skip
-        homes = Counter({name: len(ranks) for name, ranks in order})
-        for tensor in assembly.ties.tensors:
-            used = {one for one in homes for name in tensor.names if name.startswith(f"{one}.")}
-            is_between = any(name in reference.places.between for name in tensor.names)
-            holders = [one.here.blocks for one in told if used & set(one.here.blocks)]
-            if all(used <= set(one) for one in holders):
-                continue  # who has it sees all of its uses
-            if is_between or any(homes[one] > 1 for one in used):
-                self.unsure.update(tensor.names)
-            else:
-                self.in_parts.update(tensor.names)
-        here, device, randomness = Places.of(self._blocks), assembly.device, assembly.randomness
-        held = {name: one for _, held in self.held for name, one in held.items()}
-        if reference.is_chain:
-            self.relay = Relay(self.crew, None, reference.places, here, device, randomness)
-            modules = {block.name: block.module for block in self._blocks if block.name in here.blocks}
-            self.by_itself, self.named = Row(self.relay, order, modules), held
-            return
-        plain = reference.relayed(self.model)
-        missing = any(self.crew.collect("check model", plain is None))
-        if plain is None or missing:
-            self.reason = "the model was let go, and could not be copied"
-            return
-        assert isinstance(plain.model, nn.Module)
-        home = None if reference.is_current and not _has_values(plain) else Home.of(self._blocks)
-        self.relay = Relay(self.crew, plain.model, reference.places, here, device, randomness, home)
-        # Of what lines have parts of, the model has the whole meanwhile.
-        undivided = {name: one for name, one in held.items() if slice_of(one) is None}
-        self.by_itself, self.named = plain, plain.named_parameters() | undivided
+    def run(self, draw: int, factor: float, *, in_full: bool = False) -> Sequence[Wanted | None]:
+        """Run all microbatches through the model by itself; None if they cannot be compared.
 
-    def run(self, draw: int, factor: float, *, in_full: Collection[nn.Parameter] = ()) -> Sequence[Wanted | None]:
-        """Run all microbatches through the model by itself; None if they cannot be compared."""
-        assert self.by_itself is not None
+        All gradients are sketched; if they are wanted `in_full`, they are copied too.
+        """
+        assert self.runner is not None
         nothing, assembly = [None] * len(self.takes), self.engine.assembly
         assembly.randomness.step = draw
         self.engine.seed_lines()
-        mine = dict.fromkeys(self.named[name] for _, held in self.held for name in held if name in self.named)
-        if self.parts.is_on:  # parts are cut out of whole gradients
-            in_full = [one for one in mine if one.requires_grad]
+        mine = dict.fromkeys(self.named[name] for name, _ in self.held if name in self.named)
+        trained = [one for one in mine if one.requires_grad]
         try:
-            with nullcontext() if self.relay is None else self.relay.running():
-                made = plain_steps(
-                    self.by_itself,
+            with nullcontext() if self.runner.relay is None else self.runner.relay.running():
+                made = wanted_of(
+                    self.runner.model,
                     [take.given for take in self.takes],
                     self.intake.loss,
-                    wanted=in_full,
-                    sketched=[one for one in mine if one.requires_grad],
+                    in_full=trained if in_full or self.parts.is_on else (),  # parts are cut out of whole gradients
+                    sketched=trained,
                     device=assembly.device,
                     randomness=assembly.randomness,
                     precision=assembly.precision,
@@ -320,11 +290,11 @@ class Asking:
             return nothing
         if any(one.drew_elsewhere for one in made):
             self.reason = "the model draws random numbers of Python's or numpy's, which no rank seeds"
-        elif any(one.drew for one in made) and self.parts.divides_sequences:
+        elif any(one.made.drew for one in made) and self.parts.divides_sequences:
             self.reason = "the model draws random numbers, which are others for each part of a sequence"
-        elif any(one.drew for one in made) and assembly.compiler is not None:
+        elif any(one.made.drew for one in made) and assembly.compiler is not None:
             self.reason = "the model draws random numbers, which are others once it is compiled"
-        elif any(one.loss_drew for one in made):
+        elif any(one.made.loss_drew for one in made):
             self.reason = "the loss function draws random numbers, which are others in the model by itself"
             if seedings_elsewhere() != self._seedings:
                 self.reason = "random numbers were drawn meanwhile, by the loss function or by another thread"
@@ -340,8 +310,3 @@ def _are_stale(named: Mapping[str, nn.Parameter], told: Sequence[Mapping[str, by
     """Whether the model here is not what the ranks have between them."""
     everything = {name: value for one in told for name, value in one.items() if name in named}
     return first_difference([everything, samples_of({name: named[name] for name in everything})]) is not None
-
-
-def _has_values(plain: ByItself) -> bool:
-    """Whether all of a model is in memory, of whatever age."""
-    return not any(one.is_meta for one in plain.named_parameters().values())

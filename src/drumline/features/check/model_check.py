@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import Any, ClassVar
-from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drumline.core.action import Op
 from drumline.core.errors import DrumlineError, MismatchError, ModelError, UsageError
@@ -23,11 +21,11 @@ from drumline.engine.setting import Cut, Setting
 from drumline.engine.state.keeper import Keeper
 from drumline.engine.unchecked import Unchecked
 from drumline.engine.unsplit.parts import Parts
-from drumline.features.check.reference import Reference
+from drumline.features.check.by_itself.reference import Reference
 from drumline.features.check.sentinels import Sentinels, When
 from drumline.features.check.trial import Trial
 from drumline.features.check.verdict import Checked, Outcome, merged, verdict
-from drumline.runtime.gradients.heap import giving_back
+from drumline.model.block import Block
 from drumline.runtime.step import CalledWith, Step
 
 NUM_MICROBATCHES = 2  # of the first step: one for each copy where a stage has two
@@ -44,22 +42,20 @@ class ModelCheck(Unchecked, Keeper):
     def __init__(
         self, setting: Setting, cut: Cut, parts: Parts, different: tuple[int, int, str] | None, *, when: When
     ) -> None:
-        model, blocks, crew, intake = setting.options.model, cut.blocks, setting.crew, cut.intake
+        model, crew = setting.options.model, setting.crew
         self.is_pending = when is not False  # whether the first step is still to be checked
         self.checked: Checked | None = None
         self.refusal: DrumlineError | None = None
-        self._parts, self._crew, self._intake = parts, crew, intake
-        self._reference = Reference(model, blocks, alone=crew.alone) if self.is_pending else None
-        self._model = ref(model) if isinstance(model, nn.Module) else None
+        self._parts, self._crew = parts, crew
+        self._reference = Reference(model, cut.blocks, alone=crew.alone) if self.is_pending else None
         self._sentinels = Sentinels(when)
         self._different = different  # two ranks and the parameter for which they were given different values
-        self._trial: Trial | None = None
-        self._room = ExitStack()  # open while a step is checked
+        self._trial: Trial | None = None  # of the step that runs
         self._said: set[str] = set()  # what could not be checked, as rank 0 has said
 
     def attach(self, ground: Ground) -> None:
         """Take note of what runs the steps."""
-        self._ground, self._engine, self._holdings = ground, ground.engine, ground.holdings
+        self._ground = ground
 
     @property
     def is_chain(self) -> bool:
@@ -71,7 +67,7 @@ class ModelCheck(Unchecked, Keeper):
         state = {**whole, **model} if self.is_pending else model
         self._different = None
         self._sentinels.ask()
-        shards = self._holdings.shards
+        shards = self._ground.holdings.shards
         divided = {} if shards is None else shards.pieces  # they have their values, and may have no memory
         if self.is_pending and self._reference is not None and self._reference.whole is not None:
             named = self._reference.whole.named_parameters().items()
@@ -93,8 +89,8 @@ class ModelCheck(Unchecked, Keeper):
     def moved(self) -> None:
         """Check the step after layers have moved; what left has no memory here."""
         self._sentinels.ask()
-        if self._reference is not None and not self._crew.alone:
-            self._let_go()
+        if self._reference is not None:
+            self._reference.let_go(self._blocks)
 
     def followed(self) -> None:
         """Check the next step: the model was traced again, or for other inputs. All ranks of a line call it alike.
@@ -108,8 +104,8 @@ class ModelCheck(Unchecked, Keeper):
         """Follow a change of the model, which this process has seen, and others will tell of."""
         if self._crew.alone and self._is_only_line:
             self._sentinels.ask()
-        elif self._reference is not None and not self._reference.is_current and self._model is not None:
-            self._reference.renew(self._model(), [block for stage in self._engine.stages() for block in stage.blocks])
+        elif self._reference is not None and not self._reference.is_current:
+            self._reference.renew(self._blocks)
 
     def refuse(self) -> None:
         """Raise again what was found wrong: nothing may be built on it."""
@@ -135,12 +131,14 @@ class ModelCheck(Unchecked, Keeper):
             ground.recording.settle()  # else an update may be taken back in the middle of the step
         with ground.recording.between.during("check"), self._crew.together("the check of the model"):
             self._agree_on_weights()
-            scaler = ground.updates.scaler
-            factor = (1.0 if scaler is None else scaler.scale) * step.share
-            called = self._intake.called(call.batch, call.named)
+            factor = ground.updates.scaler.scale * step.share
+            called = ground.intake.called(call.batch, call.named)
             placed = ground.lines.placed(given)
-            whole = None if placed is None else (self._intake.called(placed.batch, placed.named), placed.target)
-            self._watch(step, called, call.target, factor, whole)
+            whole = None if placed is None else (ground.intake.called(placed.batch, placed.named), placed.target)
+            assert self._reference is not None
+            count = NUM_MICROBATCHES if self.is_pending else 1
+            self._trial = Trial(self._reference, ground, self._parts, count)
+            self._trial.before(step, called, call.target, factor, whole)
 
     def after(self, step: Step) -> None:
         """Compare a checked step with that run."""
@@ -172,60 +170,38 @@ class ModelCheck(Unchecked, Keeper):
     def _takes(self, step: Step) -> bool:
         """Whether a step is checked; all ranks ask alike, once for each step."""
         if self._trial is not None:  # of a step that failed on its way
+            self._trial.leave()
             self._trial = None
-            self._room.close()
             if self._is_only_line:  # others may have compared theirs
                 self._sentinels.ask()
-            for executor in self._engine.executors:
-                executor.witnesses = ()
         is_due = self._sentinels.takes(step.draw)
         return self.is_pending or (is_due and self._has_sentinels)
 
     @property
     def _has_sentinels(self) -> bool:
         """Whether later steps can be checked: not where steps are replayed, or lines have parts of parameters."""
-        divides_stages = Op.UNSHARD in self._engine.assembly.program.columns.ops  # those of other ranks, too
+        engine = self._ground.engine
+        divides_stages = Op.UNSHARD in engine.assembly.program.columns.ops  # those of other ranks, too
         if self._reference is None or self._parts.is_on or divides_stages:
             return False
         # A line in which nothing was compared, because nothing counted, checks on as others do.
         is_worth_it = self.checked is None or self.checked.num_parameters > 0 or not self._is_only_line
-        return not self._engine.runs_one_program and is_worth_it
+        return not engine.runs_one_program and is_worth_it
 
     @property
     def _is_only_line(self) -> bool:
         """Whether there are no other lines of a mesh, which take part in a checked step: all check the same steps."""
         return not self._parts.axes.is_mesh
 
-    def _watch(self, step: Step, called: Any, target: Any, factor: float, whole: tuple[Any, Any] | None) -> None:
-        """Run microbatches of a checked step through the model by itself, and have the step watched; all ranks call it.
-
-        `factor` is what the step will multiply the loss's gradient by. `whole` are batch and target with whole
-        sequences, if lines of a mesh have parts of them.
-        """
-        assert self._reference is not None
-        self._trial = Trial(
-            self._reference,
-            self._crew,
-            self._intake,
-            self._engine,
-            self._holdings,
-            self._parts,
-            NUM_MICROBATCHES if self.is_pending else 1,
-            None if self._model is None else self._model(),
-        )
-        if not self._crew.alone:  # this process may have no room for more than its part
-            self._room.enter_context(giving_back())
-        self._trial.before(step, called, target, factor, whole)
-
     def _compare(self, step: Step, trial: Trial) -> None:
         """Compare, tell all ranks, and raise alike on all of them if the pieces compute something else."""
         self._trial = None
-        self._room.close()
+        trial.leave()
         is_first, self.is_pending = self.is_pending, False
         outcomes = trial.after(step)
         others = [[Outcome() for _ in outcomes]] * (len(self._crew.channels) - 1)
         told = self._crew.all_told("checked", [outcomes, *others])
-        reference, order = self._reference, self._engine.assembly.order
+        reference, order = self._reference, self._ground.engine.assembly.order
         assert reference is not None
         settings = {"divides_layers": self._parts.axes.size("tp") > 1, "is_chain": reference.is_chain}
         found = [
@@ -234,8 +210,8 @@ class ModelCheck(Unchecked, Keeper):
         ]
         self.checked, self.refusal = merged(found, step.number)
         self._hear_other_lines(step.number)
-        if is_first and not self._crew.alone:
-            self._let_go()
+        if is_first:
+            reference.let_go(self._blocks)
         if not self._sentinels.is_on:
             self._reference = None
         self.refuse()
@@ -243,7 +219,7 @@ class ModelCheck(Unchecked, Keeper):
 
     def _hear_other_lines(self, step: int) -> None:
         """Refuse what any line of a mesh refuses, so that no line waits for another that has raised."""
-        axes, device = self._parts.axes, self._engine.assembly.device
+        axes, device = self._parts.axes, self._ground.engine.assembly.device
         if not axes.is_mesh:
             return
         refuses = torch.tensor([float(self.refusal is not None)], device=device)
@@ -254,9 +230,10 @@ class ModelCheck(Unchecked, Keeper):
             rank, text = next((rank, text) for rank, text in enumerate(told) if text)
             self.refusal = ModelError(f"{axes.named(rank)} refuses the step: {text}")
 
-    def _let_go(self) -> None:
-        assert self._reference is not None
-        self._reference.let_go([block for stage in self._engine.stages() for block in stage.blocks])
+    @property
+    def _blocks(self) -> list[Block]:
+        """The blocks of this process."""
+        return [block for stage in self._ground.engine.stages() for block in stage.blocks]
 
     def _say(self, unchecked: str, which: str) -> None:
         """Say once what cannot be compared."""

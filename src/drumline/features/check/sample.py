@@ -11,7 +11,7 @@ import torch
 from drumline.engine.ranks.crew import Crew
 from drumline.engine.stages.intake import Intake
 from drumline.engine.unsplit.parts import Parts
-from drumline.engine.unsplit.plain_step import Slice
+from drumline.engine.unsplit.unsplit_step import Microbatch
 from drumline.model.values import moved, pack
 from drumline.runtime.step import Step
 
@@ -75,18 +75,18 @@ class Sample:
     copies: Sequence[int]
     num_microbatches: int
 
-    def cut(self) -> list[Slice] | None:
+    def cut(self) -> list[Microbatch] | None:
         """Return microbatches that count, where this rank was given all of them."""
         if self.called is None or (self.target is None and not self.intake.own):
             return None
         step, places = self._taken({"first", "last"})
-        return [self._with_sequences(self._slice(step, at), step.order) for at in places]
+        return [self._with_sequences(self._microbatch(step, at), step.order) for at in places]
 
-    def _slice(self, step: Step, at: int) -> Slice:
+    def _microbatch(self, step: Step, at: int) -> Microbatch:
         given = step.inputs[at], step.targets[at], float(step.shares[at]), self.intake.factors_of(at)
-        return Slice(at, *given, seen_share=lambda: float(step.shares[at]))
+        return Microbatch(at, *given, seen_share=lambda: float(step.shares[at]))
 
-    def passed_on(self, ends: Collection[str]) -> list[Slice]:
+    def passed_on(self, ends: Collection[str]) -> list[Microbatch]:
         """Return microbatches of which ranks have only parts: the last stage's rank chooses them, the first's has them.
 
         All ranks call it; `ends` are those of the pipeline that are in this process.
@@ -95,18 +95,19 @@ class Sample:
         chosen = None
         if "last" in ends:
             each = [
-                Slice(at, None, step.targets[at], float(step.shares[at]), self.intake.factors_of(at)) for at in places
+                Microbatch(at, None, step.targets[at], float(step.shares[at]), self.intake.factors_of(at))
+                for at in places
             ]
             each = [self._with_sequences(one, step.order) for one in each]
-            chosen = [(one.microbatch, moved(one.target, _HOST), one.share, one.factors) for one in each]
+            chosen = [(one.number, moved(one.target, _HOST), one.share, one.factors) for one in each]
         told = next(one for one in self.crew.collect("check target", chosen) if one is not None)
         first = None
         if "first" in ends:
-            each = [Slice(at, step.inputs[at], None, share) for at, _, share, _ in told]
+            each = [Microbatch(at, step.inputs[at], None, share) for at, _, share, _ in told]
             first = [moved(self._with_sequences(one, step.order).inputs, _HOST) for one in each]
         inputs = next(one for one in self.crew.collect("check input", first) if one is not None)
         pairs = zip(told, inputs, strict=True)
-        return [Slice(at, given, wanted, share, factors) for (at, wanted, share, factors), given in pairs]
+        return [Microbatch(at, given, wanted, share, factors) for (at, wanted, share, factors), given in pairs]
 
     def _taken(self, ends: Collection[str]) -> tuple[Step, list[int]]:
         """Return the step, cut into microbatches, and those of them that are looked at."""
@@ -116,7 +117,7 @@ class Sample:
         counts = likely(step.targets) if self.intake.is_open and step.targets else step.shares
         return step, chosen(self.parts.counts(counts, self.intake.device), self.copies, self.num_microbatches)
 
-    def _with_sequences(self, given: Slice, order: Sequence[int]) -> Slice:
+    def _with_sequences(self, given: Microbatch, order: Sequence[int]) -> Microbatch:
         """Return a microbatch with whole sequences, if lines of a mesh have parts of them.
 
         `order` says which of the given microbatches runs in each slot, if that was chosen.
@@ -124,7 +125,7 @@ class Sample:
         if self.sequences is None:
             return given
         batch, target = self.sequences
-        at = order[given.microbatch] if order else given.microbatch
+        at = order[given.number] if order else given.number
         inputs = None if given.inputs is None else self.intake.cut_batch(batch)[at]
         if given.target is not None:
             own = batch if self.intake.own else target

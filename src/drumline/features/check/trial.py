@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from drumline.engine.unsplit.comparing import few, norm_of, off, outputs_off
-from drumline.engine.unsplit.plain_step import Wanted
 from drumline.features.check.asking import Asking, Take
-from drumline.features.check.rounding import DRAWS, TIMES
-from drumline.features.check.sketched import Expected, Found, differences, found_by, unsettled
+from drumline.features.check.by_itself.rounding import DRAWS
+from drumline.features.check.by_itself.wanted import Wanted
+from drumline.features.check.gradients.expected import TIMES, Expected, Found, differences, found_by, unsettled
+from drumline.features.check.gradients.sketch import sketch
 from drumline.features.check.verdict import Outcome
-from drumline.runtime.gradients.sketch import sketch
 from drumline.runtime.step import Step
 
 
@@ -49,8 +49,6 @@ class Trial(Asking):
             has_moods = self._has_moods(step)
             for one in outcomes:
                 one.has_moods = has_moods
-        for executor in self.engine.executors:
-            executor.witnesses = ()
         outcomes[0].seconds = self.seconds + time.perf_counter() - started
         return outcomes
 
@@ -62,12 +60,12 @@ class Trial(Asking):
     def _rescale(self, step: Step, take: Take) -> None:
         """Give the wanted gradients the share that the step took: some losses must be seen before it is known."""
         own = None
-        if take.given.microbatch in step.losses:
-            own = self.parts.share(step.shares[take.given.microbatch], self.intake.device)
+        if take.given.number in step.losses:
+            own = self.parts.share(step.shares[take.given.number], self.intake.device)
         share = next(one for one in self.crew.collect("check share", own) if one is not None)
         take.counts = bool(share)
-        if take.counts and take.wanted is not None and take.expected is not None and share != take.wanted.share:
-            take.ratio = share / take.wanted.share
+        if take.counts and take.wanted is not None and take.expected is not None and share != take.wanted.made.share:
+            take.ratio = share / take.wanted.made.share
             take.expected = take.expected.rescaled(take.ratio)
         take.given = replace(take.given, share=share, seen_share=None)
 
@@ -75,7 +73,7 @@ class Trial(Asking):
         """Complete what is wanted of experts: tokens of all lines went through them, and each line has run its own."""
         known: dict[nn.Parameter, Tensor] = {} if take.expected is None else dict(take.expected.sketches)
         rounding = {} if take.expected is None else dict(take.expected.rounding)
-        for one in (one for _, held in self.held for one in held.values() if one.requires_grad):
+        for one in (one for _, one in self.held if one.requires_grad):
             if self.parts.is_summed(one):
                 own = None if take.wanted is None else take.wanted.gradients.get(one)
                 if take.wanted is not None and (own is None or not take.counts):  # no token here chose any of them
@@ -99,8 +97,10 @@ class Trial(Asking):
             yield self.parts.wanted(None if own is None else own * take.ratio, parameter)[0]
 
     def _outcome(self, step: Step, at: int, take: Take) -> Outcome:
-        outcome = Outcome(unchecked=self.reason, in_parts=frozenset(self.in_parts), raised=self.raised)
-        outcome.changed = "" if self.relay is None else self.relay.changed
+        runner = self.runner
+        outcome = Outcome(unchecked=self.reason, raised=self.raised)
+        if runner is not None and runner.relay is not None:
+            outcome.in_parts, outcome.changed = runner.in_parts, runner.relay.changed
         found = self._found(at)
         if take.ratio != 1.0:
             found = unsettled(found)
@@ -111,15 +111,17 @@ class Trial(Asking):
             return outcome
         named, expected = self.named, take.expected
         compared: dict[nn.Parameter, str] = {}
-        for name in (name for _, held in self.held for name in held if name in named):
+        for name in (name for name, _ in self.held if name in named):
             if named[name]._post_accumulate_grad_hooks:
                 continue  # what it does to the gradient once that has been added is done in the step alone
-            if any(named[name] in one.witnesses[at].unclear for one in self.engine.executors):
+            if any(named[name] in rank.witnesses[at].unclear for rank in self.ranks):
                 outcome.unchecked = f"not the gradient of {name}, to which a hook adds once autograd has"
                 continue
             if name not in shared:
                 compared[named[name]] = name
-            elif name in self.unsure:  # every rank has all of it here, and in the step its own part
+            elif (
+                runner is not None and name in runner.unsure
+            ):  # every rank has all of it here, and in the step its own part
                 outcome.unchecked = (
                     f"not the gradient of {name}, which several ranks use, and not each in blocks of its own"
                 )
@@ -134,10 +136,10 @@ class Trial(Asking):
         made = {one: found.get(name) for one, name in compared.items()}
         apart = differences(made, expected, partial(self._in_full, step, take))
         outcome.differences = {compared[one]: each for one, each in apart.items()}
-        if take.given.microbatch in step.losses:
+        if take.given.number in step.losses:
             others = {
-                "loss": off(self._loss(step, take), take.wanted.loss),
-                "output": outputs_off(*self.parts.outputs(self._output(at), take.wanted.output)),
+                "loss": off(self._loss(step, take), take.wanted.made.loss),
+                "output": outputs_off(*self.parts.outputs(self._output(at), take.wanted.made.output)),
             }
             outcome.others = {what: take.rounding.left(what, apart) for what, apart in others.items()}
         return outcome
@@ -158,20 +160,19 @@ class Trial(Asking):
     @property
     def _can_run_again(self) -> bool:
         """Whether the whole model is still here after the step."""
-        is_here = self.takes[0].wanted is not None and self.relay is None
-        return is_here and self.holdings.shards is None
+        is_here = self.runner is not None and self.runner.relay is None
+        return is_here and self.takes[0].wanted is not None and self.holdings.shards is None
 
     def _once_more(self, step: Step) -> None:
         if any(take.again is None for take in self.takes):
-            mine = dict.fromkeys(self.named[name] for _, held in self.held for name in held if name in self.named)
-            made = self.run(step.draw, step.factor, in_full=[one for one in mine if one.requires_grad])
+            made = self.run(step.draw, step.factor, in_full=True)
             for take, again in zip(self.takes, made, strict=True):
                 take.again = again
 
     def _found(self, at: int) -> dict[str, Found]:
         """Return what the witnesses saw, by name, with the parts of other lines where each sees a part."""
-        found = found_by(self.held, at)
-        for name, one in ((name, one) for _, held in self.held for name, one in held.items()):
+        found = found_by(self.ranks, at)
+        for name, one in self.held:
             if self.parts.seen_over(one) and one.requires_grad:
                 seen = found.get(name)
                 total = self.parts.seen(None if seen is None else seen.full, one)
@@ -180,14 +181,14 @@ class Trial(Asking):
 
     def _loss(self, step: Step, take: Take) -> Tensor:
         """Return the microbatch's loss in the step, over whole sequences."""
-        loss, share = (each[take.given.microbatch] for each in (step.losses, step.shares))
+        loss, share = (each[take.given.number] for each in (step.losses, step.shares))
         if not self.parts.divides_sequences or not take.given.share:
             return loss.detach().cpu()
         total = self.parts.total(loss.detach().double() * share, self.intake.device)
         return torch.tensor(total / take.given.share, dtype=loss.dtype)
 
     def _output(self, at: int) -> Any:
-        outputs = [one.witnesses[at].output for one in self.engine.executors]
+        outputs = [rank.witnesses[at].output for rank in self.ranks]
         return next((one for one in outputs if one is not None), None)
 
     def _has_moods(self, step: Step) -> bool:
@@ -203,6 +204,6 @@ class Trial(Asking):
 
     def _differ(self, ones: Sequence[Wanted | None], others: Sequence[Wanted | None]) -> bool:
         return any(
-            one is None or other is None or outputs_off(one.output, other.output) > self.allowed
+            one is None or other is None or outputs_off(one.made.output, other.made.output) > self.allowed
             for one, other in zip(ones, others, strict=True)
         )

@@ -10,8 +10,7 @@ import torch
 from drumline.channel.rank_names import BY_NUMBER, RankNames
 from drumline.core.errors import ModelError
 from drumline.engine.stages.assembly import Assembly
-
-FLOOR = 1e-6  # of all gradients' norm: what is smaller is rounding
+from drumline.features.check.gradients.expected import FLOOR
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,13 +115,12 @@ class SearchedSizes:
 
 
 class Arranging(Observer):
-    """Chooses orders for a pipeline's steps, and searches programs for microbatches of given sizes.
+    """Knows orders for a pipeline's steps, and searches programs for microbatches of given sizes.
 
     `program` returns the one that runs.
     """
 
-    def __init__(self, crew: Crew, program: Callable[[], Program], *, is_on: bool) -> None:
-        self.is_on = is_on
+    def __init__(self, crew: Crew, program: Callable[[], Program]) -> None:
         self._crew, self._program = crew, program
         self._costs: SizeCosts | None = None  # the same on all ranks
         self._known: dict[Any, Arranged] = {}

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from drumline.core.program import Program
+from drumline.engine.kit import Kit
+from drumline.engine.setting import Setting
 from drumline.engine.site import Site
 from drumline.features.lengths.arrange import Arranging
 from drumline.features.lengths.options import LengthOptions
+from drumline.features.lengths.ordering import OrderedIntake
 
 
-def attach(site: Site, options: LengthOptions) -> Arranging:
+def fit(kit: Kit, setting: Setting, options: LengthOptions) -> None:
+    """Have microbatches put in order, if the user asks for it."""
+    if options.arrange:
+        kit.intake = OrderedIntake
+
+
+def attach(site: Site) -> Arranging:
     """Return what learns the costs of sizes; with `arrange`, it orders the microbatches of every step."""
 
     def program() -> Program:
         return site.programs[site.engine.number] if site.engine.number else site.frozen.program
 
-    arranging = Arranging(site.crew, program, is_on=options.arrange)
-    site.intake.order_of = arranging.order_of if options.arrange else None
+    arranging = Arranging(site.crew, program)
+    if isinstance(site.intake, OrderedIntake):
+        site.intake.order_of = arranging.order_of
     return arranging

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
+from drumline.engine.updates.attached import Copies
 from drumline.model.precision import LOW
 
 
-class Masters:
+class Masters(Copies):
     """The float32 copies of this process's low-precision parameters, which the optimizer updates in their place.
 
     A bfloat16 weight cannot take an update much smaller than itself: 1 + 0.001 is 1. So gradients accumulate over
@@ -26,6 +27,8 @@ class Masters:
     tensor([0.9990, 0.9990], requires_grad=True), Parameter containing:
     tensor([1., 1.], dtype=torch.bfloat16, requires_grad=True))
     """
+
+    is_on = True
 
     def __init__(self) -> None:
         self._copies: dict[nn.Parameter, nn.Parameter] = {}
@@ -55,11 +58,6 @@ class Masters:
         """Take a copy that another rank made and updated."""
         self._copies[parameter] = nn.Parameter(copy)
         self._seen[parameter] = _mark(parameter)
-
-    def named(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the updated tensor of each of these parameters, by name."""
-        self.catch_up()
-        return ((name, self.of(one)) for name, one in parameters)
 
     def take(self, parameters: Iterable[nn.Parameter]) -> None:
         """Before an optimizer steps, give the copies of its parameters the gradients and any outside changes."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError, NonFiniteError
+from drumline.engine.updates.attached import Scales
 from drumline.model.precision import LOW
 
 
@@ -25,7 +26,7 @@ def _admit(**_: Any) -> None:
 
 
 @dataclass(eq=False, repr=False)
-class LossScaler:
+class LossScaler(Scales):
     """The loss scale and when it changes: the rules, defaults and state of `torch.amp.GradScaler`.
 
     A skipped optimizer step multiplies the scale by `backoff_factor`; `growth_interval` steps without a skip multiply
@@ -50,6 +51,7 @@ class LossScaler:
     refuse: Callable[..., None] = _admit  # what does not go with a scaled loss
 
     def __post_init__(self, init_scale: float) -> None:
+        self.is_on = True
         self.scale = init_scale
         self._good = 0  # optimizer steps since the scale last changed
         self._first = 0  # the first step whose gradients have not been cleared

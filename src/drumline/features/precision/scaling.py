@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from drumline.engine.ranks.observer import Observer
+from drumline.engine.ranks.tally import Told
 from drumline.engine.state.keeper import Keeper, Named
 from drumline.engine.state.tensors import Holdings
 from drumline.features.precision.scaler import LossScaler, multiplied
@@ -31,6 +32,11 @@ class Scaling(Observer, Keeper):
         """Unscale the gradients."""
         self._multiply(1.0 / step.scale)
         self.scaler.ran(step.number)
+
+    def tell(self, step: Step, each: Sequence[Told]) -> None:
+        """Tell the scale, which must be the same on all ranks."""
+        if step.train:
+            each[0].scale = step.scale
 
     def described(self) -> dict[str, Any]:
         """Return the scale and when it changes next."""

@@ -88,7 +88,7 @@ class State:
     def _taken(self) -> Snapshot:
         site = self._site
         training: dict[str, Tensor] = {}
-        if site.updates.masters is not None:
+        if site.updates.masters.is_on:
             named = site.updates.named(site.holdings.named_parameters())
             low = {name for name, one in site.holdings.named_parameters() if one.dtype != torch.float32}
             training |= {f"masters/{name}": one.detach() for name, one in named if name in low}
@@ -234,7 +234,7 @@ class State:
     def _take_updates(self, content: Mapping[str, Any], training: Mapping[str, Tensor]) -> None:
         """Give masters, optimizers and keepers their state back."""
         site = self._site
-        if site.updates.masters is not None:
+        if site.updates.masters.is_on:
             with torch.no_grad():
                 for name, one in site.updates.named(site.holdings.named_parameters()):
                     if f"masters/{name}" in training:

@@ -21,7 +21,7 @@ meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -37,10 +37,11 @@ from drumline.core.rules import Backward
 from drumline.features.stream.rows import BACKWARDS, Cell, StreamRows, runs
 from drumline.features.stream.verdicts import Judged, Norms, Place, Verdicts
 from drumline.features.stream.versions import Versions
-from drumline.runtime.draft import BEGIN, Draft
+from drumline.runtime.draft import BEGIN, Clock, Draft
 from drumline.runtime.execute.executor import Executor, Gradients
 from drumline.runtime.execute.jobs import Job
 from drumline.runtime.gradients.clip import all_finite
+from drumline.runtime.gradients.exchange import Ending
 from drumline.runtime.step import Step
 
 _BETWEEN_STEPS = -2  # a pause belongs to no step
@@ -119,7 +120,7 @@ class StreamExecutor(Executor):
         """How many microbatches have run forward and not backward."""
         return sum(len(stage.held) for stage in self.stages.values())
 
-    def run(self, step: Step, draft: Draft, jobs: Iterable[Job] | None = None) -> Generator[Wait, None, None]:
+    def run(self, step: Step, draft: Draft, jobs: Iterable[Job]) -> Generator[Wait, None, None]:
         """Run the slice of a step."""
         self._steps[self.position] = step, self.optimizers.settings()
         self.verdicts.number(self.position, step.draw)
@@ -156,11 +157,12 @@ class StreamExecutor(Executor):
             stage.refresh()
             stage.kept = step.outputs if step.wants_outputs else None
             self.versions[index].scale = self.scale
-        if self.scale is not None:
-            self.scale.begin(*step.inputs, *step.targets)
         draft.spent(BEGIN, draft.begin_ns, self.clock.now())
 
-    def _end(self) -> Iterable[Wait]:
+    def _endings(self) -> Sequence[Ending]:
+        return [self._put_aside]
+
+    def _put_aside(self, clock: Clock, draft: Draft) -> Iterable[Wait]:
         """Put aside the gradients that have begun to add up."""
         self.exchange.refuse_changes()
         for one in self._parameters():

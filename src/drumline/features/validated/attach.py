@@ -11,7 +11,5 @@ from drumline.model.catalogue import places_in
 def attach(site: Site) -> Validation:
     """Return what validates updates afterwards; it does nothing until an optimizer asks for it."""
     places = (place for stage in site.engine.stages() for block in stage.blocks for place in places_in(block))
-    parts = (site.holdings, site.ledger, site.recording, KeptBuffers(places), site.engine.total_norm)
-    made = Validation(*parts, attend=site.attend)
-    site.updates.validation = made
+    site.updates.validation = made = Validation(site, KeptBuffers(places))
     return made

@@ -19,24 +19,23 @@ wait for the next verdict before they update: gradients that need clipping rarel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar
 from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drumline.core.errors import DrumlineError, RunError, UsageError
-from drumline.engine.ranks.journal import Journal
 from drumline.engine.ranks.observer import Observer
-from drumline.engine.ranks.tally import Ledger, Tally, Told
-from drumline.engine.state.tensors import Holdings
+from drumline.engine.ranks.tally import Tally, Told
+from drumline.engine.site import Site
 from drumline.engine.updates.validated import Validates
 from drumline.features.validated.kept import KeptBuffers, KeptOptimizer
 from drumline.runtime.gradients import clip
-from drumline.runtime.step import Step
+from drumline.runtime.step import CalledWith, Step
 
 _TWO = 2.0  # the norm that clipping takes, as torch does
 
@@ -119,30 +118,15 @@ class _Update:
         self.gradients, self.stepped, self.is_settled = {}, [], True
 
 
-class TotalNorm(Protocol):
-    """Returns the norm of all gradients, given the norms by name that ranks have told."""
-
-    def __call__(self, norms: Iterable[Mapping[str, float]], norm_type: float) -> Tensor:
-        """Return it for one kind of norm."""
-
-
 class Validation(Observer, Validates):
     """The updates of this process's ranks that wait for their verdict; does nothing until an optimizer asks for it."""
 
     order: ClassVar[int] = -1  # it gates the step that all others observe
 
-    def __init__(
-        self,
-        holdings: Holdings,
-        ledger: Ledger,
-        recording: Journal,
-        buffers: KeptBuffers,
-        total: TotalNorm,
-        *,
-        attend: Callable[[], None],
-    ) -> None:
-        self._holdings, self._ledger, self._recording, self._buffers = holdings, ledger, recording, buffers
-        self._crew, self._total, self._attend = holdings.crew, total, attend
+    def __init__(self, site: Site, buffers: KeptBuffers) -> None:
+        self._site, self._buffers = site, buffers
+        self._holdings, self._ledger, self._recording = site.holdings, site.ledger, site.recording
+        self._crew, self._total = site.crew, site.engine.total_norm
         self.is_on = False
         self.max_norm: float | None = None
         self.verdict: Verdict | None = None  # the last one
@@ -170,7 +154,8 @@ class Validation(Observer, Validates):
             self.is_on, self.max_norm, self._first = True, max_norm, self._ledger.number
             self._recording.notes_late = 1
             self._ledger.awaits = self.settle
-            self._attend()
+            self._site.run_rows = self._run
+            self._site.attend()
 
     def turn_off(self) -> None:
         """Validate the updates of the next optimizers before they are made; all ranks call it alike."""
@@ -178,7 +163,8 @@ class Validation(Observer, Validates):
             self._recording.settle()
             self.is_on, self._recording.notes_late, self._ledger.awaits = False, 0, None
             self._update, self._again, self._trusts = None, False, True
-            self._attend()
+            self._site.run_rows = self._site.engine.run
+            self._site.attend()
 
     @property
     def is_idle(self) -> bool:
@@ -319,25 +305,35 @@ class Validation(Observer, Validates):
 
     # ---- what a step does --------------------------------------------------------------------------------------------
 
-    def begin(self, step: Step) -> None:
-        """Let the step ask, at the end of its opening, whether the update before it stands."""
-        if not self.is_on:
-            return
-        update = self._update
-        waits = self._again or (update is not None and update.is_ahead)
-        self._buffers.take(copies=waits)
-        if waits:
-            step.accepts = lambda: self._accepts(step)
+    def given(self, step: Step, call: CalledWith) -> CalledWith:
+        """Let evaluations see parameters that all ranks agree on."""
+        if not step.train:
+            self._recording.settle()
+        return call
 
-    def _accepts(self, step: Step) -> bool:
+    def _run(self, step: Step) -> None:
+        """Run a step's rows; at the end of their openings, ask whether the update before the step stands."""
+        engine, update = self._site.engine, self._update
+        waits = step.train and (self._again or (update is not None and update.is_ahead))
+        if step.train:
+            self._buffers.take(copies=waits)
+        if not waits:
+            engine.run(step)
+            return
+        engine.run(step, lambda executor: executor.gated(self._accepts))
+        if self._again:
+            for again in self._site.observers.again:
+                again(step)
+            engine.run(step)
+
+    def _accepts(self) -> bool:
         update = self._update
         if update is not None:
             with self._mending(update):
                 self._judged(update)
             if not self._again:
                 self._update = None  # it stands; its gradients make room for those of the step
-        step.rejected = self._again
-        return not step.rejected
+        return not self._again
 
     def again(self, step: Step) -> None:
         """Mend the update, before the step begins again."""
@@ -345,7 +341,6 @@ class Validation(Observer, Validates):
         self.settle()
         self._update, self._again = None, False
         self._buffers.take(copies=False)
-        step.accepts, step.rejected = None, False
 
     def end(self, step: Step) -> None:
         """Note what the step has changed, and forget an update that had its verdict before the step."""

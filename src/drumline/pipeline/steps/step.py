@@ -4,7 +4,6 @@
     begin    observers prepare: put earlier gradients aside, scale the loss
     run      this process's ranks run their rows
     end      observers restore what they put aside
-             or, if the update before it was wrong: observers mend that, and it runs again
     tell     all ranks tell each other the outcome, and none waits for another
 
 Whatever else there is observes the step: see engine/ranks/observer.py.
@@ -59,12 +58,10 @@ class StepRun(Site):
 
     def evaluate(self, step: Step, call: CalledWith) -> Tally:
         """Run the forwards alone; return a tally of what all ranks will tell about it."""
-        if self.updates.validation.is_on:
-            self.recording.settle()  # evaluations see parameters that all ranks agree on
-        self.catch_up(step)
-        self.recording.evaluating(step)
         for part_of in self.observers.given:
             call = part_of(step, call)
+        self.catch_up(step)
+        self.recording.evaluating(step)
         return self.run(step, call)
 
     def run_by(self, step: Step, program: Any) -> None:
@@ -118,15 +115,10 @@ class StepRun(Site):
                     compared(step, given)
             for taken in observers.taken:
                 taken(step)
-            if not step.repeats or self.intake.counts_labels:  # else its weights are those of the last step
-                self.intake.cut(step)
+            self.cut(step)
             for begin in observers.begin:
                 begin(step)
-            self.engine.run(step)
-            if step.rejected:
-                for again in observers.again:
-                    again(step)
-                self.engine.run(step)
+            self.run_rows(step)
             for end in observers.end:
                 end(step)
             return self._tell(step, given and given())

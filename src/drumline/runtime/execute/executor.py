@@ -28,15 +28,16 @@ from drumline.model.values import pack, unpack
 from drumline.model.weights.tied import Ties
 from drumline.runtime.draft import BEGIN, NOTE, POST, Clock, Draft
 from drumline.runtime.execute.jobs import Job, absent, merge, nothing
-from drumline.runtime.execute.replaced import in_turns, watched, weighed
-from drumline.runtime.gradients.exchange import GradientExchange
+from drumline.runtime.execute.replaced import in_turns, is_whole, weighed
+from drumline.runtime.gradients.exchange import Ending, GradientExchange
 from drumline.runtime.gradients.lines import Shards, Sums
-from drumline.runtime.gradients.witness import Witness
+from drumline.runtime.gradients.summed import SummedExchange
 from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
 from drumline.runtime.step import Step
 
 Gradients = tuple[Tensor | None, ...]
+Replacing = Callable[[Iterable[Job], Step], Iterable[Job]]
 
 
 class Executor:
@@ -67,11 +68,14 @@ class Executor:
         self.lowest = program.backwards.count(Backward.NONE)  # stages below this one need no gradients
         self.merge = merge_weight_gradients
         self.scale = scale
-        self.exchange = GradientExchange(rank, stages, channel, self.placement, ties, reducer, shards)
+        exchanged = (rank, stages, channel, self.placement, ties)
+        self.exchange = GradientExchange(*exchanged) if reducer is None else SummedExchange(*exchanged, reducer, shards)
+        self.endings = self._endings()
         self.current: Action | None = None
-        self.witnesses: Sequence[Witness] = ()  # of a step that is checked, one for each microbatch
+        self.watched: Callable[[Job], Job] | None = None  # returns what runs in place of a job of a watched step
         self.takes_turns = False  # whether the halves of an overlapped pair run in turns, at their exchanges
-        self._has_pairs = any(action.op is Op.OVERLAP for action in program.rows[rank])
+        self.replacing: Sequence[Replacing] = ()  # return what runs in place of jobs, one after the other
+        self.replace_jobs()
         self.draft = Draft(rank)  # of the current step
         self._gathering: dict[int, int] = {}  # since when each stage's parameters are gathered
         self._made: dict[tuple[int, int], Any] = {}
@@ -85,8 +89,27 @@ class Executor:
         made = Executor(
             program, *own, merge_weight_gradients=self.merge, scale=self.scale, ties=ties, shards=self.shards
         )
-        made.exchange = self.exchange  # one step runs at a time
+        made.exchange, made.endings = self.exchange, self.endings  # one step runs at a time
+        made.takes_turns = self.takes_turns
+        made.replace_jobs()
         return made
+
+    def divide(self, shards: Shards) -> None:
+        """Divide the parameters of some stages between the lines of a mesh."""
+        self.shards = shards
+        if isinstance(self.exchange, SummedExchange):
+            self.exchange.shards = shards
+        self.jobs = self.translated()
+
+    def replace_jobs(self) -> None:
+        """Follow `watched`, `takes_turns` and `scale`: in the steps from now on, what they ask for replaces jobs."""
+        has_pairs = any(action.op is Op.OVERLAP for action in self.program.rows[self.rank])
+        asked = {
+            self._watched: self.watched is not None,
+            self._in_turns: self.takes_turns and has_pairs,
+            self._weighed: self.scale is not None,
+        }
+        self.replacing = [replacing for replacing, is_asked in asked.items() if is_asked]
 
     def translated(self) -> list[Job]:
         """Return the jobs of this rank's row."""
@@ -177,16 +200,15 @@ class Executor:
             for action in rest:
                 yield jobs[action]
 
-    def run(self, step: Step, draft: Draft, jobs: Iterable[Job] | None = None) -> Generator[Wait, None, None]:
-        """Run the row, yielding whenever it must wait for a message; finally exchange the gradients.
+    def run(self, step: Step, draft: Draft, jobs: Iterable[Job]) -> Generator[Wait, None, None]:
+        """Run the jobs of the row, yielding whenever it must wait for a message; finally exchange the gradients.
 
-        `jobs`, if given, replace those of the row. The draft records what the rank does, piece by piece.
+        The draft records what the rank does, piece by piece.
         """
         channel, clock, stages, now = self.channel, self.clock, self.stages.values(), self.clock.now
         self._begin(step, draft)
-        jobs = self.jobs if jobs is None else jobs
-        if self.witnesses or self.scale is not None or (self.takes_turns and self._has_pairs):
-            jobs = self._replaced(jobs)
+        for replace in self.replacing:
+            jobs = replace(jobs, step)
         directly = False
         for job in jobs:
             self.current = job.action
@@ -217,7 +239,8 @@ class Executor:
             else:
                 job.run(job, step)
             directly = job.timed
-        yield from self._end()
+        for ending in self.endings:
+            yield from ending(clock, draft)
         draft.end_ns = now()
         self.current = None
 
@@ -233,24 +256,26 @@ class Executor:
         for stage in self.stages.values():
             stage.begin()
             stage.kept = step.outputs if step.wants_outputs else None
-        if self.scale is not None:
-            self.scale.begin(*step.inputs, *step.targets)
         draft.spent(BEGIN, draft.begin_ns, self.clock.now())
 
-    def _end(self) -> Iterable[Wait]:
-        """Finish a step whose jobs are done: exchange the gradients."""
-        return self.exchange.finish(self.clock, self.draft)
+    def _endings(self) -> Sequence[Ending]:
+        """Return what finishes a step whose jobs are done: it exchanges the gradients, where ranks have the same."""
+        return self.exchange.endings
 
-    def _replaced(self, jobs: Iterable[Job]) -> Iterator[Job]:
-        """Yield what runs in place of these jobs in a step that is watched, weighed, or takes turns."""
-        for one in jobs:
-            job = watched(one, self.witnesses) if self.witnesses else one
-            if job.parts and self.takes_turns:
-                job = in_turns(job)
-            elif job.timed and self.scale is not None:
-                job = weighed(job, self.scale)
-            yield job
-            if job.timed and self.scale is not None:
+    def _watched(self, jobs: Iterable[Job], step: Step) -> Iterable[Job]:
+        assert self.watched is not None
+        return map(self.watched, jobs)
+
+    def _in_turns(self, jobs: Iterable[Job], step: Step) -> Iterable[Job]:
+        return (in_turns(job) if job.parts else job for job in jobs)
+
+    def _weighed(self, jobs: Iterable[Job], step: Step) -> Iterator[Job]:
+        assert self.scale is not None
+        self.scale.begin(*step.inputs, *step.targets)
+        for job in jobs:
+            # Halves that take turns are weighed after both.
+            yield weighed(job, self.scale) if job.timed and not is_whole(job) else job
+            if job.timed:
                 yield Job(job.action, self._weigh)
 
     def _weigh(self, job: Job, step: Step) -> None:

@@ -1,46 +1,19 @@
-"""Jobs that replace others in some steps: seen by witnesses, weighed, or with the halves of a pair in turns.
+"""Jobs that replace others in some steps: weighed, or with the halves of a pair in turns.
 
 The executor's loop knows of none of this, so that plain steps do not pay for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from drumline.core.action import Op
 from drumline.runtime.execute.jobs import Job, nothing
 from drumline.runtime.execute.turns import run_both
-from drumline.runtime.gradients.witness import Witness
-from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
 from drumline.runtime.step import Step
-
-
-def watched(job: Job, witnesses: Sequence[Witness]) -> Job:
-    """Return a job of a watched step: a witness sees what concerns its microbatch."""
-    if job.parts:
-        return replace(job, parts=tuple(watched(part, witnesses) for part in job.parts))
-    stage, op = job.stage, job.action.op
-    watching = [one for one in witnesses if one.microbatch in (job.together or (job.microbatch,))]
-    if stage is None or not watching:
-        return job
-    if job.together:
-        return replace(job, call=partial(_alone_and_merged, watching, stage, job.together))
-    if op is Op.BACKWARD_WEIGHT and job.call is not nothing:
-        return replace(job, call=partial(watching[0].weighing, stage))
-    if op is Op.BACKWARD:
-        return replace(job, call=partial(watching[0].adding, stage, job.call))
-    return replace(job, call=partial(watching[0].listening, stage, job.call)) if op is Op.FORWARD else job
-
-
-def _alone_and_merged(watching: Sequence[Witness], stage: Stage, together: Sequence[int], _: int) -> None:
-    for witness in watching:
-        witness.weighing(stage, witness.microbatch)
-    if rest := [one for one in together if all(one != witness.microbatch for witness in watching)]:
-        stage.backward_weight_merged(rest)
 
 
 def in_turns(job: Job) -> Job:
@@ -71,6 +44,11 @@ def _run_weighed(job: Job, scale: Scale, _: int, step: Step) -> None:
 def _as_a_whole(job: Job, run: Callable[[int, Step], None]) -> Job:
     """Return a job with the same needs that takes, computes and puts by one function."""
     return replace(job, parts=(), take=_step_alone, call=run, put=nothing)
+
+
+def is_whole(job: Job) -> bool:
+    """Whether a job takes, computes and puts by one function."""
+    return job.take is _step_alone
 
 
 def _step_alone(job: Job, step: Step) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ copies, the owner's comes first; parts of a tied parameter are added in order of
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,15 +23,19 @@ from drumline.core.placement import Placement
 from drumline.model.catalogue import Place, places_in
 from drumline.model.values import pack, unpack
 from drumline.model.weights.tied import HeldTensor, Ties
-from drumline.runtime.draft import POST, Clock, Draft
-from drumline.runtime.gradients.lines import Shards, Summing, Sums
+from drumline.runtime.draft import Clock, Draft
 from drumline.runtime.stage import Stage
 
 _BEFORE_ALL_STEPS = -1
 
 
+Ending = Callable[[Clock, Draft], Iterable[Wait]]
+
+
 class GradientExchange:
     """One rank's part in the exchanges of a step; without `ties`, only copies of whole stages are exchanged."""
+
+    is_summed = False  # whether gradients of whole stages are summed over lines
 
     def __init__(
         self,
@@ -40,11 +44,7 @@ class GradientExchange:
         channel: Channel,
         placement: Placement,
         ties: Ties | None = None,
-        reducer: Sums | None = None,
-        shards: Shards | None = None,
     ) -> None:
-        self.reducer, self.shards = reducer, shards
-        self._reduced: list[tuple[Action, Sequence[Summing], Sequence[Any], int]] = []
         self.rank = rank
         self.stages = stages
         self.channel = channel
@@ -58,7 +58,7 @@ class GradientExchange:
             if other != rank and (both := [one for one in self.tied if other in one.ranks])
         }
         # Whether gradients of any parameters are exchanged: those of whole stages, or of tied parameters.
-        self._is_whole = bool(placement.mirrored) or reducer is not None
+        self._is_whole = bool(placement.mirrored) or self.is_summed
         self.has_any = self._is_whole or bool(self.tied)
         self._buffers = {name for one in copied if not one.is_parameter for name in one.names}
         self._steady: list[Place] = []
@@ -86,26 +86,23 @@ class GradientExchange:
     def begin(self) -> None:
         """Start a step."""
         self._offered.clear()
-        self._reduced.clear()
         self._marks = self._seen() if self._steady else []
 
     def offer(self, action: Action, stage: Stage, other: int, clock: Clock) -> None:
-        """Offer a stage's gradients to other lines, and to its other copy in this one, if there is one."""
+        """Offer a stage's gradients to its other copy, if there is one, on the rank `other`."""
         now = clock.now()
-        if self.reducer is not None:
-            divided = {} if self.shards is None else self.shards.pieces
-            buckets = self.reducer.start([one for one in stage.parameters if one not in divided], clock.now)
-            sums: Sequence[Any] = [] if self.shards is None else self.shards.start(stage.index)
-            self._reduced.append((action, buckets, sums, now))
         if other >= 0:
-            if self.reducer is None:
-                self._send(action, other, self._own(stage))
+            self._send(action, other, self._own(stage))
             self._offered.append((action, stage, other, now))
 
-    def finish(self, clock: Clock, draft: Draft) -> Generator[Wait, None, None]:
+    @property
+    def endings(self) -> Sequence[Ending]:
+        """What finishes a step whose jobs are done; none where nothing is exchanged."""
+        return [self._finish] if self.has_any or self._buffers else []
+
+    def _finish(self, clock: Clock, draft: Draft) -> Generator[Wait, None, None]:
         """Offer tied gradients, then take and sum all of them; yield whenever it must wait for a message."""
         self.refuse_changes()
-        self._take_sums(clock, draft)
         start = clock.now()
         self.offer_tied()
         for action, stage, other, since in self._offered:
@@ -142,25 +139,6 @@ class GradientExchange:
         for name, total in totals.items():
             _put(self._by_name[name], total)
         draft.exchanges.extend((_meeting(self.tied).stage, start, clock.now()))
-
-    def _take_sums(self, clock: Clock, draft: Draft) -> None:
-        """Wait for the sums over lines; only then are the gradients ready for other ranks of this one."""
-        if self.reducer is None:
-            return
-        for action, buckets, sums, since in self._reduced:
-            asked = clock.now()
-            what = f"{action}, the sum of stage {action.stage}'s gradients"
-            self.reducer.finish(buckets, what)
-            if self.shards is not None:
-                self.shards.finish(sums, what)
-            # Sums that were there before they were asked for ended then; copying them back is the rank's own time.
-            ended = [asked + 1 if sums or not buckets else 0, *(one.ended or asked + 1 for one in buckets)]
-            took = clock.now()
-            draft.exchanges.extend((action.stage, since, max(ended) if max(ended) < asked else took))
-            if max(ended) < asked:
-                draft.spent(POST, asked, took)
-        for action, stage, other, _ in self._offered:
-            self._send(action, other, self._own(stage))
 
     def _add(self, totals: dict[str, Tensor | None], rank: int, name: str, part: Any) -> None:
         """Add a rank's part of a tied parameter's gradient; False means that the rank has frozen the parameter."""

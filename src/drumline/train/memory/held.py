@@ -26,9 +26,7 @@ def held(
     """
     if timeline.stash is None:
         raise RunError("the step was not weighed", fix="take the first step of a recorded run, or pass weigh=True")
-    masters = pipe._updates.masters
-    updated = (lambda one: one) if masters is None else masters.of
-    state = _State(optimizers, updated, pipe._updates.validation.is_on)
+    state = _State(optimizers, pipe._updates.masters.of, pipe._updates.validation.is_on)
     return tuple(
         _rank(executor.rank, list(executor.stages.values()), state, timeline, accumulates)
         for executor in pipe._engine.executors

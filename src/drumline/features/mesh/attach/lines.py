@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from drumline.core.program import Program
 from drumline.engine.lines import Lines, Stages
 from drumline.engine.setting import Cut, Setting, agree
 from drumline.engine.stages import assembly
-from drumline.engine.stages.engine import Engine
+from drumline.engine.stages.engine import Around, Engine
 from drumline.engine.stages.intake import Intake
 from drumline.engine.state.tensors import Holdings
 from drumline.engine.unsplit.parts import Parts
@@ -45,6 +45,7 @@ class MeshLines(Lines):
         self._device, self._agree = setting.device, partial(agree, setting.crew)
         self._weighs, self._divides_state = setting.options.weigh, bool(options.zero)
         self._dividing = Dividing.of(options, setting)
+        self._divides_parameters = False  # between data-parallel lines
         self._tensors: TensorParallel | None = None
         self._experts: ExpertParallel | None = None
         has_parts = self.axes.size("cp") > 1
@@ -85,19 +86,17 @@ class MeshLines(Lines):
         """Return what sums these parameters' gradients over lines, if any hold them."""
         return reducer_for(self.axes, parameters)
 
-    def around(self) -> AbstractContextManager[None]:
-        """Let attention see whole sequences."""
-        return whole_context(self.axes)
-
-    def explaining(self) -> AbstractContextManager[None]:
-        """Say what divided layers have to do with an error inside."""
-        return nullcontext() if self._tensors is None else self._tensors.exchanges.explaining()
+    def around(self) -> Sequence[Around]:
+        """Return what lets attention see whole sequences, and what explains errors inside of divided layers."""
+        around: list[Around] = [partial(whole_context, self.axes)] if self.axes.size("cp") > 1 else []
+        return around if self._tensors is None else [*around, self._tensors.exchanges.explaining]
 
     def share(self, engine: Engine, holdings: Holdings, updates: Updates) -> None:
         """Give all lines the values of the first, then divide the state of which each keeps a part."""
         share_values(self.axes, holdings.tensors())
         if self._divides_state:
             self._dividing.divide_state(engine, holdings, updates)
+            self._divides_parameters = holdings.shards is not None
 
     # ---- in a step ---------------------------------------------------------------------------------------------------
 
@@ -113,9 +112,9 @@ class MeshLines(Lines):
         """Return the microbatches' parts of the loss, summed over all lines that see other tokens."""
         return summed_losses(self.axes, parts, kinds)
 
-    def all_finite(self, finite: bool, *, divided: bool) -> bool:
+    def all_finite(self, finite: bool) -> bool:
         """Whether it holds on all lines that may hold other parts of the same parameters; these call it alike."""
-        names = ["dp", "ep", "tp"] if divided else ["ep", "tp"]
+        names = ["dp", "ep", "tp"] if self._divides_parameters else ["ep", "tp"]
         if self.axes.size(*names) == 1:
             return finite
         wrong = torch.tensor([0.0 if finite else 1.0], device=self._device)

@@ -10,12 +10,14 @@ has no memory for others'.
 
 from __future__ import annotations
 
+from weakref import ref
+
 import torch
 from torch import Tensor, nn
 
 from drumline.engine.model.blocks import is_chain
 from drumline.engine.unsplit.plain import Plain
-from drumline.features.check.places import Home, Places
+from drumline.features.check.by_itself.places import Home, Places
 from drumline.model.block import Block, Model
 from drumline.model.catalogue import named_tensors
 from drumline.model.follow.skeleton import copied
@@ -28,6 +30,7 @@ class Reference:
     """A model, its blocks' names, and what of it is current in this process."""
 
     def __init__(self, model: Model, blocks: list[Block], *, alone: bool) -> None:
+        self._users = ref(model) if isinstance(model, nn.Module) else lambda: None  # who may let go of it
         self.is_chain = is_chain(model)
         self.names = [block.name for block in blocks]
         self.places = Places.of(blocks)
@@ -43,19 +46,21 @@ class Reference:
             return
         self.is_current = False
         if self.whole is not None:
-            self.renew(self.whole.model, here)
+            self.renew(here)
         self.whole = None
 
-    def renew(self, model: Model | None, here: list[Block]) -> None:
-        """Copy the user's model again, which has changed."""
-        if not self.is_chain and isinstance(model, nn.Module):
+    def renew(self, here: list[Block]) -> None:
+        """Copy the user's model again, which has changed, while it lives."""
+        model = self._users()
+        if not self.is_chain and model is not None:
             self._husk = _husk(model, Home.of(here))
 
-    def relayed(self, model: nn.Module | None) -> Plain | None:
+    def relayed(self) -> Plain | None:
         """Return what runs the model's own forward, with the user's model while it lives; None if there is none."""
-        found = self._husk if model is None else model
         if self.whole is not None and isinstance(self.whole.model, nn.Module):
             return self.whole
+        model = self._users()
+        found = self._husk if model is None else model
         return None if found is None else Plain(found, self.names)
 
     def fits(self, device: torch.device) -> bool:

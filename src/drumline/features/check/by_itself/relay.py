@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from drumline.core.errors import RankFailed, WaitTimeout
 from drumline.engine.ranks.crew import Crew
-from drumline.features.check.places import Home, Places
+from drumline.features.check.by_itself.places import Home, Places
 from drumline.model.randomness import Randomness
 from drumline.model.values import pack, plain_in, unpack
 from drumline.model.watch.fingerprint import can_change

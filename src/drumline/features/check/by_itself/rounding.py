@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drumline.engine.unsplit.comparing import norm_of, off, outputs_off
-from drumline.engine.unsplit.plain_step import Wanted
+from drumline.features.check.by_itself.wanted import Wanted
+from drumline.features.check.gradients.expected import TIMES
 from drumline.model.precision import LOW
 
-# What a pipeline may be off, of what a nudged run is: it rounds at several places where one process has one.
-TIMES = 4.0
 DRAWS = 4  # nudged runs
 _COUNT = 8191  # a prime, so that no rows of a matrix get the same numbers
 # They move numbers, and round nothing.
@@ -91,8 +90,8 @@ class Rounding:
             for one, each in wanted.gradients.items()
             if all(one in run.gradients for run in ran)
         }
-        losses = max(off(run.loss, wanted.loss) for run in ran)
-        return Rounding(gradients, losses, max(outputs_off(run.output, wanted.output) for run in ran))
+        losses = max(off(run.made.loss, wanted.made.loss) for run in ran)
+        return Rounding(gradients, losses, max(outputs_off(run.made.output, wanted.made.output) for run in ran))
 
     def left(self, what: str, apart: float) -> float:
         """Return how far the "loss" or the "output" is off, 0 if that is rounding.

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from drumline.runtime.gradients.sketch import GROUP, distances, norms, sketch
+from drumline.features.check.gradients.sketch import GROUP, distances, norms, sketch
 from some import some
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.features("check")]
 
 
 def apart(one: Tensor, other: Tensor) -> float:

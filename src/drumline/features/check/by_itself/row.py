@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from drumline.features.check.relay import Relay
+from drumline.features.check.by_itself.relay import Relay
 from drumline.model.randomness import Randomness, may_draw
 
 

@@ -10,17 +10,22 @@ So no gradient is kept twice, and all sums have the bits that they have without 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from drumline.core.action import Op
+from drumline.features.check.gradients.sketch import distances, sketch
 from drumline.model.patches import put_in
 from drumline.model.values import mapped
 from drumline.runtime.backward.tape import accumulate
-from drumline.runtime.gradients.sketch import distances, sketch
+from drumline.runtime.execute.executor import Executor
+from drumline.runtime.execute.jobs import Job, nothing
 from drumline.runtime.stage import Stage
 
 Added = dict[nn.Parameter, Tensor]
@@ -87,6 +92,49 @@ class Witness:
 
         with put_in([(vars(stage), "loss", noted)]):
             return run(*given)
+
+
+class Watched:
+    """A rank of this process: its parameters by name, and the witnesses of a step, one for each microbatch."""
+
+    def __init__(self, executor: Executor, named: Mapping[str, nn.Parameter]) -> None:
+        self.executor, self.named = executor, named
+        self.witnesses: Sequence[Witness] = ()
+
+    def watch(self, witnesses: Sequence[Witness]) -> None:
+        """Have the rank's jobs watched from now on."""
+        self.witnesses = witnesses
+        self.executor.watched = partial(_watched, witnesses)
+        self.executor.replace_jobs()
+
+    def leave(self) -> None:
+        """Let the rank run its jobs unseen."""
+        self.executor.watched = None
+        self.executor.replace_jobs()
+
+
+def _watched(witnesses: Sequence[Witness], job: Job) -> Job:
+    """Return a job of a watched step: a witness sees what concerns its microbatch."""
+    if job.parts:
+        return replace(job, parts=tuple(_watched(witnesses, part) for part in job.parts))
+    stage, op = job.stage, job.action.op
+    watching = [one for one in witnesses if one.microbatch in (job.together or (job.microbatch,))]
+    if stage is None or not watching:
+        return job
+    if job.together:
+        return replace(job, call=partial(_alone_and_merged, watching, stage, job.together))
+    if op is Op.BACKWARD_WEIGHT and job.call is not nothing:
+        return replace(job, call=partial(watching[0].weighing, stage))
+    if op is Op.BACKWARD:
+        return replace(job, call=partial(watching[0].adding, stage, job.call))
+    return replace(job, call=partial(watching[0].listening, stage, job.call)) if op is Op.FORWARD else job
+
+
+def _alone_and_merged(watching: Sequence[Witness], stage: Stage, together: Sequence[int], _: int) -> None:
+    for witness in watching:
+        witness.weighing(stage, witness.microbatch)
+    if rest := [one for one in together if all(one != witness.microbatch for witness in watching)]:
+        stage.backward_weight_merged(rest)
 
 
 @contextmanager

@@ -1,6 +1,4 @@
-"""Microbatches through the model by itself, with nothing left behind: what pieces must equal.
-
-    forward 0, backward 0, forward 1, backward 1      as plain training runs them; only a pipeline interleaves them
+"""What the model by itself makes of microbatches, with nothing left behind: what pieces must equal.
 
 None of its gradients stays in the model. As each is made, its sketch is taken and its memory freed, which the next one
 uses again; only those that are wanted in full leave for the host. There they are taken, not copied, unless others hold
@@ -21,110 +19,64 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
-from drumline.engine.unsplit.keeping import undisturbed
+from drumline.engine.unsplit.keeping import nothing_left
 from drumline.engine.unsplit.plain import ByItself
-from drumline.model.loss.sheet import Factors
+from drumline.engine.unsplit.unsplit_step import Made, Microbatch, unsplit_step
+from drumline.features.check.gradients.sketch import sketch
 from drumline.model.precision import Precision
-from drumline.model.randomness import HostChance, Randomness
+from drumline.model.randomness import Randomness
 from drumline.model.values import mapped, moved
-from drumline.runtime.gradients.sketch import sketch
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """One microbatch of a step: its number, what goes in, what is wanted, and what part of the loss it is.
-
-    `factors` are what the parts of a model's own loss are multiplied by. `seen_share` returns what part of the loss it
-    is once the loss has run: some must be seen before it is known.
-    """
-
-    microbatch: int
-    inputs: Any
-    target: Any
-    share: float
-    factors: Factors = ()
-    seen_share: Callable[[], float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the model by itself made of a microbatch, on the host but for sketches."""
+    """What the model by itself made of a microbatch, and its gradients."""
 
-    output: Any
-    loss: Tensor
-    share: float  # what part of the batch's loss it was taken for
-    gradients: dict[nn.Parameter, Tensor]  # in full
+    made: Made
+    gradients: dict[nn.Parameter, Tensor]  # in full, on the host
     sketches: dict[nn.Parameter, Tensor]
-    drew: bool  # whether it drew random numbers of torch's
-    drew_elsewhere: bool  # whether it drew some of Python's or numpy's, which nobody seeds
-    loss_drew: bool = False  # whether the loss function drew some, which are others in every order of microbatches
+    drew_elsewhere: bool = False  # whether it drew random numbers of Python's or numpy's, which nobody seeds
 
 
-def plain_steps(
+def wanted_of(
     plain: ByItself,
-    each: Sequence[Slice],
+    each: Sequence[Microbatch],
     loss_fn: Callable[[Any, Any], Tensor | None],
     *,
-    wanted: Collection[nn.Parameter],
+    in_full: Collection[nn.Parameter],
     sketched: Collection[nn.Parameter] = (),
     device: torch.device,
     randomness: Randomness,
     precision: Precision,
     scale: float = 1.0,
-    multiplying: Callable[[Slice], AbstractContextManager[object]] = lambda _: nullcontext(),
+    multiplying: Callable[[Microbatch], AbstractContextManager[object]] = lambda _: nullcontext(),
     others: Iterable[nn.Parameter] = (),
     keeping: Any = None,
 ) -> list[Wanted]:
     """Run microbatches one after another, and return what the model by itself makes of each.
 
-    These are the gradients of the parameters that are `wanted`, with the loss times its share, and sketches of those to
-    be `sketched`. What blocks keep of one microbatch the next one finds, and nobody afterwards. `others` are parameters
-    outside of the model, such as those of a loss. The user's own loss may be `keeping` something too.
-
-    >>> model = nn.Linear(2, 1, bias=False)
-    >>> from drumline.engine.unsplit.plain import Plain
-    >>> [seen] = plain_steps(
-    ...     Plain([model], ["0"]), [Slice(0, torch.ones(3, 2), None, 1.0)], lambda output, _: output.sum(),
-    ...     wanted=[model.weight], device=torch.device("cpu"), randomness=Randomness(0, torch.device("cpu")),
-    ...     precision=Precision(),
-    ... )
-    >>> seen.gradients[model.weight], model.weight.grad
-    (tensor([[3., 3.]]), None)
+    Of some parameters, gradients are wanted `in_full`, of others they are `sketched`. What blocks keep of one
+    microbatch the next one finds, and nobody afterwards. `others` are parameters outside of the model, such as those of
+    a loss. The user's own loss may be `keeping` something too.
     """
-    found, made = _Collected(frozenset(wanted), frozenset(sketched)), []
-    chance = HostChance()
-    modules = plain.modules
+    found = _Collected(frozenset(in_full), frozenset(sketched))
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(_on(device, modules))
-        stack.enter_context(undisturbed(modules, keeping))
+        stack.enter_context(_on(device, plain.modules))
+        chance = stack.enter_context(nothing_left(plain.modules, randomness, keeping))
         stack.enter_context(found.collecting([*plain.named_parameters().values(), *others]))
-        stack.enter_context(randomness.kept_aside())
-        stack.enter_context(chance.kept())
-        for given in each:
-            found.begin()
-            inputs, target = moved(given.inputs, device), moved(given.target, device)
-            inputs = mapped(inputs, lambda one: one.detach().clone())  # a model may change them in place
-            with plain.seeding(given.microbatch, randomness) as run:
-                with randomness.listening() as drawing, precision.autocast:
-                    with multiplying(given):
-                        output = run(inputs)
-                    before = randomness.states()
-                    loss = loss_fn(output, target)
-                    loss_drew = randomness.has_moved(before)
-                    assert loss is not None, "a step that trains has a loss"
-                    loss = precision.full(loss)
-                share = given.share if given.seen_share is None else given.seen_share()
-                if loss.requires_grad:
-                    weight = torch.as_tensor(share * scale, dtype=loss.dtype, device=loss.device)
-                    torch.autograd.backward(loss, weight)
-            found.finish()
-            on_host = mapped(output, lambda one: one.detach().cpu())
-            loss = loss.detach().cpu()
-            drew = bool(drawing), False, loss_drew
-            made.append(Wanted(on_host, loss, share, found.gradients, found.sketches, *drew))
-            del output
+        given = (_given(one, device) for one in each)
+        run = unsplit_step(
+            plain, given, loss_fn, randomness=randomness, precision=precision, scale=scale, multiplying=multiplying
+        )
+        made = [Wanted(one, *found.finished()) for one in run]
     return [replace(one, drew_elsewhere=True) for one in made] if chance.moved else made
+
+
+def _given(microbatch: Microbatch, device: torch.device) -> Microbatch:
+    """Return a microbatch on a device, with inputs that the model may change in place."""
+    inputs = mapped(moved(microbatch.inputs, device), lambda one: one.detach().clone())
+    return replace(microbatch, inputs=inputs, target=moved(microbatch.target, device))
 
 
 class _Collected:
@@ -133,17 +85,16 @@ class _Collected:
     def __init__(self, wanted: frozenset[nn.Parameter], sketched: frozenset[nn.Parameter]) -> None:
         self.wanted, self.sketched = wanted, sketched
         self._parameters: list[nn.Parameter] = []
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin with another microbatch."""
         self.gradients: dict[nn.Parameter, Tensor] = {}
         self.sketches: dict[nn.Parameter, Tensor] = {}
 
-    def finish(self) -> None:
-        """Take what the model's own code has put beside what autograd adds."""
+    def finished(self) -> tuple[dict[nn.Parameter, Tensor], dict[nn.Parameter, Tensor]]:
+        """Return a microbatch's gradients and sketches, with what the model's own code has put beside autograd's."""
         for one in self._parameters:
             self._take(one)
+        found = self.gradients, self.sketches
+        self.gradients, self.sketches = {}, {}
+        return found
 
     def _take(self, one: Tensor) -> None:
         assert isinstance(one, nn.Parameter)

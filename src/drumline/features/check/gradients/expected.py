@@ -15,15 +15,15 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from drumline.engine.unsplit.comparing import off
-from drumline.features.check.rounding import TIMES
-from drumline.features.check.verdict import FLOOR
-from drumline.runtime.execute.executor import Executor
-from drumline.runtime.gradients.sketch import distances, norms, sketch
+from drumline.features.check.gradients.sketch import distances, norms, sketch
+from drumline.features.check.gradients.witness import Watched
 
+FLOOR = 1e-6  # of all gradients' norm: what is smaller is rounding
+# What a pipeline may be off, of what a nudged run is: it rounds at several places where one process has one.
+TIMES = 4.0
 _NEAR = 1 / 32  # of what is allowed
 
 Sketches = Mapping[nn.Parameter, Tensor]
-Held = Sequence[tuple[Executor, Mapping[str, nn.Parameter]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +82,12 @@ class Found:
         return Found(self.sketched + other.sketched.to(self.sketched.device), both)
 
 
-def found_by(held: Held, at: int) -> dict[str, Found]:
+def found_by(ranks: Sequence[Watched], at: int) -> dict[str, Found]:
     """Return what the witnesses of a microbatch saw, by name; what several ranks of this process hold is added up."""
     found: dict[str, Found] = {}
-    for executor, named in held:
-        witness = executor.witnesses[at]
-        for name, one in named.items():
+    for rank in ranks:
+        witness = rank.witnesses[at]
+        for name, one in rank.named.items():
             if one in witness.near:
                 seen = Found(witness.expected[one][0], is_near=True)
             elif one in witness.gradients:
@@ -95,9 +95,9 @@ def found_by(held: Held, at: int) -> dict[str, Found]:
                 seen = Found(sketch(full), full)
             else:
                 continue
-            for other, its in held:  # a loss adds to the gradients of other stages' weights that it uses
-                if other is not executor and name not in its and one in other.witnesses[at].gradients:
-                    more = other.witnesses[at].gradients[one]
+            for other in ranks:  # a loss adds to the gradients of other stages' weights that it uses
+                more = other.witnesses[at].gradients.get(one)
+                if other is not rank and name not in other.named and more is not None:
                     seen = seen + Found(sketch(more), more)
             found[name] = found[name] + seen if name in found else seen
     return found

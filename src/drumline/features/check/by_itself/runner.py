@@ -1,0 +1,89 @@
+"""Who runs the model by itself: this process, or all ranks together, each its own blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from drumline.channel.lines.slices import slice_of
+from drumline.engine.ranks.crew import Crew
+from drumline.engine.stages.assembly import Assembly
+from drumline.engine.unsplit.plain import ByItself
+from drumline.features.check.by_itself.places import Home, Places
+from drumline.features.check.by_itself.reference import Reference
+from drumline.features.check.by_itself.relay import Relay
+from drumline.features.check.by_itself.row import Row
+from drumline.model.block import Block
+from drumline.model.weights.tied import Ties
+
+Named = Mapping[str, nn.Parameter]
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """A model that runs by itself, and its parameters by name; `relay` if other ranks run some of its blocks.
+
+    Of what several ranks hold, each sees its own uses alone of what is `in_parts`, and is `unsure` of which uses it
+    sees of some.
+    """
+
+    model: ByItself
+    named: Named
+    relay: Relay | None = None
+    in_parts: frozenset[str] = frozenset()
+    unsure: frozenset[str] = frozenset()
+
+
+def together(
+    reference: Reference, crew: Crew, assembly: Assembly, blocks: Sequence[Block], held: Named, told: Sequence[Places]
+) -> Runner | None:
+    """Have the model run by ranks that have only their own blocks of it; None if it was let go.
+
+    `blocks` are those of this process, `held` its parameters, and `told` the places of all ranks' blocks.
+    """
+    order = [
+        (name, frozenset(at for at, here in enumerate(told) if name in here.blocks)) for name in reference.places.blocks
+    ]
+    in_parts, unsure = _shared(assembly.ties, reference, order, told)
+    here, device, randomness = Places.of(blocks), assembly.device, assembly.randomness
+    if reference.is_chain:
+        relay = Relay(crew, None, reference.places, here, device, randomness)
+        modules = {block.name: block.module for block in blocks if block.name in here.blocks}
+        return Runner(Row(relay, order, modules), held, relay, in_parts, unsure)
+    plain = reference.relayed()
+    missing = any(crew.collect("check model", plain is None))
+    if plain is None or missing:
+        return None
+    assert isinstance(plain.model, nn.Module)
+    home = None if reference.is_current and not _has_values(plain) else Home.of(blocks)
+    relay = Relay(crew, plain.model, reference.places, here, device, randomness, home)
+    # Of what lines have parts of, the model has the whole meanwhile.
+    undivided = {name: one for name, one in held.items() if slice_of(one) is None}
+    return Runner(plain, plain.named_parameters() | undivided, relay, in_parts, unsure)
+
+
+def _shared(
+    ties: Ties, reference: Reference, order: Sequence[tuple[str, frozenset[int]]], told: Sequence[Places]
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Return of what several ranks hold what each sees in parts, and what they are unsure of."""
+    homes = Counter({name: len(ranks) for name, ranks in order})
+    in_parts, unsure = set[str](), set[str]()
+    for tensor in ties.tensors:
+        used = {one for one in homes for name in tensor.names if name.startswith(f"{one}.")}
+        is_between = any(name in reference.places.between for name in tensor.names)
+        holders = [here.blocks for here in told if used & set(here.blocks)]
+        if all(used <= set(one) for one in holders):
+            continue  # who has it sees all of its uses
+        if is_between or any(homes[one] > 1 for one in used):
+            unsure.update(tensor.names)
+        else:
+            in_parts.update(tensor.names)
+    return frozenset(in_parts), frozenset(unsure)
+
+
+def _has_values(plain: ByItself) -> bool:
+    """Whether all of a model is in memory, of whatever age."""
+    return not any(one.is_meta for one in plain.named_parameters().values())
