@@ -157,7 +157,15 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("text", WRONG)
+# What only a feature refuses.
+DECLARED = {"schedule = 'pipedream'": "stream", "sequence_parallel = true": "mesh", "weights = 'bf16'": "precision"}
+
+
+def _marks(text: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.features(feature) for end, feature in DECLARED.items() if text.endswith(end)]
+
+
+@pytest.mark.parametrize("text", [pytest.param(text, marks=_marks(text), id=text) for text in WRONG])
 def test_what_is_wrong_is_refused_with_its_line_and_the_mend(text: str, tmp_path: Path) -> None:
     where = "mine.toml" if WRONG[text].startswith("|") else "mine.toml, "
     assert told(text, tmp_path) == [where + WRONG[text]]
