@@ -13,13 +13,6 @@ PLAN = (
         "A search makes every hand-made program, whatever its time limit says.",
     ),
     Bug(
-        "small-searches-without-tries",
-        "SearchRun.stretch.share",
-        "(self.tries - self.num_tried) * _STRETCHING)",
-        "math.inf)",
-        "A search with fewer microbatches takes all the time it can get, whatever number of programs was asked for.",
-    ),
-    Bug(
         "keys-gathered-once-in-backward",
         "_ring",
         "forward=1, backward=2)",

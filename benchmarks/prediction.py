@@ -44,8 +44,9 @@ def measure(sizes: Any, microbatches: int, names: Any, rounds: int, num_steps: i
     from torch.nn import functional
 
     import drumline as dl
-    from drumline.core.measured.costs import Handling, with_handling
+    from drumline.core.measured.costs import Handling
     from drumline.profile.blocks import profile
+    from handling import with_handling
 
     class Scaled(nn.Module):
         """Computes next to nothing, and hands on as much as a layer does."""

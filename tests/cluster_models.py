@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from drumline.plan.cluster.estimate import Estimate, Seconds
 from drumline.plan.cluster.hardware import Cluster, Device, Link
-from drumline.plan.cluster.layout import Layout, whole_layers
+from drumline.plan.cluster.layout import Layout, StageLayers, whole_layers
 from drumline.plan.cluster.loads import Volumes
-from drumline.plan.cluster.memory import Bytes
+from drumline.plan.cluster.memory import Bytes, stage_activations
 from drumline.plan.cluster.stages import stage_weights
 from drumline.plan.cluster.transformer import Experts, Latent, Transformer
 from drumline.schedules import find
@@ -19,6 +19,11 @@ GIB = 2**30
 
 def small_cluster(num_devices: int = 8, *, per_node: int = 4, memory: float = 2 * GIB) -> Cluster:
     return Cluster(Device("toy", 1e13, memory, 1e11), num_devices, per_node, Link(1e-6, 2e11), Link(5e-6, 2e10))
+
+
+def activation_bytes(transformer: Transformer, layout: Layout, *, experts: bool = False) -> float:
+    """Return the bytes that a device keeps for one microbatch in one layer until its backward."""
+    return stage_activations(transformer, layout, StageLayers(int(not experts), int(experts)))
 
 
 def small_transformer(**changes: object) -> Transformer:

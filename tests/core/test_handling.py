@@ -8,13 +8,14 @@ import pytest
 
 from drumline.core.action import Op
 from drumline.core.costs import Costs
-from drumline.core.measured.costs import Handling, costs_of, exchange_seconds, replay, with_handling
+from drumline.core.measured.costs import Handling, costs_of, exchange_seconds, replay
 from drumline.core.measured.measured import Measured
 from drumline.core.measured.record import OVERHEADS, Record
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.core.state import with_state
 from drumline.schedules import generate
+from handling import with_handling
 from records import PROGRAM, two_ranks
 from simulated_runs import nanoseconds, records_of
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import drumline as dl
 from drumline.cli.main import main
 from drumline.core.simulate.simulate import simulate
+from drumline.core.units import size_text
 from drumline.pipeline.pipeline import Pipeline
 from drumline.report.draw.scene import document
-from drumline.report.draw.units import size_text
 from drumline.report.run.page import run_page
 from drumline.report.run.report import report_of
 from drumline.report.run.text import ranks_table

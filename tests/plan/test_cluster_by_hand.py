@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from cluster_models import activation_bytes
 from drumline.core.errors import PlanError
 from drumline.plan.cluster.estimate import STEP_BYTES, estimate
 from drumline.plan.cluster.hardware import Cluster, Device, Link, Reach
@@ -24,7 +25,7 @@ from drumline.plan.cluster.kernels import (
 from drumline.plan.cluster.layers import fp8_weights, keys_of, ring_bytes, routed_bytes, tokens_of
 from drumline.plan.cluster.layout import Layout, Practice
 from drumline.plan.cluster.loads import data_exchange, device_volumes, hop_seconds, message_bytes, tied_exchange
-from drumline.plan.cluster.memory import activation_bytes, device_bytes, device_parameters, sharded
+from drumline.plan.cluster.memory import device_bytes, device_parameters, sharded
 from drumline.plan.cluster.stages import Alike, alike, counts_of, head_weight, slices_of
 from drumline.plan.cluster.transformer import Experts, Latent, Transformer, model_flops
 from refused import refused

@@ -10,14 +10,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cluster_models import num_parameters
+from cluster_models import activation_bytes, num_parameters
 from drumline.core.errors import DrumlineError, PlanError
 from drumline.plan.cluster.estimate import Estimate, estimate, least_seconds
 from drumline.plan.cluster.hardware import MACHINES, Cluster, Device, Link, cluster
 from drumline.plan.cluster.kernels import CONTENTION, product_seconds
 from drumline.plan.cluster.layout import Layout, Practice
 from drumline.plan.cluster.loads import data_exchange
-from drumline.plan.cluster.memory import activation_bytes
 from drumline.plan.cluster.models import model
 from drumline.plan.cluster.stages import even_counts
 from drumline.plan.cluster.transformer import Experts, Transformer
@@ -165,6 +164,12 @@ def test_activations_are_those_of_the_pairs_that_the_schedule_holds(
     layout = Layout(batch=16, pipeline=ranks, stages_per_rank=virtual, schedule=schedule)
     found = estimate(DENSE, cluster("a100-80", ranks), layout).bytes.activations
     assert found == pytest.approx(microbatches * DENSE.num_layers / ranks * activation_bytes(DENSE, layout))
+
+
+def test_a_22b_model_without_flash_attention_holds_59_gib_of_activations_in_its_layers() -> None:
+    gpt = Transformer("22B", num_layers=48, hidden=6144, num_heads=64, vocabulary=51200, sequence=2048)
+    plain = Layout(batch=4, microbatch=4, tensor=8, practice=Practice(flash_attention=False))
+    assert 48 * activation_bytes(gpt, plain) / 2**30 == pytest.approx(59.25)
 
 
 def test_two_copies_of_every_stage_hold_twice_the_weights() -> None:

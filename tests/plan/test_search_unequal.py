@@ -13,12 +13,12 @@ from drumline.core.program import Program
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
-from drumline.plan.search.bounds.instance import B, Instance, Rows
+from drumline.plan.search.bounds.instance import Instance, Rows
 from drumline.plan.search.construct import Builder
 from drumline.plan.search.local import Annealer
 from drumline.plan.search.objective import Objective
 from drumline.plan.search.search import placement_named, search
-from drumline.plan.search.starts import split, stretched
+from drumline.plan.search.starts import split
 from drumline.plan.search.styles import WOVEN, Styles
 from drumline.schedules import generate
 from matrices import examples
@@ -115,38 +115,6 @@ def test_an_order_that_overtakes_gets_its_weight_gradients_in_the_order_of_their
     built = Builder(one).build(Styles(one, may_join=False).policies(WOVEN[0]), order)
     assert built is not None
     assert one.program(built.rows).format() == "0F0,0F1,0I1,0I0,0W1,0W0"
-
-
-def partly_split(rows: Rows, rng: random.Random) -> Rows:
-    """Return the rows with some of their whole backwards split, each W somewhere behind its I, in order."""
-    made = []
-    for row in rows:
-        found: list[int] = []
-        owed: list[int] = []
-        for number in row:
-            if number % 4 == B and rng.random() < 0.5:
-                found.append(number - 2)
-                owed.append(number - 1)
-            else:
-                found.append(number)
-            while owed and rng.random() < 0.4:
-                found.append(owed.pop(0))
-        made.append(found + owed)
-    return made
-
-
-def test_what_is_stretched_has_every_action_once_also_where_whole_backwards_stand_beside_split_ones() -> None:
-    few, more = (Instance(Costs(), placement_named("linear", 2, count), count) for count in (6, 9))
-    text = "0F0,0F1,0B0,0F2,0B1,0F3,0B2,0F4,0B3,0F5,0B4,0B5\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3,1F4,1B4,1F5,1B5"
-    whole = few.rows_of(Program.parse(text))
-    assert whole is not None
-    split = [partly_split(whole, random.Random(seed)) for seed in range(40)]
-    found = [longer for rows in split for longer in stretched(few, rows, more)]
-    assert len(found) > 20
-    for longer in found:
-        reasons = [one.reason for one in validate(more.program(longer))]
-        # Ranks that repeat different moments may wait for each other: timing finds that, and drops them.
-        assert [reason for reason in reasons if "wait for each other" not in reason] == []
 
 
 @pytest.mark.parametrize("objective", ["makespan", "span"])

@@ -14,12 +14,12 @@ import pytest
 
 from cluster_models import GIB, Rough, small_cluster, small_transformer
 from drumline.core.errors import UsageError
+from drumline.core.units import duration, size_text
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.layouts.explain import Explanation, brief, drawing, explain
 from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.planner import plan
 from drumline.report.draw.chart import Bar, bars
-from drumline.report.draw.units import duration, size_text
 from drumline.report.plan.page import HUES, best_svg, pareto_chart, plan_page, scaling_chart
 from drumline.report.plan.text import SECONDS, plan_text
 from some import some

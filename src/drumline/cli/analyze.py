@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from drumline.cli import flags
 from drumline.cli.output import PICTURES, PROGRAMS, TEXTS, TRACES, Paper, deliver, progress, wrapped
-from drumline.report.draw.units import counts, number
+from drumline.core.units import number
+from drumline.report.summary import counts
 
 if TYPE_CHECKING:
     from drumline.core.timeline.timeline import Timeline

@@ -12,8 +12,7 @@ from drumline.core.channel import Queues
 from drumline.core.errors import counted
 from drumline.core.prove.frozen import untrained
 from drumline.core.prove.validate import validate
-from drumline.report.draw.units import counts
-from drumline.report.summary import listed
+from drumline.report.summary import counts, listed
 
 # The most violations to print; --json has them all.
 MAX_PRINTED = 1000

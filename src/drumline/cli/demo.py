@@ -89,9 +89,9 @@ def _tell(done: int, of: int, what: str) -> None:
 
 
 def _print(outcomes: Sequence[Outcome]) -> None:
+    from drumline.core.units import number
     from drumline.report.draw.grid import grid
     from drumline.report.draw.table import table
-    from drumline.report.draw.units import number
 
     width = terminal_width()
     for one in outcomes:

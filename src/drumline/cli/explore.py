@@ -7,7 +7,7 @@ import sys
 import webbrowser
 
 from drumline.cli import flags
-from drumline.cli.output import print_json
+from drumline.cli.output import print_json, seldom_collected
 from drumline.core.errors import UsageError
 
 EXAMPLE = "drumline explore --no-browser"
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         if args.port is not None:
             raise UsageError(f"cannot use port {args.port}: {error.strerror}", fix="omit --port") from None
         server = ExploreServer(0)
-    with server:
+    with server, seldom_collected():
         if args.json:
             print_json({"address": server.address})
             sys.stdout.flush()

@@ -65,10 +65,10 @@ def _refuse(args: argparse.Namespace, others: Callable[[argparse.ArgumentParser]
 
 def _list(args: argparse.Namespace) -> int:
     """List the named models and hardware."""
+    from drumline.core.units import size_text
     from drumline.plan.cluster.hardware import MACHINES
     from drumline.plan.cluster.models import MODELS
     from drumline.report.draw.table import table
-    from drumline.report.draw.units import size_text
 
     models = {
         name: {"layers": one.num_layers, "hidden": one.hidden, "sequence": one.sequence} for name, one in MODELS.items()

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drumline.cli import flags
-from drumline.cli.output import PICTURES, TEXTS, Paper, deliver, files_of, progress
+from drumline.cli.output import PICTURES, TEXTS, Paper, deliver, files_of, progress, seldom_collected
 from drumline.core.errors import PlanError, UsageError
 from drumline.core.files import Kind, is_regular, read_object
 
@@ -70,19 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, model: Transformer) -> int:
     """Plan, explain, print and write."""
     _check(args)
-    with _seldom_collected():
+    with seldom_collected():
         return _run(args, model if args.sequence is None else replace(model, sequence=args.sequence))
-
-
-@contextmanager
-def _seldom_collected() -> Iterator[None]:
-    """Let the collector look seldom: it takes an eighth of the time, and finds next to nothing in programs."""
-    usual = gc.get_threshold()
-    gc.set_threshold(100_000, 20, 50)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*usual)
 
 
 def _run(args: argparse.Namespace, model: Transformer) -> int:

@@ -10,10 +10,10 @@ from drumline.cli import flags
 from drumline.cli.output import PICTURES, PROGRAMS, TEXTS, Paper, deliver, files_of, progress, wrapped
 from drumline.core.costs import Costs
 from drumline.core.errors import PlanError, UsageError
+from drumline.core.units import number, size_text
 from drumline.plan.search.objective import OBJECTIVES, Jitter
 from drumline.plan.search.search import PLACEMENTS, Everywhere, Found, placement_named, search, search_all
-from drumline.report.draw.units import counts, number, size_text
-from drumline.report.summary import refused, summarize
+from drumline.report.summary import counts, refused, summarize
 
 EXAMPLE = "drumline search --ranks 4 --microbatches 8 --max-activations 4 --out found.csv"
 

@@ -12,7 +12,8 @@ from drumline.cli.output import FILE, PICTURES, PROGRAMS, TEXTS, TRACES, Paper, 
 from drumline.core.errors import UsageError
 from drumline.core.lower.torch_text import NEWER, OLDER
 from drumline.core.program import Program
-from drumline.report.draw.units import counts, number
+from drumline.core.units import number
+from drumline.report.summary import counts
 
 if TYPE_CHECKING:
     from drumline.core.simulate.simulate import Simulation

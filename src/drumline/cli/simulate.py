@@ -8,8 +8,8 @@ from drumline.cli import flags
 from drumline.cli.output import PICTURES, TEXTS, TRACES, Paper, deliver, wrapped
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import Simulation, simulate
-from drumline.report.draw.units import counts, number, size_text
-from drumline.report.summary import peak_queues, rank_rows, summarize
+from drumline.core.units import number, size_text
+from drumline.report.summary import counts, peak_queues, rank_rows, summarize
 
 EXAMPLE = "drumline simulate 1f1b --ranks 4 --microbatches 8 --comm 0.1"
 

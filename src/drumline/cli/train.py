@@ -244,8 +244,8 @@ def _dry_run(args: argparse.Namespace, settings: TrainSettings) -> int:
 
 
 def _text(found: DryRun, line: str) -> str:
+    from drumline.core.units import duration, percent, size_text
     from drumline.report.draw.table import table
-    from drumline.report.draw.units import duration, percent, size_text
 
     told, width = found.summary(), terminal_width()
     stages = [
@@ -298,8 +298,8 @@ def _text(found: DryRun, line: str) -> str:
 
 def _buckets(told: dict[str, Any], width: int) -> Iterator[str]:
     """Yield which lengths each program runs."""
+    from drumline.core.units import percent
     from drumline.report.draw.table import table
-    from drumline.report.draw.units import percent
 
     rows = [
         [

@@ -89,6 +89,15 @@ class Action(NamedTuple):
         """The plain actions inside: the two halves of an overlapped pair, or the action itself."""
         return self.parts or (self,)
 
+    def later(self, by: int) -> Action:
+        """Return the same action so many microbatches later.
+
+        >>> Action.parse("(0F5;1B2)OVERLAP_F_B").later(4), Action.parse("0REDUCE_GRAD").later(4)
+        ((0F9;1B6)OVERLAP_F_B, 0REDUCE_GRAD)
+        """
+        microbatch = None if self.microbatch is None else self.microbatch + by
+        return self._replace(microbatch=microbatch, parts=tuple(part.later(by) for part in self.parts))
+
     @staticmethod
     def parse(text: str) -> Action:
         """Parse `text` strictly: `2F0junk` is an error.

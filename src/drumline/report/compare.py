@@ -16,9 +16,9 @@ from drumline.core.program import Program
 from drumline.core.prove.frozen import prune
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.core.timeline.idle import Limit
+from drumline.core.units import number, size_text
 from drumline.plan.device.advice import Advice, Remedy
 from drumline.report.draw.table import table
-from drumline.report.draw.units import number, size_text
 from drumline.report.summary import refused, summarize
 from drumline.schedules import DEFAULT, find, schedules
 

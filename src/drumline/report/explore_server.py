@@ -5,7 +5,6 @@ It rejects requests from pages elsewhere (DNS rebinding) by their Host header. I
 
 from __future__ import annotations
 
-import gc
 import io
 import json
 import re
@@ -23,7 +22,6 @@ from drumline.report.summary import refused
 
 MAX_BODY_BYTES = 8 * 2**20
 BODY_SECONDS = 30.0
-IDLE_SECONDS = 2.0
 _LENGTH = re.compile("[0-9]+")
 
 
@@ -39,26 +37,7 @@ class ExploreServer(ThreadingHTTPServer):
 
     def __init__(self, port: int) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
-        self.asked_at = 0.0
         self.body_seconds = BODY_SECONDS
-
-    def serve_forever(self, poll_interval: float = 0.5) -> None:
-        """Serve until shut down; collect garbage between answers, not during one.
-
-        A large program has about ten thousand objects. The collector would scan them again and again without finding
-        anything, which takes a fifth of an answer's time.
-        """
-        gc.disable()
-        try:
-            super().serve_forever(poll_interval)
-        finally:
-            gc.enable()
-
-    def service_actions(self) -> None:
-        """Collect garbage after a while without requests."""
-        if self.asked_at and time.monotonic() - self.asked_at > IDLE_SECONDS:
-            self.asked_at = 0.0
-            gc.collect()
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignore a browser that went away; anything else that fails is our bug, and is shown."""
@@ -94,7 +73,6 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             self.check_host()
             csv = posted()
-            self.server.asked_at = time.monotonic()
             self.answer(*self.question(), csv)
         except _BadRequest as error:
             self.close_connection = True  # the rest of the request is not read

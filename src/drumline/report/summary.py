@@ -5,13 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from drumline.core.errors import DrumlineError
+from drumline.core.errors import DrumlineError, counted
 from drumline.core.measured.endless import num_begun
+from drumline.core.program import Program
 from drumline.core.prove.violation import Violation
 from drumline.core.timeline.idle import Cause
 from drumline.core.timeline.timeline import Timeline
 
 _NOISE = 1e-12  # of the makespan: what is left of a difference between equal times
+
+
+def counts(program: Program) -> str:
+    """Return the size of a program in words.
+
+    >>> counts(Program.parse("0F0,0B0"))
+    '1 rank, 1 stage, 1 microbatch'
+    """
+    numbers = ((program.num_ranks, "rank"), (program.num_stages, "stage"), (num_begun(program), "microbatch"))
+    return ", ".join(counted(count, word) for count, word in numbers)
 
 
 def figures(timeline: Timeline) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from drumline.core.units import percent, size_text
 from drumline.report.draw.chart import Series, chart
 from drumline.report.draw.markup import Part, bar_row, bar_rows, card, legend_html, table_html
-from drumline.report.draw.units import percent, size_text
 from drumline.train.demo import COMPARED, Outcome
 
 _MOST = 16  # most microbatches on the curve of the bubble

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from drumline.core.errors import UsageError, counted
-from drumline.report.draw.units import size_text
+from drumline.core.units import size_text
 from drumline.train.config.settings import TrainSettings
 from drumline.train.dry.run import dry_run, loop_parts, states
 from drumline.train.models.build import build_model

@@ -21,17 +21,16 @@ every idle second. Drumline reads that cause from the rank's own records; it doe
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
 from typing import NamedTuple
 
 from drumline.core import rules
 from drumline.core.action import Action, Op
 from drumline.core.measured.record import COLUMNS, OVERHEADS, Record, decoded
 from drumline.core.timeline.idle import Cause, Idle
+from drumline.core.timeline.spans import on_top
 from drumline.core.timeline.timeline import Timeline
 
 # Takes (another rank, a moment of its clock) and returns what this rank's clock showed at that moment.
@@ -92,7 +91,9 @@ def account(record: Record, here: Here) -> list[Piece]:
     >>> [(piece.start, piece.end, str(piece.doing)) for piece in account(record, lambda rank, moment: moment)]
     [(0, 15, 'overhead'), (15, 20, 'nothing'), (20, 90, 'compute'), (90, 100, 'nothing')]
     """
-    return list(_laid_out(_spans(record, here), record.begin_ns, record.end_ns))
+    spans = [(one.start, one.end, _ORDER[one.doing], one[2:]) for one in _spans(record, here) if one.end > one.start]
+    pieces = on_top(spans, record.begin_ns, record.end_ns)
+    return [Piece(start, end, *(said or (Doing.NOTHING,))) for start, end, said in pieces]
 
 
 def _spans(record: Record, here: Here) -> Iterator[Piece]:
@@ -125,31 +126,6 @@ def _until(
     wait, flight = (Doing.WAIT, Doing.FLIGHT) if on_host else (Doing.STREAM_WAIT, Doing.STREAM_FLIGHT)
     yield Piece(start, made, wait, action, receive, source)
     yield Piece(made, end, flight, action, receive, source)
-
-
-def _laid_out(spans: Iterable[Piece], begin: int, end: int) -> Iterator[Piece]:
-    """Yield consecutive pieces from begin to end; where spans overlap, the one with the higher rank wins."""
-    there = (span for span in spans if span.end > span.start and span.end > begin and span.start < end)
-    ordered = sorted(there, key=lambda span: span.start)
-    moments = sorted({begin, end, *(moment for span in ordered for moment in span[:2] if begin < moment < end)})
-    under_way: list[tuple[int, int]] = []  # (priority, number of the span)
-    upcoming = 0
-    last: Piece | None = None
-    for low, high in pairwise(moments):
-        while upcoming < len(ordered) and ordered[upcoming].start <= low:
-            heapq.heappush(under_way, (_ORDER[ordered[upcoming].doing], upcoming))
-            upcoming += 1
-        while under_way and ordered[under_way[0][1]].end <= low:
-            heapq.heappop(under_way)
-        found = ordered[under_way[0][1]] if under_way else Piece(low, high, Doing.NOTHING)
-        if last is not None and last[2:] == found[2:]:
-            last = last._replace(end=high)
-            continue
-        if last is not None:
-            yield last
-        last = found._replace(start=low, end=high)
-    if last is not None:
-        yield last
 
 
 NANO = 1e-9

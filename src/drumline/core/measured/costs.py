@@ -11,13 +11,10 @@ Replaying a step runs it through the simulator, with the measured seconds for ev
 Each message takes the median time of its edge. The difference between the two is the executor's own time, plus messages
 that took longer than others.
 
-The measured time that a step spends on work other than compute also changes a prediction.
+`Handling` is what a step spends on work other than compute:
 
     rank 0    0F0 │note│send│                        the sender copies a message, then goes on
     rank 1              wait      │flight│take│ 1F0  the receiver wakes up and copies it before it computes
-
-A rank cannot compute while it copies, so the copy belongs to the action that makes or needs the message. The same holds
-for the executor's own work for every action. Only the flight is latency, which occupies no rank.
 """
 
 from __future__ import annotations
@@ -37,7 +34,6 @@ from drumline.core.measured.account import NANO
 from drumline.core.measured.endless import is_part, simulate_part
 from drumline.core.measured.measured import Measured, stage_costs
 from drumline.core.measured.record import OVERHEADS, RECEIVES, Record
-from drumline.core.program import Program
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.core.timeline.timeline import Timeline
 
@@ -99,33 +95,6 @@ def lower_quartile(values: Sequence[float]) -> float:
     2.0
     """
     return sorted(values)[len(values) // 4]
-
-
-def with_handling(costs: Costs, handling: Handling, program: Program) -> Costs:
-    r"""Return the costs of actions with what goes with them: copying messages, and the executor's own work.
-
-    The time of an edge is that of the message's flight alone: copies occupy the ranks.
-
-    >>> from drumline.core.program import Program
-    >>> program = Program.parse("0F0,0B0\n1F0,1B0")
-    >>> handled = with_handling(Costs(), Handling(send=0.5, take=0.25, action=0.125, flight=1.0), program)
-    >>> handled.forward, handled.backward, handled.comm
-    ([1.625, 1.375], [2.375, 2.625], 1.0)
-    """
-    stages, homes = range(program.num_stages), program.placement.homes
-    later = [stage + 1 in stages and homes[stage + 1] != homes[stage] for stage in stages]
-    earlier = [stage - 1 in stages and homes[stage - 1] != homes[stage] for stage in stages]
-    send, take = handling.send, handling.take
-    forth = [take * before + send * behind for before, behind in zip(earlier, later, strict=True)]
-    back = [take * behind + send * before for before, behind in zip(earlier, later, strict=True)]
-    none = [0.0] * len(stages)
-    copying = {"forward": forth, "backward": back, "backward_input": back, "backward_weight": none}
-    more = {name: [handling.action + one for one in extra] for name, extra in copying.items()}
-    seconds: dict[str, Any] = {
-        name: [one + other for one, other in zip(costs.per_stage(name, len(stages)), extra, strict=True)]
-        for name, extra in more.items()
-    }
-    return replace(costs, **seconds, comm=handling.flight, edges={}, message_bytes=0.0)
 
 
 def latencies(steps: Sequence[Timeline], *, quickest: bool = False) -> dict[tuple[int, int], Edge]:

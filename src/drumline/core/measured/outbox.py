@@ -75,7 +75,7 @@ class Outbox:
         self._what = what
         self._lines: dict[str, Waiting] = {}
         self._texts: dict[str, str] = {}
-        self._is_refused = False
+        self.is_waiting = False  # whether the disk has refused something that is not written yet
 
     def open(self, name: str, how: int) -> None:
         """Open a file for lines; raises if that cannot be. Files that nobody opened are opened by their first line."""
@@ -89,11 +89,6 @@ class Outbox:
         """Write a file atomically, at once if the disk takes it: readers find all of it or nothing."""
         self._texts[name] = text
         self.flush()
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the disk has refused something that is not written yet."""
-        return self._is_refused
 
     def flush(self) -> None:
         """Write all that waits, as far as the disk takes it."""
@@ -144,13 +139,13 @@ class Outbox:
 
     def _tell(self, refused: OSError | None) -> None:
         """Say once that the disk refuses, and once that it does not any more."""
-        if refused is not None and not self._is_refused:
+        if refused is not None and not self.is_waiting:
             reason = refused.strerror or refused
             say(f"cannot write {self._what} to {self.folder}: {reason}; training goes on, and what is left waits")
-        elif refused is None and self._is_refused:
+        elif refused is None and self.is_waiting:
             lost = sum(one.num_lost for one in self._lines.values())
             say(f"{self._what} goes on in {self.folder}" + (f"; {lost} lines are lost" if lost else ""))
-        self._is_refused = refused is not None
+        self.is_waiting = refused is not None
 
 
 def say(text: str) -> None:

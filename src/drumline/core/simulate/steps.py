@@ -49,7 +49,7 @@ def several_steps(program: Program, num_steps: int) -> Program:
         trained = dict.fromkeys(part.stage for one in row for part in one.work if part.op in _MAKES)
         made: list[Action] = []
         for step in range(num_steps):
-            made += [_shifted(one, step * size) for one in row]
+            made += [one.later(step * size) for one in row]
             made += [Action(stage, Op.UPDATE, (step + 1) * size - 1) for stage in sorted(trained)]
         rows.append(tuple(made))
     return Program(tuple(rows), program.name)
@@ -73,11 +73,6 @@ def in_groups(program: Program, num_groups: int) -> Program:
 
 
 _MAKES = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
-
-
-def _shifted(action: Action, by: int) -> Action:
-    microbatch = None if action.microbatch is None else action.microbatch + by
-    return action._replace(microbatch=microbatch, parts=tuple(_shifted(one, by) for one in action.parts))
 
 
 def step_seconds(program: Program, costs: Costs) -> StepSeconds:

@@ -145,18 +145,6 @@ def _buffers(transformer: Transformer, layout: Layout, rank: Alike, layers: Sequ
     return size
 
 
-def activation_bytes(transformer: Transformer, layout: Layout, *, experts: bool = False) -> float:
-    """Return the bytes that a device keeps for one microbatch in one layer until its backward.
-
-    >>> from drumline.plan.cluster.layout import Practice
-    >>> gpt = Transformer("22B", num_layers=48, hidden=6144, num_heads=64, vocabulary=51200, sequence=2048)
-    >>> plain = Layout(batch=4, microbatch=4, tensor=8, practice=Practice(flash_attention=False))
-    >>> round(48 * activation_bytes(gpt, plain) / 2**30, 2)
-    59.25
-    """
-    return stage_activations(transformer, layout, StageLayers(int(not experts), int(experts)))
-
-
 def peak_bytes(transformer: Transformer, layout: Layout) -> float:
     """Return the bytes of the fullest device: the total of the items of `estimate`."""
     counts = counts_of(transformer, layout)

@@ -216,11 +216,6 @@ class Survey:
         return self._cuts[layout, limit_bytes]
 
     @property
-    def meshes(self) -> list[Degrees]:
-        """Return the meshes that are considered."""
-        return list(self._least)
-
-    @property
     def num_layouts(self) -> int:
         """Return the number of layouts."""
         return sum(

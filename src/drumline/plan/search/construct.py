@@ -47,10 +47,9 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """Rows, with every action's start by the clock, and every rank's first start and last end."""
+    """Rows, with every rank's first start and last end by the clock."""
 
     rows: Rows
-    starts: list[list[float]]
     ends: list[tuple[float, float]]
 
 
@@ -132,7 +131,7 @@ class _Run:
         self.order = None if order is None else [[n for n in row if n & 3 != W] for row in order]
         self.ordered = [0] * num_ranks
         self.rows: Rows = [[] for _ in range(num_ranks)]
-        self.starts: list[list[float]] = [[] for _ in range(num_ranks)]
+        self.begun = [0.0] * num_ranks
         self.held = [[0.0] * len(self.limits) for _ in range(num_ranks)]
         self.ready = [_UNKNOWN] * instance.num_actions + [0.0]
         self.free, self.wakes = [0.0] * num_ranks, [0.0] * num_ranks
@@ -157,10 +156,7 @@ class _Run:
                 self._take(rank, time, offer[2])
         if any(lane.weights < lane.count for lanes in self.lanes for lane in lanes):
             return None
-        ends = [
-            (starts[0], free) if starts else (0.0, 0.0) for starts, free in zip(self.starts, self.free, strict=True)
-        ]
-        return Built(self.rows, self.starts, ends)
+        return Built(self.rows, list(zip(self.begun, self.free, strict=True)))
 
     def _choose(self, rank: int, time: float) -> tuple[float, float, int] | None:
         """Return (price, start, action) of the rank's next action; None if no action is available yet."""
@@ -237,8 +233,9 @@ class _Run:
             self.ordered[rank] += 1
         if self.rows[rank]:
             self.idle[rank] -= time - self.free[rank]
+        else:
+            self.begun[rank] = time
         self.rows[rank].append(number)
-        self.starts[rank].append(time)
         for at, (_, after, _, _) in enumerate(self.limits):
             self.held[rank][at] += after[number]
         time += self.seconds[number]

@@ -1,7 +1,7 @@
 """A running search: hand-made starts, constructions, moving W, local search, until the bound or the budget ends it.
 
-    starts ──► climb over styles ──► stretch ──► weave W, anneal, beams in turn ──► the best
-                 (far from the bound)  (many equal microbatches)
+    starts ──► climb over styles ──► weave W, anneal, beams in turn ──► the best
+                 (far from the bound)
 
 One seed drives all randomness, and the budget counts timed actions; the clock only cuts the search short. So on a
 machine that keeps up with its budget, a search finds the same program every time. Every phase looks at the clock, the
@@ -26,7 +26,7 @@ from drumline.plan.search.bounds.lower_bounds import Bound, lower_bound
 from drumline.plan.search.construct import Built
 from drumline.plan.search.local import Annealer
 from drumline.plan.search.objective import Objective
-from drumline.plan.search.starts import split, starts, stretched
+from drumline.plan.search.starts import split, starts
 from drumline.plan.search.styles import FIRST, WOVEN, Style, Styles, climb
 
 SAME = 1e-9  # relative: values this close are equal
@@ -39,7 +39,6 @@ _BUILD = 15.0  # building takes this many times as long as timing
 _CONSTRUCTING = 0.4  # share of the budget for constructions
 _MOST_BUILDS = 300
 _CLOSE = 0.01  # a start this close to the bound is improved rather than replaced
-_STRETCHING = 0.6  # share of the remaining budget for a search with fewer microbatches
 _POOL = 8
 _LEAST_STEPS, _MOST_STEPS = 500, 4000
 _HEATS = (0.01, 0.03, 0.003)
@@ -138,7 +137,6 @@ class SearchRun:
         """Search until there is nothing left to gain or to spend."""
         if self.value > self.bound.value * (1 + _CLOSE):
             self.construct()
-        self.stretch()
         self.improve()
 
     def smaller(self, few: int) -> Instance | None:
@@ -151,28 +149,6 @@ class SearchRun:
         if not isinstance(costs.microbatch_factor, float | int):
             costs = replace(costs, microbatch_factor=costs.factors(instance.num_microbatches)[0])
         return replace(instance, costs=costs, num_microbatches=few)
-
-    def stretch(self) -> None:
-        """Search with fewer microbatches, and repeat the middle of the result."""
-        small = self.smaller(2 * self.instance.num_ranks + 2)
-        if small is None or not self.keep_on() or self.objective.jitter is not None:
-            return
-        now = time.monotonic()
-        seconds = min(self.deadline - now, self.units / _UNITS_PER_SECOND) * _STRETCHING
-        share = Budget.of(3 * len(small.rank), now, seconds, (self.tries - self.num_tried) * _STRETCHING)
-        share = replace(share, deadline=math.inf) if self.deadline == math.inf else share
-        fewer = SearchRun(small, Objective(small, self.objective.name), share)
-        fewer.run()
-        self.units -= seconds * _UNITS_PER_SECOND - max(fewer.units, 0.0)
-        self.num_tried += fewer.num_tried
-        for _, rows in fewer.pool:
-            for longer in stretched(small, rows, self.instance):
-                if all(self.instance.fits(row, rank) for rank, row in enumerate(longer)):
-                    measured = self.objective.measure(longer)
-                    if measured is not None:
-                        self.offer(measured.value, longer)
-                if not self.keep_on(self.size):
-                    return
 
     def construct(self) -> None:
         """Climb over styles: first with fewer microbatches, if there are many and all are alike."""

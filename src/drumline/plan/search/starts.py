@@ -1,20 +1,11 @@
 """Where a search begins: every hand-made schedule of the placement, and one microbatch after another.
 
-A search is never worse than the best of these that fits. A result for fewer microbatches is another start: its repeated
-middle is repeated more often.
-
-    few    |F0 F1 F2 I0 F3 I1 W0 | F4 I2 W1 | I3 W2 I4 W3 W4 |
-    more   |F0 F1 F2 I0 F3 I1 W0 | F4 I2 W1   F5 I3 W2   F6 I4 W3 | I5 W4 I6 W5 W6 |
-
-From some moment on, every rank's next few actions contain one forward and one backward of each stage: that is a period.
-It is repeated for every additional microbatch, and later microbatches are renumbered. Timing shows whether the result
-is any good.
+A search is never worse than the best of these that fits.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -25,15 +16,11 @@ from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import simulate
 from drumline.plan.search.bounds.instance import B, F, I, Instance, Rows, W
 from drumline.plan.search.objective import Objective
-from drumline.plan.search.times import clock
 from drumline.schedules import schedules
 from drumline.schedules.formulas import Pace, Paces
 from drumline.schedules.registry import Schedule
 
-_MOMENTS = 16
 _FEW = 2  # schedules that are built even if it is late
-
-Step = tuple[int, int]  # (stage, op)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,74 +112,3 @@ def split(rows: Rows) -> Rows:
     [[4, 5, 6]]
     """
     return [[one for n in row for one in ((n - B + I, n - 1) if n % 4 == B else (n,))] for row in rows]
-
-
-def stretched(few: Instance, rows: Rows, more: Instance) -> Iterator[Rows]:
-    """Yield the rows for all of `more`'s microbatches, once for every moment from which the program is periodic.
-
-    >>> from drumline.core.costs import Costs
-    >>> from drumline.core.placement import Placement
-    >>> from drumline.schedules import generate
-    >>> few, more = (Instance(Costs(), Placement.linear(2), count) for count in (6, 9))
-    >>> rows = few.rows_of(generate("zb-h1", num_ranks=2, num_microbatches=6))
-    >>> more.program(next(stretched(few, rows, more))) == generate("zb-h1", num_ranks=2, num_microbatches=9)
-    True
-    """
-    times = clock(few)(rows, [0.0] * few.num_ranks)
-    assert times is not None, "only a program that runs can be stretched"
-    ends, ready = times
-    last = max(end for _, end in ends)
-    seen = set()
-    for moment in range(_MOMENTS):
-        begin = last * (0.2 + 0.6 * moment / _MOMENTS)
-        cuts = tuple(_first_since(few, row, ready, begin) for row in rows)
-        made = [_repeated(few, row, cut, more) for row, cut in zip(rows, cuts, strict=True)]
-        if cuts not in seen and all(row is not None for row in made):
-            seen.add(cuts)
-            yield [row or [] for row in made]
-
-
-def _first_since(few: Instance, row: list[int], ready: list[float], begin: float) -> int:
-    for at, number in enumerate(row):
-        if ready[number - 2 if number % 4 == B else number] - few.latency[number] - few.seconds[number] >= begin:
-            return at
-    return len(row)
-
-
-def _repeated(few: Instance, row: list[int], cut: int, more: Instance) -> list[int] | None:
-    """Return the row with the period at `cut` repeated; None if there is none."""
-    word = [(number // 4 // few.num_microbatches, number % 4) for number in row]
-    period = _period(word, cut)
-    if period is None:
-        return None
-    longer = [*word[:cut], *period * (more.num_microbatches - few.num_microbatches), *word[cut:]]
-    turns: dict[tuple[int, int], int] = {}
-    owed: dict[int, deque[int]] = defaultdict(deque)
-    made = []
-    for stage, op in longer:
-        if op == W:
-            turn = owed[stage].popleft()
-        else:
-            kind = (stage, F if op == F else I)  # whole and split backwards share a count
-            turn = turns.get(kind, 0)
-            turns[kind] = turn + 1
-            if op == I:
-                owed[stage].append(turn)
-        made.append(more.number(stage, op, turn))
-    return made
-
-
-def _period(word: list[Step], cut: int) -> list[Step] | None:
-    """Return the next few actions that contain one forward and one backward, whole or split, of every stage.
-
-    >>> _period([(0, F), (0, F), (0, B), (0, F), (0, I), (0, W)], 1)
-    [(0, 0), (0, 3)]
-    """
-    seen: dict[int, set[int]] = {stage: set() for stage, _ in word}
-    for at, (stage, op) in enumerate(word[cut:], start=cut + 1):
-        if op in seen[stage]:
-            return None
-        seen[stage].add(op)
-        if all(ops in ({F, B}, {F, I, W}) for ops in seen.values()):
-            return word[cut:at]
-    return None

@@ -25,11 +25,11 @@ from drumline.core.costs import Costs
 from drumline.core.errors import PlanError
 from drumline.core.program import Program
 from drumline.core.rules import Backward
+from drumline.core.units import ms
 from drumline.plan.cut.chain import BlockCosts
 from drumline.plan.cut.timed import TimedCuts, steps_of
 from drumline.plan.device.advice import LEAST_GAIN, Remedy, predicted
 from drumline.report.advise.evidence import OPS, Evidence
-from drumline.report.draw.units import ms
 
 Counts = tuple[int, ...]
 

@@ -16,9 +16,9 @@ from drumline.core.action import Op
 from drumline.core.costs import Costs
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import Simulation, simulate
+from drumline.core.units import ms
 from drumline.plan.device.advice import LEAST_GAIN, Remedy, predicted
 from drumline.report.advise.evidence import OPS, Evidence
-from drumline.report.draw.units import ms
 from drumline.schedules import schedules
 from drumline.schedules.registry import made_by
 

@@ -9,9 +9,9 @@ from drumline.core.costs import Edge
 from drumline.core.measured.measured import Measured
 from drumline.core.simulate.simulate import makespans
 from drumline.core.timeline.idle import Cause
+from drumline.core.units import duration, ms, size_text
 from drumline.plan.device.advice import LEAST_GAIN, Remedy, predicted
 from drumline.report.advise.evidence import Evidence
-from drumline.report.draw.units import duration, ms, size_text
 
 _EDGES = 8  # the edges with the slowest messages
 _KINDS = {

@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 from drumline.core.action import Op
 from drumline.core.timeline.idle import Cause
+from drumline.core.units import number, size_text
 from drumline.plan.search.pareto import Pareto, Point
 from drumline.report.draw.html import picture_page
 from drumline.report.draw.palette import IDLE, MUTED, SHADES, TRACK
 from drumline.report.draw.sheet import Axis, circle, grouped, level, px, sheet, text, upright
 from drumline.report.draw.table import table
-from drumline.report.draw.units import number, size_text
 
 _LEFT, _TOP, _RIGHT, _BOTTOM = 64.0, 64.0, 24.0, 56.0
 _LINE, _DOT, _LIMIT = SHADES[Op.FORWARD].edge, SHADES[Op.BACKWARD_INPUT].edge, IDLE[Cause.FILL].light

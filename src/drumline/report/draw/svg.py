@@ -8,10 +8,10 @@ from itertools import islice
 from drumline.core.action import Action, Op
 from drumline.core.timeline.idle import Cause, Idle
 from drumline.core.timeline.timeline import Timeline
+from drumline.core.units import number, percent, size_text
 from drumline.report.draw.palette import IDLE, MUTED, SHADES, TRACK, Hatch, fill
 from drumline.report.draw.scene import OPS, further
 from drumline.report.draw.sheet import APART, Axis, hatched, px, rect, sheet, text, upright, xml_text
-from drumline.report.draw.units import number, percent, size_text
 
 _LEFT, _RIGHT, _TOP = 64, 132, 64
 _DIGIT = 6.3  # width of a digit at the label size

@@ -92,15 +92,9 @@ def numbered_on(labelled: Sequence[Labelled]) -> list[Labelled]:
     seen: Counter[Action] = Counter()
     found = []
     for one in labelled:
-        found.append(one._replace(action=_later(one.action, seen[one.action] * count)))
+        found.append(one._replace(action=one.action.later(seen[one.action] * count)))
         seen[one.action] += 1
     return found
-
-
-def _later(action: Action, by: int) -> Action:
-    if action.parts:
-        return action._replace(parts=tuple(_later(part, by) for part in action.parts))
-    return action if action.microbatch is None else action._replace(microbatch=action.microbatch + by)
 
 
 def unlabelled(recording: RankTrace, stage: int, start: int, end: int) -> list[Labelled]:

@@ -20,7 +20,7 @@ from drumline.core import rules
 from drumline.core.action import TRANSFER_OPS, Action, Op
 from drumline.core.errors import TraceError, counted
 from drumline.core.program import Program
-from drumline.report.draw.units import duration, ms
+from drumline.core.units import duration, ms
 from drumline.report.kineto.clocks import Alignment, align
 from drumline.report.kineto.members import ONE_RUN, Member, check_recorded_together, crew_of, trace_files
 from drumline.report.kineto.rank import RankStep, rank_step

@@ -146,14 +146,10 @@ def _cut(
         after = [row[behind].start] if behind < len(row) else []
         after += receives[bisect_left(receives, row[behind - 1].end) :][:1]
         end = min([*after, last])
-        found[number] = HostStep([_earlier(one, before) for one in row[first:behind]], start, end)
+        step = [one._replace(action=one.action.later(-before)) for one in row[first:behind]]
+        found[number] = HostStep(step, start, end)
         first, start = behind, end
     return found
-
-
-def _earlier(labelled: Labelled, by: int) -> Labelled:
-    assert labelled.action.microbatch is not None
-    return labelled._replace(action=labelled.action._replace(microbatch=labelled.action.microbatch - by))
 
 
 def num_flushes(program: Program) -> int:

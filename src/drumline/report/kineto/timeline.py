@@ -20,7 +20,6 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from heapq import heappop, heappush
 
 from drumline.core import rules
 from drumline.core.action import AWAITED, SEND_OPS, WAIT_OPS, Action
@@ -28,7 +27,7 @@ from drumline.core.costs import Costs
 from drumline.core.memory import Holding, holdings
 from drumline.core.program import Program
 from drumline.core.timeline.idle import Cause, Idle
-from drumline.core.timeline.spans import Track, Transfer
+from drumline.core.timeline.spans import Track, Transfer, on_top
 from drumline.core.timeline.timeline import Timeline
 from drumline.report.kineto.calls import MessageEnd
 from drumline.report.kineto.rank import RankStep
@@ -219,7 +218,8 @@ class _IdleWalk:
         """Divide an interval by the innermost names in it; unnamed time at the end is drain."""
         near = self.others[bisect_left(self.others, (low - self.longest,)) : bisect_left(self.others, (high,))]
         inside = [(max(start, low), min(end, high), name) for start, end, name in near if end > low]
-        for start, end, name in _innermost(inside, low, high):
+        marks = [(start, end, (-start, end, name), name) for start, end, name in inside]
+        for start, end, name in on_top(marks, low, high):
             if name in self.awaited:
                 yield Idle(self.rank, start, end, Cause.TRANSFER, before, self.awaited[name], self.rank)
             elif name:
@@ -243,34 +243,6 @@ class _IdleWalk:
                 low = done
         if high > low:
             yield Idle(self.rank, low, high, Cause.UNEXPLAINED, before)
-
-
-def _innermost(
-    marks: Sequence[tuple[float, float, str]], low: float, high: float
-) -> Iterator[tuple[float, float, str]]:
-    """Yield the interval in pieces, each with the innermost name that covers it, or with none.
-
-    >>> list(_innermost([(1, 9, "outer"), (2, 4, "inner")], 0, 10))
-    [(0, 1, ''), (1, 2, 'outer'), (2, 4, 'inner'), (4, 9, 'outer'), (9, 10, '')]
-    """
-    edges = sorted({low, high, *(edge for start, end, _ in marks for edge in (start, end))})
-    # The last to begin is on top; what has ended is removed once it gets there.
-    covering: list[tuple[float, float, str]] = []
-    upcoming, begun, name = 0, low, ""
-    for at in edges[:-1]:
-        while upcoming < len(marks) and marks[upcoming][0] <= at:
-            start, end, one = marks[upcoming]
-            heappush(covering, (-start, end, one))
-            upcoming += 1
-        while covering and covering[0][1] <= at:
-            heappop(covering)
-        now = covering[0][2] if covering else ""
-        if now != name:
-            if at > begun:
-                yield begun, at, name
-            begun, name = at, now
-    if high > begun:
-        yield begun, high, name
 
 
 def _within(moment: float, low: float, high: float) -> float:

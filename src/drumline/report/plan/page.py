@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from drumline.core.errors import counted
+from drumline.core.units import duration, size_text
 from drumline.plan.launch.launch import AXES, Launch, first_places, links
 from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.explain import Explanation, Reasons
@@ -17,7 +18,6 @@ from drumline.report.draw.chart import Bar, Series, bars, chart
 from drumline.report.draw.html import asset, page_with
 from drumline.report.draw.markup import Part, bar_row, bar_rows, card, cards, legend_html, safe, table_html
 from drumline.report.draw.scene import document
-from drumline.report.draw.units import duration, size_text
 from drumline.report.plan import text
 
 _STRIPS = 8  # up to this many ranks, memory and queues are shown at first

@@ -9,12 +9,12 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 
 from drumline.core.errors import counted
+from drumline.core.units import duration, size_text
 from drumline.plan.launch.launch import Config
 from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.explain import Explanation, Reasons
 from drumline.plan.layouts.planner import ClusterPlan
 from drumline.report.draw.table import table
-from drumline.report.draw.units import duration, size_text
 
 SECONDS = {
     "compute": "compute",

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drumline.core.parsed import LARGEST
-from drumline.report.draw.units import duration, size_text
+from drumline.core.units import duration, size_text
 
 Line = Mapping[str, Any]
 

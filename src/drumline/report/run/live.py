@@ -18,8 +18,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from drumline.core.program import Program
-from drumline.report.draw.units import counts, duration, number
+from drumline.core.units import duration, number
 from drumline.report.run.follow import PARTS, SECONDS
+from drumline.report.summary import counts
 
 _LOSS = "loss_metrics/global_avg_loss"
 _RATES = {"throughput(tps)": "tokens/s per rank", "throughput(rows/s)": "rows/s"}

@@ -11,6 +11,7 @@ from typing import Any
 
 from drumline.core.errors import counted
 from drumline.core.timeline.timeline import Timeline
+from drumline.core.units import duration, number, percent, size_text
 from drumline.report.draw.html import asset, page_with
 from drumline.report.draw.markup import (
     Curve,
@@ -26,11 +27,11 @@ from drumline.report.draw.markup import (
 )
 from drumline.report.draw.palette import run_class
 from drumline.report.draw.scene import document
-from drumline.report.draw.units import counts, duration, number, percent, size_text
 from drumline.report.run.changes import HEADER, cells
 from drumline.report.run.follow import PARTS
 from drumline.report.run.report import RunReport
 from drumline.report.run.text import fullest
+from drumline.report.summary import counts
 
 Figures = dict[str, Any]
 # Shorter by less than this share, or than steps of one run differ from each other, is about the same.

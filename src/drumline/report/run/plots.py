@@ -9,9 +9,9 @@ from typing import Any
 
 from drumline.core.timeline.idle import Cause
 from drumline.core.timeline.timeline import Timeline
+from drumline.core.units import duration
 from drumline.report.draw.palette import IDLE, INK, MUTED, RULE, SHADES, TRACK, fill
 from drumline.report.draw.scene import OPS
-from drumline.report.draw.units import duration
 from drumline.report.run.follow import needed
 from drumline.report.run.report import RunReport
 from drumline.report.summary import idle_by_cause

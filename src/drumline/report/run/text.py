@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from drumline.core.errors import counted
+from drumline.core.units import duration, percent, size_text
 from drumline.report.draw.grid import grid
 from drumline.report.draw.table import table
-from drumline.report.draw.units import counts, duration, percent, size_text
 from drumline.report.run.changes import HEADER, cells
 from drumline.report.run.follow import PARTS
 from drumline.report.run.report import RunReport, which_step
+from drumline.report.summary import counts
 
 
 def reports_text(reports: Sequence[RunReport], *, width: int = 100, colour: bool = False) -> str:

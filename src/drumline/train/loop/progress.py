@@ -17,7 +17,7 @@ from typing import TextIO
 
 from torch import Tensor
 
-from drumline.report.draw.units import percent, size_text
+from drumline.core.units import percent, size_text
 from drumline.train.loop.evaluate import Evaluation, Sample
 from drumline.train.loop.stopping import Skipped, Stopped
 
