@@ -137,6 +137,7 @@ OF_FILE = {
         "tests/pipeline/test_unused.py",
         "tests/pipeline/test_updates.py",
     ),
+    "engine/together.py": ("tests/pipeline/test_together.py",),
     "engine/choice.py": ("tests/pipeline/test_programs.py", "tests/pipeline/test_adapting.py"),
     "engine/model/watched.py": ("tests/pipeline/test_chain_check.py", "tests/pipeline/test_zoo.py"),
     "engine/updates/optimizer_state.py": ("tests/pipeline/test_optimizer_state.py",),

@@ -6,6 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from drumline.core.settings.clash import found
+from drumline.engine.together import mesh_facts, program_facts
+from drumline.pipeline import together
+from drumline.schedules import generate
+
 BEGIN, END = "<!-- cells -->", "<!-- end of cells -->"
 
 
@@ -71,24 +76,30 @@ WHATS = {
     "`capture`": What(options={"capture": True}),
 }  # fmt: skip
 
-# What is refused: the words of the table's note, and how the error begins.
-_COPIES = "each line holds a part of a stage, and two ranks of it would need it at different times"
-_MATRICES = "each line holds a flat piece of every matrix"
-_MASK = "masks are made for a part of the sequence only"
-_STATISTICS = "each line sees a part of the batch"
-_COMPILED = "the exchanges inside layers are not part of compiled code"
-_CAPTURED = "exchanges between lines are not part of CUDA graphs"
-REFUSED: dict[tuple[str, str], tuple[str, str]] = {
-    ("`dualpipe`, two copies of each stage", "`zero=3`"): (_COPIES, "zero is 3, and dualpipe holds each stage on two"),
-    ("whole-matrix optimizers (Adafactor)", "`zero=3`"): (_MATRICES, "Adafactor may look at whole matrices, and with"),
-    ("packed documents", "`cp`"): (_MASK, "attention gets a mask, and cp divides its sequence"),
-    **{
-        ("running statistics (BatchNorm)", way): (_STATISTICS, "block 'statistics' keeps running statistics")
-        for way in ("`dp`", "`zero=1`", "`zero=3`", "`cp`", "`ep`")
-    },
-    **{("`compile`", way): (_COMPILED, "compile is 'aot_eager'") for way in WAYS if WAYS[way].axis != "dp"},
-    **{("`capture`", way): (_CAPTURED, "capture is True and the mesh is pp2 x") for way in WAYS},
+# What is refused because of what a model does: why, and how the error begins. The rest is in the table of clashes.
+_MASK = "masks are made for a part of the sequence only", "attention gets a mask, and cp divides its sequence"
+_STATISTICS = "each line sees a part of the batch", "block 'statistics' keeps running statistics"
+_OF_MODELS = {
+    ("packed documents", "`cp`"): _MASK,
+    **{("running statistics (BatchNorm)", way): _STATISTICS for way in WAYS if WAYS[way].axis != "tp"},
 }
+
+
+def refusal_of(row: str, column: str) -> tuple[str, str]:
+    """Return why a cell is refused, and how; empty if it is not."""
+    options = _options(row, column)
+    program = generate(options.get("schedule", "1f1b"), num_ranks=2, num_microbatches=4)
+    facts = {**options, **mesh_facts(options["mesh"]), **program_facts(program)}
+    facts["optimizer"] = "Adafactor" if WHATS[row].after == "adafactor" else ""
+    for clash in found(together.table(), facts):
+        return clash.why, clash.refusal(facts).error
+    return _OF_MODELS.get((row, column), ("", ""))
+
+
+def _options(row: str, column: str) -> dict[str, Any]:
+    what, way = WHATS[row], WAYS[column]
+    mesh = {axis: 2 for axis in ("pp", "dp", "cp", "ep", "tp") if axis in (what.axis, way.axis)}
+    return {"mesh": mesh, **way.options, **what.options}
 
 
 @dataclass(frozen=True)
@@ -108,23 +119,22 @@ def cells() -> Iterator[Cell]:
         for column, way in WAYS.items():
             if what.axis == way.axis:
                 continue
-            mesh = {axis: 2 for axis in ("pp", "dp", "cp", "ep", "tp") if axis in (what.axis, way.axis)}
-            options = {"mesh": mesh, **way.options, **what.options}
+            options = _options(row, column)
             if (what, options) not in seen and not (what.axis != "pp" and (What(way.axis), options) in seen):
                 seen.append((what, options))
-                yield Cell(f"{row} x {column}".replace("`", ""), what, options, REFUSED.get((row, column), ("", ""))[1])
+                yield Cell(f"{row} x {column}".replace("`", ""), what, options, refusal_of(row, column)[1])
 
 
 def table() -> str:
     """Return the table of the docs, with a numbered note for every reason."""
-    notes = list(dict.fromkeys(note for note, _ in REFUSED.values()))
+    notes: list[str] = []
     lines = [f"| | {' | '.join(WAYS)} |", f"|---|{'---|' * len(WAYS)}"]
     for row, what in WHATS.items():
         each = []
         for column, way in WAYS.items():
-            refused = REFUSED.get((row, column))
-            each.append(
-                "" if what.axis == way.axis else "yes" if refused is None else f"no ({notes.index(refused[0]) + 1})"
-            )
+            why = "" if what.axis == way.axis else refusal_of(row, column)[0]
+            if why and why not in notes:
+                notes.append(why)
+            each.append("" if what.axis == way.axis else f"no ({notes.index(why) + 1})" if why else "yes")
         lines.append(f"| {row} | {' | '.join(each)} |")
     return "\n".join([*lines, "", *(f"{at}. {note[0].upper()}{note[1:]}." for at, note in enumerate(notes, 1))])

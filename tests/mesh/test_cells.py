@@ -133,7 +133,7 @@ def refusals(weights: Path) -> list[dict[str, str]]:
     return dl.launch(all_refused, list(REFUSED), weights, num_ranks=4)
 
 
-@pytest.mark.features("lengths", "precision")
+@pytest.mark.features("capture", "lengths", "precision")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_combination_trains_as_one_process_does(ranks: list[dict[str, Any]], name: str) -> None:
     cell = RUNS[name]
@@ -172,6 +172,7 @@ def test_a_combination_is_refused_before_its_first_step(refusals: list[dict[str,
         assert REFUSED[name].refusal in rank[name]
 
 
+@pytest.mark.features("capture")
 def test_the_docs_have_the_table_that_is_tested() -> None:
     text = DOCS.read_text(encoding="utf-8")
     assert text.partition(BEGIN)[2].partition(END)[0].strip() == table()

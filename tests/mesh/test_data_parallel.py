@@ -210,7 +210,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
         assert left == ("ValueError: no more data" if rank == 3 else gone)
         assert "UsageError: zero names stage 5; expected stages from 0 to 1" in stages
         assert positions.startswith("ModelError: Sequential takes no position_ids or positions, and cp divides its")
-        assert matrices.startswith("RunError: Adafactor may look at whole matrices, and with zero=3")
+        assert matrices.startswith("RunError: Adafactor may look at whole matrices, and zero is 3")
         assert product.startswith("MismatchError: the mesh pp2 x dp3 has 6 ranks, and 4 were started")
         assert other.startswith("MismatchError: ranks 0 and 1 have different meshes: pp4 and pp2 x dp2")
         assert alone.startswith("UsageError: zero is 1, and the mesh has no dp")
@@ -226,7 +226,7 @@ def test_a_mesh_is_checked_before_anything_starts() -> None:
         ({"mesh": {"pp": 2, "dp": 0}}, "the mesh's axis dp is 0"),
         ({"mesh": 4}, "mesh is 4"),
         ({"mesh": {"pp": 2, "dp": 2}}, "all ranks are in this process"),
-        ({"mesh": {"pp": 2, "dp": 2}, "capture": True}, "capture is True and the mesh is pp2 x dp2"),
+        ({"mesh": {"pp": 2, "dp": 2}, "capture": True}, "capture is True, and the mesh is pp2 x dp2"),
         ({"zero": 2}, "zero is 2"),
         ({"zero": True}, "zero is True"),
     ]

@@ -219,8 +219,8 @@ def test_what_cannot_be_taken_up_is_refused_and_changes_nothing(
     [
         ({"adapt": 3}, "adapt is 3"),
         ({"adapt": {"rebalance": "all"}}, "rebalance is 'all'"),
-        ({"adapt": True, "record": False}, "record is False and adapt is set"),
-        ({"adapt": True, "capture": True}, "capture is True and adapt is set"),
+        ({"adapt": True, "record": False}, "record is False, and adapt is True"),
+        ({"adapt": True, "capture": True}, "capture is True, and adapt is True"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: Any, said: str) -> None:

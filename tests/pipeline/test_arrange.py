@@ -104,5 +104,5 @@ def test_sizes_that_do_not_fit_are_refused(sizes: Any, said: str) -> None:
     pipe = Pipeline(mlp(), loss_fn=functional.mse_loss, num_microbatches=4, num_ranks=2)
     with refused(BatchError, said):
         pipe.search(sizes)
-    with refused(UsageError, "arrange is True and capture is True"):
+    with refused(UsageError, "arrange is True, and capture is True"):
         Pipeline(mlp(), loss_fn=functional.mse_loss, num_microbatches=4, num_ranks=2, arrange=True, capture=True)

@@ -95,5 +95,5 @@ def test_ranks_of_their_own_change_the_program_together() -> None:
 
 @pytest.mark.features("record")
 def test_what_does_not_go_with_it_is_refused() -> None:
-    with refused(UsageError, "record is False and schedule is 'auto'"):
+    with refused(UsageError, "record is False, and schedule is 'auto'"):
         Pipeline(uneven(), loss_fn=functional.mse_loss, schedule="auto", num_microbatches=2, num_ranks=2, record=False)

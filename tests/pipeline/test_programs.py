@@ -77,7 +77,7 @@ def test_each_step_has_the_gradients_of_its_program(name: str) -> None:
             {"schedule": "auto"},
             dl.generate("1f1b", num_ranks=2, num_microbatches=2),
             UsageError,
-            saying("schedule='auto'"),
+            saying("schedule is 'auto'", expected="one program"),
         ),
     ],
 )
@@ -103,7 +103,7 @@ def test_a_program_that_does_not_fit_is_refused(settings: Any, given: Any, kind:
         (
             {"programs": {"long": 2}, "schedule": "auto"},
             UsageError,
-            saying("programs are named and schedule is 'auto'"),
+            saying("programs is set, and schedule is 'auto'"),
         ),
         (
             {"programs": {"a": 2}, "schedule": dl.generate("1f1b", num_ranks=2, num_microbatches=4)},

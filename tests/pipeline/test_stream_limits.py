@@ -135,13 +135,13 @@ def _small(**settings: Any) -> Pipeline:
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
-        ({"capture": True}, UsageError, saying("capture is True and pipedream-2bw has no flush")),
+        ({"capture": True}, UsageError, saying("capture is True, and pipedream-2bw has no flush")),
         ({"programs": {"long": 2}}, UsageError, saying("has no flush")),
         ({"precision": "fp16"}, UsageError, saying("precision is 'fp16'")),
         (
             {"schedule": generate("pipedream", num_ranks=2, num_microbatches=2)},
             ProgramError,
-            saying("'pipedream' updates weights", fix="schedule='pipedream'"),
+            saying("given as a program, and pipedream has no flush", fix="schedule='pipedream'"),
         ),
         ({"schedule": "1f1b", "vertical_sync": True}, ScheduleError, saying("no option 'vertical_sync'")),
         ({"num_microbatches": 1}, ScheduleError, saying("needs a third weight version")),

@@ -334,7 +334,7 @@ def test_what_cannot_be_made_again_is_refused_with_its_reason() -> None:
         pipe.optimizer(torch.optim.SGD, lr=0.1, validated="after", max_norm=2.0)
     with refused(UsageError, 'validated is "before", and not so on another'):
         pipe.optimizer(torch.optim.SGD, lr=0.1)
-    with refused(UsageError, "clip_grad_norm_ waits", fix="max_norm=1 to pipe.optimizer"):
+    with refused(UsageError, "clip_grad_norm_ was called, and validated is", fix="max_norm=1 to pipe.optimizer"):
         pipe.clip_grad_norm_(1.0)
     batch, target = data(4)
     pipe.step(batch, target=target)
@@ -342,7 +342,7 @@ def test_what_cannot_be_made_again_is_refused_with_its_reason() -> None:
         torch.optim.SGD(pipe.parameters(), lr=0.1).step()
     with refused(RunError, "Spoiling changes gradients while it steps"):
         spoiling.step()
-    with refused(UsageError, 'precision is "fp16"', expected="loss scale"):
+    with refused(UsageError, "precision is 'fp16'", expected="loss scale"):
         Pipeline(mlp(4), precision="fp16", **settings).optimizer(torch.optim.SGD, **HOW)
 
 

@@ -122,8 +122,9 @@ WRONG = {
     "[[optimizer.groups]]\nnmes = ['a']": "line 2|optimizer.groups.nmes|unknown key||did you mean names?",
     "[pipeline]\nschedule = 'chimera'\n[mesh]\npipeline = 3": "line 2|pipeline.schedule|chimera cannot use 3 ranks: its"
     " two directions meet in the middle|an even number of ranks|use 2 or 4",
-    "[pipeline]\nschedule = 'pipedream'": "|optimizer.clip_norm|is 1.0 (the default)|0 with pipedream, which "
-    "updates ranks at different times|set pipeline.vertical_sync = true to clip",
+    "[pipeline]\nschedule = 'pipedream'": "|optimizer.clip_norm|is 1.0 (the default), and pipedream makes an "
+    "update at different times on different ranks|updates at the same place in all rows: ranks add up their norms "
+    "where all of them update|set pipeline.vertical_sync = true",
     "[pipeline]\nlayers = [3, 2]": "line 2|pipeline.layers|sums to 5|6, as model.num_layers says|",
     "[pipeline]\nlayers = [3, 2, 1]": "line 2|pipeline.layers|has 3 numbers|one for each of 2 stages|",
     "[pipeline]\nlayers = [3, 3]\nbalance = 'even'": "line 3|pipeline.balance|stands beside pipeline.layers|one way to "
@@ -147,14 +148,24 @@ WRONG = {
     '"function"|',
     "[lengths]\nhow = 'buckets'\nbuckets = [64, 32]": "line 3|lengths.buckets|is [64, 32]|rising lengths of at most "
     "batch.sequence, 256|",
-    "[memory]\nsequence_parallel = true": "line 2|memory.sequence_parallel|is true, and mesh.tensor is 1|false|raise "
-    "mesh.tensor, or leave it out",
-    "[precision]\ncompute = 'fp16'\nweights = 'bf16'": 'line 3|precision.weights|is "bf16" with compute = "fp16"|'
-    "float32 weights, whose gradients can be unscaled without loss|set master_weights = true",
+    "[memory]\nsequence_parallel = true": "line 2|memory.sequence_parallel|is true, and the mesh has no tp "
+    "(mesh.tensor)|lines along tp: tensor-parallel lines divide the tokens between their layers|set "
+    "memory.sequence_parallel = false",
+    "[precision]\ncompute = 'fp16'\nweights = 'bf16'": "line 3|precision.weights|the model has parameters in bf16, and "
+    'precision.compute is "fp16"|float32 parameters: gradients in float32 can be unscaled without loss|set '
+    "precision.master_weights = true",
 }
 
 
-@pytest.mark.parametrize("text", WRONG)
+# What only a feature refuses.
+DECLARED = {"schedule = 'pipedream'": "stream", "sequence_parallel = true": "mesh", "weights = 'bf16'": "precision"}
+
+
+def _marks(text: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.features(feature) for end, feature in DECLARED.items() if text.endswith(end)]
+
+
+@pytest.mark.parametrize("text", [pytest.param(text, marks=_marks(text), id=text) for text in WRONG])
 def test_what_is_wrong_is_refused_with_its_line_and_the_mend(text: str, tmp_path: Path) -> None:
     where = "mine.toml" if WRONG[text].startswith("|") else "mine.toml, "
     assert told(text, tmp_path) == [where + WRONG[text]]

@@ -279,7 +279,7 @@ REFUSED: list[tuple[dict[str, Any], type[DrumlineError], dict[str, str]]] = [
         saying("learning_rate.shape is 'cosin'", fix="did you mean cosine"),
     ),
     ({"pipeline": PipelineSettings(transport="in-process", layers=(3, 3))}, UsageError, saying("layers sum to 6")),
-    ({"pipeline": PipelineSettings(transport="in-process", schedule="auto")}, UsageError, saying("schedule is 'auto'")),
+    ({"pipeline": PipelineSettings(transport="in-process", schedule="auto")}, UsageError, saying('schedule is "auto"')),
 ]
 
 

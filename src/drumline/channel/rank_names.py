@@ -1,8 +1,8 @@
-"""How messages call the ranks of a pipeline: by number, and on a mesh also by their place in it."""
+"""How messages call the ranks of a pipeline: by number, and on a mesh also by their place in it; and a mesh itself."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -48,3 +48,12 @@ class RankNames:
 
 
 BY_NUMBER = RankNames()
+
+
+def mesh_shown(sizes: Mapping[str, int]) -> str:
+    """Return a mesh as people write it.
+
+    >>> mesh_shown({"pp": 2, "dp": 4})
+    'pp2 x dp4'
+    """
+    return " x ".join(f"{name}{size}" for name, size in sizes.items())

@@ -20,6 +20,7 @@ from drumline.engine.ground import Ground
 from drumline.engine.program.find import program_for
 from drumline.engine.program.programs import digest_of
 from drumline.engine.ranks.observer import Observers
+from drumline.engine.together import program_facts
 from drumline.runtime.step import Step
 from drumline.schedules import find
 
@@ -30,24 +31,17 @@ class ProgramChoice:
     def __init__(self, ground: Ground) -> None:
         self._crew, self._engine, self._intake = ground.crew, ground.engine, ground.intake
         self._programs, self._frozen, self._recording = ground.programs, ground.frozen, ground.recording
-        self.observers = Observers(())
+        self._refuse, self.observers = ground.refuse, Observers(())
 
     def run_by(self, step: Step, program: str | Program | None) -> None:
         """Have a step run by the program that it names, or by the pipeline's own; all ranks call it alike."""
         own = self._programs.own
         if self._programs[own].num_updates:
-            raise UsageError(
-                f"a step names a program, and {self._programs[own].name} has no flush",
-                expected="one schedule in all steps",
-            )
+            self._refuse(program=program)
         with self._crew.together("the choice of a program"):
             number = self._programs.number_of(program)
-            why = next(filter(None, (one.runs_one_program for one in self.observers.each)), "")
-            if number != own and why:
-                raise UsageError(
-                    f"a step names a program, and the pipeline was made with {why}",
-                    expected="one program in all steps there",
-                )
+            if number != own:
+                self._refuse(program=program)
             step.program = number
             if number != self._engine.number:
                 self._switch(number)
@@ -103,11 +97,7 @@ class ProgramChoice:
             num_microbatches=now.num_microbatches if named and num_microbatches is None else num_microbatches,
             stages_per_rank=stages_per_rank,
         )
-        if now.num_updates or program.num_updates:
-            raise UsageError(
-                f"the program to take up is {program.name}, after {now.name}",
-                expected="two flushed schedules: between their steps no microbatch is in flight",
-            )
+        self._refuse(call="take_program", **program_facts(now if now.num_updates else program))
         if violations := validate(program):
             raise InvalidProgram(program.name, violations)
         for one in self.observers.each:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from drumline.core.program import Program
-from drumline.engine.options import COUNT, SWITCH, Accepted, FeatureOptions, is_whole, option
+from drumline.core.settings.rule import Rule, one_of
+from drumline.engine.options import COUNT, SWITCH, FeatureOptions, is_whole, option
 from drumline.engine.stages.assembly import Checkpointing
 from drumline.model.block import Model
 from drumline.model.weights.files import Weights
@@ -22,17 +23,17 @@ from drumline.runtime.batch import Split
 
 # The accepted values of options, and how errors describe them.
 _YEAR = 31_536_000  # clocks of operating systems overflow far above
-_MAYBE_COUNT = Accepted(lambda one: one is None or COUNT.is_right(one), COUNT.expected)
-_INTEGER = Accepted(is_whole, "an integer")
-_SECONDS = Accepted(
-    lambda one: (is_whole(one) or isinstance(one, float)) and 0 < one <= _YEAR,
+_MAYBE_COUNT = Rule(COUNT.expected, lambda one: one is None or COUNT.holds(one))
+_INTEGER = Rule("an integer", is_whole)
+_SECONDS = Rule(
     f"a positive number of seconds, at most {_YEAR} (a year)",
+    lambda one: (is_whole(one) or isinstance(one, float)) and 0 < one <= _YEAR,
 )
-_SCHEDULE = Accepted(
-    lambda one: one is None or isinstance(one, str | Path | Program), "a schedule name, a Program, or a CSV file"
+_SCHEDULE = Rule(
+    "a schedule name, a Program, or a CSV file", lambda one: one is None or isinstance(one, str | Path | Program)
 )
-_INTERFACE = Accepted(lambda one: isinstance(one, str), "the name of a network interface, or an address")
-_UNUSED = Accepted(lambda one: one in ("warn", "raise", "ignore"), '"warn", "raise" or "ignore"')
+_INTERFACE = Rule("the name of a network interface, or an address", lambda one: isinstance(one, str))
+_UNUSED = one_of("warn", "raise", "ignore")
 
 
 @dataclass(frozen=True)

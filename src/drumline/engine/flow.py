@@ -41,14 +41,9 @@ class Flow(Observer):
     def need_drained(self, what: str) -> None:
         """Refuse something that needs finished weights."""
 
-    def refuse_clipping(self) -> None:
-        """Refuse to clip gradients between two steps."""
-
     def clips(self, validated: str, max_norm: float | None) -> None:
         """Follow how an optimizer that is being made clips, and when its updates are validated."""
-        engine, updates = self.ground.engine, self.ground.updates
-        after = validated_after(validated, max_norm)
-        updates.validate(after, max_norm, captures=bool(engine.runs_one_program))
+        self.ground.updates.validate(validated_after(validated, max_norm), max_norm)
 
     def judge(self, step: Step, told: Told, losses: list[Tensor]) -> None:
         """Note whether all of a training step's losses and gradients here are finite, and what no loss has reached."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from drumline.core.settings.clash import Together
 from drumline.engine.lines import Lines
 from drumline.engine.program.frozen import Frozen
 from drumline.engine.program.programs import Programs
@@ -30,3 +32,9 @@ class Ground:
     updates: Updates
     recording: Journal
     lines: Lines
+    together: Together
+
+    def refuse(self, **more: Any) -> None:
+        """Refuse what does not go with this pipeline, and with how its optimizers validate their updates."""
+        validated = "after" if self.updates.validation.is_on else "before"
+        self.together.refuse(**{"validated": validated, **more})

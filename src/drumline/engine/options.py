@@ -5,19 +5,12 @@ A feature's options are a dataclass in its own folder; `Pipeline` takes those of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from drumline.core.errors import UsageError
-from drumline.core.program import Program
-
-
-class Accepted(NamedTuple):
-    """The values that an option accepts, and how errors describe them."""
-
-    is_right: Callable[[Any], bool]
-    expected: str
+from drumline.core.settings.rule import Rule
 
 
 def is_whole(value: Any) -> bool:
@@ -29,11 +22,12 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-SWITCH = Accepted(lambda one: isinstance(one, bool), "True or False")
-COUNT = Accepted(lambda one: is_whole(one) and one >= 1, "an integer of at least 1")
+SWITCH = Rule("True or False", lambda one: isinstance(one, bool))
+_SOMETHING = object()
+COUNT = Rule("an integer of at least 1", lambda one: is_whole(one) and one >= 1)
 
 
-def option(default: Any, accepted: Accepted) -> Any:
+def option(default: Any, rule: Rule) -> Any:
     """Return a dataclass field with a default that accepts certain values.
 
     >>> @dataclass(frozen=True, kw_only=True)
@@ -43,7 +37,18 @@ def option(default: Any, accepted: Accepted) -> Any:
     Traceback (most recent call last):
     drumline.core.errors.UsageError: times is 0; expected an integer of at least 1
     """
-    return field(default=default, metadata={"accepted": accepted})
+    return field(default=default, metadata={"rule": rule})
+
+
+def _known(value: Any) -> Any:
+    """Return a plain value; in place of another, something that keeps nothing alive.
+
+    >>> _known("1f1b"), _known({}), _known({"long": 2}) is _SOMETHING
+    ('1f1b', None, True)
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return None if isinstance(value, Mapping) and not value else _SOMETHING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +68,19 @@ class FeatureOptions:
     def check_values(self) -> None:
         """Refuse values of the wrong type or range, by name."""
         for one in fields(self):
-            accepted: Accepted | None = one.metadata.get("accepted")
-            if accepted is not None and not accepted.is_right(value := getattr(self, one.name)):
-                raise UsageError(f"{one.name} is {value!r:.80}", expected=accepted.expected)
+            rule: Rule | None = one.metadata.get("rule")
+            if rule is not None and not rule.holds(value := getattr(self, one.name)):
+                raise UsageError(f"{one.name} is {value!r:.80}", expected=rule.expected)
 
-    def check_together(self, others: Mapping[str, Any]) -> None:
-        """Refuse values that do not go together, `others` being all options by name; each feature says its own."""
+    def refuse_model(self, model: Any) -> None:
+        """Refuse a model with which these values cannot run; each feature says its own."""
 
-    def check_program(self, program: Program, others: Mapping[str, Any]) -> None:
-        """Refuse values that do not go together with the program that ranks will run; each feature says its own."""
+    def facts(self) -> dict[str, Any]:
+        """Return what is known of the options, by name: plain values, of others whether they are given.
+
+        Whoever keeps them keeps no model alive. A plan is not among them, but what it decides.
+        """
+        return {one.name: _known(getattr(self, one.name)) for one in fields(self) if one.name != "plan"}
 
     # ---- what is asked before ranks connect --------------------------------------------------------------------------
 

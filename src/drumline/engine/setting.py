@@ -9,6 +9,7 @@ import torch
 
 from drumline.channel.lines.axes import Axes
 from drumline.core.program import Program
+from drumline.core.settings.clash import Together
 from drumline.engine.core_options import CoreOptions
 from drumline.engine.ranks import transports
 from drumline.engine.ranks.crew import Crew
@@ -27,6 +28,7 @@ class Setting:
     device: torch.device
     crew: Crew
     program: Program
+    together: Together
 
     @property
     def axes(self) -> Axes:

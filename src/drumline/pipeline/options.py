@@ -13,11 +13,14 @@ import torch
 from torch import nn
 
 from drumline.core.errors import ModelError, UsageError, counted
+from drumline.core.settings.clash import Together
 from drumline.engine.core_options import CoreOptions
 from drumline.engine.model import splits
 from drumline.engine.program import programs
 from drumline.engine.ranks import transports
+from drumline.engine.together import PLANNED
 from drumline.pipeline.attached import AttachedOptions
+from drumline.pipeline.together import table
 from drumline.plan.device.plan import Plan
 from drumline.plan.device.planner import Planned
 from drumline.schedules import DEFAULT
@@ -25,8 +28,6 @@ from drumline.schedules import DEFAULT
 Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made")
 Given = TypeVar("Given")
-
-_DECIDED = ("schedule", "num_microbatches", "stages_per_rank", "balance", "cuts")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class Options(CoreOptions, AttachedOptions):
         programs.check(self.programs)
         device_named(self.device)
         transports.check(self.transport)
-        self.check_together(self.settings())
+        Together(table(), self.facts()).refuse()
+        self.refuse_model(self.model)
         if isinstance(self.model, nn.Module) and any(map(_is_divided, self.model.parameters())):
             raise ModelError(
                 "the model's parameters are DTensors: fully_shard or parallelize_module has divided them",
@@ -74,17 +76,12 @@ class Options(CoreOptions, AttachedOptions):
 
         >>> Options(nn.ReLU(), plan="plan.json", schedule="gpipe").decided_plan()
         Traceback (most recent call last):
-        drumline.core.errors.UsageError: schedule is 'gpipe' but a plan is given too; expected only one of them: ...
+        drumline.core.errors.UsageError: schedule is 'gpipe', and plan is 'plan.json'; expected only one of them: ...
         """
         if self.plan is None:
             return None
-        beside = [name for name in _DECIDED if getattr(self, name) is not None]
-        for name in [*beside, *(["checkpoint"] if self.checkpoint != "none" else [])]:
-            raise UsageError(
-                f"{name} is {getattr(self, name)!r:.60} but a plan is given too",
-                expected="only one of them: a plan sets the schedule, microbatches, cut and checkpointing",
-                fix=f"omit {name}, or make another plan",
-            )
+        beside = {name: getattr(self, name) for name in PLANNED}
+        Together(table(), {"plan": self.plan, **beside}).refuse()
         given = Plan.load(self.plan) if isinstance(self.plan, str | Path) else self.plan
         plan = given.best if isinstance(given, Planned) else given
         if not isinstance(plan, Plan):

@@ -17,6 +17,7 @@ from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
 from drumline.engine.state.keeper import Keeper
 from drumline.engine.state.names import matching
+from drumline.engine.updates.kinds import by_element
 from drumline.pipeline.attached import AttachedMethods
 from drumline.pipeline.options import Options, made_with
 from drumline.pipeline.setup import set_up
@@ -242,13 +243,7 @@ class Pipeline(AttachedMethods):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of all ranks so that their global norm is at most `max_norm`; return the norm before."""
         clip.check(max_norm, norm_type)
-        self._run.flow.refuse_clipping()
-        if self._updates.validation.is_on:
-            raise UsageError(
-                'clip_grad_norm_ waits for all ranks, and an optimizer has validated="after"',
-                expected="clipping after the step",
-                fix=f'pass max_norm={max_norm:g} to pipe.optimizer, beside validated="after"',
-            )
+        self._run.refuse(call="clip_grad_norm_", max_norm=max_norm)
         with self._recording.between.during("clip"):
             self.settle()
             with self._crew.together("clip_grad_norm_"):
@@ -334,6 +329,8 @@ class Pipeline(AttachedMethods):
         norm of all gradients was at most `max_norm` and all were finite. If not, they take the update back and make it
         with clipped gradients, or leave it out: `pipe.verdict` says what was decided.
         """
+        whole = kind.__name__ if isinstance(kind, type) and not by_element(kind) else ""
+        self._run.refuse(optimizer=whole, validated=validated, max_norm=max_norm)
         self._run.flow.clips(validated, max_norm)
         trained = [(name, one) for name, one in self.named_parameters() if one.requires_grad]
         if names is not None:

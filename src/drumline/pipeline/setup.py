@@ -16,6 +16,7 @@ import torch
 
 from drumline.core.errors import DrumlineError
 from drumline.core.program import Program
+from drumline.core.settings.clash import Together
 from drumline.engine.built import Built
 from drumline.engine.choice import ProgramChoice
 from drumline.engine.ground import Ground
@@ -32,12 +33,14 @@ from drumline.engine.setting import Cut, Setting
 from drumline.engine.stages import assembly
 from drumline.engine.state.shared_state import Shared
 from drumline.engine.state.tensors import Holdings
+from drumline.engine.together import program_facts
 from drumline.engine.updates.updates import Updates
 from drumline.pipeline.attached import attached, kit_for
 from drumline.pipeline.building import build
 from drumline.pipeline.cutting import cut_model
 from drumline.pipeline.options import Options, device_named
 from drumline.pipeline.steps.step import StepRun
+from drumline.pipeline.together import table
 from drumline.runtime.clocks import clock_for
 
 
@@ -59,7 +62,8 @@ def set_up(options: Options) -> StepRun:
             stages_per_rank=options.stages_per_rank,
             **options.schedule_settings(),
         )
-        options.check_program(program, options.settings())
+        together = Together(table(), options.facts() | program_facts(program))
+        together.refuse()
     except DrumlineError as error:
         program = error  # connect even with a wrong schedule, so that the others learn of it
     crew = Crew.gathered(
@@ -77,7 +81,7 @@ def set_up(options: Options) -> StepRun:
     with crew.together("the set-up"):
         if isinstance(program, DrumlineError):
             raise program
-        return _made(Setting(options, device, crew, program), options)
+        return _made(Setting(options, device, crew, program, together), options)
 
 
 def _made(setting: Setting, options: Options) -> StepRun:
@@ -120,5 +124,15 @@ def _ground(setting: Setting, kit: Kit, cut: Cut, built: Built) -> Ground:
     cut.intake.precise = any(one.dtype is torch.float64 for one in holdings.parameters())
     built.frozen.forget_all_but(engine.assembly.cuts)
     return Ground(
-        crew, ledger, cut.intake, built.frozen, built.programs, engine, holdings, updates, recording, built.lines
+        crew,
+        ledger,
+        cut.intake,
+        built.frozen,
+        built.programs,
+        engine,
+        holdings,
+        updates,
+        recording,
+        built.lines,
+        setting.together,
     )

@@ -26,20 +26,24 @@ from torch import Tensor
 
 from drumline.channel.launch.launch import launch
 from drumline.channel.lines.axes import Axes
-from drumline.channel.lines.grid import ROWS, described, shown
+from drumline.channel.lines.grid import ROWS, described
 from drumline.channel.lines.slices import put_together, slice_of
+from drumline.channel.rank_names import mesh_shown
 from drumline.core.errors import DrumlineError, ModelError, RunError, UsageError, nearest
 from drumline.core.program import Program
+from drumline.core.settings.clash import Together
 from drumline.engine.model.blocks import example_inputs
 from drumline.engine.model.sources import Maker, Material, material_from
 from drumline.engine.program.find import program_for
 from drumline.engine.stages.assembly import Checkpointing
+from drumline.engine.together import mesh_facts
 from drumline.engine.unsplit.comparing import difference, norm_of
 from drumline.model.follow.inputs import Inputs
 from drumline.model.microbatches import has_microbatches
 from drumline.model.precision import one_thread
 from drumline.pipeline.options import taken
 from drumline.pipeline.pipeline import Pipeline
+from drumline.pipeline.together import table
 from drumline.runtime.batch import cut as cut_batch
 from drumline.verification.batches import can_turn, turned
 from drumline.verification.one_process import (
@@ -197,25 +201,15 @@ def verify(
 
 def _check_mesh(case: _Case) -> None:
     """Refuse what cannot be compared on a mesh; `Pipeline` refuses what cannot run."""
-    if case.num_lines > 1 and case.transport == "in-process":
-        raise UsageError(
-            f"transport is 'in-process', and the mesh is {shown(case.mesh)}",
-            expected="one process per rank of the mesh",
-            fix="leave the transport out",
-        )
     if case.dropout and case.mesh.get("cp", 1) > 1:
         raise UsageError(
-            f"dropout is {case.dropout:g}, and the mesh is {shown(case.mesh)}",
+            f"dropout is {case.dropout:g}, and the mesh is {mesh_shown(case.mesh)}",
             expected="no dropout with cp: each line draws for its own part of a sequence",
         )
     if case.zero not in (0, 1, 3):
         raise UsageError(f"zero is {case.zero}", expected="0, 1 (optimizer state) or 3 (parameters and gradients too)")
-    if case.zero and case.mesh.get("dp", 1) == 1:
-        raise UsageError(
-            f"zero is {case.zero}, and the mesh has no dp",
-            expected="data-parallel lines that can divide state",
-            fix="add dp to the mesh, or leave zero out",
-        )
+    facts = {"transport": case.transport, "zero": case.zero, "sequence_parallel": case.sequence_parallel}
+    Together(table(), facts | mesh_facts(case.mesh)).refuse()
 
 
 def _check_rows(case: _Case, material: Material) -> None:
@@ -317,7 +311,7 @@ def _compared(
         weight_difference=max(weights),
         tolerance=tolerance,
         bubble=ranks[0].bubble,
-        mesh=shown(case.mesh) if case.mesh else "",
+        mesh=mesh_shown(case.mesh) if case.mesh else "",
         zero=case.zero,
         batches_differ=turns and case.num_steps > 1,
     )

@@ -23,7 +23,8 @@ from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import ProcessGroup, Store, Work
 
 from drumline.channel.channel import too_late
-from drumline.channel.lines.grid import DATA, Grid, described, shown
+from drumline.channel.lines.grid import DATA, Grid, described
+from drumline.channel.rank_names import mesh_shown
 from drumline.channel.rendezvous import exchange
 from drumline.core.errors import MismatchError, ModelError, RankFailed
 
@@ -62,12 +63,12 @@ class Axes(Grid):
         for other, one in enumerate(told):
             if one != told[0]:
                 raise MismatchError(
-                    f"ranks 0 and {other} have different meshes: {shown(told[0][0])} and {shown(one[0])}",
+                    f"ranks 0 and {other} have different meshes: {mesh_shown(told[0][0])} and {mesh_shown(one[0])}",
                     expected="the same mesh on every rank",
                 )
         if math.prod(sizes.values()) != num_ranks:
             raise MismatchError(
-                f"the mesh {shown(sizes)} has {math.prod(sizes.values())} ranks, and {num_ranks} were started",
+                f"the mesh {mesh_shown(sizes)} has {math.prod(sizes.values())} ranks, and {num_ranks} were started",
                 expected="a mesh whose sizes multiply to the number of ranks",
                 fix=f"start {math.prod(sizes.values())} processes, or change the mesh",
             )

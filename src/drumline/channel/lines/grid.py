@@ -167,12 +167,3 @@ def described(mesh: Any) -> tuple[dict[str, int], list[int] | None]:
     if ranks is None:
         sizes = {name: sizes[name] for name in AXES if name in sizes}
     return sizes, ranks
-
-
-def shown(sizes: Mapping[str, int]) -> str:
-    """Return a mesh as people write it.
-
-    >>> shown({"pp": 2, "dp": 4})
-    'pp2 x dp4'
-    """
-    return " x ".join(f"{name}{size}" for name, size in sizes.items())

@@ -27,7 +27,6 @@ class Observer:
     """
 
     order: ClassVar[int] = 0  # those with a lower one are called earlier, and later at the end of a step
-    runs_one_program = ""  # why all steps run by one program, if they do
 
     @property
     def is_idle(self) -> bool:

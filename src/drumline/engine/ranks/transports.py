@@ -18,8 +18,8 @@ from drumline.channel.channel import TIMEOUT, Channel, too_late
 from drumline.channel.distributed import DistributedChannel
 from drumline.channel.interfaces import endpoint, loopback
 from drumline.channel.lines.axes import Axes
-from drumline.channel.lines.grid import described, shown
-from drumline.channel.rank_names import BY_NUMBER, RankNames
+from drumline.channel.lines.grid import described
+from drumline.channel.rank_names import BY_NUMBER, RankNames, mesh_shown
 from drumline.channel.rendezvous import agreed_place, exchange, host_id, hosted_store
 from drumline.channel.shared_memory import SharedMemoryChannel
 from drumline.channel.start import this_start
@@ -145,7 +145,7 @@ def axes_for(mesh: Any, transport: str, num_ranks: int, *, scope: str, timeout: 
         more = {name: size for name, size in sizes.items() if name != "pp" and size > 1}
         if more:
             raise UsageError(
-                f"the mesh {shown(sizes)} has {shown(more)}, and all ranks are in this process",
+                f"the mesh {mesh_shown(sizes)} has {mesh_shown(more)}, and all ranks are in this process",
                 expected="one process per rank of the mesh",
                 fix="start ranks with dl.launch or torchrun",
             )

@@ -73,7 +73,7 @@ class Lineup:
 class Engine(Observer):
     """The executors of this process's ranks, built from an assembly of all ranks' stages."""
 
-    runs_one_program = ""  # why all steps run by one program
+    runs_one_program = False  # because steps are captured
 
     def __init__(
         self,

@@ -171,7 +171,7 @@ class Updates:
         """What decides about steps that are not finite."""
         return self.scaler if self.scaler.is_on else self.validation
 
-    def validate(self, after: bool, max_norm: float | None, *, captures: bool) -> None:
+    def validate(self, after: bool, max_norm: float | None) -> None:
         """Have optimizers step before or after all ranks agree; all of them alike."""
         if bool(self._made) and after != self.validation.is_on and self.optimizers():
             raise UsageError(
@@ -181,7 +181,6 @@ class Updates:
         if not after:
             self.validation.turn_off()
             return
-        self.validation.admit(scales=self.scaler.is_on, captures=captures, divides=self.divided.is_on)
         self.validation.turn_on(max_norm)
 
     def optimizers(self) -> list[Optimizer]:
@@ -205,12 +204,6 @@ class Updates:
             raise RunError(
                 f"{kind.__name__} weighs all parameters against each other, and each rank holds a part of them",
                 expected="an optimizer that treats parameters one by one, such as AdamW",
-            )
-        if self.holdings.shards is not None and not by_element(kind):
-            raise RunError(
-                f"{kind.__name__} may look at whole matrices, and with zero=3 each line holds a piece of every one",
-                expected="an optimizer that treats every element alike, such as AdamW",
-                fix="use zero=1, where each matrix belongs to one line",
             )
         if not by_element(kind):
             self.wholes.cover(parameters)

@@ -20,12 +20,11 @@ class Validates:
         """Take note of ranks with a NaN in a step, by name; return whether nobody else needs to."""
         return False
 
-    def admit(self, *, scales: bool, captures: bool, divides: bool) -> None:
-        """Refuse to be on beside what it does not go with."""
-        raise refusal("nothing is attached that takes updates back", "a feature that does")
-
     def turn_on(self, max_norm: float | None) -> None:
         """Validate the updates of all optimizers afterwards."""
+        raise UsageError(
+            "validated is 'after', and nothing is attached that takes updates back", fix="use validated='before'"
+        )
 
     def turn_off(self) -> None:
         """Validate the updates of the next optimizers before they are made; all ranks call it alike."""
@@ -40,11 +39,6 @@ class Validates:
 
     def forget(self) -> None:
         """Record that gradients were set to zero."""
-
-
-def refusal(what: str, why: str) -> UsageError:
-    """Return the error of a pipeline whose updates cannot be validated afterwards."""
-    return UsageError(f'validated is "after", and {what}', expected=why, fix='use validated="before"')
 
 
 def check(validated: object, max_norm: float | None) -> bool:

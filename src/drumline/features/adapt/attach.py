@@ -8,8 +8,9 @@ from drumline.engine.ranks.observer import Observer
 from drumline.engine.setting import Cut, Setting
 from drumline.engine.site import Site
 from drumline.features.adapt.adapting import Adapting, decider_for
-from drumline.features.adapt.auto_schedule import AUTO, AutoSchedule
+from drumline.features.adapt.auto_schedule import AutoSchedule
 from drumline.features.adapt.options import AdaptOptions
+from drumline.features.adapt.together import AUTO
 
 
 def fit(kit: Kit, setting: Setting, options: AdaptOptions) -> None:

@@ -28,7 +28,6 @@ from drumline.plan.search.search import search
 from drumline.runtime.step import Step
 from drumline.schedules import schedules
 
-AUTO = "auto"
 _WARM_UPS, _MEASURED = 2, 5
 _SECONDS = 5.0  # time limit of the search
 _LEAST_GAIN = 0.01  # share of the simulated step; a smaller gain changes nothing
@@ -70,7 +69,6 @@ class AutoSchedule(Observer):
     """Counts steps and switches to a better program when it is time."""
 
     order: ClassVar[int] = -3
-    runs_one_program = "schedule='auto'"
 
     def __init__(self, site: Site, adapting: Adapting) -> None:
         self.searched: Searched | None = None

@@ -19,7 +19,7 @@ from drumline.runtime.step import Step
 class CapturingEngine(Engine):
     """An engine that captures steps as CUDA graphs and replays them while they stay the same on all ranks."""
 
-    runs_one_program = "capture=True"
+    runs_one_program = True
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)

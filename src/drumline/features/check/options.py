@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from drumline.engine.options import Accepted, FeatureOptions, option
+from drumline.core.settings.rule import Rule
+from drumline.engine.options import FeatureOptions, option
 from drumline.features.check.sentinels import When, is_when
 
-_ACCEPTED = Accepted(is_when, 'True, False, "first", or a number of steps between two checks')
+_WHEN = Rule('True, False, "first", or a number of steps between two checks', is_when)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,4 +17,4 @@ class CheckOptions(FeatureOptions):
     """`check_model`: compare the first step and some later ones with the unsplit model."""
 
     ALIKE: ClassVar[tuple[str, ...]] = ("check_model",)
-    check_model: When = option(True, _ACCEPTED)
+    check_model: When = option(True, _WHEN)

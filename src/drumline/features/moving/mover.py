@@ -105,11 +105,10 @@ class Mover:
     def _refuse(self, counts: Sequence[int]) -> None:
         """Refuse what cannot move."""
         site = self._site
+        site.refuse(call="repartition")
         changes = site.frozen.would_change(counts)
         for one in site.observers.each:
             one.refuse_move(changes_program=changes)
-        if site.updates.divided.is_on or site.holdings.shards is not None:
-            raise UsageError("repartition: lines of the mesh divide state", expected="zero=0: pieces cannot move")
         if strangers := site.updates.strangers():
             kind = type(strangers[0]).__name__
             raise UsageError(

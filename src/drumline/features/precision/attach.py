@@ -16,6 +16,6 @@ def attach(site: Site, options: PrecisionOptions) -> Scaling | None:
         updates.update_copies(Masters())
     if not updates.precision.scales:
         return None
-    scaler = LossScaler()
+    scaler = LossScaler(refuse=site.refuse)
     updates.scaler = scaler
     return Scaling(scaler, site.holdings)

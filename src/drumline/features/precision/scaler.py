@@ -9,7 +9,7 @@ either all ranks skip the optimizer's step and lower the scale, or none does.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass
 from typing import Any
 
@@ -19,6 +19,10 @@ from torch import Tensor, nn
 from drumline.core.errors import ModelError, NonFiniteError
 from drumline.engine.updates.attached import Scales
 from drumline.model.precision import LOW
+
+
+def _admit(**_: Any) -> None:
+    """Refuse nothing, where a scaler is used by itself."""
 
 
 @dataclass(eq=False, repr=False)
@@ -44,6 +48,7 @@ class LossScaler(Scales):
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     floor: float = 2.0**-13
+    refuse: Callable[..., None] = _admit  # what does not go with a scaled loss
 
     def __post_init__(self, init_scale: float) -> None:
         self.is_on = True
@@ -59,11 +64,7 @@ class LossScaler(Scales):
         """Refuse parameters whose gradients cannot be unscaled exactly."""
         low = {str(one.dtype) for one in parameters if one.dtype in LOW and one.requires_grad}
         if low:
-            raise ModelError(
-                f'precision is "fp16" and the model has parameters in {", ".join(sorted(low))}',
-                expected="float32 parameters, whose gradients can be unscaled exactly",
-                fix="use model.float(), or master_weights=True",
-            )
+            self.refuse(parameters=", ".join(sorted(low)))
 
     def ran(self, number: int) -> None:
         """Record that a training step ran with this scale."""

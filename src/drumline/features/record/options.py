@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from drumline.engine.options import SWITCH, Accepted, FeatureOptions, option
+from drumline.core.settings.rule import Rule
+from drumline.engine.options import SWITCH, FeatureOptions, option
 
-_ACCEPTED = Accepted(
-    lambda one: isinstance(one, bool | str | Path) and one != "", "True, False, or a folder for the run"
-)
+_WHERE = Rule("True, False, or a folder for the run", lambda one: isinstance(one, bool | str | Path) and one != "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +17,7 @@ class RecordOptions(FeatureOptions):
     """`record`: keep the last step's timeline, nothing, or the whole run in a folder, which may continue one."""
 
     ALIKE: ClassVar[tuple[str, ...]] = ("continue_record",)
-    record: bool | str | Path = option(True, _ACCEPTED)
+    record: bool | str | Path = option(True, _WHERE)
     continue_record: bool = option(False, SWITCH)
 
     def alike(self) -> dict[str, Any]:

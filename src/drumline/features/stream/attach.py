@@ -9,8 +9,9 @@ from drumline.engine.kit import Kit
 from drumline.engine.setting import Setting
 from drumline.engine.site import Site
 from drumline.features.stream.executor import StreamExecutor
-from drumline.features.stream.options import StreamOptions, check_ties, is_synchronous, rows_of
+from drumline.features.stream.options import StreamOptions, check_ties, rows_of
 from drumline.features.stream.stream import NoStream, Stream
+from drumline.features.stream.together import is_synchronous
 from drumline.model.weights.tied import Ties
 
 
@@ -38,5 +39,5 @@ def _admit(options: StreamOptions, setting: Setting, ties: Ties) -> None:
 def _stream(options: StreamOptions, setting: Setting, ground: Ground) -> Stream:
     name = _named(setting)
     rows = rows_of(name, options, setting.program, ground.frozen.pruned_too)
-    finite, together = setting.options.check_finite, is_synchronous(name, options)
+    finite, together = setting.options.check_finite, is_synchronous(name, vertical_sync=options.vertical_sync)
     return Stream(ground, rows, check_finite=finite, is_synchronous=together)

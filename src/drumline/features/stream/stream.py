@@ -26,7 +26,7 @@ from drumline.engine.ranks.observer import Observer
 from drumline.engine.ranks.tally import Tally, Told
 from drumline.engine.state.keeper import Keeper, Named
 from drumline.engine.updates.optimizer_state import plain
-from drumline.engine.updates.validated import refusal
+from drumline.engine.updates.validated import check as validated_after
 from drumline.features.stream.executor import Group, StreamExecutor
 from drumline.features.stream.rows import StreamRows
 from drumline.runtime.gradients import clip
@@ -56,7 +56,6 @@ class Stream(Flow, Keeper):
         ground.recording.notes_late = self.num_in_flight
         for one in self.executors:
             one.attach(rows, self, check_finite=check_finite, together=is_synchronous)
-        self._is_synchronous = is_synchronous
         self.skipped: dict[int, str] = {}
 
     @property
@@ -85,9 +84,7 @@ class Stream(Flow, Keeper):
                 fix="create one with pipe.optimizer(torch.optim.AdamW, ...) before the first step",
             )
         if step.share != 1.0:
-            raise UsageError(
-                f"share is {step.share}", expected=f"1: with {self.name}, every step makes its own updates"
-            )
+            self.ground.refuse(share=step.share)
         first = self.executors[0]
         step.program = self._programs.added(self.rows.program(first.position, first.since))
         self.is_broken = True
@@ -138,27 +135,11 @@ class Stream(Flow, Keeper):
                 fix="call pipe.drain() on every rank first",
             )
 
-    def refuse_move(self, *, changes_program: bool) -> None:
-        """Refuse to move layers while microbatches are in flight."""
-        raise UsageError(
-            f"repartition: {self.name} has no flush",
-            expected="a flushed schedule: between its steps no microbatch is in flight",
-        )
-
     # ---- optimizers --------------------------------------------------------------------------------------------------
-
-    def refuse_clipping(self) -> None:
-        """Refuse to clip gradients between two steps."""
-        raise RunError(
-            f"clip_grad_norm_ was called, and {self.name} has no flush",
-            expected="no call of it: the gradients of all ranks are never there at once",
-            fix="pass max_norm= to pipe.optimizer",
-        )
 
     def clips(self, validated: str, max_norm: float | None) -> None:
         """Clip the gradients of every update, those of all optimizers together."""
-        if validated != "before":
-            raise refusal(f"{self.name} has no flush", "a flushed schedule: others update inside of a step")
+        validated_after(validated, None)
         if max_norm is None:
             return
         clip.check(max_norm, 2.0)
@@ -166,12 +147,6 @@ class Stream(Flow, Keeper):
             raise UsageError(
                 f"max_norm is {max_norm}, and {self.max_norm} before",
                 expected="the same for all optimizers, before the first step",
-            )
-        if not self._is_synchronous:
-            raise UsageError(
-                f"max_norm is {max_norm}, and {self.name} makes an update at different times on different ranks",
-                expected="an update at the same place in all rows, so that ranks can add up their norms",
-                fix="pass vertical_sync=True to Pipeline",
             )
         self.max_norm = float(max_norm)
 

@@ -32,7 +32,7 @@ from drumline.core.errors import DrumlineError, RunError, UsageError
 from drumline.engine.ranks.observer import Observer
 from drumline.engine.ranks.tally import Tally, Told
 from drumline.engine.site import Site
-from drumline.engine.updates.validated import Validates, refusal
+from drumline.engine.updates.validated import Validates
 from drumline.features.validated.kept import KeptBuffers, KeptOptimizer
 from drumline.runtime.gradients import clip
 from drumline.runtime.step import CalledWith, Step
@@ -140,18 +140,6 @@ class Validation(Observer, Validates):
         self._trusts = True  # whether updates run ahead of their verdict
         self._is_finite = True  # whether this process's part of the last step was
         self._again = False  # whether the next step begins again, whatever else is decided
-
-    def admit(self, *, scales: bool, captures: bool, divides: bool) -> None:
-        """Refuse to be on beside a loss scale, captured steps, or lines that divide state or more than batches."""
-        axes = self._crew.axes
-        if scales:
-            raise refusal('precision is "fp16"', "bf16 or fp32: the next step's loss scale follows from the verdict")
-        if captures:
-            raise refusal("capture is True", "capture=False: a graph cannot be left after its opening")
-        if divides or self._holdings.shards is not None:
-            raise refusal("zero divides state", "zero=0: lines exchange parameters inside of the optimizer's step")
-        if axes.size("tp", "ep", "cp") > 1:
-            raise refusal(f"the mesh is {axes.described()}", "axes pp and dp alone: others were not tried")
 
     def turn_on(self, max_norm: float | None) -> None:
         """Validate the updates of all optimizers afterwards."""
@@ -277,14 +265,6 @@ class Validation(Observer, Validates):
             self._again |= update.verdict.amends and update.is_ahead
             self.num_amended += update.verdict.amends
         return update.verdict
-
-    def refuse_move(self, *, changes_program: bool) -> None:
-        """Refuse to move layers while updates may be taken back."""
-        if self.is_on:
-            raise UsageError(
-                'repartition: an optimizer has validated="after"',
-                expected='validated="before": copies of updates that may be taken back do not move',
-            )
 
     def settle(self) -> None:
         """Wait for the verdict on the update under way, and mend the update if it was wrong."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from drumline.core.errors import DrumlineError
 from drumline.train.config.problems import Problem
-from drumline.train.config.relations import Judged, program_of, relation
+from drumline.train.config.relations import Judged, relation
 
 
 @relation("mesh.expert", "mesh.data")
-def _experts_are_shared_out(judged: Judged) -> Iterator[Problem]:
+def experts_are_shared_out(judged: Judged) -> Iterator[Problem]:
+    """Yield whether experts cannot be shared out evenly."""
     mesh = judged.settings.mesh
     if mesh.data % mesh.expert:
         yield judged.problem(
@@ -30,31 +30,10 @@ def _model_has_experts(judged: Judged) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-@relation("memory.zero", "mesh.data", "mesh.expert", "mesh.pipeline", "pipeline.schedule", "pipeline.plan")
+@relation("memory.zero")
 def _state_is_divided(judged: Judged) -> Iterator[Problem]:
-    zero, mesh = judged.settings.memory.zero, judged.settings.mesh
-    if zero == 2:
+    if judged.settings.memory.zero == 2:
         yield judged.problem("memory.zero", "is 2", "0, 1 or 3", "use 1, or 3 to divide parameters too")
-    elif zero and mesh.data == 1:
-        yield judged.problem("memory.zero", f"is {zero}, and mesh.data is 1", "0", "raise mesh.data, or set it to 0")
-    elif zero and mesh.data == mesh.expert:
-        yield judged.problem(
-            "memory.zero", f"is {zero}, and all {mesh.data} data-parallel ranks hold different experts",
-            "0, or a mesh.data above mesh.expert", "raise mesh.data, or set it to 0",
-        )  # fmt: skip
-    elif zero == 3 and _holds_copies(judged):
-        yield judged.problem(
-            "memory.zero", f"is 3, and {judged.settings.pipeline.schedule} holds each stage on two ranks",
-            "0 or 1, or a schedule with one copy of each stage",
-        )  # fmt: skip
-
-
-def _holds_copies(judged: Judged) -> bool:
-    """Whether each stage is on two ranks of a pipeline; another relation tells if there is no program."""
-    try:
-        return bool(program_of(judged.settings, judged.plan).placement.mirrored)
-    except DrumlineError:
-        return False
 
 
 @relation(
@@ -76,14 +55,6 @@ def _heads_are_divided(judged: Judged) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-@relation("memory.sequence_parallel", "mesh.tensor")
-def _tokens_are_divided(judged: Judged) -> Iterator[Problem]:
-    if judged.settings.memory.sequence_parallel and judged.settings.mesh.tensor == 1:
-        yield judged.problem(
-            "memory.sequence_parallel", "is true, and mesh.tensor is 1", "false", "raise mesh.tensor, or leave it out"
-        )
-
-
 @relation("mesh.context", "batch.sequence", "lengths.how", "evaluation.sample_every")
 def _sequences_divide(judged: Judged) -> Iterator[Problem]:
     settings, context = judged.settings, judged.settings.mesh.context
@@ -102,16 +73,6 @@ def _sequences_divide(judged: Judged) -> Iterator[Problem]:
         yield judged.problem(
             "evaluation.sample_every", f"is {settings.evaluation.sample_every}, and mesh.context is {context}", "0"
         )
-
-
-@relation("failures.elastic", "mesh.data", "mesh.context", "mesh.tensor", "mesh.expert")
-def _elastic_leaves_lines_out(judged: Judged) -> Iterator[Problem]:
-    mesh = judged.settings.mesh
-    if judged.settings.failures.elastic and mesh.num_lines > 1 and mesh.axes["dp"] == 1:
-        yield judged.problem(
-            "failures.elastic", f"is true, and no data-parallel pipeline of {mesh.num_lines} can be left out",
-            "the pipeline axis alone, or a mesh.data above mesh.expert", "leave it out, and use failures.restarts",
-        )  # fmt: skip
 
 
 @relation("failures.min_ranks", "failures.elastic", "mesh.pipeline", "mesh.data", "mesh.context", "mesh.tensor")

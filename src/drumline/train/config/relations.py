@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
 from drumline.core.errors import DrumlineError, counted
 from drumline.core.parsed import shown
@@ -15,15 +16,13 @@ from drumline.core.prove.validate import validate
 from drumline.core.prove.violation import InvalidProgram
 from drumline.engine.program.find import program_for
 from drumline.plan.device.plan import Plan
-from drumline.schedules import find, schedules
+from drumline.schedules import find
 from drumline.train.config import names
 from drumline.train.config.problems import Problem
 from drumline.train.config.settings import AdaptSettings, TrainSettings
 from drumline.train.config.tables import Source
 
 _TEXT = ("text", "tokens", "instructions")
-_BESIDE_A_PLAN = ("pipeline.schedule", "pipeline.stages_per_rank", "pipeline.layers", "pipeline.balance",
-                  "pipeline.cuts", "memory.recompute")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,24 @@ class Judged:
     source: Source
     plan: Plan | None = None
 
+    def value(self, key: str) -> Any:
+        """Return what a key is."""
+        return _value(self.settings, key)
+
+    def is_default(self, key: str) -> bool:
+        """Whether a key has its default."""
+        return bool(self.value(key) == _value(TrainSettings(), key))
+
     def problem(self, key: str, error: str, expected: str = "", fix: str = "") -> Problem:
         """Return a problem of a key."""
         if error.startswith("is ") and not self.source.has(key):
             error = f"{error} (the default)" if error[3:4].isdigit() else error
         return Problem(self.source.where(tuple(key.split("."))), key, error, expected, fix)
+
+
+def _value(settings: TrainSettings, key: str) -> Any:
+    table, name = key.split(".")
+    return getattr(getattr(settings, table), name)
 
 
 Relation = Callable[[Judged], Iterator[Problem]]
@@ -102,7 +114,8 @@ def program_of(settings: TrainSettings, plan: Plan | None = None) -> Program:
 
 
 @relation("pipeline.schedule")
-def _schedule_exists(judged: Judged) -> Iterator[Problem]:
+def schedule_exists(judged: Judged) -> Iterator[Problem]:
+    """Yield what is wrong with a schedule's name."""
     name = judged.settings.pipeline.schedule
     if name == "auto":
         yield judged.problem(
@@ -170,60 +183,15 @@ def _stages_fit(judged: Judged, num_stages: int) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-@relation(
-    "pipeline.schedule", "pipeline.capture", "pipeline.compile", "optimizer.clip_norm", "batch.accumulate",
-    "precision.compute", "lengths.how", "lengths.search", "mesh.data", "mesh.context", "mesh.tensor",
-    "failures.elastic", "pipeline.vertical_sync",
-)  # fmt: skip
-def _without_flush(judged: Judged) -> Iterator[Problem]:
-    """Without a flush, an update takes what one step of one line has, and all of it on its own rank."""
-    settings = judged.settings
-    name = settings.pipeline.schedule
-    if name not in schedules() or find(name).flushed:
-        return
-    allowed = {
-        "batch.accumulate": (settings.batch.accumulate, 1, "every step makes its own updates"),
-        "pipeline.capture": (settings.pipeline.capture, False, ""),
-        "pipeline.compile": (settings.pipeline.compile, False, ""),
-        "lengths.search": (settings.lengths.search, False, ""),
-        "failures.elastic": (settings.failures.elastic, False, "updates that are due belong to their ranks"),
-        **{f"mesh.{one}": (getattr(settings.mesh, one), 1, "") for one in ("data", "context", "tensor")},
-    }
-    if "vertical_sync" in find(name).options and not settings.pipeline.vertical_sync and settings.optimizer.clip_norm:
-        yield judged.problem(
-            "optimizer.clip_norm", f"is {settings.optimizer.clip_norm}",
-            f"0 with {name}, which updates ranks at different times", "set pipeline.vertical_sync = true to clip",
-        )  # fmt: skip
-    for key, (value, wanted, why) in allowed.items():
-        if value != wanted:
-            yield judged.problem(
-                key, f"is {shown(value)}", f"{shown(wanted)} with {name}, which has no flush{why and f': {why}'}"
-            )
-    for key, value, wrong in (
-        ("precision.compute", settings.precision.compute, "fp16"), ("lengths.how", settings.lengths.how, "buckets"),
-    ):  # fmt: skip
-        if value == wrong:
-            yield judged.problem(key, f'is "{value}"', f"another one with {name}, which has no flush")
-
-
-@relation("pipeline.layers", "pipeline.balance", "pipeline.cuts", "pipeline.plan")
-def _one_cut(judged: Judged) -> Iterator[Problem]:
+@relation("pipeline.layers", "pipeline.balance", "pipeline.cuts")
+def one_cut(judged: Judged) -> Iterator[Problem]:
+    """Yield whether the model is to be cut in several ways."""
     pipeline = judged.settings.pipeline
     given = [name for name in ("layers", "balance", "cuts") if getattr(pipeline, name)]
     if len(given) > 1:
         yield judged.problem(
             f"pipeline.{given[1]}", f"stands beside pipeline.{given[0]}", "one way to cut the model", "leave one out"
         )
-    if pipeline.plan:
-        for key in _BESIDE_A_PLAN:
-            if judged.source.has(key) and not _is_default(judged, key):
-                expected = "one of the two: a plan decides schedule, microbatches, cut and recomputation"
-                yield judged.problem(key, "stands beside pipeline.plan", expected, "leave it out, or plan again")
-
-
-def _is_default(judged: Judged, key: str) -> bool:
-    table, name = key.split(".")
-    return bool(getattr(getattr(judged.settings, table), name) == getattr(getattr(TrainSettings(), table), name))
 
 
 @relation("pipeline.plan", "mesh.pipeline", "batch.sequences", "batch.microbatch", "batch.accumulate", "mesh.data")
@@ -302,36 +270,6 @@ def _buckets_rise(judged: Judged) -> Iterator[Problem]:
         yield judged.problem(
             "lengths.buckets", f"is {list(lengths.buckets)}", f"rising lengths of at most batch.sequence, {longest}"
         )
-
-
-@relation("precision.compute", "precision.weights", "precision.master_weights")
-def _numbers_suit(judged: Judged) -> Iterator[Problem]:
-    numbers = judged.settings.precision
-    if numbers.compute == "fp16" and numbers.weights != "fp32" and not numbers.master_weights:
-        yield judged.problem(
-            "precision.weights", f'is "{numbers.weights}" with compute = "fp16"',
-            "float32 weights, whose gradients can be unscaled without loss", "set master_weights = true",
-        )  # fmt: skip
-
-
-@relation(
-    "optimizer.validated", "precision.compute", "pipeline.capture", "memory.zero", "mesh.data", "mesh.context",
-    "mesh.tensor",
-)  # fmt: skip
-def _updates_can_be_taken_back(judged: Judged) -> Iterator[Problem]:
-    settings = judged.settings
-    if settings.optimizer.validated != "after":
-        return
-    mesh = settings.mesh
-    for holds, what, expected in (
-        (settings.precision.compute == "fp16", 'precision.compute is "fp16"', "bf16 or fp32: verdicts set loss scales"),
-        (settings.pipeline.capture, "pipeline.capture is true", "steps that are not captured"),
-        (settings.memory.zero and mesh.data > 1, f"memory.zero is {settings.memory.zero}", "state that is not divided"),
-        (mesh.context * mesh.tensor > 1, "the mesh has context or tensor", "the axes pipeline and data alone"),
-    ):
-        if holds:
-            fix = 'set optimizer.validated = "before"'
-            yield judged.problem("optimizer.validated", f'is "after", and {what}', expected, fix)
 
 
 @relation("run.out")

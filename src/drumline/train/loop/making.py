@@ -27,7 +27,10 @@ from drumline.core.simulate.simulate import simulate
 from drumline.engine.model.blocks import guesses, is_chain
 from drumline.report.run.follow import needed
 from drumline.schedules import generate, schedules
+from drumline.train.config.mesh_relations import experts_are_shared_out
+from drumline.train.config.relations import Judged, one_cut, schedule_exists
 from drumline.train.config.settings import TrainSettings
+from drumline.train.config.tables import Source
 from drumline.train.data.items.batch import Batch
 from drumline.train.models.built import Built, Tokenizer
 
@@ -44,16 +47,9 @@ def check(settings: TrainSettings) -> None:
     Traceback (most recent call last):
     drumline.core.errors.UsageError: memory.recompute is 'some'; expected "none" or "full": single operations ...
     """
-    if settings.mesh.data % settings.mesh.expert:
-        raise UsageError(
-            f"mesh.expert is {settings.mesh.expert}", expected=f"a divisor of mesh.data, {settings.mesh.data}"
-        )
-    if settings.pipeline.schedule == "auto":
-        raise UsageError(
-            "pipeline.schedule is 'auto'",
-            expected="a schedule to begin with",
-            fix="name one and set adapt.on, which searches other programs while the run goes on",
-        )
+    judged = Judged(settings, Source(asdict(settings)))
+    for one in (*experts_are_shared_out(judged), *schedule_exists(judged), *one_cut(judged)):
+        raise UsageError(one.headline, expected=one.expected, fix=one.fix)
     if settings.memory.recompute not in ("none", "full"):
         raise UsageError(
             f"memory.recompute is {settings.memory.recompute!r}",
@@ -217,11 +213,6 @@ def _wants_example(model: nn.Module) -> bool:
 
 def _cut(settings: TrainSettings, model: nn.Module) -> dict[str, Any]:
     given = settings.pipeline
-    chosen = [name for name in ("layers", "cuts", "balance") if getattr(given, name)]
-    if len(chosen) > 1:
-        raise UsageError(
-            f"pipeline.{chosen[0]} and pipeline.{chosen[1]} both say where to cut", expected="one of the two"
-        )
     if given.layers:
         return {"cuts": layer_cuts(model, given.layers) or None}
     return {"cuts": list(given.cuts) or None, "balance": given.balance or None}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from drumline.channel.lines.axes import Axes
-from drumline.core.errors import ModelError, UsageError
+from drumline.core.errors import ModelError
 from drumline.engine.ranks.agreement import first_difference
 from drumline.engine.ranks.observer import Observer
 from drumline.model.catalogue import Place
@@ -41,14 +41,6 @@ class LineBuffers(Observer):
         """Note how the buffers are before the first step."""
         if not self._is_done:
             self._marks = [_mark(one.tensor) for one in self._places]
-
-    def refuse_move(self, *, changes_program: bool) -> None:
-        """Refuse to move layers of which lines hold parts."""
-        for name, why in {"tp": "divides layers", "ep": "divides experts"}.items():
-            if self._axes.size(name) > 1:
-                raise UsageError(
-                    f"repartition: the mesh's axis {name} {why}", expected="a mesh of pp, dp and cp: parts cannot move"
-                )
 
     def moved(self) -> None:
         """Look at nothing more: the blocks here are others now."""

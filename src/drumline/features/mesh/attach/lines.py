@@ -139,11 +139,6 @@ class MeshLines(Lines):
         levels = {stage.index: self._level(stage.index) for stage in engine.stages()}
         parameters = {stage.index: stage.all_parameters for stage in engine.stages()}
         if 3 in levels.values():
-            if self._program.placement.mirrored:
-                raise UsageError(
-                    f"zero is 3, and {self._program.name} holds each stage on two ranks of a line",
-                    expected="zero of at most 1, or a schedule with one copy of each stage",
-                )
             # Tied ones stay whole: several stages use them, each at its own time.
             tied = [one for one in holdings.ties.tensors if len(one.names) > 1 or one.is_copied]
             shared = {name for one in tied for name in one.names}

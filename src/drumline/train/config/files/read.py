@@ -24,6 +24,7 @@ from drumline.train.config.problems import Problem, refused
 from drumline.train.config.relations import Judged, related
 from drumline.train.config.settings import TrainSettings
 from drumline.train.config.tables import Reading, Source
+from drumline.train.config.together import clashing
 
 KIND = Kind("config", ConfigError, "a TOML file of training settings, as `drumline train --print-config` writes", MIB)
 MICROBATCHES = "num_microbatches"  # an override that is no key: it decides batch.microbatch
@@ -82,6 +83,7 @@ def read_judged(
         settings = _cut(reading, settings, microbatches, (flags or {}).get(MICROBATCHES, MICROBATCHES))
     judged = Judged(settings, given, plan)
     reading.problems += related(judged, reading.bad)
+    reading.problems += clashing(judged, reading.bad)
     if reading.problems:
         raise refused(reading.problems)
     return judged

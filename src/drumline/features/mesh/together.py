@@ -1,0 +1,28 @@
+"""What does not go with the lines of a mesh, and with what they divide."""
+
+from __future__ import annotations
+
+from drumline.core.errors import RunError
+from drumline.core.settings.clash import Clash, Given, given
+from drumline.engine.together import TWO_COPIES, axis, without
+
+_NOT_COMPILED = {
+    axis("cp"): "compiled attention would see a part of the sequence only",
+    axis("ep"): "exchanges of tokens are not part of compiled code",
+    axis("tp"): "exchanges inside divided layers are not part of compiled code",
+}
+_WHOLE_MATRICES = Given("optimizer", "an optimizer that may look at whole matrices", given("optimizer").holds,
+                        "{optimizer} may look at whole matrices")  # fmt: skip
+CLASHES = (
+    Clash(given("zero"), without("dp"), "lines along dp", "data-parallel lines divide the state", ("zero", 0)),
+    Clash(given("sequence_parallel"), without("tp"), "lines along tp",
+          "tensor-parallel lines divide the tokens between their layers", ("sequence_parallel", False)),
+    *(
+        Clash(given("compile"), lines, "stages that are not compiled", why, ("compile", False))
+        for lines, why in _NOT_COMPILED.items()
+    ),
+    Clash(given("zero", 3), TWO_COPIES, "a schedule with one copy of each stage",
+          "each line holds a part of a stage, and two ranks of it would need it at different times", ("zero", 1)),
+    Clash(_WHOLE_MATRICES, given("zero", 3), "an optimizer that treats every element alike, such as AdamW",
+          "each line holds a flat piece of every matrix", ("zero", 1), kind=RunError),
+)  # fmt: skip

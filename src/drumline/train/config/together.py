@@ -1,0 +1,101 @@
+"""What does not go together in a config: the table of all pipelines and what whole runs add to it, told by keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from drumline.core.errors import DrumlineError
+from drumline.core.settings.clash import Clash, Facts, Given, Spelling, found, given
+from drumline.engine.together import NO_FLUSH, PLANNED, SEVERAL_LINES, mesh_facts, program_facts, without
+from drumline.pipeline.together import table
+from drumline.train.config.problems import Problem
+from drumline.train.config.relations import Judged, program_of
+from drumline.train.config.write import written
+
+# The keys of an option, the first of which errors name unless another one is set.
+KEYS: dict[str, tuple[str, ...]] = {
+    "adapt": ("adapt.on",),
+    "arrange": ("lengths.search",),
+    "balance": ("pipeline.balance",),
+    "capture": ("pipeline.capture",),
+    "checkpoint": ("memory.recompute",),
+    "compile": ("pipeline.compile",),
+    "cuts": ("pipeline.cuts", "pipeline.layers"),
+    "elastic": ("failures.elastic",),
+    "master_weights": ("precision.master_weights",),
+    "max_norm": ("optimizer.clip_norm",),
+    "mesh": ("mesh.data", "mesh.context", "mesh.tensor", "mesh.expert", "mesh.pipeline"),
+    "parameters": ("precision.weights",),
+    "plan": ("pipeline.plan",),
+    "precision": ("precision.compute",),
+    "programs": ("lengths.how",),
+    "schedule": ("pipeline.schedule",),
+    "sequence_parallel": ("memory.sequence_parallel",),
+    "share": ("batch.accumulate",),
+    "stages_per_rank": ("pipeline.stages_per_rank",),
+    "transport": ("pipeline.transport",),
+    "validated": ("optimizer.validated",),
+    "vertical_sync": ("pipeline.vertical_sync",),
+    "zero": ("memory.zero",),
+}
+_ELASTIC, _FIXED = Given("elastic", "`--elastic`", given("elastic").holds), ("elastic", False)
+_ONE_OF_EACH = Given("mesh", "several lines without `dp`",
+                     lambda facts: SEVERAL_LINES.holds(facts) and without("dp").holds(facts),
+                     "no data-parallel pipeline of {mesh_name} can be left out")  # fmt: skip
+CLASHES = (
+    Clash(_ELASTIC, NO_FLUSH, "a flushed schedule", "updates that are due belong to their ranks", _FIXED),
+    Clash(_ELASTIC, _ONE_OF_EACH, "lines of dp, or one line", "each line holds what no other one holds", _FIXED),
+)
+
+
+class _Keys(Spelling):
+    """Options as the keys of a config."""
+
+    def __init__(self, judged: Judged) -> None:
+        self._judged = judged
+
+    def key(self, option: str) -> str:
+        """Return the key to change."""
+        return next((key for key in KEYS[option] if not self._judged.is_default(key)), KEYS[option][0])
+
+    def is_now(self, option: str, value: Any) -> str:
+        """Return what a key is."""
+        key = self.key(option)
+        default = "" if self._judged.source.has(key) else " (the default)"
+        return f"{key} is {written(self._judged.value(key))}{default}"
+
+    def use(self, option: str, value: Any) -> str:
+        """Return how to set a key."""
+        return f"set {self.key(option)} = {written(value)}"
+
+
+def clashing(judged: Judged, bad: set[str]) -> Iterator[Problem]:
+    """Yield every clash between keys none of which is wrong by itself."""
+    spelling = _Keys(judged)
+    for facts in (_facts(judged), _beside_a_plan(judged)):
+        for clash in found((*table(), *CLASHES), facts):
+            if not bad.intersection(KEYS[clash.one.option], KEYS[clash.other.option]):
+                key, told = spelling.key(clash.one.option), clash.refusal(facts, spelling)
+                where = judged.source.where(tuple(key.split(".")))
+                yield Problem(where, key, told.error.removeprefix(f"{key} "), told.expected, told.fix)
+
+
+def _facts(judged: Judged) -> Facts:
+    """Return what is known of the run."""
+    settings = judged.settings
+    facts = {option: judged.value(keys[0]) for option, keys in KEYS.items() if option != "plan"}
+    axes = settings.mesh.axes if settings.mesh.num_lines > 1 else {}
+    facts |= mesh_facts(axes, dp="dp (mesh.data above mesh.expert)", tp="tp (mesh.tensor)")
+    facts["programs"] = settings.lengths.how == "buckets"
+    facts["parameters"] = "" if settings.precision.weights == "fp32" else settings.precision.weights
+    with suppress(DrumlineError):  # a relation tells why there is no program
+        facts |= program_facts(program_of(settings, judged.plan))
+    return facts
+
+
+def _beside_a_plan(judged: Judged) -> Facts:
+    """Return what is given beyond the defaults of all that a plan decides, if there is one."""
+    named = ((option, key) for option in PLANNED for key in KEYS.get(option, ()) if not judged.is_default(key))
+    return {"plan": judged.settings.pipeline.plan, **{option: judged.value(key) for option, key in named}}
