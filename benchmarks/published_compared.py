@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -38,12 +38,7 @@ class Row:
             "published": self.run.seconds,
             "error": self.error,
             "constant_errors": list(self.constant_errors),
-            "seconds": {**asdict(self.estimate.seconds), "total": self.estimate.seconds.total},
-            "bytes": {**asdict(self.estimate.bytes), "total": self.estimate.bytes.total},
-            "volumes": asdict(self.estimate.volumes),
-            "bubble": self.estimate.bubble,
-            "flops_per_device": self.estimate.flops_per_device,
-            "flops_per_second": self.estimate.flops_per_second,
+            **self.estimate.to_json(),
         }
 
 

@@ -8,10 +8,10 @@ gradients that were not exchanged earlier, and the optimizer steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.kernels import CAST_TWICE, memory_seconds
@@ -68,6 +68,22 @@ class Estimate:
     volumes: Volumes
     flops_per_device: float
     bubble: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object, including sums.
+
+        >>> zeros = Estimate(Seconds(*[1.0] * 9), Bytes(*[2.0] * 5), Volumes(*[0.0] * 5), 18.0, 0.1)
+        >>> zeros.to_json()["seconds"]["total"], zeros.to_json()["flops_per_second"]
+        (9.0, 2.0)
+        """
+        return {
+            "seconds": {**asdict(self.seconds), "total": self.seconds.total},
+            "bytes": {**asdict(self.bytes), "total": self.bytes.total},
+            "volumes": asdict(self.volumes),
+            "bubble": self.bubble,
+            "flops_per_device": self.flops_per_device,
+            "flops_per_second": self.flops_per_second,
+        }
 
     @property
     def flops_per_second(self) -> float:
