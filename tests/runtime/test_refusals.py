@@ -186,11 +186,11 @@ def test_layers_that_may_be_in_parts_are_taken() -> None:
 )
 def test_divided_layers_tell_the_sizes_that_they_have(module: nn.Module, style: Any, attribute: str, here: int) -> None:
     one: Any = TensorParallel.__new__(TensorParallel)
-    one.axes, one._attributes = SimpleNamespace(size=lambda _: 2, place=lambda _: 0), []
+    one.axes, one._entries = SimpleNamespace(size=lambda _: 2, place=lambda _: 0), []
     one.exchanges = LayerExchanges(one.axes, ())
     one._attach(Divided("one", module, style, nn.Module()))
     assert getattr(module, attribute) == here
-    assert one._attributes[0][1:] == (attribute, 8)
+    assert one._entries[0][1:] == (attribute, 8)
 
 
 def test_a_row_of_several_stages_is_no_stream() -> None:

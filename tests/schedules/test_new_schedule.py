@@ -145,6 +145,7 @@ QUOTED = {
     "cli/verify.py": {"1f1b"},
     "core/simulate/simulate.py": {"1f1b"},
     "engine/stages/balance.py": {"1f1b"},
+    "features/stream/together.py": {"1f1b"},
     "verification/verify.py": {"1f1b"},
     "plan/cluster/layout.py": {"1f1b"},
     "plan/cluster/published.py": {"1f1b", "interleaved-1f1b"},
