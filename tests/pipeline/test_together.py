@@ -40,7 +40,7 @@ BEGIN, END = re.compile(r"<!-- clashes: (.*) -->"), "<!-- end of clashes -->"
 
 def clashes() -> dict[str, Clash]:
     """Return everything that does not go together, by a name."""
-    return {f"{one.one.shown} x {one.other.shown}": one for one in (*table(), *training.CLASHES)}
+    return {f"{one.first.shown} x {one.other.shown}": one for one in (*table(), *training.CLASHES)}
 
 
 # ---- every entry is met --------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_a_pipeline_and_a_config_refuse_in_the_same_words(name: str, tmp_path: P
     else:
         found = [one for one in told(keys) if one["expected"] == refusal.expected]
     (problem,) = found
-    assert problem["key"] in training.KEYS[clash.one.option]
+    assert problem["key"] in training.KEYS[clash.first.option]
     assert problem["key"] in keys or "(the default)" in problem["error"]
     if clash.use is None:
         assert problem["fix"] == refusal.fix
@@ -247,9 +247,9 @@ def _of_lines() -> list[str]:
 def shown(half: str) -> str:
     """Return the table of a page: everything, or what does not go with one thing."""
     if half == ALL:
-        rows = [f"| {one.one.shown} | {one.other.shown} | {one.why} |" for one in clashes().values()]
+        rows = [f"| {one.first.shown} | {one.other.shown} | {one.why} |" for one in clashes().values()]
         return "\n".join(["| this | does not go with | because |", "|---|---|---|", *rows])
-    pairs = [(one.one, one.other, one.why) for one in clashes().values()]
+    pairs = [(one.first, one.other, one.why) for one in clashes().values()]
     found = [(two if one.shown == half else one, why) for one, two, why in pairs if half in (one.shown, two.shown)]
     return "\n".join(["| this | because |", "|---|---|", *(f"| {one.shown} | {why} |" for one, why in found)])
 

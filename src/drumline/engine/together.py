@@ -60,9 +60,9 @@ def program_facts(program: Program) -> dict[str, Any]:
 
 
 def _planned(option: str) -> Clash:
-    one = Given(option, f"`{option}`", lambda facts: facts.get(option) not in (None, "none"))
+    condition = Given(option, f"`{option}`", lambda facts: facts.get(option) not in (None, "none"))
     why = "a plan sets the schedule, microbatches, cut and checkpointing"
-    return Clash(one, given("plan"), "only one of them", why, fix="leave one out, or make another plan")
+    return Clash(condition, given("plan"), "only one of them", why, fix="leave one out, or make another plan")
 
 
 CLASHES = (

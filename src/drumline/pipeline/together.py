@@ -20,7 +20,7 @@ from drumline.engine import together
 def table() -> tuple[Clash, ...]:
     """Return everything that does not go together.
 
-    >>> [clash.one.shown for clash in table() if clash.other.shown == "`plan`"][:2]
+    >>> [clash.first.shown for clash in table() if clash.other.shown == "`plan`"][:2]
     ['`schedule`', '`num_microbatches`']
     """
     return tuple(clash for module in (together, *_declaring()) for clash in module.CLASHES)

@@ -82,7 +82,7 @@ class Clash:
     capture is True, and adapt is True; expected one of the two; use capture=False
     """
 
-    one: Given
+    first: Given
     other: Given
     expected: str
     why: str = ""
@@ -92,13 +92,13 @@ class Clash:
 
     def holds(self, facts: Facts) -> bool:
         """Whether both are there."""
-        return self.one.holds(facts) and self.other.holds(facts)
+        return self.first.holds(facts) and self.other.holds(facts)
 
     def refusal(self, facts: Facts, spelling: Spelling | None = None) -> DrumlineError:
         """Return the error that tells it."""
         spelled = spelling or Spelling()
         return self.kind(
-            f"{self.one.said(facts, spelled)}, and {self.other.said(facts, spelled)}",
+            f"{self.first.said(facts, spelled)}, and {self.other.said(facts, spelled)}",
             expected=f"{self.expected}: {self.why}" if self.why else self.expected,
             fix=spelled.use(*self.use) if self.use else self.fix.format_map(facts),
         )

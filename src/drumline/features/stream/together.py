@@ -49,7 +49,7 @@ _NEEDS_A_FLUSH = {
     AFTER: "updates are made inside of a step",
 }
 CLASHES = (
-    *(Clash(one, NO_FLUSH, "a flushed schedule", why, ("schedule", "1f1b")) for one, why in _NEEDS_A_FLUSH.items()),
+    *(Clash(needs, NO_FLUSH, "a flushed schedule", why, ("schedule", "1f1b")) for needs, why in _NEEDS_A_FLUSH.items()),
     Clash(_FROM_A_FILE, NO_FLUSH, "the name of its schedule", "rows of a file cannot go on for ever",
           fix="pass schedule='{program_name}'", kind=ProgramError),
     Clash(given("max_norm"), _APART, "updates at the same place in all rows",

@@ -76,8 +76,8 @@ def clashing(judged: Judged, bad: set[str]) -> Iterator[Problem]:
     spelling = _Keys(judged)
     for facts in (_facts(judged), _beside_a_plan(judged)):
         for clash in found((*table(), *CLASHES), facts):
-            if not bad.intersection(KEYS[clash.one.option], KEYS[clash.other.option]):
-                key, told = spelling.key(clash.one.option), clash.refusal(facts, spelling)
+            if not bad.intersection(KEYS[clash.first.option], KEYS[clash.other.option]):
+                key, told = spelling.key(clash.first.option), clash.refusal(facts, spelling)
                 where = judged.source.where(tuple(key.split(".")))
                 yield Problem(where, key, told.error.removeprefix(f"{key} "), told.expected, told.fix)
 

@@ -69,7 +69,7 @@ def wanted_of(
         run = unsplit_step(
             plain, given, loss_fn, randomness=randomness, precision=precision, scale=scale, multiplying=multiplying
         )
-        made = [Wanted(one, *found.finished()) for one in run]
+        made = [Wanted(outcome, *found.finished()) for outcome in run]
     return [replace(one, drew_elsewhere=True) for one in made] if chance.moved else made
 
 
